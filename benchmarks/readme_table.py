@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from textwrap import wrap
 from typing import Annotated, NotRequired, TypedDict
 
 import typer
@@ -24,6 +25,15 @@ from epcomm.planning.measurements import BENCHMARK
 
 RESULTS = Path(__file__).parent / "results"
 
+# What has replaced the kernels that a result measured, by its commit.
+_REPLACED = {
+    "46fea7d": (
+        "dispatch of normal mode was Triton there, and is one launch in CUDA C++ since d8178bd, on "
+        "Hopper and later; the rows of T = 4096 measure kernels that an H200 no longer runs"
+    )
+}
+# Characters of a line of a caption.
+_WIDTH = 120
 _MARKED = re.compile(
     r"(?P<start><!-- benchmark:(?P<name>[\w-]+) -->\n).*?"
     r"(?P<end><!-- /benchmark -->)",
@@ -339,7 +349,9 @@ def render_beside(result: BesideResult) -> str:
         f"top-{sizes['top_k']} of {sizes['experts']}, torch {versions['torch']}, {which}; medians "
         f"of captured graphs on the slowest rank. {'; '.join(result['boundaries'])}."
     )
-    return "\n".join([*lines, "", caption, ""])
+    if versions["epcomm"] in _REPLACED:
+        caption += f" Kernels of epcomm {versions['epcomm']}: {_REPLACED[versions['epcomm']]}."
+    return "\n".join([*lines, "", *wrap(caption, _WIDTH, break_on_hyphens=False), ""])
 
 
 def _by_sms(by_sms: list[NVLinkRates]) -> list[str]:

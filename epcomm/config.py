@@ -59,7 +59,7 @@ def environment() -> Mapping[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class WireChoices:
-    """The fields of EPConfig that say how rows travel to the experts; EPConfig tells of them."""
+    """Wire options of EPConfig, which documents them."""
 
     dispatch_dtype: WireDtype | None = None
     dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
@@ -78,8 +78,8 @@ class WireChoices:
 class EPConfig(WireChoices):
     """Every choice of one expert-parallel layer; equal on all ranks.
 
-    mode: how tokens travel; `auto` takes normal, or low latency where the caller says so; in
-        `fuseep` one operator computes the experts too.
+    mode: how tokens travel; `auto` takes normal, or low latency where the caller says so (on CPU
+        ranks with exact sizes); in `fuseep` one operator computes the experts too.
     backend: `collective`, `shared_memory`, `hierarchical`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`,
         `deep_ep` for whichever of the two is installed, `ascend`, or `auto`; it serves every phase
         of the mode. In mode fuseep a name of the fused operators, or `auto`.

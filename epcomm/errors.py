@@ -60,7 +60,7 @@ class PickleRefused(EPError, TypeError):
     """
 
 
-# Characters of a value that a message shows: of more nobody reads the sentence around it.
+# Longest value shown in a message; a longer one hides the sentence around it.
 _MAX_SHOWN = 80
 
 

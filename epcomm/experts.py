@@ -233,7 +233,7 @@ class ExpertParallelExperts(nn.Module):
         raise PickleRefused(
             "ExpertParallelExperts: cannot be pickled, because it holds connections to other "
             f"ranks ({self.group.where}); save state_dict() by torch.distributed.checkpoint, or "
-            "gather_state_dict(), and build the layer anew"
+            "gather_state_dict(), and build the layer again"
         )
 
     @property
@@ -288,7 +288,7 @@ class ExpertParallelExperts(nn.Module):
 
     @untraced
     def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
-        """Let the other ranks hear, in their call of this layer, what keeps this rank from its own.
+        """Report the failure of this rank to the ranks that are calling this layer.
 
         For what fails before the layer, as a router does; returns then. docs/failures.md says which
         transports tell the others.
@@ -409,7 +409,8 @@ class ExpertParallelExperts(nn.Module):
         if placement.prefers_near and self.config.replicated:
             raise ConfigError(
                 "rebalance: prefers_near of the placement is True, expected False where ranks have "
-                f"the same tokens ({self.group.where}), for they have to choose alike; set it so"
+                f"the same tokens ({self.group.where}), as they must choose the same replicas; "
+                "set it to False"
             )
         parameters = self.expert_parameters()
         if set(parameters) != set(self._names.values()):

@@ -130,7 +130,7 @@ class EPGroup:
         self.collectives.limit_waits(self._timeout_s)
 
     def is_news(self, text: str) -> bool:
-        """Tell whether this group meets `text` for the first time; layers log it then. Local."""
+        """Return whether `text` is logged for the first time in this group. Local."""
         is_new = text not in self._logged
         self._logged.add(text)
         return is_new
@@ -178,8 +178,8 @@ class EPGroup:
         if needing:
             raise BackendUnavailable(
                 f"exclude_ranks: the group has buffers of {', '.join(needing)}, expected nvlink "
-                f"alone, for others need all ranks ({self.where}); make an EPGroup of a process "
-                "group of the ranks that are left"
+                f"alone, because other backends need all ranks ({self.where}); make an EPGroup of "
+                "a process group of the ranks that are left"
             )
         for backend in backends:
             if isinstance(backend, ExcludesRanks):
@@ -207,8 +207,8 @@ class EPGroup:
         kind, key = class_of(name), (name, spec)
         if spec.returns_slots and not kind.returns_slots:
             raise ConfigError(
-                f"{function}: {name} brings sums home, and BufferSpec.returns_slots asks for slots "
-                f"({self.where}); use nvlink in low latency"
+                f"{function}: {name} returns sums, and BufferSpec.returns_slots asks for a row of "
+                f"each slot ({self.where}); use nvlink in low latency"
             )
         found = self._backends.get(key)
         if found is None:

@@ -68,7 +68,7 @@ def pack_fault(code: FaultCode, rank: int) -> int:
 def fault_byte(error: EPError | None) -> int:
     """Return what tells other ranks of `error` in a byte: its code, and whether it is passed on."""
     if error is None:
-        # Of nearly all calls, whose host time counts.
+        # Fast path: almost every call succeeds.
         return int(FaultCode.NONE)
     word = fault_word(error)
     code, _ = unpack_fault(word, 0)
@@ -86,6 +86,13 @@ def unpack_fault(word: int, rank: int) -> tuple[FaultCode, int]:
     return FaultCode(word & (1 << _FAULTY_RANK_SHIFT) - 1), passed_on - 1 if passed_on else rank
 
 
+def is_fault_word(word: int, world_size: int) -> bool:
+    """Return whether a rank of a group of world_size ranks can have sent this fault word."""
+    code = word & (1 << _FAULTY_RANK_SHIFT) - 1
+    ranks = range(world_size + 1 if code else 1)
+    return code < len(FaultCode) and word >> _FAULTY_RANK_SHIFT in ranks
+
+
 # On the device, where a fault takes a byte, a code has 4 bits, and above it lies 1 + the number of
 # the rank, or host, that it came from in the exchange before.
 CODE_BITS = 4
@@ -98,6 +105,13 @@ def unpack_device_fault(byte: int) -> tuple[FaultCode, int]:
     MAX_VIA stands for all numbers from there on.
     """
     return FaultCode(byte & (1 << CODE_BITS) - 1), byte >> CODE_BITS
+
+
+def is_device_fault(byte: int, num_origins: int) -> bool:
+    """Return whether a rank can have reported this fault, which it may have from num_origins."""
+    via = byte >> CODE_BITS
+    is_code = byte & (1 << CODE_BITS) - 1 < len(FaultCode)
+    return is_code and (0 <= via <= num_origins or via == MAX_VIA)
 
 
 # Where bits of tensors of the experts begin, and how many code and flags leave in an int32.
@@ -123,6 +137,8 @@ class BatchFlags(IntFlag):
         return cls((told << TRAINED_SHIFT) | (cls.EXPERTS_NEED_GRAD if bits else cls.NONE))
 
 
+# The largest flags of a batch.
+MAX_FLAGS = (1 << (TRAINED_SHIFT + MAX_TRAINED)) - 1
 # What must be equal on all ranks of a batch with gradients.
 COMPARED_FLAGS = (((1 << MAX_TRAINED) - 1) << TRAINED_SHIFT) | int(BatchFlags.GRAD_ENABLED)
 
@@ -143,7 +159,7 @@ def unpack_status(status: int) -> tuple[int, int]:
 
 
 class Wait(IntEnum):
-    """The signal that a kernel waited for in vain, as it reports it."""
+    """The signal that did not arrive before a kernel timed out, as it reports it."""
 
     # Of low latency.
     CREDIT = 1

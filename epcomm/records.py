@@ -23,7 +23,10 @@ T_co = TypeVar("T_co", covariant=True)
 class TopKOutput:
     """The routing of one batch.
 
-    topk_ids: [T, K], int64, physical expert ids, distinct within a row; -1 means no expert.
+    topk_ids: [T, K], int64, physical expert ids; -1 means no expert. Ids are distinct within a row,
+        as routers choose them. Of an expert named twice each entry is a slot and both are added in
+        the layout ROWS; MASKED, ascend and deep_ep_v2 raise a ShapeError on every rank. Where the
+        slots exceed a static size, every rank raises a CapacityError.
     topk_weights: [T, K], float32; beside float64 rows float64; another floating dtype is cast. The
         weight of a -1 entry is ignored.
     is_physical: a router chose the ids from the layer's ReplicaTable. To a layer with a placement
@@ -110,7 +113,7 @@ class ExchangePlan:
 
     def rows_from_ranks(self) -> Tensor:
         """Return how many rows came from each rank, [W], integers; in buffers of exact sizes."""
-        raise NotImplementedError(f"{type(self).__name__} does not tell the rows of each rank")
+        raise NotImplementedError(f"{type(self).__name__} does not have the rows of each rank")
 
 
 class Handle:
@@ -257,6 +260,8 @@ class MaskedDispatchOutput:
     hidden_states: [L, C, H]; of expert l the first num_tokens_per_expert[l] rows are defined.
     num_tokens_per_expert: [L], int32, on the device.
     slot_weights: [L, C], float32, or None where weights did not travel.
+    mean_tokens_per_expert: rows of an expert if all ranks dispatch as many tokens as this one and
+        experts are chosen equally often, rounded up; it may choose tiles. None: not known.
     """
 
     hidden_states: WireTensor
@@ -264,6 +269,7 @@ class MaskedDispatchOutput:
     slot_weights: Tensor | None
     weights_applied_by: WeightsAppliedBy
     handle: Handle
+    mean_tokens_per_expert: int | None = None
 
     layout = Layout.MASKED
 

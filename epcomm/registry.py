@@ -56,8 +56,8 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 MEASURED_ORDER = (
-    "nvlink comes before deep_ep, for on 4 H200 a low-latency pair of 128 tokens took 51 us, with "
-    "DeepEP V1 94 and V2 68 (docs/performance.md)"
+    "nvlink comes before deep_ep, because on 4 H200 a low-latency pair of 128 tokens took 51 us, "
+    "with DeepEP V1 94 us and with V2 68 us (docs/performance.md)"
 )
 # Names for several backends, of which a machine has at most one.
 BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(

@@ -163,14 +163,14 @@ class BufferSpec:
     hidden_format: unquantised rows on the wire: of combine, and of gradients in both directions.
     max_tokens_per_rank: M, or None for no limit.
     max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
-    expert_alignment: each expert's slots start at a multiple of this.
+    expert_alignment: each expert's slots start at a multiple of this, in either layout.
     compares_calls: ranks compare their calls where that needs an exchange of its own.
-    num_sms: processors of a GPU that kernels of its own may take, None for the buffer's choice.
+    num_sms: SMs of a GPU that kernels of its own may take, None for the buffer's choice.
     batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.
     intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
         None, as has a plan that was made without experts.
-    returns_slots: router weights come with combine, and not with dispatch. So results of slots come
-        home apart, and are summed there: more bytes than sums, see Buffer.combine_slots().
+    returns_slots: router weights come with combine, and not with dispatch. Combine returns one row
+        per slot, which the source rank sums: more bytes than sums, see Buffer.combine_slots().
     scale_layout: how the scales of slabs are to lie, in the layout MASKED over NVLink. Other
         buffers leave them as they come; WireTensor.scale_layout tells.
     hosts: where the ranks run, if on several hosts and known; else None.
@@ -230,8 +230,8 @@ class BufferCaps:
     max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
     hidden_multiple: H must be a multiple of this.
     batches_in_flight: dispatches that may wait for their combine, unless gradients are on, where
-        their rows are copied; one more, and the oldest is refused by HandleError. None: any
-        number, and rows are ordinary tensors.
+        their rows are copied; if one more is dispatched, combining the oldest raises HandleError.
+        None: any number, and rows are ordinary tensors.
     batches_on_request: BufferSpec.batches_in_flight may ask for another number, for more memory.
     has_receive_hook: dispatch_async leaves the receive step to wait().
     is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait

@@ -74,7 +74,7 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
         # It wins over what is found: these ranks share memory, and could use that.
         chosen = plan(EPConfig(mode="normal"), MOE, group).prefill
         assert chosen.buffer_spec.hosts == group.hosts
-        apart = "shared_memory: ranks are on 2 hosts, as EPGroup was told, expected one whose"
+        apart = "shared_memory: ranks are on 2 hosts by the mesh of EPGroup, expected one whose"
         assert apart in chosen.explain()
     with EPGroup(mesh_of([0, 1, 2, 3])) as group:
         assert plan(EPConfig(mode="normal"), MOE, group).prefill.backend == "shared_memory"

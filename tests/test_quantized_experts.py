@@ -13,6 +13,7 @@ from epcomm import (
     EPGroup,
     ExpertParallelExperts,
     Fp8BlockWeights,
+    MaskedDispatchOutput,
     ScaleDtype,
     TopKOutput,
     WireDtype,
@@ -20,6 +21,8 @@ from epcomm import (
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
 from epcomm.testing.oracle import relative_error
+from fakes.deep_ep import install
+from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.cases.quantized_model import HALVES_UP, KINDS, POWERS_OF_TWO, assert_within, model
 from tests.runners import fake_deep_gemm
 
@@ -233,6 +236,37 @@ def test_scales_come_as_the_runner_reads_them(
             layout = out.hidden_states.scale_layout
             assert layout == layer.plan.prefill.scale_layout
             assert str(layout).startswith("column-major") == (runner == "deep_gemm")
+            results.append(layer(mine.x, topk))
+            layer.check()
+        # The tolerance of tests/runners/test_deep_gemm.py.
+        assert relative_error(*results) <= 0.042
+
+
+@pytest.mark.ranks(2)
+def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """18 tokens of 2 ranks give an expert 36 rows: a tile of 128 would overwrite the next ones."""
+    fake_deep_gemm.install(monkeypatch)
+    monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
+    spec = replace(SPECS["uneven"], hidden_size=2048, dtype=torch.bfloat16)
+    config = EPConfig(mode="low_latency", backend="deep_ep_v1", max_tokens_per_rank=18)
+    with install("v1"), EPGroup() as group, torch.no_grad():
+        plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
+        weights = Fp8BlockWeights.from_unquantized(plain)
+        mine = make_batch(spec, group.rank, 2).to(group.device)
+        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
+        results = []
+        for runner in ("deep_gemm", "quantized_reference"):
+            layer = ExpertParallelExperts(
+                weights, group, replace(config, runner=runner), top_k=spec.num_topk(2)
+            )
+            out = layer.phases.prefill.dispatch(mine.x, topk)
+            assert isinstance(out, MaskedDispatchOutput)
+            layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
+            assert out.hidden_states.data.shape[1] == (128 if runner == "deep_gemm" else 36)
+            num_slots = mine.x.shape[0] * spec.num_topk(2)
+            assert out.mean_tokens_per_expert == -(-num_slots // spec.num_local_experts)
             results.append(layer(mine.x, topk))
             layer.check()
         # The tolerance of tests/runners/test_deep_gemm.py.

@@ -70,9 +70,9 @@ def _find_fault(
     )
 
 
-def expert_factor(expert: Tensor | int) -> Tensor:
+def expert_factor(expert: Tensor | int) -> Tensor | float:
     """Return what an expert multiplies by: a power of two, so that products are exact."""
-    return 2.0 ** (torch.as_tensor(expert) % 3)
+    return 2.0 ** (expert % 3)
 
 
 def run_experts(grouped: Grouped, first_expert: int) -> Tensor:

@@ -121,8 +121,14 @@ def _expert(options: BenchOptions, expert: int, device: torch.device) -> tuple[T
     assert options.intermediate is not None, "a whole layer was asked for"
     hidden, inner = options.hidden, options.intermediate
     generator = torch.Generator(device).manual_seed(options.seed + 104729 * (expert + 1))
-    gate_up = torch.randn(2 * inner, hidden, generator=generator, device=device) / hidden**0.5
-    down = torch.randn(hidden, inner, generator=generator, device=device) / inner**0.5
+    gate_up = (
+        torch.randn(2 * inner, hidden, generator=generator, dtype=torch.float32, device=device)
+        / hidden**0.5
+    )
+    down = (
+        torch.randn(hidden, inner, generator=generator, dtype=torch.float32, device=device)
+        / inner**0.5
+    )
     dtype = dtype_of(options.dtype)
     return gate_up.to(dtype), down.to(dtype)
 

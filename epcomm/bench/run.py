@@ -25,7 +25,7 @@ from epcomm.bench.turns import graph_call, is_in_graph, percentiles_of, run_call
 from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
-# Told what is done now, and how many of how many rounds are done.
+# Called with the current step, the rounds that are done, and all rounds.
 OnProgress = Callable[[str, int, int], None]
 
 

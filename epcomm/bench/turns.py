@@ -44,7 +44,7 @@ def time_launch(launch: Callable[[], object], device: torch.device, clock: Clock
     Collective: yes.   Host sync: yes.
     """
     if device.type == "cuda":
-        dist.all_reduce(torch.zeros(1, device=device))
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=device))
         torch.cuda._sleep(_HEAD_START)
     else:
         dist.barrier()

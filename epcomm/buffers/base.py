@@ -149,6 +149,8 @@ class Backend(ABC):
     needs_process_group: it serves groups of torch.distributed alone.
     serves_replicated: for tokens that all ranks share, and for no others.
     takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
+    needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; elsewhere
+        each entry is a slot.
     returns_slots: it serves specifications whose slots come home apart, BufferSpec.returns_slots.
     """
 
@@ -158,6 +160,7 @@ class Backend(ABC):
     needs_process_group: ClassVar[bool] = False
     serves_replicated: ClassVar[bool] = False
     takes_wire_tensors: ClassVar[bool] = True
+    needs_distinct_ids: ClassVar[bool] = False
     returns_slots: ClassVar[bool] = False
 
     name: ClassVar[str]
@@ -372,7 +375,8 @@ class Buffer(Backend):
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
             slot_weights: [C], float32, multiplied into slot rows, or None.
-            row_scalars: [R, K], float32, sent beside the rows and brought to (token, k).
+            row_scalars: [R, K], float32, sent beside the rows. Scalar (token, k) of the result is
+                the sum over all rows of the token, whichever rank has its k-th expert.
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
         Collective: yes.   Deterministic: yes where caps.ordered.
@@ -420,7 +424,9 @@ class Buffer(Backend):
         out: Tensor | None = None,
     ) -> Pending[Combined]:
         """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""
-        raise NotImplementedError(f"{self.name} brings sums home, and no slots (returns_slots)")
+        raise NotImplementedError(
+            f"{self.name} returns sums, not a row for each slot (returns_slots)"
+        )
 
     @abstractmethod
     def refuse_combine(self, error: EPError) -> None:

@@ -49,7 +49,7 @@ def _count(topk_ids: Tensor, num_local_experts: int, world_size: int) -> Tensor:
     owners = topk_ids.cpu().div(num_local_experts, rounding_mode="floor")
     # Masked entries go to a column of their own.
     owners = torch.where(owners < 0, world_size, owners)
-    counts = torch.zeros(len(owners), world_size + 1, dtype=torch.int64)
+    counts = owners.new_zeros(len(owners), world_size + 1)
     return counts.scatter_add_(1, owners, torch.ones_like(owners))[:, :world_size]
 
 

@@ -24,9 +24,11 @@ from epcomm.collectives.call_order import (
     ROWS,
     CallOrder,
     CallSign,
+    seal,
 )
-from epcomm.errors import RankNames
+from epcomm.errors import RankNames, shown
 from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.spec import BufferSpec
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +85,8 @@ class CountsMessage:
         header[:, ROWS] = rows
         by_rank = slots.view(calls.world_size, num_experts)
         header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
-        return cls(header=header, rest=by_rank[:, num_here:].contiguous())
+        seal(header, rest := by_rank[:, num_here:].contiguous())
+        return cls(header=header, rest=rest)
 
     @classmethod
     def empty(cls, calls: CallOrder, num_experts: int, *, has_rest: bool) -> CountsMessage:
@@ -114,26 +117,38 @@ def read_counts(
     headers: Sequence[Sequence[int]],
     device_slots: Tensor,
     call: DispatchCall,
-    num_experts: int,
-    names: RankNames,
+    spec: BufferSpec,
+    calls: CallOrder,
+    *,
+    rows_have_slots: bool,
 ) -> Counts:
-    """Read the headers from all ranks, which make the same call.
+    """Read the headers from all ranks, which make the same call and have passed check_words().
 
     Args:
         headers: by rank, on the host; the slots behind them are those of this rank's experts.
         device_slots: [W, L], the same slots on the device.
         call: this rank's call.
-        num_experts: P.
-        names: of the ranks.
+        spec: of the buffer.
+        calls: of the group.
+        rows_have_slots: a rank sends a row only where it has a slot.
 
     Raises:
         ShapeError, CapacityError: some rank reported a fault; on every rank.
         ConfigError: some ranks need gradients, others run under no_grad; on every rank.
+        EPError: counts that no rank can have sent; then the group ends, see CallOrder.reject().
     """
     codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
-    check_headers(codes, flags, call, num_experts, names)
+    check_headers(codes, flags, call, spec.num_local_experts * calls.world_size, calls.names)
     num_slots = device_slots.shape[1]
     slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]
+    for rank, (words, slots) in enumerate(zip(headers, slots_from_rank, strict=True)):
+        num_rows, most = words[ROWS], spec.max_tokens_per_rank
+        if most is not None and num_rows > most:
+            calls.reject(rank, f"rows {num_rows}, expected at most max_tokens_per_rank = {most}")
+        least = num_rows if rows_have_slots else 0
+        if min(slots) < 0 or not least <= sum(slots) <= num_rows * spec.top_k:
+            expected = f"{least} to {num_rows * spec.top_k} for {num_rows} rows"
+            calls.reject(rank, f"slots {shown(slots)}, expected {expected}")
     return Counts(
         rows_from_rank=tuple(words[ROWS] for words in headers),
         tokens_per_expert=tuple(map(sum, zip(*slots_from_rank, strict=True))),

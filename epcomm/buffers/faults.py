@@ -31,6 +31,7 @@ from epcomm.protocol import (
     BatchFlags,
     FaultCode,
     fault_word,
+    is_device_fault,
     is_passed_on,
     pack_fault,
     unpack_device_fault,
@@ -44,13 +45,13 @@ _FAULT_TEXT = {
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
-    FaultCode.HANDLE: "a combined batch, a batch of another dispatcher, or a closed dispatcher,",
-    FaultCode.NO_GRADIENTS: "gradients or decode asked of a mode that has none",
+    FaultCode.HANDLE: "a batch combined twice, of another dispatcher, or after close()",
+    FaultCode.NO_GRADIENTS: "gradients or decode in a mode that has none",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
-    FaultCode.UNREADY: "an error while tokens were routed or made ready to be sent",
-    FaultCode.CALLS: "another call than that of the other ranks",
+    FaultCode.UNREADY: "an error while tokens were routed or prepared for dispatch",
+    FaultCode.CALLS: "a different call from the other ranks",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
@@ -117,7 +118,7 @@ def overwritten_error(backend: str, batch: int, num_batches: int, where: str) ->
     """Return the error of a combine whose rows lay in memory that a later batch has taken."""
     return HandleError(
         f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
-        f"{batch + num_batches}, for {num_batches} may be in flight ({where}); combine a batch "
+        f"{batch + num_batches}, as {num_batches} may be in flight ({where}); combine a batch "
         "earlier, or set EPConfig.batches_in_flight"
     )
 
@@ -207,7 +208,7 @@ def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequen
         error = ConfigError(
             f"dispatch: {told}, while the other ranks train {them} (this is {names.where}), so "
             "optimizers and norms over all experts would wait for ever; call requires_grad_() "
-            "alike on all ranks"
+            "with the same value on all ranks"
         )
         error.fault_word = pack_fault(FaultCode.FROZEN, faulty_rank)
         raise error
@@ -309,6 +310,19 @@ class DeviceFaults:
         """Note the faults of one combine, [W, 2] as record() returns them. Costs as record."""
         return self._note(entries, own_error)
 
+    def record_refusal(self, entries: Tensor, error: EPError) -> None:
+        """Note the faults of a combine that this rank refuses; the caller raises `error`.
+
+        What was raised is spent: check() raises the faults of the other ranks alone.
+        """
+        place = self._names.place
+        if self._own_error is error:
+            # The dispatch of the same call has noted it.
+            self._own_error = None
+            self._entries[place] = 0
+        entries[place] = 0
+        self._note(entries, None)
+
     def _note(self, entries: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
         is_first = self._entries[:, :1] == 0
@@ -316,10 +330,13 @@ class DeviceFaults:
         self._entries.copy_(torch.where(is_first & (entries[:, :1] != 0), entries, self._entries))
         return entries
 
-    def check(self, max_slots: int | None, *, max_rows: int | None = None) -> None:
+    def check(
+        self, max_slots: int | None, *, max_rows: int | None = None, has_budget: bool = True
+    ) -> None:
         """Raise the recorded faults and forget them. Host sync: yes.
 
         max_slots, max_rows: that a rank receives, one of them None: the budget that was exceeded.
+        has_budget: max_slots can be configured; else it suffices for tokens of distinct experts.
         """
         entries = self._entries.tolist()
         own_error, self._own_error = self._own_error, None
@@ -340,6 +357,12 @@ class DeviceFaults:
                     f"max_tokens_per_rank = {max_rows} from all ranks together (this is {where}); "
                     f"y was set to NaN; raise max_tokens_per_rank to {required}"
                 )
+            if not has_budget:
+                raise CapacityError(
+                    f"dispatch: {who} received up to {required} slots, expected at most "
+                    f"{max_slots}, which hold all tokens of distinct experts (this is {where}); y "
+                    "was set to NaN; pass an expert once in each row of topk_ids"
+                )
             raise CapacityError(
                 f"dispatch: {who} received up to {required} slots, expected at most "
                 f"max_recv_slots = {max_slots} (this is {where}); y was set to NaN; raise "
@@ -351,7 +374,19 @@ class DeviceFaults:
         raise_faults(words, self._names, own_error, function=function)
 
     def _fault_word(self, place: int, byte: int) -> int:
-        """Return the fault word of what a rank told on the device."""
+        """Return the fault word of what a rank reported on the device.
+
+        Raises:
+            EPError: no rank can have reported it.
+        """
+        origins = () if self._origins is None else self._origins[place]
+        if not is_device_fault(byte, len(origins)):
+            raise EPError(
+                f"check: the status of {self._names.describe([place])} has fault {byte}, expected "
+                f"a FaultCode (this is {self._names.where}); y was set to NaN; see whether all "
+                "ranks run one version of epcomm, and whether memory or network of the rank named "
+                "is defective"
+            )
         code, via = unpack_device_fault(byte)
         if not via or self._origins is None or via == MAX_VIA:
             return int(code)

@@ -217,6 +217,11 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
     )
 
 
+def most_slots_of(spec: BufferSpec, num_rows: int) -> int:
+    """Return the slots that suffice for any routing of R rows, also if it repeats experts."""
+    return max_slots(num_rows * spec.top_k, 1, spec.num_local_experts, spec.expert_alignment)
+
+
 def max_slots_of(spec: BufferSpec, num_rows: int) -> int:
     """Return C, the slots that suffice for any routing of R rows."""
     return max_slots(num_rows, spec.top_k, spec.num_local_experts, spec.expert_alignment)

@@ -44,7 +44,7 @@ class VendorCalls:
 
     name: ClassVar[str]
     needs_process_group: ClassVar[bool] = True
-    # Whether its kernels fail where a row of ids names an expert twice.
+    # As Backend says: kernels of some packages fail there.
     needs_distinct_ids: ClassVar[bool] = False
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -56,7 +56,7 @@ class VendorCalls:
         self._faults = DeviceFaults(collectives.names, collectives.device)
         # Read after a wait of the host that the package makes anyway, so that it costs none.
         is_cuda = collectives.device.type == "cuda"
-        self._fault_on_host = torch.zeros((), dtype=torch.int64, pin_memory=is_cuda)
+        self._fault_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         # Capacity in slots, for the message of check().
         self._max_slots = 0
         # On the device: reading a count of rows would make the host wait.

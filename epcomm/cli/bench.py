@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from epcomm.bench.contenders.backends import Absent
 from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens, read_wire
 from epcomm.bench.plot import check_plot, draw
 from epcomm.bench.ranks import (
@@ -41,12 +39,14 @@ class Work:
     """The arguments of a run, and where its report goes.
 
     output, plot: files to write, or None.   prints_json: to the terminal, in place of tables.
+    is_verbose: why backends do not serve is printed, and not their names alone.
     """
 
     options: BenchOptions
     output: Path | None
     plot: Path | None
     prints_json: bool
+    is_verbose: bool
 
 
 def bench_command(
@@ -79,6 +79,9 @@ def bench_command(
     output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw it there; needs matplotlib.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print why backends were not timed.")
+    ] = False,
 ) -> None:
     """Check every backend that serves here against a formula, then time it beside torch alone.
 
@@ -106,7 +109,7 @@ def bench_command(
         _check_files(output, plot)
     except ConfigError as error:
         raise typer.Exit(tell(error, rank_of_environment())) from None
-    work = Work(options=options, output=output, plot=plot, prints_json=json)
+    work = Work(options=options, output=output, plot=plot, prints_json=json, is_verbose=verbose)
     if num_started is not None:
         raise typer.Exit(start_ranks(num_started, bench_on_rank, work))
     join_ranks()
@@ -198,7 +201,7 @@ def _show(report: Report, work: Work) -> None:
     console.print(timings_table(report.timings))
     if report.layers:
         console.print(layers_table(report.layers))
-    for line in _absent_lines(report.absent):
+    for line in _absent_lines(report, is_verbose=work.is_verbose):
         say(line)
     for each in report.wrong:
         say(f"wrong, and not timed, at T = {each.tokens}: {each.fault}")
@@ -210,14 +213,18 @@ def _show(report: Report, work: Work) -> None:
     say(report.advice)
 
 
-def _absent_lines(absent: Sequence[Absent]) -> list[str]:
-    """Say of each backend in which modes it does not serve, and why, each reason once."""
+def _absent_lines(report: Report, *, is_verbose: bool) -> list[str]:
+    """Return the backends that were not timed in one line; verbose: a line each, with reasons."""
     modes: dict[str, list[str]] = {}
     reasons: dict[str, dict[str, None]] = {}
-    for each in absent:
+    for each in report.absent:
         modes.setdefault(each.backend, []).append(each.mode.value)
         reasons.setdefault(each.backend, {}).update(dict.fromkeys(each.reasons))
-    return [
-        f"not here: {backend} in {', '.join(modes[backend])}: {'; '.join(found)}"
-        for backend, found in reasons.items()
-    ]
+    if is_verbose or not modes:
+        return [
+            f"not timed: {backend} in {', '.join(modes[backend])}: {'; '.join(found)}"
+            for backend, found in reasons.items()
+        ]
+    timed = {each.backend for each in report.timings}
+    names = [f"{b} in {' and '.join(m)}" if b in timed else b for b, m in modes.items()]
+    return [f"not timed (--verbose prints why): {', '.join(names)}"]

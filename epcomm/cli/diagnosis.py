@@ -1,12 +1,12 @@
-"""Say what is on this machine, what is missing for which backend, and what to do about it.
+"""Find what is on this machine, what is missing for which backend, and what to do next.
 
 Nothing with side effects is imported into this process, see platforms.findings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from epcomm.platforms.deep_ep import DeepEPKind, Variable, communication_variables
 from epcomm.platforms.findings import (
@@ -28,7 +28,8 @@ class Report:
     platform: torch, its distributed backends, devices.   packages: those that epcomm may use.
     deep_ep: which one it is; None where there is none.
     backends, runners: of the registries, fused operators among the backends.
-    variables: see Variable.
+    variables: see Variable.   next_steps: what a user of this machine would do, a command a line
+        where there is one; what needs attention comes first.
     """
 
     platform: tuple[Finding, ...]
@@ -37,6 +38,7 @@ class Report:
     backends: tuple[Finding, ...]
     runners: tuple[Finding, ...]
     variables: tuple[Variable, ...]
+    next_steps: tuple[str, ...] = ()
 
 
 def doctor(machine: Machine | None = None) -> Report:
@@ -48,7 +50,7 @@ def doctor(machine: Machine | None = None) -> Report:
     Local; starts up to three short-lived processes.   Host sync: none.
     """
     machine = machine or this_machine()
-    return Report(
+    report = Report(
         platform=find_platform(machine),
         packages=find_packages(machine),
         deep_ep=find_deep_ep_kind(machine),
@@ -56,6 +58,51 @@ def doctor(machine: Machine | None = None) -> Report:
         runners=tuple(_runner(name, machine) for name in RUNNERS),
         variables=communication_variables(machine.environment),
     )
+    return replace(report, next_steps=tuple(_next_steps(report)))
+
+
+# Packages that a user of any machine may want; the others need a device of their own.
+_OPTIONAL = ("transformers", "mpi4py")
+
+
+def _next_steps(report: Report) -> Iterator[str]:
+    platform = {each.name: each for each in report.platform}
+    for each in (*report.platform, *report.packages):
+        if each.status is Status.ATTENTION:
+            yield f"{each.name} ({each.detail.splitlines()[0]}): {each.advice}"
+    if "distributed backends" not in platform:
+        return
+    gpus = platform["CUDA devices"]
+    num_gpus = len(gpus.detail.splitlines()) if gpus.status is Status.HERE else 0
+    for each in (*_worth_bringing(report.backends), *_worth_bringing(report.runners)):
+        yield f"for {each.name}, which would serve {', '.join(each.serves)}: {each.command}"
+    if num_gpus:
+        yield (
+            "check and time the backends between GPUs: "
+            f"torchrun --nproc-per-node {num_gpus} -m epcomm bench"
+        )
+    if platform["distributed backends"].status is Status.HERE:
+        yield "train and decode on CPU ranks: torchrun --nproc-per-node 4 examples/hello_ep.py"
+        if not num_gpus:
+            yield "check and time the backends between CPU ranks: epcomm bench --ranks 4"
+    if not num_gpus:
+        yield (
+            "see what GPUs that are not here would take: epcomm plan --device h200 --ranks 8 "
+            "--hidden-size 7168 --num-experts 256 --top-k 8 --max-tokens 128"
+        )
+    for each in report.packages:
+        if each.name in _OPTIONAL and each.status is Status.MISSING:
+            yield f"{each.name} ({each.detail}): {each.advice}"
+
+
+def _worth_bringing(parts: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the parts that a command would bring and that auto would then take."""
+    served: set[str] = set()
+    for each in parts:
+        if each.command and not served.issuperset(each.serves):
+            yield each
+        if each.command or each.status is Status.HERE:
+            served |= set(each.serves)
 
 
 def _backend(name: str, machine: Machine) -> Finding:
@@ -63,21 +110,23 @@ def _backend(name: str, machine: Machine) -> Finding:
     kinds = [backend_class(each) for each in class_names(name)]
     verdicts = [(kind, kind.probe(machine)) for kind in kinds]
     able = [kind for kind, verdict in verdicts if verdict.ok]
-    modes = sorted({mode.value for kind in able or kinds for mode in kind.modes})
+    modes = tuple(sorted({mode.value for kind in able or kinds for mode in kind.modes}))
     lacking = [verdict for _, verdict in verdicts if not verdict.ok]
-    return _part(name, f"serves {', '.join(modes)}", [] if able else lacking)
+    return _part(name, f"serves {', '.join(modes)}", modes, [] if able else lacking)
 
 
 def _runner(name: str, machine: Machine) -> Finding:
     runner = runner_class(name)
     layouts = ", ".join(sorted(layout.value for layout in runner.layouts))
-    kinds = ", ".join(kind.__name__ for kind in runner.kinds)
+    kinds = tuple(kind.__name__ for kind in runner.kinds)
     verdict = runner.probe(machine)
-    detail = f"computes {kinds}; reads {layouts}"
-    return _part(name, detail, [] if verdict.ok else [verdict])
+    detail = f"computes {', '.join(kinds)}; reads {layouts}"
+    return _part(name, detail, kinds, [] if verdict.ok else [verdict])
 
 
-def _part(name: str, detail: str, lacking: Sequence[Availability]) -> Finding:
+def _part(
+    name: str, detail: str, serves: tuple[str, ...], lacking: Sequence[Availability]
+) -> Finding:
     """Return the finding on a backend or runner; `lacking`: what each of its classes lacks."""
     reasons = tuple(dict.fromkeys(reason for each in lacking for reason in each.reasons))
     needs = next((each.needs for each in lacking if each.needs), "")
@@ -90,4 +139,5 @@ def _part(name: str, detail: str, lacking: Sequence[Availability]) -> Finding:
         advice=f"no command can: it needs {needs}" if needs else advice,
         reasons=reasons,
         command=command,
+        serves=serves,
     )

@@ -1,4 +1,4 @@
-"""`epcomm doctor`: what is on this machine, what is missing, and what to do about it."""
+"""`epcomm doctor`: what works on this machine, and what a user of it would do next."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json as json_module
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -16,11 +17,16 @@ from rich.table import Table
 from epcomm.cli.diagnosis import Report, doctor
 from epcomm.cli.one_line import BadInput
 from epcomm.cli.version import version
+from epcomm.config import Mode
 from epcomm.platforms.deep_ep import Variable
-from epcomm.platforms.findings import Finding, Status
+from epcomm.platforms.findings import TESTED_VERSIONS, Finding, Status
 from epcomm.registry import BACKEND_GROUPS, BUFFERS, FUSED, RUNNERS
 
 _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yellow"}
+# Those that backends serve.
+_MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
+# Steps without --verbose, so that all of it has 20 lines at most.
+_SHOWN_STEPS = 5
 # The exit code where something that was asked for is not here.
 NOT_HERE = 1
 
@@ -30,11 +36,15 @@ def doctor_command(
         list[str] | None,
         typer.Argument(help="Backends and runners that have to be here; none: something to serve."),
     ] = None,
+    verbose: Annotated[
+        bool,
+        typer.Option("--verbose", help="Print what is not here too, why, and what would bring it."),
+    ] = False,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one object, which docs/commands.md tells of.")
+        bool, typer.Option("--json", help="Print one object; docs/commands.md has its keys.")
     ] = False,
 ) -> None:
-    """Print what is on this machine, what is missing for which backend, and what would bring it.
+    """Print what works on this machine, and what to do next; of NAMES, all that is known.
 
     Exit code 0: every backend and runner NAMED is here; without names, at least one of each.
     1: one of them is not. 2: bad input, such as a name that does not exist.
@@ -43,8 +53,10 @@ def doctor_command(
     report = doctor()
     if json:
         sys.stdout.write(as_json(report, names or []))
+    elif names:
+        _show_parts(Console(), report, names)
     else:
-        _show(report, names or [])
+        _show(report, verbose=verbose)
     raise typer.Exit(0 if _is_enough(report, names or []) else NOT_HERE)
 
 
@@ -59,6 +71,7 @@ def as_json(report: Report, names: Sequence[str]) -> str:
         "deep_ep": report.deep_ep,
         **{kind: [_plain(each) for each in _named(found, names)] for kind, found in parts.items()},
         "variables": [asdict(each) for each in report.variables],
+        "next_steps": list(report.next_steps),
     }
     return json_module.dumps(values, indent=1) + "\n"
 
@@ -92,38 +105,87 @@ def _plain(finding: Finding) -> dict[str, object]:
     return {**asdict(finding), "command": finding.command or None}
 
 
-def _show(report: Report, names: Sequence[str]) -> None:
-    console = Console()
-    if not names:
-        console.print(_findings_table("platform", report.platform))
-        console.print(_findings_table("package", report.packages))
-    for kind, found in (("backend", report.backends), ("runner", report.runners)):
-        if parts := _named(found, names):
-            console.print(_parts_table(kind, parts))
-    if not names:
+def _show(report: Report, *, verbose: bool) -> None:
+    console = Console(highlight=False)
+    console.print(_summary(report))
+    say = partial(console.print, markup=False, soft_wrap=True)
+    steps = report.next_steps if verbose else report.next_steps[:_SHOWN_STEPS]
+    is_cut = len(steps) < len(report.next_steps)
+    say(f"next ({len(steps)} of {len(report.next_steps)} steps):" if is_cut else "next:")
+    for step in steps:
+        say(f"- {step}")
+    if not verbose:
+        say("- see what is not here, and why: epcomm doctor --verbose")
+        return
+    console.print(_findings_table("platform", report.platform))
+    console.print(_findings_table("package", report.packages))
+    _show_parts(console, report, ())
+    if any(each.value is not None for each in report.variables):
         console.print(_variables_table(report.variables))
 
 
+def _summary(report: Report) -> Table:
+    """Return what works here, a line each; longer lines are cut."""
+    found = {each.name: each for each in (*report.platform, *report.packages)}
+    here = {name: each.detail for name, each in found.items() if each.status is Status.HERE}
+    tested = ", ".join(f"{name} {low} to {high}" for name, (low, high) in TESTED_VERSIONS.items())
+    gpus = here.get("CUDA devices", "").splitlines()
+    transports = [here.get("distributed backends"), "mpi4py" in here and f"MPI {here['mpi4py']}"]
+    lines = {
+        "tested with": tested,
+        "torch": found["torch"].detail,
+        "triton": found["triton"].detail,
+        "devices": f"{len(gpus)} x {gpus[0]}; CPU" if gpus else "CPU",
+        "transports": ", ".join(filter(None, transports)) or "none",
+    }
+    kinds = sorted({kind for each in report.runners for kind in each.serves})
+    for served in (*_MODES, *kinds):
+        parts = [each for each in (*report.backends, *report.runners) if served in each.serves]
+        names = [each.name for each in parts if each.status is Status.HERE]
+        lines[served] = ", ".join(names) or "none"
+    table = Table(box=None)
+    table.add_column("", no_wrap=True)
+    table.add_column(f"epcomm {version()}: what works here", no_wrap=True, overflow="ellipsis")
+    for name, text in lines.items():
+        table.add_row(name, escape(text.splitlines()[0]))
+    return table
+
+
+def _show_parts(console: Console, report: Report, names: Sequence[str]) -> None:
+    for kind, found in (("backend", report.backends), ("runner", report.runners)):
+        if parts := _named(found, names):
+            console.print(_parts_table(kind, parts))
+
+
 def _findings_table(kind: str, findings: Sequence[Finding]) -> Table:
-    table = _table(kind, "found", "what to do")
+    table = _table(kind, "", "found", "what to do")
     for finding in findings:
         table.add_row(*_verdict(finding), escape(finding.detail), escape(finding.advice))
     return table
 
 
 def _parts_table(kind: str, findings: Sequence[Finding]) -> Table:
-    table = _table(kind, "found", "why not", "what would bring it")
-    for finding in findings:
-        why = "\n".join(finding.reasons)
-        cells = (finding.detail, why, finding.advice)
-        table.add_row(*_verdict(finding), *map(escape, cells))
+    """Return a row for each part that is here, and one for all that lack the same."""
+    table = _table(kind, "", "found", "why not", "what would bring it")
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for each in findings:
+        key = (each.detail,) if each.status is Status.HERE else (each.advice, *each.reasons)
+        alike.setdefault(key, []).append(each)
+    for group in alike.values():
+        first = group[0]
+        names = "\n".join(each.name for each in group)
+        served = dict.fromkeys(served for each in group for served in each.serves)
+        detail = first.detail if first.status is Status.HERE else ", ".join(served)
+        cells = (names, detail, "\n".join(first.reasons), first.advice)
+        name, *rest = map(escape, cells)
+        table.add_row(name, _verdict(first)[1], *rest)
     return table
 
 
 def _table(kind: str, *headings: str) -> Table:
     table = Table()
     table.add_column(kind, no_wrap=True)
-    for heading in ("", *headings):
+    for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
 
@@ -133,11 +195,10 @@ def _verdict(finding: Finding) -> tuple[str, str]:
 
 
 def _variables_table(variables: Sequence[Variable]) -> Table:
-    table = Table()
-    table.add_column("environment variable", no_wrap=True)
-    for heading in ("here", "deep_ep V1 writes", "what to do"):
-        table.add_column(heading, overflow="fold")
+    """Return the variables that are set."""
+    table = _table("environment variable", "here", "deep_ep V1 writes", "what to do")
     for variable in variables:
-        value = "not set" if variable.value is None else repr(variable.value)
-        table.add_row(variable.name, escape(value), variable.written or "", variable.advice)
+        if variable.value is not None:
+            cells = (repr(variable.value), variable.written or "", variable.advice)
+            table.add_row(variable.name, *map(escape, cells))
     return table

@@ -64,7 +64,8 @@ def plan_command(
     ] = None,
     ranks: Annotated[int, typer.Option(min=1, max=MAX_RANKS, help="That share the experts.")] = 8,
     hosts: Annotated[
-        int | None, typer.Option(min=1, help="On which the ranks are, as many on each.")
+        int | None,
+        typer.Option(min=1, help="Hosts of the ranks, the same number of ranks on each."),
     ] = None,
     gb_per_s_between: Annotated[
         float | None, typer.Option(help="That a rank sends to other hosts, in 10**9 bytes.")
@@ -116,7 +117,7 @@ def plan_command(
         typer.Option(exists=True, dir_okay=False, help="The config.json of a model."),
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="Print one object, which docs/commands.md tells of.")
+        bool, typer.Option("--json", help="Print one object, docs/commands.md has its keys.")
     ] = False,
 ) -> None:
     """Print what would serve a layer, what would not and why, bytes and limits.

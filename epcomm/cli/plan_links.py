@@ -128,5 +128,5 @@ def _notes_of(phase: PhasePlan, options: LinkOptions) -> list[str]:
     if _times_of(phase, options):
         notes.append("time: expected bytes by the speed of links, at once flat, else in turn")
     elif options.gb_per_s_between is not None:
-        notes.append("no time, for the number of tokens is unknown; pass --max-tokens")
+        notes.append("no time, because the number of tokens is unknown; pass --max-tokens")
     return notes

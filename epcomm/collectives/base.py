@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epcomm.collectives.bounded import BoundedWait
 from epcomm.collectives.call_order import CallKind, CallOrder, CallSign
+from epcomm.collectives.stream_order import StreamOrder
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError
 
@@ -68,6 +69,11 @@ class Collectives(ABC):
         return CallOrder(self)
 
     @cached_property
+    def streams(self) -> StreamOrder:
+        """The order of calls on the device, which all buffers of a group and its parts share."""
+        return StreamOrder()
+
+    @cached_property
     def _parts(self) -> dict[tuple[tuple[int, ...], ...], Collectives]:
         """The parts made by split(), by the division into parts."""
         return {}
@@ -107,6 +113,7 @@ class Collectives(ABC):
                 world_size=self.names.world_size,
             )
             found.calls = CallOrder(found, whole=self.calls, counts_in_whole=counts_calls)
+            found.streams = self.streams
             found.scope = scope
             found.kernel_timeout_s = self.kernel_timeout_s
             self._parts[key] = found

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
-from epcomm.errors import EPTimeout, describe_ranks
+from epcomm.errors import EPError, EPTimeout, describe_ranks
 
 # Waits at most so many seconds (> 0) and says whether the exchange is complete; RuntimeError: the
 # transport broke. Called again until it says True.
@@ -72,6 +72,7 @@ class _Report:
     exchange: number of collectives run so far.   call: number of those with the same phase.
     waited_s: how long it had waited.
     gave_up_on: ranks it names as missing, once it has given up; None: it still collects reports.
+    reason: the reason why it left without a wait; '' if it waited.
     """
 
     exchange: int
@@ -79,6 +80,7 @@ class _Report:
     phase: str
     waited_s: float
     gave_up_on: tuple[int, ...] | None = None
+    reason: str = ""
 
     @classmethod
     def parse(cls, text: str) -> _Report:
@@ -105,15 +107,31 @@ class BoundedWait:
         self._world_size = world_size
         self._num_exchanges = 0
         self._num_calls: Counter[str] = Counter()
-        self._failure: str | None = None
+        self._failure: EPError | None = None
 
     def check(self) -> None:
-        """Raise the EPTimeout of an earlier exchange, before anything is written for a new one.
+        """Raise the error that ended an earlier exchange, before a new one writes anything.
 
         Local.
         """
         if self._failure is not None:
-            raise EPTimeout(self._failure)
+            raise type(self._failure)(*self._failure.args)
+
+    def fail(self, error: EPError) -> None:
+        """Let every later call here raise `error`, and waits of the other ranks end with it.
+
+        Local; returns within 2 * LOOK_LIMIT_S.
+        """
+        self._failure = error
+        report = _Report(
+            exchange=self._num_exchanges,
+            call=0,
+            phase="",
+            waited_s=0.0,
+            gave_up_on=(),
+            reason=str(error),
+        )
+        self._failure_board.post(json.dumps(asdict(report)))
 
     def run(self, start: Callable[[], Step], phase: str) -> None:
         """Start an exchange and wait for its end.
@@ -146,8 +164,8 @@ class BoundedWait:
             phase=phase,
             waited_s=time.monotonic() - start_s,
         )
-        self._failure = self._give_up(report, start_s + self.timeout_s, fault)
-        raise EPTimeout(self._failure)
+        self._failure = EPTimeout(self._give_up(report, start_s + self.timeout_s, fault))
+        raise self._failure
 
     def _wait(self, step: Step, deadline_s: float) -> str | None:
         """Return None when the exchange is complete, else what the transport says, maybe ''."""
@@ -175,7 +193,7 @@ class BoundedWait:
         strays = "".join(
             f"; rank {rank} was in {other.where}"
             for rank, other in sorted(others.items())
-            if (other.exchange, other.phase) != (report.exchange, report.phase)
+            if (other.exchange, other.phase) != (report.exchange, report.phase) and not other.reason
         )
         says = f"; the transport says: {fault}" if fault else ""
         return (
@@ -234,6 +252,9 @@ class BoundedWait:
     ) -> tuple[str, str]:
         """Say in one sentence what happened and what to do about it."""
         blamed = own.gave_up_on or ()
+        reasons = [f"rank {r} left: {o.reason}" for r, o in sorted(others.items()) if o.reason]
+        if reasons:
+            return "; ".join(reasons), "see the rank named"
         if self._rank in blamed:
             impatient = [r for r, other in others.items() if self._rank in (other.gave_up_on or ())]
             return (

@@ -4,10 +4,14 @@ A rank that makes another call than the others, or the calls of two layers in an
 named on every rank before any rows travel. Nobody waits for what never comes, and no transport
 meets messages of different lengths. Worked example, two ranks, each header its first words:
 
-    rank 0 dispatches    kind 2, mode 0, buffer 1, dispatcher 1, batch 7, call 7
-    rank 1 combines      kind 3, mode 0, buffer 1, dispatcher 1, batch 6, call 7
+    rank 0 dispatches    kind 2, buffer 1, dispatcher 1, batch 7, call 7
+    rank 1 combines      kind 3, buffer 1, dispatcher 1, batch 6, call 7
 
 Both raise HandleError; the next call of both is number 8, so the group goes on.
+
+A rank checks every word of a header before it uses one. Only a defect of memory or of the network,
+or another version of epcomm, makes a header wrong, and the ranks may then disagree on what follows:
+a rank that reads one ends the group's waits on all ranks.
 """
 
 from __future__ import annotations
@@ -16,35 +20,31 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
-from typing import Protocol
+from typing import NoReturn, Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
+from epcomm.collectives.bounded import BoundedWait
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError, RankNames
-from epcomm.protocol import FaultCode, is_passed_on, pack_fault
+from epcomm.protocol import MAX_FLAGS, FaultCode, is_fault_word, is_passed_on, pack_fault
 
-# Words of a header that must be equal on all ranks: kind, mode, buffer, dispatcher, batch, number,
-# size.
-_NUM_COMPARED = 7
-# All of them: then fault, flags and the rows to come.
-FAULT, FLAGS, ROWS = range(_NUM_COMPARED, _NUM_COMPARED + 3)
-HEADER_WORDS = _NUM_COMPARED + 3
-# Behind them lie the slots of so many experts of the receiving rank; counts of more take a second
+# The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
+KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
+HEADER_WORDS = 10
+# Followed by the slot counts of up to 128 experts of the receiving rank; more take a second
 # exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
 # make 1104 B, which one Ethernet packet carries.
 COUNTS_IN_HEADER = 128
 MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS
-# In place of a number, of a rank that cannot know it: a refused combine belongs to any batch.
+# Wildcard in place of a number: a rank that refuses a combine does not know the batch.
 ANY = -1
 
 # Of a number that stands for a dtype.
 _DTYPE_BITS = 16
-
-_MODES = tuple(Mode)
 
 
 class CallKind(IntEnum):
@@ -64,7 +64,7 @@ class CallKind(IntEnum):
 
     @property
     def phase(self) -> str:
-        """Name the exchange of headers for messages about a rank that waits in it in vain."""
+        """Return the name of the exchange of headers in messages about a timeout."""
         return "dispatch counts" if self is CallKind.DISPATCH else f"{self.text} calls"
 
 
@@ -121,6 +121,8 @@ class Transport(Protocol):
     world_size: int
     device: torch.device
 
+    bounded: BoundedWait | None
+
     @property
     def names(self) -> RankNames:
         """The numbers of the ranks for messages."""
@@ -153,13 +155,18 @@ class CallOrder:
         # Where the calls of ranks differ: raises what differs, see explain_by().
         self._explain: Explain | None = None
         self._buffers: list[str] = []
-        # Places in _MODES.
-        self._dispatchers: list[int] = [] if whole is None else whole._dispatchers
+        # The mode of each.
+        self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
 
     @property
     def world_size(self) -> int:
         """The number of ranks, W."""
         return self._collectives.world_size
+
+    @property
+    def names(self) -> RankNames:
+        """The numbers of the ranks for messages."""
+        return self._collectives.names
 
     @property
     def next_batch(self) -> int:
@@ -201,18 +208,15 @@ class CallOrder:
 
     def add_dispatcher(self, mode: Mode) -> int:
         """Return the number of a new dispatcher, counted as add_buffer() counts buffers."""
-        self._dispatchers.append(_MODES.index(mode))
+        self._dispatchers.append(mode)
         return len(self._dispatchers)
 
     def header(self, sign: CallSign, *, flags: int = 0, num_rows: int = 0) -> list[int]:
-        """Return the header of this rank's next call, without a fault. Local.
+        """Return the header of this rank's next call, without a fault and a CHECK. Local.
 
         flags, num_rows: words that may differ between ranks.
         """
-        mode = min(sign.dispatcher, 0)
-        if sign.dispatcher > 0:
-            mode = self._dispatchers[sign.dispatcher - 1]
-        who = (int(sign.kind), mode, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
+        who = (int(sign.kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
         return [*who, sign.size, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
@@ -233,7 +237,7 @@ class CallOrder:
 
         Counts the call: what fails on this rank before may still be told in a header.
 
-        Collective: yes; of one size in all calls of the group, but for what a board takes.
+        Collective: yes; of one size in all calls of the group.
         Host sync: as a collective.
         """
         self._count()
@@ -262,7 +266,7 @@ class CallOrder:
             sign: the call.
             error: this rank's own fault, which it raises if its call differs as well.
             fault, flags, num_rows: words that may differ.
-            phase: what a wait in vain is called; None: as the kind says.
+            phase: the name of the exchange in messages about a timeout; None: as the kind says.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -270,18 +274,104 @@ class CallOrder:
         """
         words = self.header(sign, flags=flags, num_rows=num_rows)
         words[FAULT] = fault
+        words[CHECK] = -sum(words)
         received = self.exchange(self.message(words), phase or sign.kind.phase)
         headers = received[:, :HEADER_WORDS].tolist()
-        self.compare(headers, error)
+        self.compare(headers, received, error)
         return headers
 
-    def compare(self, headers: Sequence[Sequence[int]], error: EPError | None = None) -> None:
+    def check_words(
+        self, headers: Sequence[Sequence[int]], messages: Tensor | Sequence[Sequence[int]] | None
+    ) -> None:
+        """Raise unless every header, by rank, is one that a rank can have sent in this call.
+
+        messages: [W, words], all words of the messages, of which those of `headers` are the first;
+            read only if a header has a sum other than zero. None: some are still to come.
+
+        Raises:
+            EPError: the rank and the word that is wrong; then this group ends, see reject().
+        """
+        own = headers[self._collectives.names.place]
+        who = (own[KIND], *own[BUFFER:FAULT])
+        for rank, words in enumerate(headers):
+            if (
+                (words[KIND], *words[BUFFER:FAULT]) != who
+                or words[FAULT]
+                or not (0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0)
+            ):
+                problem = self._wrong_word(words, own[NUMBER])
+                if problem is not None:
+                    self.reject(rank, problem)
+            if messages is None or not sum(words) % 2**64:
+                continue
+            # A rank in another call may have sent more words.
+            total = sum(map(int, messages[rank])) % 2**64
+            if total:
+                shown = ", ".join(map(str, words[:HEADER_WORDS]))
+                self.reject(
+                    rank,
+                    f"words that add up to {total}, expected 0: {shown} of kind, check, buffer, "
+                    "dispatcher, batch, number, size, fault, flags and rows, or a count",
+                )
+
+    def _wrong_word(self, words: Sequence[int], number: int) -> str | None:
+        """Name the first word that no rank can have sent in call `number`, or return None."""
+        most = (
+            ("kind", KIND, 1, len(CallKind)),
+            ("buffer", BUFFER, ANY, len(self._buffers)),
+            ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
+            ("batch", BATCH, ANY, self._number),
+            # Memory that grew since the headers came has counted calls of its own.
+            ("number", NUMBER, number, number),
+            ("size", SIZE, ANY, 2**63 - 1),
+            ("flags", FLAGS, 0, MAX_FLAGS),
+            ("rows", ROWS, 0, 2**63 - 1),
+        )
+        for name, place, least, largest in most:
+            if not least <= words[place] <= largest:
+                return f"{name} {words[place]}, expected {least} to {largest}"
+        if not is_fault_word(words[FAULT], self._collectives.names.world_size):
+            return f"fault {words[FAULT]}, expected a FaultCode and a rank of the group"
+        return None
+
+    def reject(self, rank: int, problem: str) -> NoReturn:
+        """Raise because of a wrong header of `rank`, by its position, and end this group.
+
+        This rank cannot know which rows the others will send, so that no later call is safe: it
+        raises the same, and ranks that wait for this one raise EPTimeout with the reason.
+
+        problem: the word that is wrong, its value and what was expected.
+
+        Raises:
+            EPError: always.
+        """
+        names = self._collectives.names
+        error = EPError(
+            f"call {self._number} of the group: the header of {names.describe([rank])} has "
+            f"{problem} (this is {names.where}); see whether all ranks run one version of epcomm, "
+            "and whether memory or network of the rank named is defective, then make an EPGroup "
+            "over a new process group or communicator"
+        )
+        if self._collectives.bounded is not None:
+            self._collectives.bounded.fail(error)
+        raise error
+
+    def compare(
+        self,
+        headers: Sequence[Sequence[int]],
+        messages: Tensor | None,
+        error: EPError | None = None,
+    ) -> None:
         """Raise on every rank if some of them make another call: headers by rank.
+
+        messages: see check_words().
 
         Raises:
             HandleError: which rank is where; or `error`, what this rank knows of its own call.
+            EPError: a header that is wrong in itself, see check_words().
         """
-        calls = [tuple(words[:_NUM_COMPARED]) for words in headers]
+        self.check_words(headers, messages)
+        calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
         if all(call == calls[0] for call in calls):
             return
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
@@ -310,7 +400,7 @@ class CallOrder:
             f"{names.describe(ranks)} {'are' if len(ranks) > 1 else 'is'} in {self._name(call)}"
             for call, ranks in groups
         ]
-        decoding = [r for r, call in enumerate(calls) if _mode_of(call) is Mode.LOW_LATENCY]
+        decoding = [r for r, c in enumerate(calls) if self._mode_of(c[2]) is Mode.LOW_LATENCY]
         advice = "call in the same order on all ranks"
         others = [r for r in range(len(calls)) if r not in decoding]
         decodes = ""
@@ -319,7 +409,7 @@ class CallOrder:
                 f"; {names.describe(decoding)} decode{'' if len(decoding) > 1 else 's'}, "
                 f"{names.describe(others)} do{'' if len(others) > 1 else 'es'} not"
             )
-            advice = "pass decode alike on all ranks, and " + advice
+            advice = "pass the same decode on all ranks, and " + advice
         return (
             f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self._number} of the group (this is {names.where}){decodes}; no rows were sent and "
@@ -328,10 +418,10 @@ class CallOrder:
 
     def _name(self, call: tuple[int, ...]) -> str:
         """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
-        kind, _, buffer, dispatcher, batch, _, size = call
-        details = []
-        if _mode_of(call) is not None:
-            details.append(str(_mode_of(call)))
+        kind, buffer, dispatcher, batch, _, size = call
+        mode, details = self._mode_of(dispatcher), []
+        if mode is not None:
+            details.append(str(mode))
         if buffer > 0:
             details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
         if batch > 0 and kind != CallKind.DISPATCH:
@@ -343,6 +433,16 @@ class CallOrder:
             name += f" of dispatcher {dispatcher}"
         return f"{name} ({', '.join(details)})" if details else name
 
+    def _mode_of(self, dispatcher: int) -> Mode | None:
+        return self._dispatchers[dispatcher - 1] if dispatcher > 0 else None
 
-def _mode_of(call: tuple[int, ...]) -> Mode | None:
-    return _MODES[call[1]] if call[3] > 0 else None
+
+def seal(header: Tensor, rest: Tensor | None = None) -> None:
+    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none.
+
+    rest: [W, more], words of the same messages that travel apart.
+    """
+    total = header.sum(1)
+    if rest is not None and rest.shape[1]:
+        total += rest.sum(1)
+    header[:, CHECK] -= total

@@ -22,7 +22,9 @@ class StagedCollectives(Collectives):
         """Wrap `over`, which keeps its process group and its waits. Local."""
         self._over = over
         self.rank, self.world_size = over.rank, over.world_size
-        self.device = device
+        # Its number, by which kernels and streams are found.
+        is_numbered = device.type != "cuda" or device.index is not None
+        self.device = device if is_numbered else torch.device("cuda", torch.cuda.current_device())
         self.process_group = over.process_group
 
     def close(self) -> None:

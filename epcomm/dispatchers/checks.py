@@ -88,7 +88,7 @@ def find_call_error(
             "TopKOutput(topk_ids=..., topk_weights=...)"
         )
     num_tokens = num_tokens_of(hidden_states)
-    # Of a tensor of other dimensions, the first is no T to expect.
+    # If x is not 2-D, its first dimension is not T.
     data = data_of(hidden_states)
     is_flat = isinstance(data, Tensor) and data.dim() == 2
     tokens, pair = [num_tokens if is_flat else "T", spec.hidden_size], [num_tokens, spec.top_k]
@@ -152,7 +152,7 @@ def find_combine_error(
     rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
     shape = _rows_expected(combine_input, spec)
     if slot_weights is None or is_plain(slot_weights, torch.float32, device):
-        # Of each slot, as ever: the tests below take longer.
+        # Fast path, one row per slot: the tests below take longer.
         is_of_slots = layout is Layout.MASKED or combine_input.rows_per is RowsPer.SLOT  # type: ignore[union-attr]
         is_fit = is_plain(rows, dtype, device) and rows.shape == (*shape, spec.hidden_size)
         if is_of_slots and is_fit and (slot_weights is None or slot_weights.shape == (*shape,)):

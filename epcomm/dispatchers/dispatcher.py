@@ -191,7 +191,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._record(pending.wait(), batch.num_tokens, batch.dtype, number)
 
     def _is_untold(self, number: int) -> bool:
-        """Tell whether no rank heard of, or waits for, call `number`, in which this rank failed."""
+        """Return whether this rank failed before it announced call `number`."""
         return self._buffer.counts_calls and self._calls.next_batch == number
 
     def _prepare(
@@ -253,12 +253,15 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         if self.plan.caps.layout is Layout.MASKED:
             capacity = out.rows.data.shape[:2]
+            # Of W * T * K slots on W * L experts.
+            mean = -(-num_tokens * self._spec.top_k // self._spec.num_local_experts)
             record = MaskedDispatchOutput(
                 hidden_states=arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
                 num_tokens_per_expert=out.index.num_tokens_per_expert,
                 slot_weights=None if out.slot_weights is None else out.slot_weights.view(capacity),
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
+                mean_tokens_per_expert=mean,
             )
         else:
             record = RowsDispatchOutput(
@@ -410,7 +413,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if self._buffer.takes_wire_tensors or not isinstance(hidden_states, WireTensor):
             return None
         return ShapeError(
-            "dispatch: hidden_states are a WireTensor, expected a tensor, for kernels of "
+            "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
             f"{self.plan.backend} quantise ({self._where}); give them unquantised"
         )
 
@@ -425,7 +428,9 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             else:
                 self._buffer.refuse_combine_of(exchange_plan, error)
             if self._checks_calls:
-                self.check()
+                # Faults of other ranks, which would hide that of this one.
+                with suppress(EPError):
+                    self.check()
         except EPTimeout as timeout:
             raise error from timeout
         raise error

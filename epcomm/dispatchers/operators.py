@@ -129,7 +129,7 @@ def _dispatch_kernel(
     shell = replace(out.rows, data=nothing, scales=None if scales is None else nothing)
     _arrivals[out.exchange_plan] = _Arrival(rows=shell, index=out.index, any_flags=out.any_flags)
     held.exchange_plan = out.exchange_plan
-    number = torch.tensor(_number_of(out.exchange_plan))
+    number = torch.tensor(_number_of(out.exchange_plan), device="cpu")
     return rows, nothing.clone() if scales is None else scales, out.slot_weights, number
 
 

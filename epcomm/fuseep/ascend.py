@@ -224,7 +224,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         return _Chunk(
             x=x.new_ones(1, self._spec.hidden_size),
             topk_ids=experts.unsqueeze(0),
-            topk_weights=torch.zeros(1, top_k, device=x.device),
+            topk_weights=torch.zeros(1, top_k, dtype=torch.float32, device=x.device),
             is_dummy=True,
         )
 

@@ -33,7 +33,7 @@ def permutation(num_columns: int) -> Tensor:
             f"permutation: gate and up have {num_columns} columns, expected a multiple of {TILE}; "
             "take experts whose intermediate_size is a multiple of 64, or dispatch_ffn_combine"
         )
-    position = torch.arange(num_columns)
+    position = torch.arange(num_columns, device="cpu")
     tile, inside = position // TILE, position % TILE
     is_up, column = inside // _HALF, inside % _HALF
     return is_up * (num_columns // 2) + _HALF * tile + column

@@ -73,12 +73,23 @@ class CudaKernel:
     """One kernel of a module, on the device where it was loaded."""
 
     def __init__(
-        self, function: c_void_p, context: c_void_p, *, threads: int, shared_bytes: int
+        self,
+        function: c_void_p,
+        context: c_void_p,
+        *,
+        threads: int,
+        shared_bytes: int,
+        is_cooperative: bool = False,
     ) -> None:
-        """Keep a function, its context, threads of a block and bytes of dynamic shared memory."""
+        """Keep a function, its context, threads of a block and bytes of dynamic shared memory.
+
+        is_cooperative: blocks wait for one another, so that all of them run at the same time: the
+            device begins all or none, and refuses a grid that does not fit.
+        """
         self._function, self._context = function, context
         self._threads = threads
         self._shared_bytes = shared_bytes
+        self._is_cooperative = is_cooperative
         _check_driver(
             driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
             "cuFuncSetAttribute",
@@ -93,17 +104,18 @@ class CudaKernel:
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         # torch.cuda.current_stream() makes an object, which takes 2 us.
         stream = c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
-        launch = partial(
-            driver().cuLaunchKernel, self._function, blocks, 1, 1, self._threads, 1, 1,
-            self._shared_bytes, stream, pointers, None,
-        )  # fmt: skip
+        sizes = (self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream)
+        if self._is_cooperative:
+            launch = partial(driver().cuLaunchCooperativeKernel, *sizes, pointers)
+        else:
+            launch = partial(driver().cuLaunchKernel, *sizes, pointers, None)
         status = launch()
         if status == _INVALID_CONTEXT:
             # A thread, of autograd say, in which torch has called nothing of CUDA yet.
             _check_driver(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
             status = launch()
         if status:
-            _check_driver(status, "cuLaunchKernel")
+            _check_driver(status, f"launch of {blocks} blocks")
 
 
 class CudaModule:
@@ -116,12 +128,20 @@ class CudaModule:
         _check_driver(driver().cuCtxGetCurrent(byref(self._context)), "cuCtxGetCurrent")
         _check_driver(driver().cuModuleLoadData(byref(self._module), cubin), "cuModuleLoadData")
 
-    def kernel(self, name: str, *, threads: int, shared_bytes: int) -> CudaKernel:
+    def kernel(
+        self, name: str, *, threads: int, shared_bytes: int, is_cooperative: bool = False
+    ) -> CudaKernel:
         """Return a kernel of the module; see CudaKernel for the arguments."""
         function = c_void_p()
         status = driver().cuModuleGetFunction(byref(function), self._module, name.encode())
         _check_driver(status, f"cuModuleGetFunction({name})")
-        return CudaKernel(function, self._context, threads=threads, shared_bytes=shared_bytes)
+        return CudaKernel(
+            function,
+            self._context,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            is_cooperative=is_cooperative,
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -87,7 +87,7 @@ def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], wher
     if not weights.wire_format.dtype.is_quantized:
         return
     for name, tensor in weights.tensors().items():
-        came = convert(torch.empty(0, dtype=tensor.dtype)).dtype
+        came = convert(torch.empty(0, dtype=tensor.dtype, device="cpu")).dtype
         if came is not tensor.dtype:
             raise ConfigError(
                 f"ExpertParallelExperts: {name} is {tensor.dtype} and would become {came} "

@@ -132,4 +132,9 @@ def row_ops_for(tensor: Tensor) -> RowOps | None:
     return row_ops_of(tensor.device)
 
 
+def can_read(tensor: Tensor) -> bool:
+    """Return whether the host reads a tensor without a host sync: it has data, and on a CPU."""
+    return tensor.device.type == "cpu" and type(tensor) in _WITH_DATA
+
+
 _WITH_DATA = (Tensor, torch.nn.Parameter)

@@ -13,14 +13,16 @@ Rows arrive by source rank, then token, and the sort is stable, so slots come in
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.ops.members import AnyMembers, Members, MemberTable
-from epcomm.ops.select import row_ops_for
+from epcomm.ops.select import can_read, row_ops_for
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
 
@@ -177,7 +179,7 @@ def index_slots(
 
 def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> Tensor:
     """Convert physical ids to ids of this rank's experts, -1 for those of other ranks."""
-    # Ids lie far apart, each behind its row: read them once.
+    # Ids are strided, each after its row; make them contiguous once.
     local_ids = expert_ids.contiguous() - first_expert
     is_local = (local_ids >= 0) & (local_ids < num_local_experts)
     return torch.where(is_local, local_ids, -1)
@@ -223,6 +225,9 @@ def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
 def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None) -> Tensor:
     """Sum member rows into each target, in sum_dtype() and member order, cast once to rows.dtype.
 
+    The cast rounds half to even. Kernels round a product with a weight before they add it; plain
+    torch adds the exact product, for bfloat16 rows that with each part of the weight.
+
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
@@ -240,26 +245,28 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     num_targets, hidden_size = members.num_targets, rows.shape[1]
     if members.flat.shape[0] == 0:
         return rows.new_zeros(num_targets, hidden_size)
-    flat, offsets, parts, dtype = members.flat, members.offsets, None, rows.dtype
-    whole = _whole_rows(rows)
+    flat, offsets, whole, dtype = members.flat, members.offsets, _whole_rows(rows), rows.dtype
     if weights is not None:
         weights = weights[flat]
-        # embedding_bag adds in sum_dtype() of the rows, but wants the weights in their own.
+        # Both ways of summing want the weights in the dtype of the rows.
         if dtype is torch.bfloat16:
             # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
             # cost many times as much as reading the rows three times, from the cache.
-            parts = _split_weights(weights).flatten()
+            weights = _split_weights(weights).flatten()
             flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
         else:
-            whole, parts = whole.to(sum_dtype(dtype)), weights
-    sums = F.embedding_bag(
-        flat,
-        whole,
-        offsets,
-        mode="sum",
-        per_sample_weights=parts,
-        include_last_offset=True,
-    )
+            whole = whole.to(sum_dtype(dtype))
+    if dtype is torch.bfloat16 and can_read(rows):
+        sums = _sum_bfloat16(whole, flat, offsets, weights)
+    else:
+        sums = F.embedding_bag(
+            flat,
+            whole,
+            offsets,
+            mode="sum",
+            per_sample_weights=weights,
+            include_last_offset=True,
+        )
     return sums[:num_targets, :hidden_size].to(dtype).contiguous()
 
 
@@ -326,6 +333,40 @@ def _split_weights(weights: Tensor) -> Tensor:
         parts.append(rest.bfloat16())
         rest = rest - parts[-1].float()
     return torch.stack(parts, dim=1)
+
+
+def _sum_bfloat16(rows: Tensor, flat: Tensor, offsets: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum rows [N, H] on a CPU, where embedding_bag rounds bfloat16 half away from zero.
+
+    Each line of a CSR matrix is multiplied in the order of its entries, in float32, and cast once.
+    torch compares the order of the columns, which is that of the members, only on request.
+    """
+    _silence_beta_warning()
+    matrix = torch.sparse_csr_tensor(
+        offsets,
+        flat,
+        rows.new_ones(flat.shape[0]) if weights is None else weights,
+        size=(offsets.shape[0] - 1, rows.shape[0]),
+        device=rows.device,
+        check_invariants=False,
+    )
+    return torch.sparse.mm(matrix, rows, reduce="sum")
+
+
+@cache
+def _silence_beta_warning() -> None:
+    """Make a first CSR matrix, at which torch warns once in a process that they are in beta."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
+        torch.sparse_csr_tensor(
+            F.pad(nothing, (1, 0)),
+            nothing,
+            nothing,
+            size=(0, 0),
+            device="cpu",
+            check_invariants=False,
+        )
 
 
 def _whole_rows(rows: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def _checked(load: Tensor | Sequence[float] | _Loads) -> _Loads:
     if len(wrong):
         raise ConfigError(
             f"balance: the load of expert {wrong[0]} is {values[wrong[0]]}, expected a finite "
-            "number of at least 0; record the load anew"
+            "number of at least 0; record the load again"
         )
     return values
 

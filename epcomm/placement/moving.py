@@ -176,9 +176,11 @@ def _exchange(
             sent[each.target // size].append(each.source - rank * size)
         if each.target // size == rank:
             received[each.source // size].append(each.target - rank * size)
-    order = torch.tensor([place for places in sent for place in places], dtype=torch.int64)
+    order = torch.tensor(
+        [place for places in sent for place in places], dtype=torch.int64, device=rows.device
+    )
     came = collectives.all_to_all(
-        rows.index_select(0, order.to(rows.device)),
+        rows.index_select(0, order),
         send_splits=[len(places) for places in sent],
         recv_splits=[len(places) for places in received],
         phase="rebalance",

@@ -35,7 +35,7 @@ class ExpertState:
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 raise ConfigError(
-                    f"rebalance: {name} has a gradient, which would stay behind; call "
+                    f"rebalance: {name} has a gradient, which would not move with it; call "
                     "zero_grad(set_to_none=True) first"
                 )
             if parameter.is_meta:

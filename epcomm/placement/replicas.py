@@ -94,7 +94,7 @@ class ReplicaTables:
         )
         table.replicas.copy_(written.replicas)
         table.num_replicas.copy_(written.num_replicas)
-        self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical))
+        self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical, device="cpu"))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:
         """Return the entries with physical ids, as ReplicaTable.choose() has them.

@@ -78,18 +78,33 @@ def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     return configs
 
 
-def find_candidates(config: EPConfig) -> tuple[str, ...]:
+def find_candidates(config: EPConfig, *, prefers_exact: bool = False) -> tuple[str, ...]:
     """Return the names of the classes that may serve `config`, in order of preference. Local.
 
     Of each backend, those that serve the mode, and among these those whose sizes are static or
     exact, and whose tokens are replicated or not, as the configuration says. Where a backend has
     none such, its other classes of the mode stay, to say why they do not serve.
+
+    prefers_exact: for low latency on CPU ranks, classes of exact sizes come first in each backend.
     """
-    found: list[str] = []
-    for backend in backend_names("auto", Mode(config.mode)):
-        of_mode = [n for n in class_names(backend) if Mode(config.mode) in backend_class(n).modes]
+    mode, found = Mode(config.mode), list[str]()
+    for backend in backend_names("auto", mode):
+        of_mode = [name for name in class_names(backend) if mode in backend_class(name).modes]
+        if prefers_exact:
+            found += [name for name in _exact_on_cpu(backend) if name not in of_mode]
         found += [name for name in of_mode if _is_meant(name, config)] or of_mode
     return tuple(found)
+
+
+def _exact_on_cpu(backend: str) -> list[str]:
+    """Return the classes of a backend that serve CPU ranks in mode normal, of exact sizes."""
+    exact, found = EPConfig(mode=Mode.NORMAL), list[str]()
+    for name in class_names(backend):
+        kind = backend_class(name)
+        if Mode.NORMAL in kind.modes and _is_meant(name, exact):
+            devices = kind.caps(Mode.NORMAL).device_types
+            found += [name] if devices is None or "cpu" in devices else []
+    return found
 
 
 def _is_meant(name: str, config: EPConfig) -> bool:
@@ -135,10 +150,11 @@ def survey_rank(
         specs = {PREFILL: sized}
     _check_int8_profile(config, specs[PREFILL].dispatch_format, wanted)
     machine = machine or this_machine()
+    is_on_cpu = not machine.has_cuda() if transport is None else transport.is_host_bound
     verdicts = {
         phase: {
             name: _probe(name, each, specs[phase], world_size, transport, weights, machine)
-            for name in find_candidates(each)
+            for name in find_candidates(each, prefers_exact=phase == DECODE and is_on_cpu)
         }
         for phase, each in configs.items()
     }

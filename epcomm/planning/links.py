@@ -52,7 +52,7 @@ class GroupLimit:
         if num_experts % self.num_groups or not 1 <= self.topk_groups <= self.num_groups:
             raise ConfigError(
                 f"plan: {self.topk_groups} of {self.num_groups} groups of experts are used, "
-                f"expected a divisor of {num_experts} experts, and at most so many used; correct "
+                f"expected a divisor of {num_experts} experts, and at most that many used; correct "
                 "num_groups and topk_groups"
             )
         if top_k > self.topk_groups * (num_experts // self.num_groups):

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,13 +50,19 @@ class Measurements:
     where: str
     values: tuple[Measurement, ...]
 
-    def fastest(self, mode: Mode, max_tokens: int | None) -> tuple[Measurement, ...]:
+    def fastest(
+        self, mode: Mode, max_tokens: int | None, exact: Collection[str] = ()
+    ) -> tuple[Measurement, ...]:
         """Return the measurements of a mode at one T, the fastest first; none if it has none.
 
         T is the one measured nearest to max_tokens, by ratio and the larger of two; without a
-        limit the largest.
+        limit the largest.   exact: backends whose times are taken from mode normal.
         """
-        of_mode = [each for each in self.values if each.mode is mode]
+        of_mode = [
+            each
+            for each in self.values
+            if each.mode is (Mode.NORMAL if each.backend in exact else mode)
+        ]
         if not of_mode:
             return ()
         measured = sorted({each.tokens for each in of_mode}, reverse=True)

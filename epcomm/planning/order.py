@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from epcomm.config import EPConfig, Mode
 from epcomm.planning.measurements import Measurement, Measurements
 from epcomm.registry import MEASURED_ORDER, backend_names
+
+# 4 CPU ranks over gloo, H = 1024, top-8 of 32 experts, bfloat16: `epcomm bench --ranks 4`.
+EXACT_DECODE = (
+    "sizes are exact, because CPU ranks wait in every exchange: over gloo a pair of 1024 tokens "
+    "took 56 ms, and 94 ms with static sizes (which EPConfig(mode='low_latency') takes)"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,15 +22,21 @@ class PreferredOrder:
 
     measured: those that were measured, the fastest first, which come before the others.
     source: the measurements, where there are some.
+    exact: backends that serve decode with exact sizes, although others of the mode are static.
     """
 
     config: EPConfig
     backends: tuple[str, ...]
     measured: tuple[Measurement, ...] = ()
     source: Measurements | None = None
+    exact: Collection[str] = ()
 
     def reason_for(self, chosen: str) -> str:
-        """Say what chose the backend `chosen`."""
+        """Return what chose the backend `chosen`, and its exact sizes in decode, as text."""
+        exact = f"; {EXACT_DECODE}" if chosen in self.exact else ""
+        return self._reason_for(chosen) + exact
+
+    def _reason_for(self, chosen: str) -> str:
         mode = Mode(self.config.mode).value
         if self.config.backend != "auto":
             return f"configuration: EPConfig.backend is {self.config.backend}"
@@ -32,22 +45,30 @@ class PreferredOrder:
             why = f"; {MEASURED_ORDER}" if chosen == "nvlink" else ""
             return f"rules, without measurements: {rules}{why}"
         if not self.measured:
-            return f"rules, for {self.source} has nothing of mode {mode}: {rules}"
+            return f"rules, because {self.source} has nothing of mode {mode}: {rules}"
         tokens = self.measured[0].tokens
-        times = ", ".join(f"{each.backend} {each.pair_us:.0f} us" for each in self.measured)
+        times = ", ".join(
+            f"{each.backend} {each.pair_us:.0f} us"
+            + ("" if each.mode is self.config.mode else f" in mode {each.mode.value}")
+            for each in self.measured
+        )
         if chosen not in {each.backend for each in self.measured}:
-            return f"rules, for nothing that {self.source} measured in mode {mode} serves: {rules}"
+            return f"rules, because no backend that {self.source} measured serves: {rules}"
         return (
             f"measurements {self.source}: the fastest that serves of {times}, at T = {tokens} in "
             f"mode {mode}"
         )
 
 
-def preferred_order(config: EPConfig, measurements: Measurements | None) -> PreferredOrder:
+def preferred_order(
+    config: EPConfig, measurements: Measurements | None, exact: Collection[str] = ()
+) -> PreferredOrder:
     """Return the order for the configuration of one phase.
 
-    Measured backends come first, the fastest of them foremost; the others follow in the order of
-    the registry. A backend named by the configuration is not questioned. Local.
+    Measured backends come first, the fastest first; the others follow in the order of the registry.
+    A backend named by the configuration is not questioned. Local.
+
+    exact: backends that serve the phase with exact sizes: their times are those of mode normal.
 
     Raises:
         ConfigError: the configuration names no backend that exists.
@@ -55,8 +76,8 @@ def preferred_order(config: EPConfig, measurements: Measurements | None) -> Pref
     mode = Mode(config.mode)
     names = backend_names(config.backend, mode)
     if measurements is None or config.backend != "auto":
-        return PreferredOrder(config=config, backends=names)
-    fastest = measurements.fastest(mode, config.max_tokens_per_rank)
+        return PreferredOrder(config=config, backends=names, exact=exact)
+    fastest = measurements.fastest(mode, config.max_tokens_per_rank, exact)
     measured = tuple(each for each in fastest if each.backend in names)
     first = tuple(each.backend for each in measured)
     return PreferredOrder(
@@ -64,4 +85,5 @@ def preferred_order(config: EPConfig, measurements: Measurements | None) -> Pref
         backends=(*dict.fromkeys(first), *(name for name in names if name not in first)),
         measured=measured,
         source=measurements,
+        exact=exact,
     )

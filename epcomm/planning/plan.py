@@ -32,7 +32,6 @@ from epcomm.registry import backend_class, class_names, runner_class
 from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout, MoESpec
 from epcomm.types import (
     Int8Profile,
-    Layout,
     WeightsAppliedBy,
     WireDtype,
     WireFormat,
@@ -145,7 +144,10 @@ def _plan_phase(
 ) -> PhasePlan:
     mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
-    order = preferred_order(config, measurements)
+    # Classes without the mode are those of exact sizes, which serve decode on CPU ranks.
+    kinds = [backend_class(name) for name in verdicts]
+    exact = frozenset(kind.name for kind in kinds if mode not in kind.modes)
+    order = preferred_order(config, measurements, exact)
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)
@@ -263,9 +265,9 @@ def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPP
 
 
 def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
-    """Return the phase with the alignment of experts' slots that a runner needs in ROWS."""
+    """Return the phase with the alignment of experts' slots that a runner needs."""
     alignment = runner_class(runner).expert_alignment
-    if phase.caps.layout is not Layout.ROWS or alignment == phase.buffer_spec.expert_alignment:
+    if alignment == phase.buffer_spec.expert_alignment:
         return phase
     return replace(phase, buffer_spec=replace(phase.buffer_spec, expert_alignment=alignment))
 

@@ -44,6 +44,11 @@ class Transport:
             has_process_group=group.collectives.process_group is not None,
         )
 
+    @property
+    def is_host_bound(self) -> bool:
+        """Return whether tensors are on the CPU and its host waits in each exchange."""
+        return self.device_type == "cpu" and self.host_waits
+
     def reasons(self, backend: type[Backend], caps: BufferCaps) -> list[str]:
         """Say why the device or the transport of the ranks does not serve."""
         reasons = []
@@ -91,7 +96,7 @@ def judge_together(
     """
     is_one_host, number = len(set(hosts)) == 1 and bool(hosts[0]), f"{len(set(hosts))} hosts"
     if given is not None and given.num_hosts > 1:
-        is_one_host, number = False, f"{given.num_hosts} hosts, as EPGroup was told"
+        is_one_host, number = False, f"{given.num_hosts} hosts by the mesh of EPGroup"
     if not is_one_host:
         reason = f"ranks are on {number}, expected one whose memory they share"
         verdicts = _with_reasons(verdicts, lambda backend: backend.needs_one_host, [reason])

@@ -110,7 +110,7 @@ def start_read(tensor: Tensor) -> Callable[[], list]:
     """
     if not tensor.is_cuda:
         return tensor.tolist
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     copied = torch.cuda.Event()
     copied.record(torch.cuda.current_stream(tensor.device))

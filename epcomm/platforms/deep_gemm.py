@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.machine import Machine
+from epcomm.platforms.signatures import has_parameter
 
 _CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
 # The second is what version 2.1 calls it.
@@ -30,16 +33,34 @@ class DeepGemm:
     """The functions of the package.
 
     expert_alignment: rows of its tiles in the contiguous layout.
+    takes_ends: multiply_contiguous(use_psum_layout=True) takes the end of each expert instead of
+        the expert of each row. Releases after 2.1 have it.
     """
 
     multiply_contiguous: Callable[..., None]
     multiply_masked: Callable[..., None]
     expert_alignment: Callable[[], int]
+    takes_ends: bool
 
 
 def deep_gemm_reasons(machine: Machine) -> list[str]:
-    """List why the package cannot be imported; empty if it is installed. Local; imports nothing."""
-    return [] if machine.has_module("deep_gemm") else ["deep_gemm is not installed"]
+    """List why the package cannot run; empty if it can. Local; imports nothing."""
+    if not machine.has_module("deep_gemm"):
+        return ["deep_gemm is not installed"]
+    if not machine.has_library(lambda: nvcc_is_installed(machine.environment)):
+        return [
+            "nvcc is not installed, by which deep_gemm compiles kernels at run time; install the "
+            "CUDA toolkit, or set CUDA_HOME to its folder"
+        ]
+    return []
+
+
+def nvcc_is_installed(variables: Mapping[str, str]) -> bool:
+    """Return whether the CUDA compiler is where the package looks for it."""
+    home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
+    if home is None and shutil.which("nvcc", path=variables.get("PATH")) is not None:
+        return True
+    return (Path(home or "/usr/local/cuda") / "bin" / "nvcc").is_file()
 
 
 def load_deep_gemm() -> DeepGemm:
@@ -49,10 +70,12 @@ def load_deep_gemm() -> DeepGemm:
         BackendUnavailable: it has other functions.
     """
     module = import_module("deep_gemm")
+    multiply_contiguous = _find(module, _CONTIGUOUS_NAMES)
     return DeepGemm(
-        multiply_contiguous=_find(module, _CONTIGUOUS_NAMES),
+        multiply_contiguous=multiply_contiguous,
         multiply_masked=_find(module, _MASKED_NAMES),
         expert_alignment=_find(module, _ALIGNMENT_NAMES),
+        takes_ends=has_parameter(multiply_contiguous, "use_psum_layout"),
     )
 
 

@@ -1,4 +1,4 @@
-"""Say what a machine has, and what to do about what is missing: torch, devices, packages.
+"""Find torch, devices and packages on a machine, and what to do about those that are missing.
 
 Packages are found by their files, and what only an import can tell (devices, the MPI library,
 whether deep_ep loads) is asked of a process of its own. torch_npu is found and never imported:
@@ -7,6 +7,8 @@ without its toolkit it breaks torch.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -31,6 +33,7 @@ class Finding:
     detail: what was found.   advice: what to do; empty where nothing is to be done.
     reasons: why a backend or runner is not here.
     command: the one that would bring such a part; empty where none can, and advice says why.
+    serves: the modes of a backend, or the kinds of experts that a runner computes.
     """
 
     name: str
@@ -39,10 +42,17 @@ class Finding:
     advice: str = ""
     reasons: tuple[str, ...] = ()
     command: str = ""
+    serves: tuple[str, ...] = ()
 
+
+# The releases with which the quick tests pass, the oldest and the newest. A constant of the
+# library, because the machine that runs `epcomm doctor` has no pyproject.toml.
+TESTED_VERSIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
+)
 
 _TORCH_PROGRAM = """
-import json, torch, torch.distributed as dist
+import json, os, torch, torch.distributed as dist
 names = ["gloo", "nccl", "mpi", "ucc", "xccl"]
 found = [name for name in names if getattr(dist, f"is_{name}_available", bool)()]
 devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
@@ -51,6 +61,7 @@ print(json.dumps({
     "cuda": torch.version.cuda,
     "nccl": ".".join(map(str, torch.cuda.nccl.version())) if "nccl" in found else None,
     "backends": found,
+    "has_driver": os.path.exists("/proc/driver/nvidia/version"),
     "devices": [f"{d.name}, {d.total_memory / 2**30:.0f} GiB, sm_{d.major}{d.minor}"
                 for d in devices],
 }))
@@ -89,7 +100,7 @@ _DEEP_EP_TEXT = MappingProxyType(
         DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
         DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
         DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-        DeepEPKind.DROP_IN: "epcomm.integrations.deep_ep in its place: no backend",
+        DeepEPKind.DROP_IN: "the drop-in epcomm.integrations.deep_ep, which is no backend",
         DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
     }
 )
@@ -109,21 +120,32 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
     shown = [f"nccl {found['nccl']}" if name == "nccl" else name for name in backends]
     devices = [str(device) for device in _list(found["devices"])]
     return (
-        Finding(name="torch", status=Status.HERE, detail=f"{found['version']}, {build}"),
+        _tested("torch", str(found["version"]), f"{found['version']}, {build}"),
         Finding(
             name="distributed backends",
             status=Status.HERE if backends else Status.MISSING,
             detail=", ".join(shown) or "none",
             advice="" if backends else "install a torch that is built with torch.distributed",
         ),
-        Finding(
-            name="CUDA devices",
-            status=Status.HERE if devices else Status.MISSING,
-            detail="\n".join(devices) or "none",
-            advice="" if devices else "none needed: tensors on the CPU travel over gloo",
-        ),
+        _cuda_devices(devices, has_cuda=bool(found["cuda"]), has_driver=bool(found["has_driver"])),
         _shared_memory(),
     )
+
+
+def _cuda_devices(devices: Sequence[str], *, has_cuda: bool, has_driver: bool) -> Finding:
+    status, advice = Status.HERE, ""
+    if not devices:
+        status, advice = Status.MISSING, "none needed: tensors on the CPU travel over gloo"
+    if has_driver and not has_cuda:
+        status = Status.ATTENTION
+        advice = "the NVIDIA driver is here, but this torch is built without CUDA: install a CUDA "
+        advice += "build of torch (pytorch.org/get-started)"
+    elif has_driver and not devices:
+        status = Status.ATTENTION
+        advice = "the NVIDIA driver is here, but torch sees no GPU: run nvidia-smi, check "
+        advice += "CUDA_VISIBLE_DEVICES, and take a torch whose CUDA this driver supports"
+    detail = "\n".join(devices) or "none"
+    return Finding(name="CUDA devices", status=status, detail=detail, advice=advice)
 
 
 def find_packages(machine: Machine) -> tuple[Finding, ...]:
@@ -171,6 +193,20 @@ def _here(name: str, detail: str) -> Finding:
     return Finding(name=name, status=Status.HERE, detail=detail)
 
 
+def _tested(name: str, version: str, detail: str) -> Finding:
+    """Return the finding on a package that was tested with some releases alone."""
+    oldest, newest = TESTED_VERSIONS[name]
+    if _release(oldest) <= _release(version) <= _release(newest):
+        return _here(name, detail)
+    advice = f"epcomm is tested with {name} {oldest} to {newest}: install one of these"
+    return Finding(name=name, status=Status.ATTENTION, detail=detail, advice=advice)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version, such as (2, 13) of `2.13.0+cpu`."""
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
+
+
 def _version(machine: Machine, package: str) -> str:
     return machine.find_version(package) or "version unknown"
 
@@ -179,7 +215,8 @@ def _plain_package(machine: Machine, name: str) -> Finding:
     """Return the finding on a package that is only looked for."""
     if machine.find_folder(name) is None:
         return _missing(name)
-    return _here(name, _version(machine, name))
+    version = _version(machine, name)
+    return _tested(name, version, version) if name in TESTED_VERSIONS else _here(name, version)
 
 
 def _mpi4py(machine: Machine) -> Finding:

@@ -1,9 +1,18 @@
-"""Whether an installed package has the parameters that an adapter passes by name."""
+"""Return whether an installed package has the parameters that an adapter passes by name."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+
+def has_parameter(function: Callable[..., object], name: str) -> bool:
+    """Return whether a function of an installed package has a parameter of this name."""
+    try:
+        return name in inspect.signature(function).parameters
+    except ValueError:
+        # A function of pybind11 has its signature in its docstring alone.
+        return f" {name}:" in (function.__doc__ or "")
 
 
 def signature_reasons(owner: type, calls: Mapping[str, Sequence[str]]) -> list[str]:

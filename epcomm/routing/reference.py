@@ -178,10 +178,12 @@ def _sqrt_softplus(logits: Tensor) -> Tensor:
     # precision the bound is 40. Below it sqrt(softplus(x)) would have the gradient 0 * inf, and
     # exp(x / 2) has the same value and a finite gradient.
     end = 40.0 if logits.dtype is torch.float64 else 20.0
-    tail = torch.exp(logits.clamp(max=-end) / 2)
-    body = torch.log1p(torch.exp(logits.clamp(-end, end))).sqrt()
-    head = logits.clamp(min=end).sqrt()
-    return torch.where(logits < -end, tail, torch.where(logits > end, head, body))
+    is_tail, is_head = logits < -end, logits > end
+    # Not clamp(), whose gradient at its bounds is 1 up to torch 2.13 and 0 in torch 2.15.
+    tail = torch.exp(logits.masked_fill(~is_tail, -end) / 2)
+    body = torch.log1p(torch.exp(logits.masked_fill(is_tail | is_head, 0.0))).sqrt()
+    head = logits.masked_fill(~is_head, end).sqrt()
+    return torch.where(is_tail, tail, torch.where(is_head, head, body))
 
 
 @torch.no_grad()

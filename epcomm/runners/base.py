@@ -40,7 +40,8 @@ class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
     kinds: kinds of experts that the runner computes.   layouts: layouts of rows that it reads.
-    expert_alignment: in ROWS, the slots of an expert must start at a multiple of this.
+    expert_alignment: the slots of an expert must start at a multiple of this; in MASKED this makes
+        the capacity of an expert a multiple of it.
     int8_profiles: arithmetics that the runner has between the products of INT8 experts.
     has_gradients: results are differentiable; else run() refuses rows and experts that need it,
         and records that its kernels would misread.

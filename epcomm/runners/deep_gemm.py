@@ -1,19 +1,23 @@
 """Compute FP8 experts by DeepGEMM's grouped products, where that package is installed.
 
-ROWS: rows are gathered into slots, the slots of an expert start at a multiple of 128, and a table
-names the expert of each slot, -1 for padding. MASKED: rows are read where they lie. Either way
-counts stay on the device. Both products return bfloat16; between them the activations are quantised
-to the format of the rows, and router weights multiply the results.
+ROWS: rows are gathered into slots, the slots of an expert start at a multiple of 128, and the
+package gets the end of each expert; releases up to 2.1 get the expert of each slot, -1 for padding.
+MASKED: rows are read where they are, and the capacity of an expert is a multiple of 128, because
+the package stores whole tiles. Counts stay on the device. Both products return bfloat16; one kernel
+between them activates the rows in use and quantises them to the format of the rows.
 
 Source: DeepGEMM's README and argument checks (deepseek-ai/DeepGEMM). sm_90 takes float32 scales in
 aligned columns. sm_100 takes exponents, four to an int32, and derives them from float32 scales by
-cutting the fraction off, so this runner gives it only powers of two. Tested only against an
-imitation of the package; untested on a GPU.
+cutting the fraction off, so this runner gives it only powers of two. Tests use an imitation of the
+package. On one H200 the package itself gave the results of quantized_reference within 2% (2026-11);
+sm_100 is untested.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -22,12 +26,12 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 from epcomm.ops.activation import activate
-from epcomm.ops.slots import expert_of_slot
+from epcomm.ops.slots import expert_of_slot, gather_rows
 from epcomm.platforms.cuda import cuda_reasons
 from epcomm.platforms.deep_gemm import BUILD, DeepGemm, deep_gemm_reasons, load_deep_gemm
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import arrange_scales, quantizer_for
-from epcomm.quantization.scale_layout import to_column_major
+from epcomm.quantization.scale_layout import SCALES_PER_WORD, to_column_major
 from epcomm.records import (
     MaskedDispatchOutput,
     RowsDispatchOutput,
@@ -52,7 +56,7 @@ from epcomm.weights.unquantized import ExpertTensors
 # at multiples of 16 B.
 COLUMNS = ScaleLayout(column_major=True, alignment=4)
 PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
-# Rows of DeepGEMM's tiles in the contiguous layout; run() checks the value of the package.
+# Rows of DeepGEMM's largest tiles; run() checks the value of the package.
 EXPERT_ALIGNMENT = 128
 _HOPPER, _BLACKWELL = 9, 10
 
@@ -72,7 +76,7 @@ class DeepGemmRunner(ExpertRunner):
     def probe(cls, machine: Machine) -> Availability:
         return Availability.judge(
             missing=deep_gemm_reasons(machine),
-            command=BUILD,
+            command="" if machine.has_module("deep_gemm") else BUILD,
             absent=cuda_reasons(machine),
             needs="an NVIDIA GPU of compute capability (9, 0) or (10, 0)",
         )
@@ -111,11 +115,15 @@ class DeepGemmRunner(ExpertRunner):
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        return _compute_rows(load_deep_gemm(), dispatched, weights)
+        return _compute_rows(self._package, dispatched, weights)
 
     def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        return _compute_masked(load_deep_gemm(), dispatched, weights)
+        return _compute_masked(self._package, dispatched, weights)
+
+    @cached_property
+    def _package(self) -> DeepGemm:
+        return load_deep_gemm()
 
 
 def _device_reasons(weights: Fp8BlockWeights, machine: Machine) -> list[str]:
@@ -161,20 +169,24 @@ def _compute_rows(
     if num_slots == 0 or rows.data.shape[0] == 0:
         return rows.data.new_zeros(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
     # A slot budget need not be a multiple of a tile.
-    num_padded = align_up(num_slots, alignment)
-    experts = _experts_of_slots(index, num_padded)
+    num_padding = -num_slots % alignment
+    # The package finds an expert's start from the end before it, by its own alignment.
+    takes_ends = package.takes_ends and index.expert_alignment == alignment
+    layout = _ends(index) if takes_ends else _experts_of_slots(index, num_slots + num_padding)
+    options = {"use_psum_layout": True} if takes_ends else {}
 
     def multiply(operand: WireTensor, name: str) -> Tensor:
         matrix = _matrix(weights, name)
         out = _new_results(operand, matrix[0])
-        package.multiply_contiguous((operand.data, operand.scales), matrix, out, experts)
+        package.multiply_contiguous((operand.data, operand.scales), matrix, out, layout, **options)
         return out
 
-    slots = _gather(_quantized(rows, weights), index, num_padded)
-    hidden = _between(multiply(slots, "gate_up"), weights)
-    results = multiply(hidden, "down")[:num_slots]
+    slots = _gather(_quantized(rows, weights), index, num_padding)
     slot_weights = slot_weights_to_apply(dispatched, DeepGemmRunner.name)
-    return results if slot_weights is None else weight_slots(results, slot_weights)
+    if slot_weights is not None and num_padding:
+        slot_weights = F.pad(slot_weights, (0, num_padding))
+    counts, first_slot = index.num_tokens_per_expert, index.first_slot
+    return _experts(multiply, slots, weights, counts, first_slot, slot_weights)[:num_slots]
 
 
 def _compute_masked(
@@ -185,21 +197,53 @@ def _compute_masked(
     num_experts, capacity = rows.data.shape[:2]
     if capacity == 0:
         return rows.data.new_zeros(num_experts, 0, weights.hidden_size, dtype=weights.hidden_dtype)
+    # Whole tiles are stored, so that the last tile of an expert must not reach into the next one.
+    # Tiles of this layout have up to 128 rows, whatever the package says of the other layout.
+    alignment = max(EXPERT_ALIGNMENT, package.expert_alignment())
+    if capacity % alignment:
+        raise ConfigError(
+            f"deep_gemm: experts have capacity for {capacity} rows, expected a multiple of "
+            f"{alignment}; dispatch with a plan made for runner deep_gemm"
+        )
+    # Chooses the tiles.
+    expected = min(capacity, dispatched.mean_tokens_per_expert or capacity)
 
     def multiply(operand: WireTensor, name: str) -> Tensor:
         matrix = _matrix(weights, name)
         out = _new_results(operand, matrix[0])
-        # The last argument is the expected count, which chooses tiles; the host knows its bound.
-        package.multiply_masked((operand.data, operand.scales), matrix, out, counts, capacity)
+        package.multiply_masked((operand.data, operand.scales), matrix, out, counts, expected)
         return out
 
     operand = _quantized(rows, weights)
     operand = replace(operand, data=operand.data.contiguous(), scales=_as_read(operand.scales))
-    results = multiply(_between(multiply(operand, "gate_up"), weights), "down")
     slot_weights = slot_weights_to_apply(dispatched, DeepGemmRunner.name)
-    if slot_weights is None:
+    return _experts(multiply, operand, weights, counts, None, slot_weights)
+
+
+def _experts(
+    multiply: Callable[[WireTensor, str], Tensor],
+    rows: WireTensor,
+    weights: Fp8BlockWeights,
+    counts: Tensor,
+    first_slot: Tensor | None,
+    slot_weights: Tensor | None,
+) -> Tensor:
+    """Compute both products, and weight the results; padding is undefined.
+
+    rows: [C, H] with first_slot [L + 1], or [L, C, H] with None.   slot_weights: [C] or [L, C].
+    """
+    # Weights multiply the scales of the second operand, and cost nothing: exponents have no
+    # fraction, so there the results are multiplied.
+    is_packed = _scale_layout(weights).packed
+    in_scales = None if is_packed else slot_weights
+    between = _between_on_gpu if rows.data.is_cuda else _between
+    # The package launches on the current device.
+    with torch.cuda.device_of(rows.data):
+        gate_up = multiply(rows, "gate_up")
+        results = multiply(between(gate_up, weights, counts, first_slot, in_scales), "down")
+    if slot_weights is None or not is_packed:
         return results
-    return weight_slots(results.flatten(0, 1), slot_weights.flatten()).view(results.shape)
+    return weight_slots(results.flatten(0, -2), slot_weights.flatten()).view(results.shape)
 
 
 def _new_results(operand: WireTensor, matrices: Tensor) -> Tensor:
@@ -230,23 +274,71 @@ def _quantized(rows: WireTensor, weights: Fp8BlockWeights) -> WireTensor:
     )
 
 
-def _between(gate_up: Tensor, weights: Fp8BlockWeights) -> WireTensor:
+def _between(
+    gate_up: Tensor,
+    weights: Fp8BlockWeights,
+    counts: Tensor,
+    first_slot: Tensor | None,
+    slot_weights: Tensor | None,
+) -> WireTensor:
     """Activate [..., 2I], bfloat16, and quantise it to the left operand of the second product."""
     hidden = activate(gate_up.float(), weights.format)
-    plain = WireTensor(data=hidden, format=WireFormat.of(hidden.dtype))
-    quantized = _quantized(plain, weights)
-    return replace(quantized, scales=_as_read(quantized.scales))
+    quantized = _quantized(WireTensor(data=hidden, format=WireFormat.of(hidden.dtype)), weights)
+    scales = _as_read(quantized.scales)
+    if slot_weights is not None:
+        scales = to_column_major(scales * slot_weights.unsqueeze(-1), COLUMNS.alignment)
+    return replace(quantized, scales=scales)
 
 
-def _gather(rows: WireTensor, index: SlotIndex, num_slots: int) -> WireTensor:
-    """Copy the row of each slot, [C, H], with columns of scales; padding slots get any row."""
+def _between_on_gpu(
+    gate_up: Tensor,
+    weights: Fp8BlockWeights,
+    counts: Tensor,
+    first_slot: Tensor | None,
+    slot_weights: Tensor | None,
+) -> WireTensor:
+    """Do what _between() does by one kernel over the counts."""
+    from epcomm.kernels.gemm.fp8_hidden import hidden_fp8
+
+    layout, wire_format = _scale_layout(weights), weights.wire_format
+    *batch, num_rows, width = gate_up.shape
+    codes = gate_up.new_empty(*batch, num_rows, width // 2, dtype=torch.float8_e4m3fn)
+    num_scales = width // 2 // BLOCK
+    columns = (*batch, -(-num_scales // SCALES_PER_WORD) if layout.packed else num_scales)
+    # Missing exponents of a word are 0.
+    scales = torch.zeros if layout.packed and num_scales % SCALES_PER_WORD else torch.empty
+    found = scales(
+        *columns,
+        align_up(num_rows, layout.alignment),
+        dtype=torch.int32 if layout.packed else torch.float32,
+        device=gate_up.device,
+    ).transpose(-1, -2)[..., :num_rows, :]
+    hidden_fp8(
+        gate_up,
+        counts,
+        first_slot,
+        slot_weights=None if slot_weights is None else slot_weights.contiguous(),
+        out_codes=codes,
+        out_scales=found,
+        is_power_of_two=wire_format.scale_dtype == torch.float8_e8m0fnu,
+    )
+    return WireTensor(data=codes, format=wire_format, scales=found, scale_layout=layout)
+
+
+def _gather(rows: WireTensor, index: SlotIndex, num_padding: int) -> WireTensor:
+    """Return the row of each slot, [C, H], with columns of scales; padding slots get any row."""
     assert rows.scales is not None, "quantised rows have scales"
-    if index.row_of_slot is None:
-        row_of_slot = torch.arange(rows.data.shape[0], device=rows.data.device)
-    else:
-        row_of_slot = index.row_of_slot
-    picked = F.pad(row_of_slot, (0, num_slots - row_of_slot.shape[0])).clamp(min=0)
-    codes = torch.index_select(rows.data.view(torch.uint8), 0, picked).view(rows.data.dtype)
+    row_of_slot = index.row_of_slot
+    if row_of_slot is None:
+        if num_padding == 0:
+            return replace(rows, data=rows.data.contiguous(), scales=_as_read(rows.scales))
+        num_rows = rows.data.shape[0]
+        row_of_slot = torch.arange(num_rows, dtype=torch.int32, device=rows.data.device)
+    if num_padding:
+        row_of_slot = F.pad(row_of_slot, (0, num_padding), value=-1)
+    padded = replace(index, row_of_slot=row_of_slot, is_dense=index.is_dense and not num_padding)
+    codes = gather_rows(rows.data.view(torch.uint8), padded).contiguous().view(rows.data.dtype)
+    picked = row_of_slot if padded.is_dense else row_of_slot.clamp(min=0)
     columns = _movable(rows.scales.transpose(0, 1))
     # The number of slots is a multiple of the alignment of columns.
     gathered = torch.index_select(columns, 1, picked).view(rows.scales.dtype)
@@ -263,6 +355,11 @@ def _as_read(scales: Tensor | None) -> Tensor:
     return scales
 
 
+def _ends(index: SlotIndex) -> Tensor:
+    """Return the end of the slots of each expert, [L], int32; the next one starts aligned."""
+    return index.first_slot[:-1] + index.num_tokens_per_expert
+
+
 def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
     """Return the expert that computes each slot, [C], int32; -1 for padding. No host sync.
 
@@ -272,8 +369,7 @@ def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
     experts = expert_of_slot(index, num_slots)
     safe = experts.clamp(max=num_experts - 1)
     slots = torch.arange(num_slots, device=experts.device)
-    ends = index.first_slot[:-1] + index.num_tokens_per_expert
-    is_used = (experts < num_experts) & (slots < ends[safe])
+    is_used = (experts < num_experts) & (slots < _ends(index)[safe])
     return torch.where(is_used, experts, -1).to(torch.int32)
 
 

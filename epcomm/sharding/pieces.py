@@ -34,7 +34,7 @@ def own_part(leaf: object, some: ExpertTensor) -> object:
             f"an operator takes expert parameters of {list(some.shape)} that lie differently on "
             f"the ranks (rank {some.device_mesh.get_local_rank()} of {some.device_mesh.size()}): "
             "experts of one have moved; call rebalance() with the same placement on copies and "
-            "averages of a layer, and take state_dicts anew"
+            "averages of a layer, and take state_dicts again"
         )
     if isinstance(leaf, DTensor):
         return leaf._local_tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.call_shape import call_shape
+from epcomm.buffers.sizes import max_slots_of
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup
@@ -28,11 +29,13 @@ from epcomm.spec import BufferCaps, BufferSpec, HostLayout
 from epcomm.testing.data import (
     BatchSpec,
     RankBatch,
+    crowded_ids,
     holed_ids,
     last_expert_ids,
     make_batch,
     no_ids,
     random_ids,
+    repeated_ids,
 )
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poison_rows, poisoned_memory
@@ -55,6 +58,9 @@ from epcomm.types import (
     sum_dtype,
 )
 
+# The scalar of a row for an expert of another rank, which is added to that of the expert's rank.
+_OTHER_SCALAR = 0.5
+
 # float32 sums of at most K * W terms of order one err by a few units of 2**-23 for each term.
 SUM_TOLERANCE = 1e-5
 
@@ -68,7 +74,6 @@ class BufferEnv:
     hidden_size, dtype: of all batches, for a backend that does not take any H and dtype.
     token_multiple: max_tokens_per_rank is a multiple of this; None: set for static sizes alone.
     poisons: memory that nobody has written is NaN; False where a package refuses torch's switch.
-    combines_once: a second combine of a dispatch raises HandleError.
     fills_batches: the kernel knows neither entries of -1, which travel to an expert that the row
         does not use, with weight 0, nor ranks without tokens, which send one with weight 0.
     hosts: where the ranks are, or are said to be, if on several hosts; else None.
@@ -82,7 +87,6 @@ class BufferEnv:
     dtype: torch.dtype | None = None
     token_multiple: int | None = None
     poisons: bool = True
-    combines_once: bool = False
     fills_batches: bool = False
     hosts: HostLayout | None = None
 
@@ -204,7 +208,7 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
         "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
         "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
-        # Of 2 ranks, both get it.
+        # With 2 ranks, both receive it.
         "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
@@ -329,6 +333,8 @@ def check_slots(
     sent = [env.sent(batch, spec) for batch in batches]
     counts = [sum(s.expert == e for s in slots) for e in range(num_local)]
     _expect_equal(env, "num_tokens_per_expert", index.num_tokens_per_expert.tolist(), counts)
+    rests = [start % expert_alignment for start in index.first_slot.tolist()]
+    _expect_equal(env, "first_slot modulo expert_alignment", rests, [0] * (num_local + 1))
     if index.host_num_tokens_per_expert is not None:
         host_counts = list(index.host_num_tokens_per_expert)
         _expect_equal(env, "host_num_tokens_per_expert", host_counts, counts)
@@ -362,8 +368,7 @@ def check_combine(
 ) -> None:
     """Let expert e multiply by e + 1, and check that every way to combine gives these sums.
 
-    once: combine in the first way alone. Otherwise a batch that can be combined only once is
-        dispatched again for each way.
+    once: combine in the first way alone.
     """
     caps = env.caps
     ways: list[Callable[[_Computed], None]] = [_combine_with_weights]
@@ -374,8 +379,6 @@ def check_combine(
     for number, way in enumerate(ways):
         if number and once:
             return
-        if number and env.combines_once:
-            out = dispatch(env, buffer, batches[env.group.rank], spec)
         way(_compute(env, buffer, out, batches, spec))
 
 
@@ -463,8 +466,13 @@ def _combine_rows(done: _Computed) -> None:
     done.expect("combine of rows", returned.y, plain)
     if done.env.caps.trainable:
         assert returned.scalars is not None, "row scalars come back"
-        # The scalar of a slot is its expert's number, so (t, k) must receive topk_ids + 1.
-        _expect_equal(done.env, "scalars", returned.scalars.tolist(), done.factor.float().tolist())
+        ids = done.batch.topk_ids
+        owners = torch.where(ids < 0, -1, ids // done.spec.num_local_experts)
+        ranks = range(done.env.group.world_size)
+        num_ranks = torch.stack([(owners == rank).any(1) for rank in ranks]).sum(0)
+        num_others = num_ranks.unsqueeze(1) - (ids >= 0).int()
+        expected = done.factor.float() + _OTHER_SCALAR * num_others
+        _expect_equal(done.env, "scalars", returned.scalars.tolist(), expected.tolist())
 
 
 def check_cached_dispatch(
@@ -538,19 +546,14 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
             for out, batches in zip(outs, all_batches, strict=True):
                 check_slots(env, out, batches, spec, 1)
     error = _raised(lambda: _finish(env, buffer, outs[0], spec))
-    if not isinstance(error, HandleError) or f"for {most} may be in flight" not in str(error):
+    if not isinstance(error, HandleError) or f"{most} may be in flight" not in str(error):
         _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError with {most}")
     if env.is_static:
         # A refusal of this rank waits for check() too.
         _raised(buffer.check)
     for out, batches in zip(outs[1:], all_batches[1:], strict=True):
         check_slots(env, out, batches, spec, 1)
-        # Dispatching again would end another batch.
-        check_combine(env, buffer, out, batches, spec, once=True)
-    if env.combines_once:
-        again = _raised(lambda: _finish(env, buffer, outs[-1], spec))
-        if not isinstance(again, HandleError):
-            _fail(env, f"a second combine raised {again!r}, expected HandleError")
+        check_combine(env, buffer, out, batches, spec)
 
 
 def check_faults(env: BufferEnv) -> None:
@@ -578,6 +581,33 @@ def check_ids_out_of_range(env: BufferEnv) -> None:
         wanted = str(bad_id) if tells_value else "rank 0"
         _expect_fault(env, buffer, make_call(env, mine, spec), ShapeError, wanted, spec)
         check_batch(env, spec)
+
+
+def check_repeated_ids(env: BufferEnv) -> None:
+    """Check that each entry of a repeated expert is a slot, or that every rank hears of the fault.
+
+    With fewer local experts than entries, static sizes that suffice for distinct ids overflow where
+    all entries name one expert: every rank must be told, and nothing be written beyond the index.
+    """
+    spec = env.adapted(BatchSpec(tokens_of_rank=uneven, choose_ids=repeated_ids, top_k=4))
+    if buffer_class(env.backend).needs_distinct_ids:
+        call = make_call(env, env.batches(spec)[env.group.rank], spec)
+        _expect_fault(env, env.open_comparing(spec), call, ShapeError, "twice", spec)
+        check_batch(env, env.adapted(PLAIN))
+        return
+    check_batch(env, spec)
+    crowded = replace(spec, choose_ids=crowded_ids)
+    batches, made = env.batches(crowded), env.buffer_spec(crowded)
+    required = _slots_needed(batches, 0, crowded.num_local_experts, 1)
+    num_rows = (made.max_tokens_per_rank or 0) * env.group.world_size
+    if not env.is_static or required <= max_slots_of(made, num_rows):
+        check_batch(env, crowded)
+        return
+    call = make_call(env, batches[env.group.rank], crowded)
+    buffer = env.open_comparing(crowded)
+    for _ in range(2):
+        _expect_fault(env, buffer, call, CapacityError, f"up to {required} slots", crowded)
+    check_batch(env, spec)
 
 
 def check_combine_faults(env: BufferEnv) -> None:
@@ -707,6 +737,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
         "faults": check_faults,
         "combine_faults": check_combine_faults,
         "ids_out_of_range": check_ids_out_of_range,
+        "repeated_ids": check_repeated_ids,
         "budget": check_budget,
         "traffic": check_traffic,
     }
@@ -739,7 +770,7 @@ def _scale_kind(rows: WireTensor) -> tuple[torch.dtype, int] | None:
 
 def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: int) -> Tensor:
     """Return physical expert + 1 of each slot, [C], 0 for padding."""
-    scales = torch.zeros(num_slots, device=env.group.device)
+    scales = torch.zeros(num_slots, dtype=torch.float32, device=env.group.device)
     starts, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
     for expert, count in enumerate(counts):
         number = env.group.rank * spec.num_local_experts + expert + 1
@@ -748,7 +779,10 @@ def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: in
 
 
 def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum slots per row by loops, NaN where a row has no slot; scalars are the slots' scales."""
+    """Sum slots per row by loops, NaN where a row has no slot.
+
+    Scalars are the slots' scales, and _OTHER_SCALAR beside them in a row.
+    """
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
     num_rows, hidden_size = out.rows.data.shape
@@ -759,6 +793,7 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
         mine = [slot for slot in slots if slot >= 0]
         if mine:
             rows[row] = results[mine].to(made).sum(0)
+            scalars[row] = _OTHER_SCALAR
         for k, slot in enumerate(slots):
             if slot >= 0:
                 scalars[row, k] = scale[slot]

@@ -69,10 +69,11 @@ def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) 
     # float64 rows are drawn in float64, to use all digits.
     made = sum_dtype(spec.dtype)
     return RankBatch(
-        x=torch.randn(shape, generator=generator, dtype=made).to(spec.dtype),
+        x=torch.randn(shape, generator=generator, dtype=made, device="cpu").to(spec.dtype),
         topk_ids=spec.choose_ids(num_tokens, top_k, spec.num_experts(world_size), generator),
-        topk_weights=torch.rand(num_tokens, top_k, generator=generator, dtype=made) + 0.1,
-        dy=torch.randn(shape, generator=generator, dtype=made).to(spec.dtype),
+        topk_weights=torch.rand(num_tokens, top_k, generator=generator, dtype=made, device="cpu")
+        + 0.1,
+        dy=torch.randn(shape, generator=generator, dtype=made, device="cpu").to(spec.dtype),
     )
 
 
@@ -94,12 +95,12 @@ def make_weights(
 
     def matrix(rows: int, columns: int) -> Tensor:
         shape = (num_experts, rows, columns)
-        values = torch.randn(shape, generator=generator, dtype=made) / columns**0.5
+        values = torch.randn(shape, generator=generator, dtype=made, device="cpu") / columns**0.5
         stored = values.transpose(1, 2).contiguous() if expert_format.is_transposed else values
         return stored.to(device, spec.dtype).requires_grad_()
 
     def bias(size: int) -> Tensor | None:
-        values = torch.randn(num_experts, size, generator=generator, dtype=made) / 2
+        values = torch.randn(num_experts, size, generator=generator, dtype=made, device="cpu") / 2
         return values.to(device, spec.dtype).requires_grad_() if has_bias else None
 
     return ExpertWeights(
@@ -113,29 +114,53 @@ def make_weights(
 
 def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
     """Choose distinct uniform ids."""
-    return torch.rand(num_tokens, num_experts, generator=generator).argsort(dim=1)[:, :top_k]
+    keys = torch.rand(
+        num_tokens, num_experts, generator=generator, dtype=torch.float32, device="cpu"
+    )
+    return keys.argsort(dim=1)[:, :top_k]
 
 
 def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
     """Choose distinct uniform ids with about half replaced by -1; the first token keeps none."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
-    ids[torch.rand(ids.shape, generator=generator) < 0.5] = -1
+    draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
+    ids[draws < 0.5] = -1
     ids[:1] = -1
     return ids
+
+
+def repeated_ids(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Choose uniform ids of which about half repeat the entry before; the first token has one."""
+    ids = random_ids(num_tokens, top_k, num_experts, generator)
+    draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
+    repeats = draws < 0.5
+    repeats[:1] = True
+    for k in range(1, ids.shape[1]):
+        ids[:, k] = torch.where(repeats[:, k], ids[:, k - 1], ids[:, k])
+    return ids
+
+
+def crowded_ids(
+    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
+) -> Tensor:
+    """Name the first expert in all entries of all tokens."""
+    return torch.zeros(num_tokens, top_k, dtype=torch.int64, device="cpu")
 
 
 def last_expert_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
     """Send every token to the last expert alone."""
-    ids = torch.full((num_tokens, top_k), -1)
+    ids = torch.full((num_tokens, top_k), -1, device="cpu")
     ids[:, -1] = num_experts - 1
     return ids
 
 
 def no_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
     """Send no token to any expert."""
-    return torch.full((num_tokens, top_k), -1)
+    return torch.full((num_tokens, top_k), -1, device="cpu")
 
 
 ACTIVATIONS = {

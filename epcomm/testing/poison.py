@@ -38,7 +38,7 @@ def poisoned_memory() -> Iterator[None]:
 
     Scratch.rows = poisoned_rows
     try:
-        if not torch.zeros(1).new_empty(4).isnan().all():
+        if not torch.empty(4, dtype=torch.float32, device="cpu").isnan().all():
             raise RuntimeError("poisoned_memory: torch.empty is not filled; check this torch")
         yield
     finally:

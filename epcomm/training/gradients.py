@@ -140,9 +140,13 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     for parameter in layer.expert_parameters().values():
         if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
             gradient = _local_gradient(parameter)
-            index = torch.tensor([each for places in shared for each in places], dtype=torch.int64)
+            index = torch.tensor(
+                [each for places in shared for each in places],
+                dtype=torch.int64,
+                device=gradient.device,
+            )
             came = layer.group.collectives.all_to_all(
-                gradient.index_select(0, index.to(gradient.device)),
+                gradient.index_select(0, index),
                 send_splits=splits,
                 recv_splits=splits,
                 phase="sum_replica_gradients",
@@ -187,7 +191,7 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
 
 def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Sum the squares of gradients, of DTensors that are no ExpertTensors over all ranks."""
-    total = torch.zeros((), device=device)
+    total = torch.zeros((), dtype=torch.float32, device=device)
     for parameter in parameters:
         gradient = parameter.grad
         if gradient is not None:

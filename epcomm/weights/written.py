@@ -38,8 +38,8 @@ class WriteState:
         """
         if tensor.is_inference():
             raise ConfigError(
-                f"{caller}: {name} was made in inference mode, where tensors do not tell when they "
-                "are written; load the experts outside of it, under torch.no_grad()"
+                f"{caller}: {name} was made in inference mode, where tensors do not count "
+                "writes; load the experts outside of it, under torch.no_grad()"
             )
         return cls(
             source=ref(tensor),

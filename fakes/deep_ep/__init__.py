@@ -22,15 +22,17 @@ _MODULES = MappingProxyType(
         "v1": "fakes.deep_ep.strict_v1",
         "v2": "fakes.deep_ep.strict_v2",
         "ascend": "fakes.ascend.deep_ep",
+        "ascend_flags": "fakes.ascend.deep_ep_flags",
     }
 )
 # Kind -> submodules that users of the real package import by name.
-_SUBMODULES = MappingProxyType({"ascend": ("buffer",)})
+_SUBMODULES = MappingProxyType({"ascend": ("buffer",), "ascend_flags": ("buffer",)})
 
 
 @contextmanager
 def install(kind: str) -> Iterator[ModuleType]:
-    """While open, `import deep_ep` gives the fake of this kind: v1, v2 or ascend.
+    """While open, `import deep_ep` gives the fake of this kind: v1, v2, ascend, or
+    ascend_flags, its newer signatures.
 
     `importlib.util.find_spec("deep_ep")` finds the fake's folder, so that whoever tells the
     packages apart by their sources sees the right one. What was deep_ep before comes back.

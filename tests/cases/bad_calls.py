@@ -28,11 +28,11 @@ from tests.cases.playing import SPEC, E, OwnError, Play, fail, identity
 
 WRONG_TENSOR = "a tensor of wrong shape, dtype or device on rank 1"
 WRONG_ROWS = "a combine input of wrong layout, shape, dtype or device on rank 1"
-UNREADY = "dispatch: an error while tokens were routed or made ready to be sent on rank 1"
+UNREADY = "dispatch: an error while tokens were routed or prepared for dispatch on rank 1"
 FAILED_RESULTS = (
     "combine: an error while the experts computed or their results were summed on rank 1"
 )
-WRONG_HANDLE = "a combined batch, a batch of another dispatcher, or a closed dispatcher, on rank 1"
+WRONG_HANDLE = "a batch combined twice, of another dispatcher, or after close() on rank 1"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ import pytest
 import epcomm.platforms.findings
 import epcomm.platforms.machine
 from epcomm.cli.diagnosis import Report, doctor
+from epcomm.platforms.assumed import DEVICES
 from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
 from epcomm.platforms.findings import Finding, Status
 from epcomm.platforms.machine import Answer, Machine, this_machine
@@ -24,6 +25,7 @@ TORCH_ON_CPU = {
     "cuda": None,
     "nccl": None,
     "backends": ["gloo"],
+    "has_driver": False,
     "devices": [],
 }
 TORCH_ON_GPU = {
@@ -31,6 +33,7 @@ TORCH_ON_GPU = {
     "cuda": "13.0",
     "nccl": "2.30.4",
     "backends": ["gloo", "nccl"],
+    "has_driver": True,
     "devices": ["NVIDIA H200, 140 GiB, sm_90"] * 2,
 }
 
@@ -42,7 +45,7 @@ def machine(
     variables: Mapping[str, str] | None = None,
 ) -> Machine:
     """Imitate a machine with these packages, which answers a program by a word in it."""
-    known = {"import json, torch,": Answer(values=TORCH_ON_CPU), **(answers or {})}
+    known = {"torch.distributed": Answer(values=TORCH_ON_CPU), **(answers or {})}
 
     def run_program(program: str) -> Answer:
         return next(answer for word, answer in known.items() if word in program)
@@ -172,12 +175,84 @@ def test_platform_names_backends_and_devices() -> None:
     assert on_cpu["torch"].detail == "2.13.0, no CUDA in this build"
     assert on_cpu["distributed backends"].detail == "gloo"
     assert on_cpu["CUDA devices"].status is Status.MISSING
-    answers = {"import json, torch,": Answer(values=TORCH_ON_GPU)}
+    answers = {"torch.distributed": Answer(values=TORCH_ON_GPU)}
     on_gpu = {finding.name: finding for finding in doctor(machine(answers=answers)).platform}
     assert on_gpu["torch"].detail == "2.11.0, CUDA 13.0"
     assert on_gpu["distributed backends"].detail == "gloo, nccl 2.30.4"
     assert on_gpu["CUDA devices"].detail.splitlines() == ["NVIDIA H200, 140 GiB, sm_90"] * 2
     assert {finding.status for finding in on_gpu.values()} == {Status.HERE}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """What torch says of a machine, and the beginnings of the first steps there."""
+
+    id: str
+    torch: Mapping[str, object]
+    first: list[str]
+
+
+STEPS = [
+    Steps(
+        id="laptop",
+        torch=TORCH_ON_CPU,
+        first=[
+            "train and decode on CPU ranks: torchrun --nproc-per-node 4 examples/hello_ep.py",
+            "check and time the backends between CPU ranks: epcomm bench --ranks 4",
+            "see what GPUs that are not here would take: epcomm plan --device h200 ",
+            "transformers (for: its models): if you want that: pip install ",
+        ],
+    ),
+    Steps(
+        id="GPUs",
+        torch=TORCH_ON_GPU,
+        first=[
+            "check and time the backends between GPUs: torchrun --nproc-per-node 2 -m epcomm bench",
+            "train and decode on CPU ranks: ",
+            "transformers ",
+        ],
+    ),
+    Steps(
+        id="driver, and torch without CUDA",
+        torch=TORCH_ON_CPU | {"has_driver": True},
+        first=["CUDA devices (none): the NVIDIA driver is here, but this torch is built without "],
+    ),
+    Steps(
+        id="driver, and no GPU",
+        torch=TORCH_ON_GPU | {"devices": []},
+        first=["CUDA devices (none): the NVIDIA driver is here, but torch sees no GPU: "],
+    ),
+    Steps(
+        id="torch that is too new",
+        torch=TORCH_ON_CPU | {"version": "2.99.0+cpu"},
+        first=["torch (2.99.0+cpu, no CUDA in this build): epcomm is tested with torch 2."],
+    ),
+    Steps(
+        id="torch that is too old",
+        torch=TORCH_ON_CPU | {"version": "2.9.1"},
+        first=["torch (2.9.1, no CUDA in this build): epcomm is tested with torch 2."],
+    ),
+]
+
+
+@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: steps.id)
+def test_next_steps_begin_with_what_needs_attention(steps: Steps) -> None:
+    here = machine(answers={"torch.distributed": Answer(values=steps.torch)})
+    found = doctor(here).next_steps
+    for step, expected in zip(found, steps.first, strict=False):
+        assert step.startswith(expected)
+    assert len(found) >= len(steps.first)
+
+
+def test_next_steps_bring_what_auto_would_take_and_no_more() -> None:
+    """Over GPUs with NVLink nobody needs deep_ep; FP8 experts have two runners before deep_gemm."""
+    answers = {"torch.distributed": Answer(values=TORCH_ON_GPU)}
+    run_program = machine(answers=answers).run_program
+    gpus = replace(DEVICES["h200"].machine(), run_program=run_program)
+    assert not [step for step in doctor(gpus).next_steps if step.startswith("for ")]
+    bare = replace(gpus, has_module=lambda name: False)
+    steps = [step.partition(",")[0] for step in doctor(bare).next_steps if step.startswith("for ")]
+    assert steps == ["for nvlink", "for fp8_wgmma", "for int8_triton"]
 
 
 def test_shared_memory_is_shown_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +274,7 @@ def test_deep_gemm_is_found_and_never_asked(tmp_path: Path) -> None:
 
 
 def test_torch_that_does_not_import_points_at_torch_npu() -> None:
-    answers = {"import json, torch,": Answer(error="OSError: libascendcl.so")}
+    answers = {"torch.distributed": Answer(error="OSError: libascendcl.so")}
     (found,) = doctor(machine(answers=answers)).platform
     assert (found.status, found.detail) == (Status.ATTENTION, "OSError: libascendcl.so")
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in found.advice

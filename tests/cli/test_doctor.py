@@ -18,7 +18,7 @@ from tests.cli.test_cli import rows, run
 PACKAGE = Finding(
     name="deep_ep", status=Status.ATTENTION, detail="[V1] and\nmore", advice="pip install x[y]"
 )
-HERE = Finding(name="collective", status=Status.HERE, detail="serves normal")
+HERE = Finding(name="collective", status=Status.HERE, detail="serves normal", serves=("normal",))
 MISSING = Finding(
     name="nvlink",
     status=Status.MISSING,
@@ -26,15 +26,22 @@ MISSING = Finding(
     advice="run: pip install x[y]",
     reasons=("no [x]", "no y"),
     command="pip install x[y]",
+    serves=("normal", "[low]"),
 )
-RUNNER = Finding(name="reference", status=Status.HERE, detail="computes")
+RUNNER = Finding(name="reference", status=Status.HERE, detail="computes", serves=("Experts",))
+TORCH = Finding(name="torch", status=Status.HERE, detail="2.13.0\nand more")
+TRITON = Finding(name="triton", status=Status.MISSING, detail="for: kernels")
 REPORT = Report(
-    platform=(PACKAGE,),
-    packages=(PACKAGE,),
+    platform=(TORCH, PACKAGE),
+    packages=(TRITON, PACKAGE),
     deep_ep=None,
     backends=(HERE, MISSING),
     runners=(RUNNER,),
-    variables=(Variable(name="EP_X", value="1", written=None, advice="unset it"),),
+    variables=(
+        Variable(name="EP_X", value="1", written=None, advice="unset it"),
+        Variable(name="EP_Y", value=None, written="1", advice=""),
+    ),
+    next_steps=tuple(f"step {i} [x]" for i in range(9)),
 )
 
 
@@ -44,22 +51,68 @@ def report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("report")
-def test_findings_are_printed_as_they_are() -> None:
-    result = run("doctor")
+def test_without_verbose_20_lines_say_what_works_and_what_to_do_next() -> None:
+    printed = run("doctor").stdout.splitlines()
+    assert len(printed) <= 20
+    works, steps = printed[:-7], printed[-7:]
+    assert [line.split() for line in works if "normal" in line] == [["normal", "collective"]]
+    assert [line.split() for line in works if "Experts" in line] == [["Experts", "reference"]]
+    assert steps[0] == "next (5 of 9 steps):"
+    assert steps[1:] == [
+        *(f"- step {i} [x]" for i in range(5)),
+        "- see what is not here, and why: epcomm doctor --verbose",
+    ]
+
+
+def test_this_machine_needs_no_more_than_20_lines_and_no_backend_it_lacks() -> None:
+    printed = run("doctor").stdout
+    assert len(printed.splitlines()) <= 20
+    (line,) = [line for line in printed.splitlines() if line.startswith(" standard ")]
+    assert line.split() == ["standard", "collective"]
+
+
+@pytest.mark.usefixtures("report")
+def test_with_verbose_all_findings_are_printed_as_they_are() -> None:
+    result = run("doctor", "--verbose")
     assert result.exit_code == 0, result.output
+    assert "- step 8 [x]" in result.stdout.splitlines()
     printed = rows(result.stdout)
     for kind in ("platform", "package"):
         place = printed.index([kind, "", "found", "what to do"])
-        assert printed[place + 1] == ["deep_ep", "attention", "[V1] and", "pip install x[y]"]
-        assert printed[place + 2] == ["", "", "more", ""]
+        assert printed[place + 2 : place + 4] in (
+            [["", "", "and more", ""], ["deep_ep", "attention", "[V1] and", "pip install x[y]"]],
+            [["deep_ep", "attention", "[V1] and", "pip install x[y]"], ["", "", "more", ""]],
+        )
     place = printed.index(["backend", "", "found", "why not", "what would bring it"])
     assert printed[place + 1 : place + 4] == [
         ["collective", "here", "serves normal", "", ""],
-        ["nvlink", "missing", "serves [normal]", "no [x]", "run: pip install x[y]"],
+        ["nvlink", "missing", "normal, [low]", "no [x]", "run: pip install x[y]"],
         ["", "", "", "no y", ""],
     ]
     assert ["reference", "here", "computes", "", ""] in printed
     assert ["EP_X", "'1'", "", "unset it"] in printed
+    assert "EP_Y" not in result.stdout, "it is not set"
+
+
+@pytest.mark.usefixtures("report")
+def test_a_name_prints_all_of_it_and_nothing_else() -> None:
+    assert rows(run("doctor", "nvlink").stdout)[1:] == [
+        ["nvlink", "missing", "normal, [low]", "no [x]", "run: pip install x[y]"],
+        ["", "", "", "no y", ""],
+    ]
+
+
+def test_parts_that_lack_the_same_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(MISSING, name="deep_ep_v1", serves=("normal",))
+    found = replace(REPORT, backends=(MISSING, HERE, other))
+    monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: found)
+    printed = rows(run("doctor", "--verbose").stdout)
+    place = printed.index(["backend", "", "found", "why not", "what would bring it"])
+    assert [row[0] for row in printed[place + 1 : place + 4]] == [
+        "nvlink",
+        "deep_ep_v1",
+        "collective",
+    ]
 
 
 @pytest.mark.usefixtures("report")
@@ -74,7 +127,8 @@ def test_exit_code_and_json_say_whether_what_is_named_is_here(names: list[str], 
     assert result.exit_code == code
     found = json.loads(result.stdout)
     assert list(found) == [
-        *("version", "ok", "platform", "packages", "deep_ep", "backends", "runners", "variables")
+        *("version", "ok", "platform", "packages", "deep_ep", "backends", "runners", "variables"),
+        "next_steps",
     ]
     assert found["ok"] == (code == 0)
     shown = [part["name"] for part in (*found["backends"], *found["runners"])]

@@ -146,7 +146,7 @@ def test_gradients_that_one_rank_asks_for_are_told_to_all(asks: str) -> None:
         with pytest.raises(ConfigError) as caught:
             dispatcher.check()
         own = "low latency has no gradients, but some are needed (rank 2 of 4)"
-        others = "gradients or decode asked of a mode that has none on rank 2"
+        others = "gradients or decode in a mode that has none on rank 2"
         assert (own if group.rank == 2 else others) in str(caught.value)
         assert (run_batch(dispatcher, x, topk) == 0).all()
         dispatcher.check()
@@ -165,6 +165,23 @@ def test_grad_mode_may_differ_where_there_are_no_gradients() -> None:
 def test_low_latency_without_a_limit_names_it() -> None:
     with EPGroup() as group, pytest.raises(BackendUnavailable, match="set max_tokens_per_rank"):
         open_dispatcher(group, replace(CONFIG, max_tokens_per_rank=None))
+
+
+@pytest.mark.ranks(4)
+def test_decode_over_collective_has_exact_sizes_and_the_sums_of_prefill() -> None:
+    """On CPU ranks; by name the mode keeps its static sizes, see open_dispatcher()."""
+    with EPGroup() as group, torch.no_grad():
+        weights = make_weights(SPEC, group.world_size)
+        experts = ExpertParallelExperts(weights, group, CONFIG, top_k=SPEC.top_k)
+        decode = experts.phases.of_phase(decode=True).plan
+        assert (decode.buffer, decode.caps.is_static) == ("CollectiveBuffer", False)
+        assert open_dispatcher(group).plan.buffer == "StaticCollectiveBuffer"
+        x, topk = good_inputs(group)
+        assert torch.equal(experts(x, topk, decode=True), experts(x, topk))
+        bad = too_many_tokens(x, topk) if group.rank == 2 else (x, topk)
+        with pytest.raises(CapacityError, match="rank 2"):
+            experts(*bad, decode=True)
+        assert torch.equal(experts(x, topk, decode=True), experts(x, topk))
 
 
 @pytest.mark.ranks(4)

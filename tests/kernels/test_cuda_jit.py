@@ -17,8 +17,11 @@ class Arguments(Structure):
     _fields_ = (("number", c_int),)
 
 
+@pytest.mark.parametrize(
+    ("is_cooperative", "called"), [(False, "cuLaunchKernel"), (True, "cuLaunchCooperativeKernel")]
+)
 def test_a_thread_without_a_context_takes_that_of_the_kernel(
-    monkeypatch: pytest.MonkeyPatch,
+    is_cooperative: bool, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a driver behaves in a thread of autograd in which torch has called nothing of CUDA."""
     current: list[int | None] = [None]
@@ -34,13 +37,16 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel(
         current[0] = context.value
         return 0
 
+    # Blocks that wait for one another are launched in no other way.
     driver = SimpleNamespace(
-        cuFuncSetAttribute=lambda *_: 0, cuLaunchKernel=launch, cuCtxSetCurrent=set_context
+        cuFuncSetAttribute=lambda *_: 0, cuCtxSetCurrent=set_context, **{called: launch}
     )
     monkeypatch.setattr(cuda_jit, "driver", lambda: driver)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
-    kernel = cuda_jit.CudaKernel(c_void_p(1), c_void_p(77), threads=32, shared_bytes=0)
+    kernel = cuda_jit.CudaKernel(
+        c_void_p(1), c_void_p(77), threads=32, shared_bytes=0, is_cooperative=is_cooperative
+    )
     kernel.launch(1, Arguments())
     kernel.launch(1, Arguments())
     assert launched == [77, 77]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -240,6 +242,38 @@ def test_sums_are_float32(dtype: torch.dtype, large: float, has_weights: bool) -
     members = Members(flat=torch.arange(5), offsets=torch.tensor([0, 5]))
     weights = torch.ones(5) if has_weights else None
     assert reduce_rows(rows, members, weights).item() == large + 4
+
+
+def test_a_tie_becomes_even() -> None:
+    # Halfway between 0.921875 and 0.92578125, whose last bit is 1.
+    rows = torch.tensor([[0.412109375], [0.51171875]], dtype=torch.bfloat16)
+    members = Members(flat=torch.arange(2), offsets=torch.tensor([0, 2]))
+    assert reduce_rows(rows, members).item() == 0.921875
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_sums_have_the_bits_of_float32_sums_cast_once(
+    dtype: torch.dtype, has_weights: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    num_members = torch.randint(0, 6, (50,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), num_members.cumsum(0)])
+    flat = torch.randperm(int(offsets[-1]), generator=generator)
+    rows = torch.randn(len(flat), 200, generator=generator).to(dtype)
+    # Weights of 8 bits: products are exact in float32, and their sums have ties as well.
+    weights = torch.rand(len(flat), generator=generator).bfloat16().float()
+
+    terms = rows.to(torch.float32).numpy()
+    if has_weights:
+        terms = terms * weights.numpy()[:, None]
+    totals = np.zeros((len(num_members), rows.shape[1]), dtype=np.float32)
+    for target, (start, end) in enumerate(pairwise(offsets.tolist())):
+        for member in flat[start:end].tolist():
+            totals[target] += terms[member]
+    members = Members(flat=flat, offsets=offsets)
+    sums = reduce_rows(rows, members, weights if has_weights else None)
+    assert torch.equal(sums, torch.from_numpy(totals).to(dtype))
 
 
 def test_weights_are_multiplied_in_float32() -> None:

@@ -66,10 +66,10 @@ CHOICES = [
         prefill=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
     ),
     Choice(
-        id="auto is normal, and low latency in decode",
+        id="auto is normal, and low latency of exact sizes in decode on a CPU",
         config=EPConfig(max_tokens_per_rank=16),
         prefill=(Mode.NORMAL, "CollectiveBuffer"),
-        decode=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
+        decode=(Mode.LOW_LATENCY, "CollectiveBuffer"),
     ),
 ]
 
@@ -83,7 +83,7 @@ def test_choice_needs_no_group(choice: Choice) -> None:
             continue
         assert (phase.mode, phase.buffer, phase.world_size) == (*wanted, 4)
         assert phase.backend == "collective"
-        is_trained = phase.mode is not Mode.LOW_LATENCY
+        is_trained = phase.buffer != "StaticCollectiveBuffer"
         assert phase.caps.trainable == is_trained
         by_runner = phase.weights_applied_by is WeightsAppliedBy.RUNNER
         assert by_runner == is_trained, "combine saves no rows for backward"
@@ -137,12 +137,12 @@ def test_a_backend_named_in_mode_auto_is_asked_for_both_phases(
 def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     limited = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=128)
     lines = plan(limited, SPEC, world_size=4).explain().splitlines()
-    # Headers of 137 words, 8 B each, to 3 other ranks.
+    # Headers of 138 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
         "wire: dispatch bf16, combine bf16 (backward, too)",
         "router weights applied by runner; trainable: True; host syncs a dispatch: 1",
-        "at most 288 B a token in dispatch, 256 B in combine, and 3288 B of headers a dispatch",
+        "at most 288 B a token in dispatch, 256 B in combine, and 3312 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
     assert "rejected nvlink: there is no CUDA device" in " ".join(lines)
@@ -538,7 +538,9 @@ def test_explain_lists_both_phases_and_the_memory_of_each() -> None:
     assert ", 4 ranks with 2 experts each, for prefill and training\n" in prefill
     assert "memory of received rows: 288 B a token\n" in prefill
     assert ", 4 ranks with 2 experts each, for decode\n" in decode
-    assert "memory of received rows: 9792 B\n" in decode
+    # At most 16 rows of 144 B from each of the 4 ranks.
+    assert "memory of received rows: 288 B a token, at most 9216 B\n" in decode
+    assert "that serves; sizes are exact, because CPU ranks wait in every exchange: " in decode
     assert "tokens a rank: at most 16\n" in decode
     assert decode.endswith("runner grouped_mm")
 

@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from epcomm.buffers.ascend.base import AscendBuffer
+from epcomm.buffers.ascend.base import AscendBuffer, format_arguments
 from epcomm.buffers.ascend.low_latency import AscendLowLatencyBuffer
 from epcomm.buffers.ascend.normal import AscendNormalBuffer
 from epcomm.platforms.signatures import signature_reasons
+from epcomm.quantization import INT8_PER_TOKEN
+from epcomm.types import WireDtype, WireFormat
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "deep_ep_ascend_signatures.json"
+BF16 = WireFormat(dtype=WireDtype.BF16)
 ADAPTERS = [AscendNormalBuffer, AscendLowLatencyBuffer]
 
 
@@ -55,9 +58,13 @@ def test_what_a_class_lacks(calls: Mapping[str, Sequence[str]], reason: str | No
         assert [text for text in found if reason in text], found
 
 
-def recorded_class(*, without: tuple[str, str] | None = None) -> type:
-    """Make a class with the recorded signatures, less one parameter: (method, parameter)."""
-    methods = json.loads(CONTRACT.read_text("utf-8"))["methods"]
+def recorded_class(*, changed: bool = False, without: tuple[str, str] | None = None) -> type:
+    """Make a class with the recorded signatures, less one parameter: (method, parameter).
+
+    changed: with those that changed in September 2026.
+    """
+    recorded = json.loads(CONTRACT.read_text("utf-8"))
+    methods = recorded["methods"] | (recorded["changed"]["methods"] if changed else {})
     members = {name: _method(name, entry, without) for name, entry in methods.items()}
     return type("Buffer", (), members)
 
@@ -78,13 +85,25 @@ def _method(name: str, entry: dict[str, list], without: tuple[str, str] | None) 
     return method
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.name)
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("wire", [BF16, INT8_PER_TOKEN], ids=str)
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.dispatching)
 def test_adapters_fit_the_recorded_signatures_and_miss_every_parameter(
-    adapter: type[AscendBuffer],
+    adapter: type[AscendBuffer], wire: WireFormat, changed: bool
 ) -> None:
-    assert signature_reasons(recorded_class(), adapter.calls) == []
-    for method, names in adapter.calls.items():
+    method = adapter.dispatching
+    is_int8 = wire is INT8_PER_TOKEN
+    found = format_arguments(getattr(recorded_class(changed=changed), method), wire)
+    is_low_latency = adapter is AscendLowLatencyBuffer
+    expected = {"quant_mode": "int8" if is_int8 else "bf16"}
+    if changed:
+        expected = {"use_mxfp4": False, "use_mxfp8": False}
+    assert found == expected | ({"use_fp8": is_int8} if changed or is_low_latency else {})
+    calls = {**adapter.calls, method: (*adapter.calls[method], *found)}
+    assert signature_reasons(recorded_class(changed=changed), calls) == []
+    for called, names in calls.items():
         for name in names:
-            (reason,) = signature_reasons(recorded_class(without=(method, name)), adapter.calls)
+            package = recorded_class(changed=changed, without=(called, name))
+            (reason,) = signature_reasons(package, calls)
             assert f"has no parameter {name}; install another release" in reason
             assert "__init__" not in reason

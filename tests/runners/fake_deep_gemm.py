@@ -1,6 +1,8 @@
 """A stand-in for deep_gemm that refuses what its documentation refuses, and computes in float32.
 
-Rows that nobody computes come back as NaN. Source: README and argument checks of DeepGEMM.
+Rows of tiles that nobody computes come back as NaN. Whole tiles are stored, as by the package, so
+the last tile of an expert overwrites rows of the next expert if that one begins inside the tile.
+Source: README, argument checks and scheduler of DeepGEMM.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from epcomm.platforms import deep_gemm as platform
 from epcomm.runners import deep_gemm
 
 BLOCK = 128
@@ -23,20 +26,42 @@ Operand = tuple[Tensor, Tensor]
 
 
 def install(
-    monkeypatch: pytest.MonkeyPatch, *, architecture: int = 9, alignment: int = TILE_ROWS
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    architecture: int = 9,
+    alignment: int = TILE_ROWS,
+    takes_ends: bool = True,
+    has_nvcc: bool = True,
 ) -> ModuleType:
-    """Make `import deep_gemm` find the stand-in, and experts on a CPU seem to be on sm_<n>0."""
+    """Make `import deep_gemm` find the stand-in, and experts on a CPU seem to be on sm_<n>0.
+
+    takes_ends: the layout may be the end of each expert, as since version 2.2; version 2.1 takes
+        the expert of each row alone.
+    """
     module = ModuleType("deep_gemm")
     module.__spec__ = ModuleSpec("deep_gemm", loader=None)
 
-    def contiguous(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
+    def of_rows(lhs: Operand, rhs: Operand, out: Tensor, m_indices: Tensor) -> None:
         multiply_contiguous(lhs, rhs, out, m_indices, architecture, alignment)
+
+    def of_rows_or_ends(
+        lhs: Operand,
+        rhs: Operand,
+        out: Tensor,
+        grouped_layout: Tensor,
+        *,
+        use_psum_layout: bool = False,
+    ) -> None:
+        layout = grouped_layout
+        if use_psum_layout:
+            layout = expert_of_tile_rows(grouped_layout, rhs, lhs[0].shape[0], alignment)
+        multiply_contiguous(lhs, rhs, out, layout, architecture, alignment)
 
     def masked(lhs: Operand, rhs: Operand, out: Tensor, masked_m: Tensor, expected_m: int) -> None:
         multiply_masked(lhs, rhs, out, masked_m, expected_m, architecture)
 
     functions = {
-        "m_grouped_fp8_gemm_nt_contiguous": contiguous,
+        "m_grouped_fp8_gemm_nt_contiguous": of_rows_or_ends if takes_ends else of_rows,
         "m_grouped_fp8_gemm_nt_masked": masked,
         "get_mk_alignment_for_contiguous_layout": lambda: alignment,
     }
@@ -44,7 +69,24 @@ def install(
         setattr(module, name, function)
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
     monkeypatch.setattr(deep_gemm, "_architecture", lambda weights, machine: architecture)
+    monkeypatch.setattr(platform, "nvcc_is_installed", lambda variables: has_nvcc)
     return module
+
+
+def expert_of_tile_rows(ends: Tensor, rhs: Operand, num_rows: int, alignment: int) -> Tensor:
+    """Check the ends of experts, [G], and return the expert of each row of their tiles, [M].
+
+    An expert begins at the next multiple of the alignment after the end of the one before.
+    """
+    assert ends.dtype == torch.int32
+    assert ends.is_contiguous()
+    assert list(ends.shape) == [rhs[0].shape[0]]
+    experts, start = torch.full((num_rows,), -1, dtype=torch.int32, device=ends.device), 0
+    for expert, end in enumerate(ends.tolist()):
+        assert start <= end <= num_rows
+        last = -(-end // alignment) * alignment
+        experts[start:last], start = expert, last
+    return experts
 
 
 def multiply_contiguous(
@@ -98,8 +140,12 @@ def multiply_masked(
     assert list(masked_m.shape) == [num_experts]
     a, b = left(lhs, architecture), right(rhs)
     out.fill_(float("nan"))
-    for expert, count in enumerate(masked_m.tolist()):
-        out[expert, :count] = (a[expert, :count] @ b[expert].T).bfloat16()
+    # The experts lie one after another in one map of rows, and tiles know no end of an expert.
+    # Which of two experts stores a row last is undefined: here the first one, against the second.
+    rows, results = a.flatten(0, 1), out.flatten(0, 1)
+    for expert, count in reversed(list(enumerate(masked_m.tolist()))):
+        stored = slice(expert * capacity, expert * capacity + -(-count // TILE_ROWS) * TILE_ROWS)
+        results[stored] = (rows[stored] @ b[expert].T).bfloat16()
 
 
 def check_segments(m_indices: list[int], num_experts: int, alignment: int) -> None:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from functools import wraps
 from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
 
 import pytest
 import torch
@@ -23,10 +28,16 @@ from epcomm import (
     WireTensor,
     plan,
 )
+from epcomm.kernels.gemm.fp8_hidden import hidden_fp8
 from epcomm.ops.static_slots import build_static_slot_index
+from epcomm.planning import candidates
+from epcomm.platforms.cuda import cuda_reasons
+from epcomm.platforms.deep_gemm import deep_gemm_reasons, load_deep_gemm, nvcc_is_installed
+from epcomm.platforms.machine import this_machine
 from epcomm.quantization import arrange_scales, quantize
 from epcomm.records import ExchangePlan, Handle, SlotIndex
 from epcomm.registry import RUNNERS
+from epcomm.runners import deep_gemm
 from epcomm.runners.deep_gemm import COLUMNS, PACKED_COLUMNS, DeepGemmRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.testing.oracle import relative_error
@@ -75,6 +86,30 @@ CASES = [
 ]
 
 
+class Package(Enum):
+    """What stands for deep_gemm."""
+
+    STAND_IN = "stand-in"
+    REAL = "real package"
+
+    def prepare(self, monkeypatch: pytest.MonkeyPatch, architecture: int = 9) -> torch.device:
+        """Install the stand-in where it is asked for, and return the device of the experts."""
+        if self is Package.STAND_IN:
+            fake_deep_gemm.install(monkeypatch, architecture=architecture)
+            return torch.device("cpu")
+        if torch.cuda.get_device_capability()[0] != architecture:
+            pytest.skip(f"this GPU is not an sm_{architecture}0")
+        return torch.device("cuda")
+
+
+IS_INSTALLED = not (deep_gemm_reasons(this_machine()) or cuda_reasons(this_machine()))
+
+
+@pytest.fixture(params=[Package.STAND_IN, *[Package.REAL] * IS_INSTALLED], ids=lambda it: it.value)
+def package(request: pytest.FixtureRequest) -> Package:
+    return request.param
+
+
 def make_weights(
     scales: ScaleDtype = ScaleDtype.FLOAT32, hidden: int = HIDDEN, inner: int = INNER
 ) -> Fp8BlockWeights:
@@ -85,10 +120,12 @@ def make_weights(
     return Fp8BlockWeights.from_unquantized(plain, scales=scales)
 
 
-def make_index(expert_alignment: int = 128) -> SlotIndex:
+def make_index(expert_alignment: int = 128, ids: list[int] = IDS) -> SlotIndex:
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
-    ids = torch.tensor(IDS)[order].unsqueeze(1)
-    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment)
+    of_rows = torch.tensor(ids)[order].unsqueeze(1)
+    return build_static_slot_index(
+        of_rows, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment
+    )
 
 
 def handle() -> Handle:
@@ -113,10 +150,9 @@ def rows_record(case: Case, index: SlotIndex) -> RowsDispatchOutput:
     )
 
 
-def masked_record(record: RowsDispatchOutput) -> MaskedDispatchOutput:
+def masked_record(record: RowsDispatchOutput, capacity: int = 256) -> MaskedDispatchOutput:
     """Return the slots of each expert side by side, and behind them bytes that mean NaN."""
     counts, starts = record.num_tokens_per_expert.tolist(), record.index.first_slot.tolist()
-    capacity = max(counts) + 3
     rows, row_of_slot = record.hidden_states, record.index.row_of_slot
     assert row_of_slot is not None
     assert record.slot_weights is not None
@@ -166,17 +202,32 @@ def slots_of_expert(results: Tensor, record: Record, expert: int) -> Tensor:
     return results[first : first + count]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_runner_equals_the_plain_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_deep_gemm.install(monkeypatch, architecture=case.architecture)
-    weights, record = make_weights(case.scales), rows_record(case, make_index())
-    record = record if case.layout is Layout.ROWS else masked_record(record)
+T = TypeVar("T")
+
+
+def moved(record: T, device: torch.device) -> T:
+    """Return a record of tensors on a device, with the strides of its scales."""
+    changes: dict[str, object] = {}
+    for field in fields(record):  # type: ignore[arg-type]
+        value = getattr(record, field.name)
+        if isinstance(value, Tensor):
+            # torch keeps the strides of what has no gaps: columns of scales are aligned.
+            changes[field.name] = value.to(device)
+        elif isinstance(value, (SlotIndex, WireTensor)):
+            changes[field.name] = moved(value, device)
+    return replace(record, **changes)  # type: ignore[type-var]
+
+
+def run_both(
+    record: Record, weights: Fp8BlockWeights, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the results of the plain runner and of the runner, on the CPU."""
     expected = QuantizedReferenceRunner().run(record, weights).hidden_states  # type: ignore[arg-type]
-    actual = DeepGemmRunner().run(with_columns(record, weights), weights).hidden_states  # type: ignore[arg-type]
+    theirs = moved(weights, device)
+    ours = with_columns(moved(record, device), theirs)
+    actual = DeepGemmRunner().run(ours, theirs).hidden_states.cpu()  # type: ignore[arg-type]
     assert (actual.shape, actual.dtype) == (expected.shape, torch.bfloat16)
-    for expert in (0, 2):
-        pair = (slots_of_expert(each, record, expert) for each in (actual, expected))
-        assert relative_error(*pair) <= TOLERANCE
+    return expected, actual
 
 
 PLAIN = Case(
@@ -186,6 +237,202 @@ PLAIN = Case(
     scales=ScaleDtype.FLOAT32,
     architecture=9,
 )
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_runner_equals_the_plain_one(
+    case: Case, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = package.prepare(monkeypatch, case.architecture)
+    weights, record = make_weights(case.scales), rows_record(case, make_index())
+    record = record if case.layout is Layout.ROWS else masked_record(record)
+    expected, actual = run_both(record, weights, device)
+    for expert in (0, 2):
+        pair = (slots_of_expert(each, record, expert) for each in (actual, expected))
+        assert relative_error(*pair) <= TOLERANCE
+
+
+@pytest.mark.parametrize("capacity", [133, 192, 256])
+def test_experts_do_not_overwrite_the_rows_of_the_next_one(
+    capacity: int, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole tiles are stored, and no expert is empty: a capacity of no whole tiles is refused."""
+    device, weights = package.prepare(monkeypatch), make_weights()
+    index = make_index(ids=[0] * 130 + [1] * 7 + [2] * 13)
+    record = masked_record(rows_record(replace(PLAIN, layout=Layout.MASKED), index), capacity)
+    if capacity % 128:
+        with pytest.raises(ConfigError, match=f"capacity for {capacity} rows, expected a multiple"):
+            run_both(record, weights, device)
+        return
+    expected, actual = run_both(record, weights, device)
+    for expert in range(NUM_EXPERTS):
+        pair = (slots_of_expert(each, record, expert) for each in (actual, expected))
+        assert relative_error(*pair) <= TOLERANCE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Between:
+    """What comes between two products: rows in either layout, one of three forms of scales."""
+
+    layout: Layout
+    scales: ScaleDtype
+    architecture: int
+    is_weighted: bool
+
+    @property
+    def id(self) -> str:
+        weighted = ", weighted" if self.is_weighted else ""
+        return f"{self.layout.value}, {self.scales.value}, sm_{self.architecture}0{weighted}"
+
+
+BETWEEN = [
+    Between(layout=layout, scales=scales, architecture=architecture, is_weighted=is_weighted)
+    for layout, (scales, architecture), is_weighted in product(
+        Layout,
+        [(ScaleDtype.FLOAT32, 9), (ScaleDtype.POWER_OF_TWO, 9), (ScaleDtype.POWER_OF_TWO, 10)],
+        [False, True],
+    )
+    # Exponents have no fraction for a weight.
+    if not (is_weighted and architecture == 10)
+]
+
+
+@pytest.mark.parametrize("case", BETWEEN, ids=lambda case: case.id)
+def test_kernel_between_the_products_equals_plain_torch(
+    case: Between, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five blocks of I, so that the second word of exponents is not full; what is unused is NaN."""
+    fake_deep_gemm.install(monkeypatch, architecture=case.architecture)
+    inner, device = 5 * 128, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weights = make_weights(case.scales, hidden=128, inner=inner)
+    counts, capacity = torch.tensor([33, 0, 5], dtype=torch.int32), 40
+    first_slot = torch.arange(4, dtype=torch.int32) * capacity
+    generator = torch.Generator().manual_seed(6)
+    gate_up = torch.randn(3, capacity, 2 * inner, generator=generator).bfloat16()
+    slot_weights = torch.rand(3, capacity, generator=generator)
+    for expert, count in enumerate(counts.tolist()):
+        gate_up[expert, count:] = float("nan")
+        slot_weights[expert, count:] = float("nan")
+    is_masked = case.layout is Layout.MASKED
+    arguments = [
+        gate_up if is_masked else gate_up.flatten(0, 1),
+        weights,
+        counts,
+        None if is_masked else first_slot,
+        (slot_weights if is_masked else slot_weights.flatten()) if case.is_weighted else None,
+    ]
+    expected = deep_gemm._between(*arguments)  # type: ignore[arg-type]
+    on_device = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
+    actual = moved(deep_gemm._between_on_gpu(*on_device), torch.device("cpu"))  # type: ignore[arg-type]
+    assert actual.scales is not None
+    assert expected.scales is not None
+    assert actual.scales.stride() == expected.scales.stride()
+    for expert, count in enumerate(counts.tolist()):
+        rows = (expert, slice(count)) if is_masked else slice(expert * 40, expert * 40 + count)
+        # exp() differs by a unit in the last place, so that a tie may fall to the other side: codes
+        # are neighbours, and scales differ by as much as their magnitudes.
+        codes, wanted = (each.data[rows].view(torch.uint8).int() for each in (actual, expected))
+        assert ((codes - wanted).abs() <= 1).all()
+        assert (codes != wanted).sum() <= codes.numel() / 100
+        if case.architecture == 10:
+            assert torch.equal(actual.scales[rows], expected.scales[rows])
+        else:
+            torch.testing.assert_close(
+                actual.scales[rows], expected.scales[rows], rtol=2**-21, atol=0.0
+            )
+
+
+def test_kernel_between_the_products_leaves_unused_slots_alone() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    counts = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    gate_up = torch.randn(3, 4, 256, device=device).bfloat16()
+    codes = torch.full((3, 4, 128), 0x7F, dtype=torch.uint8, device=device)
+    scales = torch.full((3, 1, 4), 7.0, device=device).transpose(1, 2)
+    hidden_fp8(
+        gate_up,
+        counts,
+        None,
+        slot_weights=None,
+        out_codes=codes.view(torch.float8_e4m3fn),
+        out_scales=scales,
+        is_power_of_two=False,
+    )
+    is_used = torch.arange(4, device=device) < counts[:, None]
+    assert ((scales[..., 0] == 7.0) == ~is_used).all()
+    assert (codes[~is_used] == 0x7F).all()
+    assert (codes[is_used] != 0x7F).any(dim=1).all()
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
+    """Record the arguments of a function of the stand-in."""
+    calls: list[tuple] = []
+    function = getattr(module, name)
+
+    @wraps(function)
+    def recorded(*args: object, **kwargs: object) -> None:
+        calls.append((*args, kwargs))
+        function(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, recorded)
+    return calls
+
+
+@pytest.mark.parametrize(("mean", "expected"), [(None, 256), (33, 33), (1000, 256)])
+def test_the_mean_of_rows_chooses_tiles(
+    mean: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = fake_deep_gemm.install(monkeypatch)
+    calls = spy(monkeypatch, module, "m_grouped_fp8_gemm_nt_masked")
+    weights, case = make_weights(), replace(PLAIN, layout=Layout.MASKED)
+    record = masked_record(rows_record(case, make_index()))
+    record = with_columns(replace(record, mean_tokens_per_expert=mean), weights)
+    DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
+    assert [call[4] for call in calls] == [expected, expected]
+
+
+@pytest.mark.parametrize("index_alignment", [128, 256])
+def test_ends_of_experts_are_passed_where_the_package_takes_them(
+    index_alignment: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It finds starts by its own alignment: in an index of another one, experts of rows are passed.
+
+    Results have the same bits either way.
+    """
+    weights, results, layouts = make_weights(), [], []
+    for takes_ends in (True, False):
+        module = fake_deep_gemm.install(monkeypatch, takes_ends=takes_ends)
+        calls = spy(monkeypatch, module, "m_grouped_fp8_gemm_nt_contiguous")
+        record = with_columns(rows_record(PLAIN, make_index(index_alignment)), weights)
+        results.append(DeepGemmRunner().run(record, weights).hidden_states)  # type: ignore[arg-type]
+        layouts.append({call[3].shape[0] for call in calls})
+    num_rows = -(-NUM_SLOTS // 128) * 128
+    assert layouts == [{NUM_EXPERTS if index_alignment == 128 else num_rows}, {num_rows}]
+    for expert in (0, 2):
+        assert torch.equal(*(slots_of_expert(each, record, expert) for each in results))
+
+
+def test_parameters_are_found_in_docstrings_of_compiled_functions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Functions of pybind11 have no signature that inspect reads."""
+
+    class Compiled:
+        def __init__(self, text: str) -> None:
+            self.__doc__ = text
+
+        @property
+        def __signature__(self) -> None:
+            raise ValueError("no signature found for builtin")
+
+        def __call__(self) -> None: ...
+
+    module = fake_deep_gemm.install(monkeypatch)
+    for text, takes_ends in (
+        ("m_grouped(a: object, d: object, use_psum_layout: bool = False) -> None", True),
+        ("m_grouped(a: object, d: object) -> None", False),
+    ):
+        monkeypatch.setattr(module, "m_grouped_fp8_gemm_nt_contiguous", Compiled(text))
+        assert load_deep_gemm().takes_ends is takes_ends
 
 
 def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +515,8 @@ def test_experts_that_it_does_not_compute_are_refused_with_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weights = replace(make_weights(hidden=200, inner=32), hidden_dtype=torch.float16)
-    assert DeepGemmRunner.supports(weights).reasons == (
+    without = replace(this_machine(), has_module=lambda name: name != "deep_gemm")
+    assert DeepGemmRunner.supports(weights, without).reasons == (
         "hidden_size is 200, expected a multiple of 128",
         "intermediate_size is 32, expected a multiple of 128",
         "hidden states are torch.float16, expected torch.bfloat16",
@@ -290,7 +538,10 @@ SPEC = MoESpec(hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=2)
 ASKED = EPConfig(mode="normal", runner="deep_gemm")
 
 
-def test_plan_never_takes_what_is_missing() -> None:
+def test_plan_never_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = replace(this_machine(), has_module=lambda name: name != "deep_gemm")
+    monkeypatch.setattr(candidates, "this_machine", lambda: without)
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     chosen = plan(EPConfig(), SPEC, weights=make_weights())
     assert chosen.runner == "quantized_reference"
     assert "deep_gemm is not installed" in chosen.explain()
@@ -320,6 +571,29 @@ def test_plan_lays_scales_out_for_it(
     plain = plan(replace(ASKED, runner="quantized_reference"), SPEC, weights=make_weights(scales))
     assert plain.prefill.scale_layout == ROW_MAJOR
     assert "scales on arrival" not in plain.explain()
+
+
+def test_package_without_nvcc_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles at the first call, which would end in an assertion of the package."""
+    fake_deep_gemm.install(monkeypatch, has_nvcc=False)
+    with pytest.raises(BackendUnavailable, match=r"nvcc is not installed.*set CUDA_HOME"):
+        plan(ASKED, SPEC, weights=make_weights())
+    assert "nvcc is not installed" in plan(EPConfig(), SPEC, weights=make_weights()).explain()
+    with_gpu = replace(this_machine(), has_cuda=lambda: True)
+    verdict = DeepGemmRunner.probe(with_gpu)
+    assert ["nvcc" in reason for reason in verdict.reasons] == [True]
+    assert verdict.command == ""
+
+
+def test_nvcc_is_found_where_the_package_looks_for_it(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    home = {"CUDA_HOME": str(tmp_path), "PATH": ""}
+    assert nvcc_is_installed(home)
+    assert nvcc_is_installed({"CUDA_PATH": str(tmp_path), "PATH": ""})
+    assert nvcc_is_installed({"PATH": str(nvcc.parent)})
+    assert not nvcc_is_installed({"CUDA_HOME": str(nvcc.parent), "PATH": str(nvcc.parent)})
 
 
 def test_plan_aligns_slots_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:

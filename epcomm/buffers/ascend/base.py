@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -16,9 +17,10 @@ from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
-from epcomm.platforms.ascend.environment import Rounds, rounds_of, variable_reasons
+from epcomm.platforms.ascend.environment import Rounds, int8_reasons, rounds_of, variable_reasons
 from epcomm.platforms.ascend.limits import MAX_TOP_K, Limits, window_reasons
 from epcomm.platforms.machine import Machine
+from epcomm.platforms.signatures import has_parameter, signature_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import ExchangePlan, SlotIndex
@@ -45,13 +47,32 @@ class AscendExchangePlan(ExchangePlan):
     is_empty: Tensor
 
 
+def format_arguments(
+    dispatch: Callable[..., object] | None, wire: WireFormat
+) -> dict[str, str | bool]:
+    """Return the arguments that name the format of rows, for the release that has `dispatch`.
+
+    Every one is passed, so that no default and no environment variable decides. Releases up to
+    August 2026 take quant_mode, later ones flags; use_fp8 has the name of DeepEP's argument and
+    means INT8 on A2 and A3.
+    """
+    is_int8 = wire.dtype is WireDtype.INT8
+    if dispatch is None or not has_parameter(dispatch, "quant_mode"):
+        return {"use_fp8": is_int8, "use_mxfp4": False, "use_mxfp8": False}
+    by_name: dict[str, str | bool] = {"quant_mode": "int8" if is_int8 else "bf16"}
+    return by_name | {"use_fp8": is_int8} if has_parameter(dispatch, "use_fp8") else by_name
+
+
 class AscendBuffer(AscendCalls, VendorCalls):
     """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights.
 
     It comes before Buffer among the bases.
+
+    dispatching: the method of the package that is told the format of rows.
     """
 
     name: ClassVar[str]
+    dispatching: ClassVar[str]
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
@@ -69,6 +90,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         window = cls._window_bytes(spec, world_size, rounds_of(machine.environment))
         reasons = [] if window is None else window_reasons(window, machine.environment)
         reasons += variable_reasons(machine.environment, current_soc())
+        reasons += int8_reasons(spec.dispatch_format, machine.environment)
         return tuple(reasons)
 
     @classmethod
@@ -81,10 +103,19 @@ class AscendBuffer(AscendCalls, VendorCalls):
     def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int | None:
         """Return the HCCL window that it needs, or None if the specification does not decide it."""
 
-    @property
-    def _quant_mode(self) -> str:
-        """Return the mode that every call passes, so that no environment variable decides."""
-        return "int8" if self._spec.dispatch_format.dtype is WireDtype.INT8 else "bf16"
+    def _signature_reasons(self, buffer: type) -> list[str]:
+        method, names = self.dispatching, self.calls[self.dispatching]
+        dispatch = getattr(buffer, method, None)
+        self._format_arguments = format_arguments(dispatch, self._spec.dispatch_format)
+        calls = {**self.calls, method: (*names, *self._format_arguments)}
+        reasons = signature_reasons(buffer, calls)
+        is_int8 = self._spec.dispatch_format.dtype is WireDtype.INT8
+        if is_int8 and "quant_mode" not in self._format_arguments and current_soc() is Soc.A5:
+            reasons.append(
+                f"{buffer.__name__}.{method} of the package installed has no INT8 rows on A5, "
+                "where use_fp8 means FP8 with a scale a token; dispatch bf16 rows"
+            )
+        return reasons
 
     def _sent(self, call: DispatchCall, ids: Tensor) -> DispatchCall:
         """Return the call for the package: an expert in every entry, and at least one token.
@@ -112,7 +143,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
             call,
             hidden_states=call.unquantized.new_ones(1, self._spec.hidden_size),
             topk_ids=experts.unsqueeze(0),
-            topk_weights=torch.zeros(1, top_k, device=device),
+            topk_weights=torch.zeros(1, top_k, dtype=torch.float32, device=device),
         )
 
     def _wire(self, received: Tensor | tuple[Tensor, Tensor]) -> WireTensor:

@@ -117,12 +117,16 @@ class AscendCalls:
         if not reasons:
             try:
                 package = import_deep_ep()
-                reasons += signature_reasons(package.Buffer, self.calls)
+                reasons += self._signature_reasons(package.Buffer)
             except BackendUnavailable as error:
                 reasons.append(str(error))
         self._raise_reasons(reasons)
         self._collectives.agree(_settings(machine.environment), what=self.name)
         self._buffer = package.Buffer(group=process_group, **arguments)
+
+    def _signature_reasons(self, buffer: type) -> list[str]:
+        """Return why the calls of this backend do not fit the package's Buffer."""
+        return signature_reasons(buffer, self.calls)
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
         """Raise on every rank if some rank has reasons."""

@@ -60,6 +60,7 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
+    dispatching: ClassVar[str] = "low_latency_dispatch"
     calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
         {
             "__init__": ("group", "low_latency_mode"),
@@ -68,9 +69,7 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
                 "topk_idx",
                 "num_max_dispatch_tokens_per_rank",
                 "num_experts",
-                "use_fp8",
                 "topk_weights",
-                "quant_mode",
             ),
             "low_latency_combine": ("x", "topk_idx", "topk_weights", "handle"),
         }
@@ -127,10 +126,8 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
             topk_idx=sent.topk_ids,
             num_max_dispatch_tokens_per_rank=self._spec.max_tokens_per_rank,
             num_experts=self._num_experts,
-            # The argument has the name of DeepEP's; on Ascend it means INT8, and is on by default.
-            use_fp8=self._quant_mode == "int8",
             topk_weights=sent.topk_weights,
-            quant_mode=self._quant_mode,
+            **self._format_arguments,
         )
         index = SlotIndex(
             row_of_slot=None,

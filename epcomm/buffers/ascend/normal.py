@@ -28,7 +28,7 @@ from epcomm.buffers.sizes import Region
 from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc
-from epcomm.platforms.ascend.environment import Rounds, current_rounds, normal_reasons
+from epcomm.platforms.ascend.environment import Rounds, current_rounds, rounds_reasons
 from epcomm.platforms.ascend.limits import Limits, normal_limits, normal_window_bytes
 from epcomm.platforms.machine import Machine
 from epcomm.records import SlotIndex
@@ -42,6 +42,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.NORMAL
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    dispatching: ClassVar[str] = "dispatch"
     calls: ClassVar[Mapping[str, Sequence[str]]] = MappingProxyType(
         {
             "__init__": ("group",),
@@ -53,7 +54,6 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
                 "num_tokens_per_expert",
                 "topk_idx",
                 "topk_weights",
-                "quant_mode",
             ),
             "combine": ("x", "handle"),
         }
@@ -74,7 +74,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         reasons = super().lacks_with(machine, spec, world_size)
-        return (*reasons, *normal_reasons(spec.dispatch_format, machine.environment))
+        return (*reasons, *rounds_reasons(machine.environment))
 
     @classmethod
     def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int:
@@ -117,7 +117,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
             num_tokens_per_expert=per_expert,
             topk_idx=sent.topk_ids,
             topk_weights=sent.topk_weights,
-            quant_mode=self._quant_mode,
+            **self._format_arguments,
         )
         self._raise_own(call)
         num_slots = sum(counts)
@@ -147,8 +147,8 @@ def _first_rows(wire: WireTensor, num_rows: int) -> WireTensor:
 
 
 def _index_of(counts: list[int], device: torch.device) -> SlotIndex:
-    host = torch.tensor(counts, dtype=torch.int32)
-    first = torch.cat([torch.zeros(1, dtype=torch.int32), host.cumsum(0).to(torch.int32)])
+    host = torch.tensor(counts, dtype=torch.int32, device="cpu")
+    first = torch.cat([host.new_zeros(1), host.cumsum(0).to(torch.int32)])
     return SlotIndex(
         row_of_slot=None,
         slots_of_row=None,

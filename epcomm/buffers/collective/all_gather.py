@@ -98,6 +98,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
     # Every call has a header, because it brings the counts.
     counts_calls = True
+    _rows_have_slots: ClassVar[bool] = False
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -32,7 +32,6 @@ from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
-    gather_scalars,
     index_slots,
     reduce_rows,
     reduce_rows_onto,
@@ -246,7 +245,7 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
         shape = (layout.row_bytes, torch.uint8)
         returned = self._send_sums(packed, exchange_plan, shape, kind)
-        scalars = _scalars_of_topk(layout.scalars(returned), exchange_plan.sends.row_of_topk)
+        scalars = reduce_rows(layout.scalars(returned).contiguous(), rows_of_token)
         return Combined(y=_summed(layout.data(returned), rows_of_token, bias), scalars=scalars)
 
     def _send_rows(
@@ -311,10 +310,3 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
 def _summed(rows: Tensor, members: AnyMembers, bias: Tensor | None) -> Tensor:
     return reduce_rows(rows, members) if bias is None else reduce_rows_onto(bias, rows, members)
-
-
-def _scalars_of_topk(scalars: Tensor, row_of_topk: Tensor) -> Tensor:
-    """Return scalar k of the row that carries (t, k), [T, K], 0 without a row; scalars [N, K]."""
-    top_k = row_of_topk.shape[1]
-    position = row_of_topk * top_k + torch.arange(top_k, device=row_of_topk.device)
-    return gather_scalars(scalars.flatten(), torch.where(row_of_topk >= 0, position, -1))

@@ -150,7 +150,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         # Packing comes before the header, which can tell other ranks of a failure.
         message = self._message(layout, call, topk_ids, fault)
         batch = self._new_batch(call)
-        # What other ranks have heard of on the host already, these ranks hear there too.
+        # Faults that other ranks have raised on the host are raised on the host here too.
         is_heard = call.error is not None and call.error.fault_word is not None
         self._compare_call(CallKind.DISPATCH, batch, call.error if is_heard else None)
         rows = self._gather(message, phase="dispatch")
@@ -216,7 +216,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         )
         self._compare_call(CallKind.COMBINE, batch)
         returned = self._send_sums(rows, phase="combine")
-        self._faults.record_combine(_read_faults(returned[:, 0]), error)
+        self._faults.record_refusal(_read_faults(returned[:, 0]), error)
 
     def _combine_onto(
         self,

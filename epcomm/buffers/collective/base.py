@@ -47,6 +47,8 @@ class OverCollectives:
     name: ClassVar[str]
     # See Buffer.
     counts_calls: bool
+    # See read_counts().
+    _rows_have_slots: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -125,7 +127,7 @@ class OverCollectives:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> tuple[Counts, tuple[int, ...]]:
-        """Tell each rank the rows and slots that it will receive: the host sync of a dispatch.
+        """Exchange row and slot counts: the only host sync of a dispatch.
 
         Args:
             call: this rank's part of the dispatch.
@@ -142,16 +144,24 @@ class OverCollectives:
         if meanwhile is not None:
             meanwhile()
         sent, received_headers = read()
-        self._calls.compare(received_headers, call.error)
+        has_rest = message.rest.numel() > 0
+        self._calls.compare(received_headers, None if has_rest else received, call.error)
         slots = received[:, HEADER_WORDS:end]
-        if message.rest.numel():
+        if has_rest:
             rest = self._collectives.all_to_all(message.rest, phase="dispatch counts")
             slots = torch.cat([slots, rest], dim=1)
             received_headers = [
                 [*words, *more] for words, more in zip(received_headers, rest.tolist(), strict=True)
             ]
-        names = self._collectives.names
-        found = read_counts(received_headers, slots, call, self._num_experts, names)
+            self._calls.check_words(received_headers, received_headers)
+        found = read_counts(
+            received_headers,
+            slots,
+            call,
+            self._spec,
+            self._calls,
+            rows_have_slots=self._rows_have_slots,
+        )
         return found, tuple(words[ROWS] for words in sent)
 
     def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:

@@ -20,7 +20,7 @@ from epcomm.buffers.collective.scratch import Scratch
 from epcomm.buffers.counts import CountsMessage
 from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.row_layout import RowLayout
-from epcomm.collectives.call_order import ROWS, CallOrder, CallSign
+from epcomm.collectives.call_order import ROWS, CallOrder, CallSign, seal
 from epcomm.ops.members import AnyMembers, MemberTable
 from epcomm.ops.select import RowOps
 from epcomm.ops.slots import count_experts, members_of
@@ -137,6 +137,7 @@ class KernelSendPlan(SendPlan):
             wrong_ids=int(FaultCode.IDS),
             num_local=num_local,
         )
+        seal(self._message.header, self._message.rest)
         return self._message
 
     def run_ahead(self) -> None:

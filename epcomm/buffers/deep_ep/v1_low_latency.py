@@ -1,9 +1,10 @@
 """Low latency of deep_ep V1: MASKED rows, quantised in its kernel, weighted in its combine.
 
-Every expert has capacity for M rows of each rank. Rows of one rank lie together, ranks in any
-order. Ids and weights stay with the exchange plan, for combine multiplies by them at the token's
-rank. The receive step runs in wait(): until then the network works and no SM of the device does. A
-send clears the counts of the call before it, so that one is received first, whoever waits for it.
+Every expert has capacity for M rows of each rank, or for as many more as make the capacity a
+multiple of expert_alignment. Rows of one rank are neighbours, ranks come in any order. Ids and
+weights stay with the exchange plan, because combine multiplies by them at the token's rank. The
+receive step runs in wait(): until then the network works and no SM of the device does. A send
+clears the counts of the call before it, so that one is received first, whoever waits for it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any, ClassVar
 
 import torch
@@ -37,7 +39,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, RowsPer, ScaleLayout, WireDtype, WireTensor
+from epcomm.types import Layout, RowsPer, ScaleLayout, WireDtype, WireTensor, align_up
 
 # Source of the limits: deep_ep, csrc/kernels/legacy: SWITCH_HIDDEN, kNumMaxTopK.
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
@@ -99,6 +101,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     # The kernel quantises.
     takes_wire_tensors: ClassVar[bool] = False
+    # Each expert has capacity for one slot of each token.
+    needs_distinct_ids: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -128,23 +132,21 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             reasons.append(f"is compiled for hidden_size {sizes}, not {spec.hidden_size}")
         if spec.num_local_experts > _MAX_LOCAL_EXPERTS:
             reasons.append(f"has at most {_MAX_LOCAL_EXPERTS} experts a rank")
-        if spec.expert_alignment > 1:
-            reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         if world_size > _HOST_RANKS and world_size % _HOST_RANKS:
             reasons.append(f"serves whole hosts of {_HOST_RANKS} ranks, not {world_size} ranks")
         if spec.max_tokens_per_rank is not None:
-            reasons += _token_reasons(spec, spec.max_tokens_per_rank, world_size)
+            reasons += _token_reasons(spec, world_size)
         return tuple(reasons)
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        max_tokens = spec.max_tokens_per_rank
-        return () if max_tokens is None else queue_reasons(max_tokens, machine.environment)
+        if spec.max_tokens_per_rank is None:
+            return ()
+        return queue_reasons(_rank_capacity(spec, world_size), machine.environment)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
-        num_slots = spec.num_local_experts * spec.max_tokens_per_rank * world_size
+        num_slots = spec.num_local_experts * _rank_capacity(spec, world_size) * world_size
         wire, hidden_size = spec.dispatch_format, spec.hidden_size
         sizes = {
             "deep_ep's messages": message_bytes(spec, world_size),
@@ -166,8 +168,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     def prepare(self) -> None:
         package: Any = load_deep_ep(WITH_LEGACY_BUFFER)
         spec = self._spec
-        assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
-        self._max_tokens = spec.max_tokens_per_rank
+        self._max_tokens = _rank_capacity(spec, self._world_size)
         self._expert_capacity = self._max_tokens * self._world_size
         self._max_slots = spec.num_local_experts * self._expert_capacity
         num_bytes = package.Buffer.get_low_latency_rdma_size_hint(
@@ -284,6 +285,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             first_slot=self._expert_capacity
             * torch.arange(len(counts) + 1, dtype=torch.int32, device=counts.device),
             host_num_tokens_per_expert=None,
+            expert_alignment=self._spec.expert_alignment,
         )
         sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
         # layout_range, [L, W]: where the rows of a rank begin and how many they are.
@@ -320,7 +322,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         if batch.is_ended:
             raise HandleError(
                 f"{function}: the memory of batch {batch.number} was taken by batch "
-                f"{batch.number + _BATCHES_IN_FLIGHT}, for {_BATCHES_IN_FLIGHT} may be in flight "
+                f"{batch.number + _BATCHES_IN_FLIGHT}, as {_BATCHES_IN_FLIGHT} may be in flight "
                 f"(rank {self._rank} of {self._world_size}); combine a batch before the second "
                 "next dispatch"
             )
@@ -342,10 +344,20 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         self._buffer.destroy()
 
 
-def _token_reasons(spec: BufferSpec, max_tokens: int, world_size: int) -> list[str]:
+def _rank_capacity(spec: BufferSpec, world_size: int) -> int:
+    """Return the tokens of a rank that the package has memory for: M, rounded up.
+
+    M = 100 of 8 ranks with experts aligned to 128 gives 112, so that an expert has 896 rows.
+    """
+    assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+    unit = spec.expert_alignment // gcd(spec.expert_alignment, world_size)
+    return align_up(spec.max_tokens_per_rank, unit)
+
+
+def _token_reasons(spec: BufferSpec, world_size: int) -> list[str]:
     """Return what keeps the package from serving so many tokens a rank; empty if nothing does."""
-    reasons = []
-    if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and max_tokens * world_size % 4:
+    reasons, capacity = [], _rank_capacity(spec, world_size) * world_size
+    if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and capacity % 4:
         reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")
     num_bytes = message_bytes(spec, world_size)
     if num_bytes >= _MAX_MESSAGE_BYTES:
@@ -360,12 +372,11 @@ def message_bytes(spec: BufferSpec, world_size: int) -> int:
 
     Source: deep_ep, csrc/config.hpp, LowLatencyLayout and get_low_latency_rdma_size_hint.
     """
-    assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
     hidden, num_experts = spec.hidden_size, spec.num_local_experts * world_size
     scale_bytes = hidden // _SCALE_BLOCK * _SCALE_BYTES
     out = _HEADER_BYTES + max(2 * hidden, hidden + scale_bytes)
     combine_bytes = 2 * hidden + scale_bytes
-    tokens = spec.max_tokens_per_rank
+    tokens = _rank_capacity(spec, world_size)
     send = max(tokens * out, num_experts * tokens * combine_bytes)
     receive = num_experts * tokens * max(out, combine_bytes)
     signals = -(-4 * num_experts // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -153,6 +153,8 @@ class DeepEPV2Buffer(DeepEPCalls, Buffer):
     name: ClassVar[str] = "deep_ep_v2"
     package = ElasticPackage
     is_static: ClassVar[bool] = False
+    # Kernels of the package assert that the experts of a token are distinct.
+    needs_distinct_ids: ClassVar[bool] = True
 
 
 class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
@@ -161,6 +163,8 @@ class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
     name: ClassVar[str] = "deep_ep_v2"
     package = ElasticPackage
     is_static: ClassVar[bool] = True
+    # Kernels of the package assert that the experts of a token are distinct.
+    needs_distinct_ids: ClassVar[bool] = True
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:

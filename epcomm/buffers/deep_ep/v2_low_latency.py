@@ -40,6 +40,8 @@ class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     package = ExpandingPackage
     is_static: ClassVar[bool] = True
+    # As in normal mode.
+    needs_distinct_ids: ClassVar[bool] = True
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:

@@ -8,8 +8,8 @@ brought. The way of a token of rank 0 that needs experts of ranks 1, 2 and 3, ho
     combine     inner: 1 to 0; 3 to 2, which adds its own          outer: 2 to 0, which adds its own
 
 A rank that hears of a fault in one exchange takes part in the other without rows and passes it on,
-so that all ranks raise and nobody waits for what never comes; a lost rank ends both. What fails on
-a rank when its host has combined is for the ranks of its place alone to hear.
+so that all ranks raise and none waits for a message that never comes; a lost rank ends both. After
+the inner combine, a failure reaches only the ranks of the outer exchange.
 """
 
 from __future__ import annotations
@@ -356,8 +356,8 @@ def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
     in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
     if in_order == sorted(in_order):
         return None
-    places = torch.empty(len(in_order) * num_local, dtype=torch.int64)
+    places = torch.empty(len(in_order) * num_local, dtype=torch.int64, device="cpu")
     for place, rank in enumerate(in_order):
-        experts = torch.arange(num_local)
+        experts = torch.arange(num_local, device="cpu")
         places[rank * num_local + experts] = place * num_local + experts
     return places.to(device)

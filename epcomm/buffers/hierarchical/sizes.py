@@ -50,9 +50,11 @@ def hosts_lack(spec: BufferSpec) -> tuple[str, ...]:
         )
     if not hosts.is_even:
         sizes = " and ".join(str(len(ranks)) for ranks in hosts.ranks_of_host)
-        return (f"hosts have {sizes} ranks, expected as many on each",)
+        return (f"hosts have {sizes} ranks, expected the same number on each",)
     if any(list(ranks) != sorted(ranks) for ranks in zip(*hosts.ranks_of_host, strict=True)):
-        return (f"needs hosts whose ranks of one place are in the order of hosts, not {hosts}",)
+        return (
+            f"needs hosts whose ranks of one local index are in the order of hosts, not {hosts}",
+        )
     if num_places(hosts) == 1:
-        return ("hosts have one rank each, which exchange no fewer rows by way of another",)
+        return ("hosts have one rank each, so relaying saves no rows",)
     return ()

@@ -45,6 +45,8 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     # Receive buffers, unless the specification asks for another number. Tests also use 1, where a
     # missing wait fails at once.
     num_buffers: ClassVar[int] = NUM_BUFFERS
+    # The specification may limit the slots that a rank receives.
+    _has_slot_budget: ClassVar[bool] = True
     # Polls of a kernel in a second: those of a GPU are timed, see POLL_BITS in signals.py; an
     # interpreter takes 1.1 ms for one on a busy machine.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 954, "cpu": 1_000})
@@ -60,12 +62,10 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
         self._faults = DeviceFaults(collectives.names, self._device)
-        # Of what was sent to others; kept when blocks grow.
+        # Bytes sent to peers; survives a resize.
         self._counters = torch.zeros(num_counters, dtype=torch.int64, device=self._device)
         self._memory: SymmetricMemory | None = None
-        # Of the last call, and the driver's number of it, which takes less time to compare.
-        self._stream: torch.cuda.Stream | None = None
-        self._stream_number: int | None = None
+        self._streams = collectives.streams
         self._is_cuda = self._device.type == "cuda"
 
     @classmethod
@@ -136,13 +136,13 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._synchronize()
         for rank in ranks:
             self._living.excluded[rank] = 1
-        # After a wait in vain the signals of those left have come to different counts. So all of
-        # them wait for one another when nobody has a kernel under way that writes here, ...
+        # After a timeout the signals of the remaining ranks differ. They meet in a barrier when no
+        # kernel that writes here is in flight, reset their signals, ...
         self._await_remaining()
         self._start_anew()
         self._report.entries.zero_()
         self._synchronize()
-        # ... and again before anybody writes.
+        # ... and meet again before any of them writes.
         self._await_remaining()
 
     def _await_remaining(self) -> None:
@@ -162,7 +162,8 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._raise_faults()
 
     def _raise_faults(self) -> None:
-        self._faults.check(self._max_slots_of(self._spec, self._layout.num_rows))
+        num_slots = self._max_slots_of(self._spec, self._layout.num_rows)
+        self._faults.check(num_slots, has_budget=self._has_slot_budget)
 
     def close(self) -> None:
         """Let go of the memory once no rank writes it: ranks close together. Idempotent.
@@ -247,7 +248,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         return DispatchCall(
             hidden_states=torch.empty(0, hidden_size, dtype=dtype, device=device),
             topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
-            topk_weights=torch.empty(0, top_k, device=device),
+            topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),
             flags=BatchFlags.NONE,
         )
 
@@ -258,17 +259,9 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._follow()
 
     def _follow(self) -> None:
-        """Make the current stream wait for that of the last call: calls have one order."""
-        if not self._is_cuda:
-            return
-        number = torch._C._cuda_getCurrentRawStream(self._device.index)
-        if number != self._stream_number and not torch.cuda.is_current_stream_capturing():
-            # Calls of a group run in one order on the device: kernels that wait, on streams without
-            # an order, could fill two GPUs in different orders and wait for ever.
-            stream = torch.cuda.current_stream(self._device)
-            if self._stream is not None:
-                stream.wait_stream(self._stream)
-            self._stream, self._stream_number = stream, number
+        """Order what follows after the last call of any buffer of the group, on the device."""
+        if self._is_cuda:
+            self._streams.follow(self._device)
 
     def _check_open(self) -> None:
         if self._memory is None:

@@ -5,14 +5,15 @@ that travel with the tokens, and one returned row for the sum of a rank's expert
 order and reuse: epcomm/kernels/nvlink/ll_dispatch_send.py, ll_dispatch_recv.py and ll_combine.py.
 
 A dispatch into a receive buffer whose last batch was never combined ends that batch first, on every
-rank alike, for calls have one order; a combine of that batch is then refused.
+rank alike, for calls have one order; a combine of that batch is then refused. Until then a batch is
+combined any number of times, each time in an epoch of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import ClassVar
+from typing import ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -69,6 +70,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     # twice the bytes, and no fence.
     line_tokens: ClassVar[int] = 8
     returns_slots: ClassVar[bool] = True
+    needs_distinct_ids: ClassVar[bool] = False
+    _has_slot_budget: ClassVar[bool] = False
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -81,7 +84,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             batches_on_request=True,
             has_receive_hook=True,
             is_static=True,
-            has_slot_budget=False,
+            has_slot_budget=cls._has_slot_budget,
             device_types=frozenset({"cuda"}),
         )
 
@@ -164,7 +167,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._no_rows = torch.zeros(
             1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
-        self._no_weights = torch.zeros(0, spec.top_k, device=self._block.device)
+        self._no_weights = torch.zeros(
+            0, spec.top_k, dtype=torch.float32, device=self._block.device
+        )
         if self._device.type == "cuda":
             self._warm_up()
 
@@ -198,7 +203,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         if receive_buffer.is_open:
             self._kernels.release_buffer(receive_buffer.exchange)
         receive_buffer.batch = self._num_batches
-        receive_buffer.is_open, receive_buffer.unfinished = True, None
+        receive_buffer.is_open, receive_buffer.is_combined = True, False
+        receive_buffer.unfinished = None
         self._num_batches += 1
         if call.error is not None or call.flags is not BatchFlags.NONE:
             self._faults.note_own(call.error)
@@ -224,6 +230,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             scale_block=self._scale_block,
             profile=self._profile or call.int8_profile.value,
             scales=scales,
+            needs_distinct_ids=self.needs_distinct_ids,
         )
         return receive_buffer
 
@@ -270,7 +277,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         row_scalars: Tensor | None = None,
     ) -> Combined:
         assert row_scalars is None, "without gradients there are none"
-        assert not self._spec.returns_slots, "combine_slots() brings slots home"
+        assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_results(
             receive_buffer,
@@ -289,7 +296,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Combined]:
-        assert not self._spec.returns_slots, "combine_slots_async() brings slots home"
+        assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_results(
             receive_buffer,
@@ -354,7 +361,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         return Pending(wait, record=Combined(y=y, scalars=None))
 
     def _begin_combine(self, exchange_plan: ExchangePlan, rows_per: RowsPer) -> ReceiveBuffer:
-        """Return the receive buffer of a batch that awaits its combine."""
+        """Return the receive buffer of a batch, which awaits its combine or was combined before."""
         assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
         assert self.handed_layout is Layout.ROWS or rows_per is RowsPer.SLOT, (
             "a MASKED row is a slot"
@@ -362,6 +369,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._begin_call()
         receive_buffer = self._receive_buffer_of(exchange_plan.batch)
         self._check_batch(receive_buffer, exchange_plan.batch)
+        if not receive_buffer.reopen(self._kernels):
+            self._raise_ended(exchange_plan.batch)
         return receive_buffer
 
     def _send_results(
@@ -404,14 +413,14 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         self._refuse(error, lambda each: each.is_open)
 
     def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
-        """Refuse the combine of one batch; see Buffer.refuse_combine_of.
+        """Refuse the combine of one batch, or another combine; see Buffer.refuse_combine_of.
 
         Raises:
-            error: the batch was combined or ended.
+            error: the batch was ended.
         """
         assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
-        batch = exchange_plan.batch
-        self._refuse(error, lambda each: each.is_open and each.batch == batch)
+        batch, kernels = exchange_plan.batch, self._kernels
+        self._refuse(error, lambda each: each.batch == batch and each.reopen(kernels))
 
     def _refuse(self, error: EPError, is_meant: Callable[[ReceiveBuffer], bool]) -> None:
         """Send only the fault, in the combine of the oldest batch that may be meant."""
@@ -454,7 +463,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
                 block[at : at + layout.regions[name]].zero_()
             state = first_state(self._world_size, block.device)
             receive_buffer.exchange.state.copy_(state)
-            receive_buffer.is_open, receive_buffer.unfinished = False, None
+            receive_buffer.is_open = receive_buffer.is_combined = False
+            receive_buffer.unfinished = None
         # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches
 
@@ -496,13 +506,16 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             self._host_barrier()
 
     def _check_batch(self, receive_buffer: ReceiveBuffer, batch: int) -> None:
-        if receive_buffer.batch != batch or not receive_buffer.is_open:
-            num_buffers = self._layout.num_buffers
-            raise HandleError(
-                f"combine: batch {batch} of {self.name} was combined, or ended by dispatch "
-                f"{batch + num_buffers}, for {num_buffers} may be in flight (rank {self._rank} of "
-                f"{self._world_size}); dispatch again, or set EPConfig.batches_in_flight"
-            )
+        if receive_buffer.batch != batch:
+            self._raise_ended(batch)
+
+    def _raise_ended(self, batch: int) -> NoReturn:
+        num_buffers = self._layout.num_buffers
+        raise HandleError(
+            f"combine: batch {batch} of {self.name} was ended by dispatch {batch + num_buffers}, "
+            f"because {num_buffers} may be in flight (rank {self._rank} of {self._world_size}); "
+            "dispatch again, or set EPConfig.batches_in_flight"
+        )
 
     @property
     def _num_programs(self) -> int:
@@ -523,3 +536,5 @@ class NVLinkMaskedBuffer(NVLinkLowLatency, Buffer):
 
     name: ClassVar[str] = "nvlink"
     handed_layout: ClassVar[Layout] = Layout.MASKED
+    # Each expert has capacity for one slot of each token.
+    needs_distinct_ids: ClassVar[bool] = True

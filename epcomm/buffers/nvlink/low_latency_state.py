@@ -59,7 +59,8 @@ class ReceiveBuffer:
         home apart, [M, K], 1 + the rank that has a slot.   slot_weights: None there.
     slabs: where rows of MASKED are copied to.   sources: of those slots that come home apart.
     batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
-        tells all ranks.   is_open: it awaits its combine.
+        tells all ranks.   is_open: it awaits its combine.   is_combined: this rank has received
+        the sums, so that the batch can be combined again.
     unfinished: receives the sums of a combine, once, however often it is called.
     """
 
@@ -76,6 +77,7 @@ class ReceiveBuffer:
     num_tokens: int = 0
     is_in_lines: bool = False
     is_open: bool = False
+    is_combined: bool = False
     unfinished: Callable[[], Combined] | None = None
 
     @classmethod
@@ -108,7 +110,9 @@ class ReceiveBuffer:
             row_of_slot=row_of_slot,
             slots_of_row=slots_of_row,
             index=index,
-            slot_weights=None if layout.returns_slots else torch.zeros(num_slots, device=device),
+            slot_weights=None
+            if layout.returns_slots
+            else torch.zeros(num_slots, dtype=torch.float32, device=device),
             is_sent=torch.zeros(
                 layout.max_tokens, layout.parts_of_token, dtype=torch.uint8, device=device
             ),
@@ -146,6 +150,16 @@ class ReceiveBuffer:
             )
         else:
             kernels.receive_combine(self.exchange, y, self.is_sent, topk_weights)
+        self.is_combined = True
+
+    def reopen(self, kernels: LowLatencyKernels) -> bool:
+        """Begin the batch again if it was combined; return whether it awaits a combine now."""
+        if not self.is_open and self.unfinished is not None:
+            self.unfinished()
+        if not self.is_open and self.is_combined:
+            kernels.begin_again(self.exchange)
+            self.is_open, self.is_combined = True, False
+        return self.is_open
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +173,7 @@ class LowLatencyKernels:
     send_dispatch_lines: Callable[..., None]
     receive_dispatch: Callable[..., None]
     release_buffer: Callable[..., None]
+    begin_again: Callable[..., None]
     send_combine: Callable[..., None]
     send_slots: Callable[..., None]
     receive_combine: Callable[..., None]
@@ -179,6 +194,7 @@ class LowLatencyKernels:
             send_dispatch_lines=dispatch_send.send_dispatch_lines,
             receive_dispatch=ll_dispatch_recv.receive_dispatch,
             release_buffer=ll_dispatch_recv.release_buffer,
+            begin_again=ll_combine.begin_again,
             send_combine=ll_combine.send_combine,
             send_slots=ll_combine_slots.send_slots,
             receive_combine=ll_combine.receive_combine,

@@ -16,6 +16,7 @@ from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.base import Collectives
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels.nvlink.common.layout import MemoryLayout
+from epcomm.platforms.cuda import on_device
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, WireTensor
 
@@ -66,17 +67,19 @@ def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> Symme
 
     block, error = None, ""
     try:
-        device = torch.device("cuda", torch.cuda.current_device())
-        block = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
-        # No other rank writes before the barrier below.
-        block.zero_()
-        torch.cuda.synchronize(device)
+        # The group's device, which need not be the current one.
+        with on_device(collectives.device):
+            block = _symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=collectives.device)
+            # No other rank writes before the barrier below.
+            block.zero_()
+            torch.cuda.synchronize(collectives.device)
     except RuntimeError as own_error:
         # That of an allocator has many lines; the first one says it.
         error = str(own_error).partition("\n")[0] or type(own_error).__name__
     agree_on_memory(collectives, error, num_bytes, phase=phase)
     assert block is not None, "some rank would have raised"
-    mapped = _symmetric_memory.rendezvous(block, group)
+    with on_device(collectives.device):
+        mapped = _symmetric_memory.rendezvous(block, group)
     collectives.gather_records({}, phase=phase)
     return SymmetricMemory(block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped))
 

@@ -38,7 +38,7 @@ from epcomm.buffers.nvlink.sizes import (
     normal_traffic,
     row_bytes,
 )
-from epcomm.buffers.sizes import CallShape, Region, max_slots_of
+from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -112,6 +112,9 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
 
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
+        if not cls.is_static:
+            # Memory of an index that a kernel writes before the host has read its size.
+            return most_slots_of(spec, num_rows)
         return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
@@ -456,6 +459,7 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             out_scalars=scalars,
             bias=bias,
             status=int(code),
+            buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
             num_sms=exchange_plan.num_sms,
         )
         return Combined(y=y, scalars=scalars)
@@ -464,6 +468,14 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
         buffer_index = self._num_dispatches % self._layout.num_buffers
         self._num_dispatches += 1
         return buffer_index
+
+    def _index_of_rows(self, exchange_plan: NVLinkNormalExchangePlan) -> int:
+        """Return the receive buffer in which the rows of a batch lie, -1 if in other memory."""
+        number = exchange_plan.batch - self._num_earlier
+        is_here = exchange_plan.capacity_tokens == self._layout.max_tokens and number > 0
+        if exchange_plan.owns_rows or not is_here:
+            return -1
+        return (number - 1) % self._layout.num_buffers
 
     @property
     def _last_batch(self) -> int:
@@ -554,7 +566,9 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             self._host_barrier()
         backward = self.cached_dispatch(call.unquantized, out.exchange_plan)
         self._host_barrier()
-        scalars = torch.zeros(backward.shape[0], spec.top_k, device=self._device)
+        scalars = torch.zeros(
+            backward.shape[0], spec.top_k, dtype=torch.float32, device=self._device
+        )
         self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
         self._host_barrier()
 

@@ -128,7 +128,9 @@ class Totals:
         """Allocate memory that the host and the device see."""
         num_entries = 3 * layout.world_size + layout.num_local_experts
         is_pinned = device.type == "cuda"
-        self.entries = torch.empty(num_entries, dtype=torch.int32, pin_memory=is_pinned)
+        self.entries = torch.empty(
+            num_entries, dtype=torch.int32, device="cpu", pin_memory=is_pinned
+        )
         # The same memory, without the host time of a tensor's operators.
         self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
         self.begin()

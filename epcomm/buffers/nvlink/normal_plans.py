@@ -63,7 +63,7 @@ class ExchangePlanMemory:
         """
         num_local, top_k, size = self.spec.num_local_experts, self.spec.top_k, self.world_size
         row_of_slot, slots_of_row, per_expert, first_slot, rows_from, row_base, has_failed = (
-            self._integers(num_slots, num_rows * top_k, num_local, num_local + 1, size, size, 1)
+            self._integers(num_slots, num_rows * top_k, num_local, num_local + 1, size, size, 2)
         )
         index = SlotIndex(
             row_of_slot=row_of_slot,

@@ -8,7 +8,7 @@ from typing import ClassVar
 from epcomm.buffers.base import Buffer
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.buffers.nvlink.sizes import normal_regions
-from epcomm.buffers.sizes import Region, max_slots_of
+from epcomm.buffers.sizes import Region, most_slots_of
 from epcomm.config import Mode
 from epcomm.spec import BufferCaps, BufferSpec
 
@@ -45,7 +45,8 @@ class NVLinkRowBudgetBuffer(NVLinkNormal, Buffer):
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
         assert spec.max_tokens_per_rank is not None, "sizes are static"
-        return max_slots_of(spec, spec.max_tokens_per_rank)
+        # More slots are no fault that a budget of rows could name.
+        return most_slots_of(spec, spec.max_tokens_per_rank)
 
     def _raise_faults(self) -> None:
         self._faults.check(None, max_rows=self._layout.max_tokens)

@@ -68,7 +68,7 @@ def _layout_of(
 ) -> BlockLayout:
     sends = (num_tokens * world_size, num_tokens * top_k, num_tokens * top_k)
     index = _index_words(num_rows, num_slots, top_k, num_local)
-    lengths = (*sends, *index, world_size, world_size, 1)
+    lengths = (*sends, *index, world_size, world_size, 2)
     padded = [align_up(each, WORDS_OF_16_BYTES) for each in lengths]
     offsets = tuple(_WORD_BYTES * sum(padded[:place]) for place in range(len(padded)))
     pieces: list[int] = []

@@ -1,4 +1,4 @@
-"""Reports of kernels that waited in vain, and the error that the host of their rank raises."""
+"""Reports of kernels whose wait timed out, and the error that the host of their rank raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epcomm.protocol import (
 )
 
 _TEXTS = {
-    Wait.CREDIT: "the previous combine, use {epoch} of its receive buffer",
+    Wait.CREDIT: "the combine that releases this receive buffer, use {epoch} of it",
     Wait.DISPATCH: "dispatch, use {epoch} of its receive buffer",
     Wait.COMBINE: "combine, use {epoch} of its receive buffer",
     Wait.DISPATCH_BEGIN: "the beginning of dispatch {epoch}",
@@ -40,7 +40,10 @@ class WaitReport:
         self._collectives, self._backend = collectives, backend
         num_entries = REPORT_MISSING + collectives.world_size
         self.entries = torch.zeros(
-            num_entries, dtype=torch.int32, pin_memory=collectives.device.type == "cuda"
+            num_entries,
+            dtype=torch.int32,
+            device="cpu",
+            pin_memory=collectives.device.type == "cuda",
         )
         # The same memory: every call reads it, and a list of a tensor takes 2 us.
         self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
@@ -49,7 +52,7 @@ class WaitReport:
         """Raise what a kernel has reported. Local; no device is waited for.
 
         Raises:
-            EPTimeout: a kernel of this rank, or of one that set the abort flags, waited in vain.
+            EPTimeout: a kernel of this rank, or of one that set the abort flags, timed out.
         """
         words = self._words
         if words[REPORT_WAIT] or words[REPORT_ABORTED]:
@@ -72,9 +75,9 @@ def _own_story(entries: list[int]) -> str:
 
 def _abort_story(entries: list[int], own_rank: int) -> str:
     timed_out, missing = decode_abort(entries[REPORT_ABORTED])
-    what = f"rank {timed_out} gave up waiting for {describe_ranks(missing)} and told all ranks"
+    what = f"rank {timed_out} gave up waiting for {describe_ranks(missing)} and aborted all ranks"
     if own_rank in missing:
         return f"this rank came too late: {what}"
     if missing:
         return f"{describe_ranks(missing)} did not arrive: {what}"
-    return f"rank {timed_out} gave up waiting and told all ranks; see its message"
+    return f"rank {timed_out} gave up waiting and aborted all ranks; see its message"

@@ -47,17 +47,16 @@ class HostBoard:
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:
         """Exchange one row of words with each rank; see HeaderBoard.
 
-        message: [W, words], at most MESSAGE_WORDS words.
+        message: [W, MESSAGE_WORDS].
         """
         # check() comes first, because a late rank still finds headers of ranks that have given up.
         self._bounded.check()
-        num_words = message.shape[1]
         place = self._signals.next_epoch(Signal.HEADER_READY) % _NUM_PLACES
         for headers, words in zip(self._headers, message, strict=True):
-            headers[place, self._rank, :num_words] = words
+            headers[place, self._rank] = words
         self._signals.publish(Signal.HEADER_READY)
         self._signals.wait(Signal.HEADER_READY, phase)
-        return self._headers[self._rank][place, :, :num_words].clone()
+        return self._headers[self._rank][place].clone()
 
     def close(self) -> None:
         """Release the memory. Local, idempotent."""

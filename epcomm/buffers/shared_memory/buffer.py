@@ -35,7 +35,7 @@ from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.collectives.base import Collectives
-from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign
+from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign, seal
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.machine import Machine
@@ -67,7 +67,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
-        reason = "the system does not tell whose memory this process can share, or hides its files"
+        reason = "the system does not report which processes can share memory, or hides /proc"
         return Availability.judge(
             absent=[] if machine.host() else [reason],
             needs="Linux, with /proc in which a user sees the own processes",
@@ -193,16 +193,34 @@ class SharedMemoryBuffer(CollectiveBuffer):
             table[buffer_index, self._rank] = header[:, : table.shape[-1]]
         # A rank that has sent its header has written its counts before, and is done with the rows
         # of the batch before the last.
-        call_headers = super()._exchange_headers(header[:, :HEADER_WORDS], call)
-        self._calls.compare(call_headers.tolist(), call.error)
+        of_call = self._calls.message(())
+        of_call[:, :HEADER_WORDS] = header[:, :HEADER_WORDS]
+        seal(of_call)
+        call_headers = super()._exchange_headers(of_call, call)
+        self._calls.compare(call_headers[:, :HEADER_WORDS].tolist(), call_headers, call.error)
         # A refused call leaves the receive buffer to the next call, which writes the same memory.
         self._num_dispatches += 1
         headers = self._headers[self._rank][buffer_index].clone()
-        self._table = _table_of(headers)
+        self._table = self._table_of(headers)
         received = [sum(rows) for rows in zip(*self._table, strict=True)]
         self._rows.require(max(received) * self._widest_row)
         self._sums.require(max(map(sum, self._table)) * self._widest_sum)
         return headers[:, self._rank].contiguous()
+
+    def _table_of(self, headers: Tensor) -> RowTable:
+        """Read the number of rows from each rank to each rank in all headers [W, W, words]."""
+        table = tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())
+        most = self._spec.max_tokens_per_rank
+        for source, totals in enumerate(headers.sum(2).tolist()):
+            for destination, total in enumerate(totals):
+                num_rows = table[source][destination]
+                if total or num_rows < 0 or (most is not None and num_rows > most):
+                    self._calls.reject(
+                        source,
+                        f"words for rank {destination} that add up to {total}, expected 0, with "
+                        f"rows {num_rows}, expected 0 to {most or 'any'}",
+                    )
+        return table
 
     def _send_rows(
         self,
@@ -321,8 +339,3 @@ def _opening_bytes(spec: BufferSpec, world_size: int) -> int:
     """Return the bytes of a rank's block of signals and headers."""
     table_words = math.prod(_table_shape(spec, world_size))
     return line_aligned(signal_bytes(world_size)) + line_aligned(8 * table_words)
-
-
-def _table_of(headers: Tensor) -> RowTable:
-    """Read the number of rows from each rank to each rank in all headers [W, W, words]."""
-    return tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())

@@ -71,5 +71,5 @@ def check_alone(*, replace: bool) -> None:
         return
     raise ConfigError(
         f"install: a deep_ep is installed, {found.kind.value}, expected none; pass replace=True to "
-        "take its place in this process, or --replace on the command line"
+        "replace it in this process, or --replace on the command line"
     )

@@ -2,17 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NoReturn
 
-def refuse_missing(function: str, advice: dict[str, tuple[bool, str]]) -> None:
-    """Raise if a call asks for something that is not there.
+from epcomm.errors import ConfigError
 
-    advice: argument -> whether the call asks for it, and what to use.
 
-    Raises:
-        NotImplementedError: it does; names the argument and what to use.
+class MissingArgumentError(ConfigError, NotImplementedError):
+    """A call asks for an argument of deep_ep that the drop-in does not have."""
+
+
+def missing_error(
+    function: str, advice: dict[str, tuple[bool, str]], where: str = ""
+) -> MissingArgumentError | None:
+    """Return the error of a call that asks for an argument that is not there, or None.
+
+    advice: argument -> whether the call asks for it, and what to use.   where: this rank.
     """
     for argument, (is_asked, use) in advice.items():
         if is_asked:
-            raise NotImplementedError(
-                f"{function}: {argument} is not there in epcomm.integrations.deep_ep; {use}"
+            return MissingArgumentError(
+                f"{function}: {argument} is not there in epcomm.integrations.deep_ep"
+                f"{where and f' ({where})'}; {use}"
             )
+    return None
+
+
+def refuse_missing(function: str, advice: dict[str, tuple[bool, str]]) -> None:
+    """Raise what missing_error() returns.
+
+    Raises:
+        NotImplementedError: names the argument and what to use.
+    """
+    error = missing_error(function, advice)
+    if error is not None:
+        raise error
+
+
+def absent_names(module: str, use: str) -> Callable[[str], NoReturn]:
+    """Return the __getattr__ of a module whose names are not there; use: what to do instead.
+
+    Importing such a name raises ImportError, which programs with an alternative expect.
+    """
+
+    def refuse(name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"{module}: {name} is not there in epcomm.integrations.deep_ep; {use}")
+
+    return refuse

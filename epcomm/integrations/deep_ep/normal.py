@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,10 @@ class Rows:
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
         """Read the argument `x` of deep_ep."""
-        return cls(x=x[0], scales=x[1]) if isinstance(x, tuple) else cls(x=x)
+        if isinstance(x, tuple) and len(x) == len(("rows", "scales")):
+            return cls(x=x[0], scales=x[1])
+        # The checks of the call report what is no tensor.
+        return cls(x=cast("Tensor", x))
 
     def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
         """Return them in the form of deep_ep."""
@@ -299,7 +302,7 @@ def return_rows(
     *,
     rows_per: RowsPer = RowsPer.ROW,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum rows [R, H] over the ranks of each token, unweighted, and bring weights [R, K] along.
+    """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] beside them.
 
     bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
         slot, and a rank sums and rounds those of a row first.

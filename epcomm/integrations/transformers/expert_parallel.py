@@ -158,7 +158,7 @@ class ExpertParallelRegistration:
         if self._is_closed:
             raise HandleError(
                 "epcomm: this registration is closed; call register_expert_parallel again and load "
-                "the model anew"
+                "the model again"
             )
         ranks = mesh.get_group()
         if ranks not in self._groups:

@@ -73,7 +73,9 @@ class BlockProbe:
         self._num_experts = num_experts
         self._generator = torch.Generator().manual_seed(0)
         with on_cpu():
-            self._slopes = torch.rand(num_experts, generator=self._generator) + 0.5
+            self._slopes = (
+                torch.rand(num_experts, generator=self._generator, dtype=torch.float32) + 0.5
+            )
             large: dict[str, nn.Module] = {"experts": _StubOfBlock(self._slopes)}
             if layout.shared_experts is not None:
                 large[layout.shared_experts] = _StubOfShared(self._kind, layout.shared_experts)
@@ -134,7 +136,10 @@ class BlockProbe:
         def outcome(call: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor | None]:
             torch.manual_seed(0)  # for routers that draw experts in training
             outputs = call()
-            factors = [torch.linspace(-1, 1, each.numel()).view(each.shape) for each in outputs]
+            factors = [
+                torch.linspace(-1, 1, each.numel(), dtype=torch.float32).view(each.shape)
+                for each in outputs
+            ]
             total = sum(((o * f).sum() for o, f in zip(outputs, factors, strict=True)), x.sum())
             grads = torch.autograd.grad(total, list(tensors.values()), allow_unused=True)
             named = {f"output {place}": each for place, each in enumerate(outputs)}
@@ -177,15 +182,17 @@ class BlockProbe:
             fill(self._block, generator, self._num_experts)
             bias = correction_bias_of(self._block, self._layout)
             if bias is not None:
-                bias.copy_(torch.rand(bias.shape, generator=generator) / 4)
+                bias.copy_(torch.rand(bias.shape, generator=generator, dtype=torch.float32) / 4)
                 bias.add_(-2.0 if is_negative else 0.05)
         router = self._block.get_submodule(self._layout.router)
         matrices = [each for each in router.parameters() if each.dim() == 2]
         if not matrices:
             raise refusal(f"the router of {self._kind} has no matrix", "one of [E, H]")
         hidden_size = matrices[0].shape[1]
-        ordinary = 8 * torch.randn(_NUM_TOKENS, hidden_size, generator=generator)
-        low = [torch.full((_NUM_LOW_TOKENS, hidden_size), -each) for each in _LOW_LOGITS]
+        ordinary = 8 * torch.randn(
+            _NUM_TOKENS, hidden_size, generator=generator, dtype=torch.float32
+        )
+        low = [ordinary.new_full((_NUM_LOW_TOKENS, hidden_size), -each) for each in _LOW_LOGITS]
         x = torch.cat([ordinary, *low])
         x = x[torch.randperm(x.shape[0], generator=generator)]
         num_ids = min((len(each) for each in router.buffers() if is_table(each)), default=2)

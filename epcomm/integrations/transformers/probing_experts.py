@@ -35,9 +35,9 @@ def experts_disagreement(experts: nn.Module, weights: ExpertWeights) -> str | No
         clone = copy.deepcopy(experts, memo)
         ids = torch.randperm(small.num_experts, generator=generator)[:2].repeat(_NUM_TOKENS, 1)
         ids[1::2] = ids[1::2].flip(1)
-        factors = torch.rand(ids.shape, generator=generator)
+        factors = torch.rand(ids.shape, generator=generator, dtype=torch.float32)
         # Inputs this large put gates and ups on both sides of the limit.
-        x = limit * torch.randn(_NUM_TOKENS, _HIDDEN, generator=generator)
+        x = limit * torch.randn(_NUM_TOKENS, _HIDDEN, generator=generator, dtype=torch.float32)
         # The trial calls the plain function, whatever kernels the configuration asks for.
         forward = inspect.unwrap(type(clone).forward)
         with torch.no_grad():
@@ -60,7 +60,9 @@ def _small_weights(weights: ExpertWeights, generator: torch.Generator) -> Expert
     }
     return weights.with_tensors(
         {
-            field: torch.randn(num_experts, *shapes[field], generator=generator)
+            field: torch.randn(
+                num_experts, *shapes[field], generator=generator, dtype=torch.float32
+            )
             for field in weights.tensors()
         }
     )

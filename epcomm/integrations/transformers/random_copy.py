@@ -51,10 +51,12 @@ def fill(block: nn.Module, generator: torch.Generator, num_experts: int) -> None
     """Fill in random values; rows of matrices sum to about -1, so that ones give that logit."""
     for tensor in (*block.parameters(), *block.buffers()):
         if is_table(tensor):
-            rows = torch.rand(tensor.shape[0], num_experts, generator=generator).argsort(dim=1)
+            rows = torch.rand(
+                tensor.shape[0], num_experts, generator=generator, dtype=torch.float32
+            ).argsort(dim=1)
             tensor.copy_(rows[:, : tensor.shape[1]])
         elif tensor.is_floating_point():
-            values = torch.randn(tensor.shape, generator=generator) / 10
+            values = torch.randn(tensor.shape, generator=generator, dtype=torch.float32) / 10
             if tensor.dim() == 2 and tensor.shape[1] > 1:
                 values = values / tensor.shape[1] ** 0.5 - 1 / tensor.shape[1]
             tensor.copy_(values)

@@ -38,7 +38,7 @@ REMEDY = (
     "assemble ExpertParallelMoE from its parts, or try register_expert_parallel on the whole model"
 )
 _IDENTITY = "identity_expert"
-_KEEP_BLOCK = "keep the model's own block, for epcomm serves no identity experts"
+_KEEP_BLOCK = "keep the model's own block, because epcomm serves no identity experts"
 # Known part or attribute that ExpertParallelMoE does not have -> the reason in the message.
 _NOT_BUILT: Mapping[str, str] = MappingProxyType(
     {

@@ -18,21 +18,29 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
+from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
     SOURCES_AT,
     SUM_ARRIVALS,
     VARYING,
     LowLatencyExchange,
+    on_device,
 )
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
+    abort_if_late,
+    begin_wait,
     bits_of_ranks,
+    end_look,
+    flag_of,
     int64_at,
+    is_waiting,
     line_of,
     word_of,
     words_of,
@@ -43,7 +51,13 @@ from epcomm.kernels.nvlink.common.signals import (
     publish_as_last,
     taking_part,
 )
-from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE, note_faults
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_MASK,
+    FLAGS_SHIFT,
+    REPORT_ABORTED,
+    WAIT_COMBINE,
+    note_faults,
+)
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
@@ -86,7 +100,7 @@ def _sum_of_slots(
             place = tl.load(slots_of_row_ptr + row * K + k)
             is_slot = place >= 0
             row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
-            part = tl.load(row_ptr + column, mask=is_element & is_slot, other=0.0)
+            part = tl.load(row_ptr + column, mask=both(is_element, is_slot), other=0.0)
             part = part.to(tl.float32)
             if HAS_WEIGHTS:
                 part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
@@ -107,7 +121,7 @@ def slots_of(
     """Load the slots of row item // W of source item % W, -1 for none; none behind the last."""
     k = tl.arange(0, K_LANES)
     row = item % W * M + item // W
-    is_slot = (k < K) & (item < num_items)
+    is_slot = both(k < K, item < num_items)
     return tl.load(slots_of_row_ptr + row * K + k, mask=is_slot, other=-1)
 
 
@@ -141,14 +155,16 @@ def begin_combine(
     told = tl.load(state_ptr + _SOURCES_AT + source_lane, mask=source_lane < W, other=0)
     is_source = taking_part(excluded_ptr, W, W_LANES)
     if program == 0:
-        tl.store(state_ptr, epoch + 1)
+        tl.store(state_ptr, next_epoch(epoch))
+    # Why this rank alone has no rows, if it is so, is for all to hear.
+    code = tl.where((status == 0) & (has_no_rows > 1), has_no_rows, status)
     if aborted != 0:
         tl.store(report_ptr + REPORT_ABORTED, aborted)
     elif (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
         combined_ptr = int64_at(tl.load(bases_ptr + program) + COMBINED_LINES_AT)
         # The credit, too: all that read this batch has ended, but for this kernel, which reads what
         # this rank unpacked itself, or what is awaited by the signal of its sums.
-        tl.store(combined_ptr + rank, line_of(status, epoch))
+        tl.store(combined_ptr + rank, line_of(code, epoch))
     in_bulk = is_source & ((told & 1) == 0)
     # A call that was refused has no rows; neither has this rank if it refuses now.
     is_empty = (has_no_rows != 0) | (status != 0)
@@ -156,6 +172,45 @@ def begin_combine(
     few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
     sources_in_lines = bits_of_ranks((told & 1) != 0, W_LANES)
     return epoch, aborted, most, few, sources_in_lines, in_bulk  # pyright: ignore[reportReturnType]
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _begin_again_kernel(
+    table_ptr: tl.tensor,
+    bases_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
+    report_ptr: tl.tensor,
+    own_address: tl.tensor,
+    buffer_address: tl.tensor,
+    rank: tl.tensor,
+    max_polls: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    THREADS: tl.constexpr,
+    HEADER_LINES_AT: tl.constexpr,
+) -> None:
+    """Begin an epoch without a dispatch: batch 5 is combined again as 6, once all have its sums."""
+    epoch = tl.load(state_ptr)
+    tl.store(state_ptr + 1, epoch)
+    lane = tl.arange(0, W_LANES)
+    is_rank = taking_part(excluded_ptr, W, W_LANES)
+    bases = tl.load(bases_ptr + lane, mask=is_rank, other=0)
+    # The header of a dispatch, by which peers know that this rank no longer reads their sums: the
+    # kernel that did has ended.
+    lines_ptr = (bases + HEADER_LINES_AT + rank * (2 * _LINE_BYTES)).to(tl.pointer_type(tl.int64))
+    tl.store(lines_ptr, line_of(tl.zeros([W_LANES], tl.int32), epoch), mask=is_rank)
+    headers_ptr = int64_at(buffer_address + HEADER_LINES_AT) + lane * 2
+    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(own_address), volatile=True)
+        headers = tl.load(headers_ptr, mask=is_rank, other=0, volatile=True)
+        is_late = is_rank & (flag_of(headers) != epoch)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            bits_of_ranks(is_late, W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
+        )
+    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    abort_if_late(peers, late, WAIT_COMBINE, epoch, W, W_LANES)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -307,7 +362,7 @@ def _parts_of(
 ) -> tl.tensor:
     """Return what comes home for a token: 5 is parts 0 and 2; 0 behind the last token."""
     part = tl.arange(0, PART_LANES)
-    is_part = (part < PARTS) & (token < num_tokens)
+    is_part = both(part < PARTS, token < num_tokens)
     # Not from the L1 cache: a wait that empties it comes only later.
     is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
     return tl.sum((is_sent != 0).to(tl.int32) << part)
@@ -353,15 +408,17 @@ def _receive_combine_kernel(
     following = _parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     arrived_at = buffer_address + ARRIVED_SUMS_AT
-    is_lost = await_or_abort(peers, arrived_at, epoch, max_polls, WAIT_COMBINE, epoch, W, W_LANES)
+    is_lost = await_or_abort(
+        peers, arrived_at, epoch, max_polls, WAIT_COMBINE, epoch, W, W_LANES, True
+    )
 
     source_lane = tl.arange(0, W_LANES)
     is_source = taking_part(excluded_ptr, W, W_LANES)
     # Sent before the signal, so there.
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT) + source_lane
-    codes = word_of(tl.load(combined_ptr, mask=is_source & (is_lost == 0), other=0))
+    codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
     if program == 0:
-        note_faults(faults_ptr, codes, is_source, W_LANES)
+        note_faults(faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT)
     has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
 
     dtype = out_ptr.dtype.element_ty
@@ -384,7 +441,7 @@ def _receive_combine_kernel(
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
                 # On its way before it is known whether the call has failed.
-                part = tl.load(part_ptr, mask=is_element & is_there, other=0.0).to(tl.float32)
+                part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
                     part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)
                 total += part
@@ -392,6 +449,32 @@ def _receive_combine_kernel(
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if OVERLAPS:
         await_previous()
+
+
+def begin_again(exchange: LowLatencyExchange) -> None:
+    """Wait until all ranks have received the sums of a combine, whose batch is combined again.
+
+    Collective: yes, between receive_combine() and another send_combine() of the same batch.
+    Allocates nothing.   Host sync: none.
+    """
+    peers, layout = exchange.peers, exchange.peers.layout
+    with on_device(peers.table):
+        _begin_again_kernel[(1,)](
+            peers.table,
+            exchange.bases,
+            exchange.state,
+            peers.excluded,
+            peers.report,
+            peers.own_address,
+            exchange.buffer_address,
+            peers.rank,
+            peers.max_polls,
+            W=layout.world_size,
+            W_LANES=layout.world_lanes,
+            THREADS=32,
+            HEADER_LINES_AT=layout.offsets["header_lines"],
+            num_warps=1,  # pyright: ignore[reportCallIssue]
+        )
 
 
 def send_combine(

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -52,7 +53,7 @@ def _load_slots(
     for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
         place = tl.load(slots_ptr + k)
         row_ptr = rows_ptr + tl.cast(place, tl.int64) * ROWS_STRIDE
-        elements = tl.load(row_ptr + column, mask=is_element & (place >= 0), other=0.0)
+        elements = tl.load(row_ptr + column, mask=both(is_element, place >= 0), other=0.0)
         found += ((place >= 0, elements),)
     return found  # pyright: ignore[reportReturnType]
 
@@ -135,7 +136,7 @@ def _send_slots_kernel(
                     is_slot, elements = found[k]
                     words = words_of(elements)
                     word = piece * words.shape[0] + tl.arange(0, words.shape[0])
-                    is_word = (word < RETURN_WORDS) & is_slot
+                    is_word = both(word < RETURN_WORDS, is_slot)
                     line_ptr = lines_ptr + k * SUM_LINES + word
                     tl.store(line_ptr, line_of(words, epoch), mask=is_word)
                 is_counted = (source != rank) & (piece == 0)
@@ -156,7 +157,7 @@ def _send_slots_kernel(
                 address = base + RETURN_AT + (tl.cast(token, tl.int64) * K + k) * RETURN_BYTES
                 return_ptr = address.to(tl.pointer_type(rows_ptr.dtype.element_ty))
                 return_ptr = tl.multiple_of(return_ptr, 16) + column
-                tl.store(return_ptr, elements, mask=(column < HIDDEN) & is_slot)
+                tl.store(return_ptr, elements, mask=both(column < HIDDEN, is_slot))
             is_counted = (source != rank) & (piece == 0)
             num_sent += tl.where(is_counted, tl.sum((slots >= 0).to(tl.int32)), 0)
     # Of this rank alone, and read by its host.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.nvlink.common.lines import int64_at, line_of
-from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK
+from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 
 
 @triton.jit
@@ -29,24 +29,33 @@ def send_header(
     COUNT_LINES_AT: tl.constexpr,
     HEADER_LINES_AT: tl.constexpr,
     IN_LINES: tl.constexpr,
+    NEEDS_DISTINCT: tl.constexpr,
 ) -> None:
     """Tell `peer`, whose receive buffer is at `base`, how T rows come, and its L experts' counts.
 
     ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3. With an id that is
-    neither -1 nor an expert, every rank is told of the fault, and of no token.
+    neither -1 nor an expert, every rank is told of the fault, and of no token; likewise, if
+    NEEDS_DISTINCT, where a token names an expert twice.
     """
     counts = tl.zeros([L_LANES], tl.int32)
-    bad = tl.full([], 0, tl.int32)
+    bad, repeated = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for start in tl.range(0, num_tokens * K, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1)
         bad = tl.maximum(bad, tl.max(((ids < -1) | (ids >= W * L)).to(tl.int32)))
+        if NEEDS_DISTINCT:
+            for step in tl.static_range(1, K):  # pyright: ignore[reportGeneralTypeIssues]
+                has_later = (at % K + step < K) & (at < num_tokens * K)
+                later = tl.load(ids_ptr + at + step, mask=has_later, other=-1)
+                repeated = tl.maximum(repeated, tl.max(((ids == later) & (ids >= 0)).to(tl.int32)))
         local = ids.to(tl.int32) - peer * L
         is_local = (local >= 0) & (local < L)
         counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
     word = status
     if ((status & FAULT_MASK) == 0) & (bad != 0):
         word += FAULT_IDS
+    elif ((status & FAULT_MASK) == 0) & (repeated != 0):
+        word += FAULT_REPEATED_IDS
     is_faulty = (word & FAULT_MASK) != 0
     lane = tl.arange(0, L_LANES)
     counts_ptr = int64_at(base + COUNT_LINES_AT) + rank * L + lane

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.signals import int32_at
 
 
@@ -78,13 +79,13 @@ def pack_rows(
             last = tl.maximum(last, slots[k])
         # A row that has not come is not read.
         row_ptr = int32_at(buffer_address + DATA_AT + row * (WORDS * 4)) + word
-        words = tl.load(row_ptr, mask=is_word & (last >= 0), other=0)
+        words = tl.load(row_ptr, mask=both(is_word, last >= 0), other=0)
         if scales_ptr is not None:
             row_scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES) + lane
-            scales = tl.load(row_scales_ptr, mask=is_scale & (last >= 0), other=0)
+            scales = tl.load(row_scales_ptr, mask=both(is_scale, last >= 0), other=0)
         for k in tl.static_range(K):
             has_slot = slots[k] >= 0
-            tl.store(packed_ptr + slots[k] * WORDS + word, words, mask=is_word & has_slot)
+            tl.store(packed_ptr + slots[k] * WORDS + word, words, mask=both(is_word, has_slot))
             if scales_ptr is not None:
                 place = scales_at(slots[k], lane, CAPACITY, EXPERT_STRIDE, SLOT_STRIDE, WORD_STRIDE)
-                tl.store(scales_ptr + place, scales, mask=is_scale & has_slot)
+                tl.store(scales_ptr + place, scales, mask=both(is_scale, has_slot))

@@ -16,11 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
+from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
     SOURCES_AT,
     VARYING,
@@ -45,7 +47,13 @@ from epcomm.kernels.nvlink.common.signals import (
     int32_at,
     taking_part,
 )
-from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH, codes_of_one_mode, note_faults
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_OVERFLOW,
+    FLAGS_SHIFT,
+    WAIT_DISPATCH,
+    codes_of_one_mode,
+    note_faults,
+)
 from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
@@ -60,6 +68,8 @@ _PACKED_ROWS = 2
 _WORD_BYTES = 4
 _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
+# Most slots that are reported as needed, in one int32 with the fault code.
+_MOST_NEEDED = tl.constexpr(2**23 - 1)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
 
@@ -98,7 +108,7 @@ def _await_signals_of(
     signals_ptr = int32_at(address) + tl.arange(0, W_LANES)
     abort_ptr = int32_at(own_address)
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr, None, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys"
+        signals_ptr, None, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys", True
     )
     return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, W, W_LANES)
 
@@ -287,7 +297,7 @@ def _receive_dispatch_kernel(
     is_lost = abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
 
     # All that lines hold, loaded together.
-    is_heard = is_source & (is_lost == 0)
+    is_heard = both(is_source, is_lost == 0)
     headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
     counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
@@ -304,8 +314,18 @@ def _receive_dispatch_kernel(
     counts = tl.sum(counts_of_source, axis=0)
     # With one capacity for all experts, lanes without an expert have none.
     aligned = tl.where(expert < L, EXPERT_CAPACITY, 0)
+    # 1: every rank knows of the fault. Else this rank alone knows: a code for combine to report.
+    refusal = has_failed.to(tl.int32)
     if EXPERT_CAPACITY == 0:
         aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+        # C holds all slots unless tokens name experts twice.
+        needed = tl.sum(aligned)
+        is_over = needed > C
+        over = FAULT_OVERFLOW | (tl.minimum(needed, _MOST_NEEDED) << FLAGS_SHIFT)
+        refusal = tl.where(is_over, over, refusal)
+        counts_of_source = tl.where(is_over, 0, counts_of_source)
+        counts = tl.where(is_over, 0, counts)
+        aligned = tl.where(is_over, 0, aligned)
     ends = tl.cumsum(aligned, axis=0)
     starts = ends - aligned
 
@@ -313,7 +333,7 @@ def _receive_dispatch_kernel(
         tl.store(counts_ptr + expert, counts, mask=expert < L)
         tl.store(first_slot_ptr + expert, starts, mask=expert < L)
         tl.store(first_slot_ptr + L, tl.sum(aligned))
-        tl.store(state_ptr + 2, has_failed.to(tl.int32))
+        tl.store(state_ptr + 2, refusal)
         # For combine, which must not read what peers write.
         told = tl.where(has_failed, headers & 1, headers)
         tl.store(state_ptr + _SOURCES_AT + source_lane, told, mask=source_lane < W)
@@ -330,7 +350,7 @@ def _receive_dispatch_kernel(
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
-    num_tokens = tl.where(has_failed, 0, header >> 1)
+    num_tokens = tl.where(refusal != 0, 0, header >> 1)
     if (in_lines == 0) & (num_tokens > 0):
         metadata_at = buffer_address + ARRIVED_METADATA_AT
         if _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES):
@@ -340,7 +360,7 @@ def _receive_dispatch_kernel(
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
     is_pair = (token < num_tokens) & (k < K)
-    in_bulk = is_pair & (in_lines == 0)
+    in_bulk = both(is_pair, in_lines == 0)
     metadata_ptr = (
         int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
     )
@@ -358,6 +378,8 @@ def _receive_dispatch_kernel(
     is_slot = experts >= 0
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
+    # Nothing is stored beyond the index, whatever a rank has sent.
+    is_slot = is_slot & (slots >= 0) & (slots < (L * EXPERT_CAPACITY if EXPERT_CAPACITY else C))
     if row_of_slot_ptr is not None:
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
     if slot_weights_ptr is not None:
@@ -428,7 +450,7 @@ def _release_buffer_kernel(
 ) -> None:
     """Stand in for a combine that never came: epoch 5 ends, of which all are told."""
     epoch = tl.load(state_ptr + 1)
-    tl.store(state_ptr, epoch + 1)
+    tl.store(state_ptr, next_epoch(epoch))
     is_told = taking_part(excluded_ptr, W, W_LANES)
     bases = tl.load(bases_ptr + tl.arange(0, W_LANES), mask=is_told, other=0)
     lines_ptr = (bases + COMBINED_LINES_AT + rank * _LINE_BYTES).to(tl.pointer_type(tl.int64))

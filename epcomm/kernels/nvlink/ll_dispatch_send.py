@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -67,7 +68,7 @@ def _load_token(
 ) -> tl.tensor:
     """Load the elements `at` of a token, zeros behind the last token."""
     row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
-    return tl.load(row_ptr + at, mask=is_element & (token < num_tokens), other=0.0)
+    return tl.load(row_ptr + at, mask=both(is_element, token < num_tokens), other=0.0)
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _load_ids(
     K: tl.constexpr,
 ) -> tl.tensor:
     """Load the experts of a token as int32, [K_LANES], -1 behind the last token."""
-    is_entry = (k < K) & (token < num_tokens)
+    is_entry = both(k < K, token < num_tokens)
     return tl.load(ids_ptr + token * K + k, mask=is_entry, other=-1).to(tl.int32)
 
 
@@ -129,7 +130,7 @@ def _send_metadata(
     owners = tl.where(ids >= 0, ids // L, -1)
     place = tl.cast(rank, tl.int64) * M + token
     for peer in tl.static_range(W):
-        is_entry = (tl.load(excluded_ptr + peer) == 0) & (k >= 0)
+        is_entry = both(k >= 0, tl.load(excluded_ptr + peer) == 0)
         base = tl.load(bases_ptr + peer)
         metadata_ptr = int32_at(base + METADATA_AT + place * METADATA_BYTES) + k
         tl.store(metadata_ptr, tl.where(owners == peer, ids - peer * L, -1), mask=is_entry)
@@ -195,6 +196,7 @@ def _send_dispatch_kernel(
     KIND: tl.constexpr,
     PROFILE: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    NEEDS_DISTINCT: tl.constexpr,
     CHUNK: tl.constexpr,
     COUNT_CHUNK: tl.constexpr,
     METADATA_PROGRAMS: tl.constexpr,
@@ -241,7 +243,7 @@ def _send_dispatch_kernel(
         at = tl.arange(0, BLOCKS)[:, None] * BLOCK + lane
         is_element = (lane < BLOCK) & (at < HIDDEN)
     # On its way while the credit is awaited, and each later one while the one before is stored.
-    is_loaded = is_element & (first >= 0)
+    is_loaded = both(is_element, first >= 0)
     following = _load_token(x_ptr, first, num_tokens, X_STRIDE, at, is_loaded)
     k = tl.arange(0, K_LANES)
     next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, k, K)
@@ -270,6 +272,7 @@ def _send_dispatch_kernel(
                 COUNT_LINES_AT,
                 HEADER_LINES_AT,
                 False,
+                NEEDS_DISTINCT,
             )
         num_metadata = 0
         num_others = tl.sum(is_living.to(tl.int32)) - 1
@@ -349,7 +352,7 @@ def _send_dispatch_kernel(
                 if x_scales_ptr is not None:
                     scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
                     lane = tl.arange(0, SCALE_LANES)
-                    is_scale = (lane < SCALES) & is_needed
+                    is_scale = both(lane < SCALES, is_needed)
                     tl.store(tl.multiple_of(scales_ptr, 16) + lane, scale, mask=is_scale)
                 elif KIND == _INT8:
                     scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
@@ -357,7 +360,7 @@ def _send_dispatch_kernel(
                 elif KIND != _PLAIN:
                     scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
                     block = tl.arange(0, BLOCKS)
-                    is_block = (block * BLOCK < HIDDEN) & is_needed
+                    is_block = both(block * BLOCK < HIDDEN, is_needed)
                     tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
                 if is_needed:
                     data_ptr = (base + DATA_AT + place * DATA_BYTES).to(tl.pointer_type(row.dtype))
@@ -390,6 +393,7 @@ def send_dispatch(
     scale_block: int,
     profile: str,
     scales: Tensor | None = None,
+    needs_distinct_ids: bool = False,
 ) -> None:
     """Send tokens to the ranks of their experts.
 
@@ -406,6 +410,7 @@ def send_dispatch(
         scale_block: elements that share a scale; of PLAIN and INT8 rows any.
         profile: of INT8 rows, a value of Int8Profile.
         scales: [T, n], int32 or uint8, of any strides: of rows that are quantised already.
+        needs_distinct_ids: a token that names an expert twice is a fault, in all calls or in none.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
@@ -458,6 +463,7 @@ def send_dispatch(
                 KIND=kind,
                 PROFILE=profile,
                 HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                NEEDS_DISTINCT=needs_distinct_ids,
                 CHUNK=max(32, _COMPARISONS // layout.metadata_words),
                 COUNT_CHUNK=_COUNTED,
                 METADATA_PROGRAMS=metadata_programs,

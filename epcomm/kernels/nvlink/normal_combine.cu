@@ -37,7 +37,6 @@ struct Arguments {
     const int* row_base;
     const int* has_failed;
     const int* places;
-    const int* owners;
     const float* bias;  // of each token, or none
     char* out;
     float* out_scalars;
@@ -51,6 +50,7 @@ struct Arguments {
     i64 rows_stride;
     int rank;
     int status;
+    int buffer_index;  // of the receive buffer whose rows were used, or -1
     int num_tokens;
     int max_polls;
 };
@@ -313,7 +313,7 @@ __device__ void release_items(const Arguments& a, const u32* num_left_behind, in
         if (own < num_done && is_sent(a, number)) {
             const u64 item = (u64)a.rank * ITEMS + number / WORLD;
             // Acquired by the reducers of that rank.
-            release(a.table[source_of(a, number)] + SUMS_READY_AT + 4 * item, epoch);
+            release(a.table[source_of(a, number)] + SUMS_READY_AT + 4 * item, mark_of(epoch));
         }
         num_released = min(num_done, num_released + 32);
     }
@@ -336,7 +336,7 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         int place = -1;
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
         const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
-        const bool is_there = wait(a, place >= 0 ? a.own + SUMS_READY_AT + 4 * item : 0, epoch,
+        const bool is_there = wait<true>(a, place >= 0 ? a.own + SUMS_READY_AT + 4 * item : 0, epoch,
             WAIT_SUMS);
         const bool is_void = has_failed || !is_there;
         const u32 mask = __ballot_sync(ALL_LANES, place >= 0 && !is_void);
@@ -349,12 +349,12 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         if (is_void) write_void(to);
         else add_rows(ring, rows, {0, 0.0f, 0}, bias, to);
         if (a.scalars != nullptr) {
-            const int owner = lane < TOP_K ? a.owners[(i64)token * TOP_K + lane] : -1;
-            const int owned = __shfl_sync(ALL_LANES, place, owner < 0 ? 0 : owner);
             float scalar = is_void ? NOT_A_NUMBER : 0.0f;
-            if (!is_void && owner >= 0 && owned >= 0) {
-                const i64 at = ((i64)owner * MAX_TOKENS + owned) * K_LANES + lane;
-                scalar = __int_as_float(watched(a.own + RETURNED_SCALARS_AT + 4 * at));
+            for (int source = 0; source < WORLD; source++) {
+                const int sent = __shfl_sync(ALL_LANES, place, source);
+                if (is_void || sent < 0 || lane >= TOP_K) continue;
+                const i64 at = ((i64)source * MAX_TOKENS + sent) * K_LANES + lane;
+                scalar += __int_as_float(watched(a.own + RETURNED_SCALARS_AT + 4 * at));
             }
             if (lane < TOP_K) a.out_scalars[(i64)token * TOP_K + lane] = scalar;
         }
@@ -377,10 +377,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     if (threadIdx.x < SENDERS) num_left_behind[threadIdx.x] = 0;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
-    const u64 combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (4 * WORLD);
+    const u64 combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (4 * WORLD);
     if (warp == 0) {
         if (blockIdx.x == 0 && takes_part(a, lane)) {
-            *(int*)(a.table[lane] + combine_status_at + 4 * a.rank) = a.status;
+            // Another dispatch took the receive buffer, such as that of a graph: the host of a replay
+            // counts nothing.
+            const bool is_overwritten = !a.status && a.buffer_index >= 0
+                && a.state[BUFFER_MARKS + a.buffer_index] != a.has_failed[1];
+            *(int*)(a.table[lane] + combine_status_at + 4 * a.rank) =
+                is_overwritten ? FAULT_HANDLE : a.status;
         }
         __syncwarp();
         if (blockIdx.x == 0 && takes_part(a, lane)) {
@@ -388,7 +393,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             add_released(a.table[lane] + COMBINE_BEGIN_AT + 4 * a.rank, 1);
         }
         const u64 word = takes_part(a, lane) ? a.own + COMBINE_BEGIN_AT + 4 * lane : 0;
-        const bool is_there = wait(a, word, epoch, WAIT_COMBINE_BEGIN);
+        bool is_there = wait(a, word, epoch, WAIT_COMBINE_BEGIN);
+        // As in dispatch: where others have given up, this rank must not disturb them.
+        const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
+        if (is_there && aborted) abort_ranks(a, 0, aborted, WAIT_COMBINE_BEGIN, epoch);
+        is_there = is_there && !aborted;
         const int code = is_there && takes_part(a, lane)
             ? watched(a.own + combine_status_at + 4 * lane) : 0;
         if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;

@@ -18,8 +18,15 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink import normal_combine_cuda
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, end_epoch
+from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
+    COMBINE_EPOCH,
+    COMBINE_LEFT,
+    end_epoch,
+    mark_of,
+)
 from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.common.signals import (
@@ -30,7 +37,12 @@ from epcomm.kernels.nvlink.common.signals import (
     publish,
     taking_part,
 )
-from epcomm.kernels.nvlink.common.status import WAIT_COMBINE_BEGIN, WAIT_SUMS, note_faults
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_HANDLE,
+    WAIT_COMBINE_BEGIN,
+    WAIT_SUMS,
+    note_faults,
+)
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.rounding import cast
 
@@ -45,6 +57,7 @@ _REDUCER_SHARE = 0.29
 
 _COMBINE_EPOCH = tl.constexpr(COMBINE_EPOCH)
 _COMBINE_LEFT = tl.constexpr(COMBINE_LEFT)
+_BUFFER_MARKS = tl.constexpr(BUFFER_MARKS)
 
 
 @triton.jit
@@ -156,7 +169,6 @@ def _combine_kernel(
     row_base_ptr: tl.tensor,
     has_failed_ptr: tl.tensor,
     places_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
     bias_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     out_scalars_ptr: tl.tensor,
@@ -169,6 +181,7 @@ def _combine_kernel(
     own_address: tl.tensor,
     rank: tl.tensor,
     status: tl.tensor,
+    buffer_index: tl.tensor,
     num_tokens: tl.tensor,
     num_senders: tl.tensor,
     max_polls: tl.tensor,
@@ -208,8 +221,14 @@ def _combine_kernel(
     # A plan may be older than the exclusion.
     is_source = taking_part(excluded_ptr, W, W_LANES)
     # Ranks may be one combine apart.
-    combine_status_at = COMBINE_STATUS_AT + (epoch % 2) * (W * 4)
+    combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (W * 4)
     if program == 0:
+        if buffer_index >= 0:
+            # Another dispatch took the receive buffer, such as that of a graph: the host of a
+            # replay counts nothing.
+            mark = tl.load(state_ptr + _BUFFER_MARKS + buffer_index)
+            is_overwritten = (status == 0) & (mark != tl.load(has_failed_ptr + 1))
+            status = tl.where(is_overwritten, FAULT_HANDLE, status)
         bases = tl.load(table_ptr + source_lane, mask=is_source, other=0)
         combine_status_ptr = (bases + combine_status_at + rank * 4).to(tl.pointer_type(tl.int32))
         tl.store(combine_status_ptr, tl.zeros_like(source_lane) + status, mask=is_source)
@@ -219,8 +238,8 @@ def _combine_kernel(
     is_lost = await_or_abort(
         peers, begin_at, epoch, max_polls, WAIT_COMBINE_BEGIN, epoch, W, W_LANES
     )
-    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch % 2) * W + source_lane
-    codes = tl.load(combine_status_ptr, mask=is_source & (is_lost == 0), other=0)
+    combine_status_ptr = int32_at(own_address + COMBINE_STATUS_AT) + (epoch & 1) * W + source_lane
+    codes = tl.load(combine_status_ptr, mask=both(is_source, is_lost == 0), other=0)
     if program == 0:
         note_faults(faults_ptr, codes, is_source, W_LANES)
     has_failed = is_lost | (tl.max(codes) != 0) | (tl.load(has_failed_ptr) != 0)
@@ -287,7 +306,7 @@ def _combine_kernel(
                 tl.debug_barrier()
                 sums_ready_ptr = int32_at(base + SUMS_READY_AT) + rank * ITEMS + item
                 # Acquired by await_at() below, on the rank of the tokens.
-                tl.atomic_xchg(sums_ready_ptr, epoch, sem="release", scope="sys")
+                tl.atomic_xchg(sums_ready_ptr, mark_of(epoch), sem="release", scope="sys")
         # Of this rank alone, and read by its host.
         counter_ptr = counters_ptr + (4 if HAS_SCALARS else 3)
         tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
@@ -298,7 +317,7 @@ def _combine_kernel(
             token = start + tl.arange(0, WAITED)
             is_place = (token < num_tokens)[:, None] & is_source[None, :]
             at = token[:, None] * W + source_lane[None, :]
-            places = tl.load(places_ptr + at, mask=is_place & (has_failed == 0), other=-1)
+            places = tl.load(places_ptr + at, mask=both(is_place, has_failed == 0), other=-1)
             # Places of one rank ascend with the tokens, so they span as many at most.
             highest = tl.max(places, 0)
             lowest = tl.min(tl.where(places >= 0, places, 0x7FFFFFFF), 0)
@@ -311,16 +330,17 @@ def _combine_kernel(
                 highest >= 0,
                 highest >= 0,
                 int32_at(own_address),
-                epoch,
+                mark_of(epoch),
                 tl.where(has_failed, 1, max_polls),
                 "sys",
+                True,
             )
             is_missing = abort_if_missing(missing, aborted, peers, WAIT_SUMS, epoch, W, W_LANES)
             is_void = has_failed | is_missing
             for first in tl.range(start, start + WAITED, ROWS, num_stages=1):
                 each = first + lane
                 is_each = each < num_tokens
-                is_read = is_each & (is_void == 0)
+                is_read = both(is_each, is_void == 0)
                 for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=REDUCE_STAGES):
                     column = begin + tl.arange(0, COLUMNS)[None, :]
                     is_element = column < HIDDEN
@@ -336,7 +356,7 @@ def _combine_kernel(
                             tl.pointer_type(dtype)
                         )
                         part_ptr = tl.multiple_of(part_ptr, 16)[:, None] + column
-                        is_part = (place >= 0) & (tl.load(excluded_ptr + source) == 0)
+                        is_part = both(place >= 0, tl.load(excluded_ptr + source) == 0)
                         is_part = is_part[:, None] & is_element
                         total += tl.load(part_ptr, mask=is_part, other=0.0).to(tl.float32)
                     total = tl.where(is_void, float("nan"), total)
@@ -345,14 +365,15 @@ def _combine_kernel(
                 if HAS_SCALARS:
                     entry_at = each[:, None] * K + k
                     is_entry = is_each[:, None] & (k < K)
-                    owner = tl.load(owners_ptr + entry_at, mask=is_entry & (is_void == 0), other=-1)
-                    is_owned = owner >= 0
-                    place = tl.load(places_ptr + each[:, None] * W + owner, mask=is_owned, other=0)
-                    scalar_at = (tl.cast(owner, tl.int64) * M + place) * K_LANES + k
                     scalar_ptr = (own_address + SCALARS_AT).to(tl.pointer_type(tl.float32))
-                    is_excluded = tl.load(excluded_ptr + owner, mask=is_owned, other=1) != 0
-                    is_there = is_owned & (is_excluded == 0)
-                    scalars = tl.load(scalar_ptr + scalar_at, mask=is_there, other=0.0)
+                    scalars = tl.zeros([ROWS, K_LANES], tl.float32)
+                    for source in tl.static_range(W):
+                        place = tl.load(places_ptr + each * W + source, mask=is_read, other=-1)
+                        scalar_at = (source * M + tl.cast(place, tl.int64)) * K_LANES
+                        is_part = both(place >= 0, tl.load(excluded_ptr + source) == 0)
+                        is_part = is_part[:, None] & is_entry
+                        scalar_at = scalar_at[:, None] + k
+                        scalars += tl.load(scalar_ptr + scalar_at, mask=is_part, other=0.0)
                     scalars = tl.where(is_void, float("nan"), scalars)
                     tl.store(out_scalars_ptr + entry_at, scalars, mask=is_entry)
     end_epoch(state_ptr, _COMBINE_EPOCH, _COMBINE_LEFT, epoch)
@@ -371,6 +392,7 @@ def combine_rows(
     out_scalars: Tensor | None = None,
     bias: Tensor | None = None,
     status: int = 0,
+    buffer_index: int = -1,
     num_sms: int | None = None,
 ) -> None:
     """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
@@ -384,9 +406,12 @@ def combine_rows(
         slots_of_row: [R, K], int32, as index_rows() wrote it.
         out: [T, H], contiguous, written, in the dtype of rows; NaN if the call has failed.
         slot_weights: [C], float32, multiplied into slots, or None.
-        row_scalars: [R, K], float32, that travel with the rows, to out_scalars [T, K].
+        row_scalars: [R, K], float32, that travel with the rows, and whose sums over the rows of a
+            token are written to out_scalars [T, K].
         bias: [T, H], float32, contiguous, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.
+        buffer_index: of the receive buffer whose rows the caller has used; if another dispatch has
+            taken it, this rank refuses the call. -1: rows are in memory of their own.
         num_sms: programs at most, None for those of the exchange; other ranks may have others.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
@@ -404,6 +429,7 @@ def combine_rows(
             out_scalars=out_scalars,
             bias=bias,
             status=status,
+            buffer_index=buffer_index,
             num_sms=num_sms,
         )
         return
@@ -421,7 +447,6 @@ def combine_rows(
             arrivals.row_base,
             arrivals.has_failed,
             sends.places,
-            sends.owners,
             bias,
             out,
             out_scalars,
@@ -434,6 +459,7 @@ def combine_rows(
             peers.own_address,
             peers.rank,
             status,
+            buffer_index,
             num_tokens,
             num_senders,
             peers.max_polls,

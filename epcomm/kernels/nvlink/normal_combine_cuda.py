@@ -19,7 +19,12 @@ from torch import Tensor
 from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
 from epcomm.kernels.nvlink.common.cuda_source import source_of
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, COMBINE_LEFT, COMBINE_TOKENS
+from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
+    COMBINE_EPOCH,
+    COMBINE_LEFT,
+    COMBINE_TOKENS,
+)
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, PreparedCuda
@@ -45,6 +50,8 @@ _NUMBERS = {
     "COMBINE_EPOCH": COMBINE_EPOCH,
     "COMBINE_LEFT": COMBINE_LEFT,
     "COMBINE_TOKENS": COMBINE_TOKENS,
+    "BUFFER_MARKS": BUFFER_MARKS,
+    "FAULT_HANDLE": int(protocol.FaultCode.HANDLE),
     "WAIT_COMBINE_BEGIN": int(protocol.Wait.COMBINE_BEGIN),
     "WAIT_SUMS": int(protocol.Wait.SUMS),
 }
@@ -53,7 +60,7 @@ _NUMBERS = {
 # In the order of struct Arguments.
 _POINTERS = (
     *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
-    *("places", "owners", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
+    *("places", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
     *("faults", "report"),
 )
 
@@ -63,7 +70,8 @@ class _Arguments(ctypes.Structure):
         *((name, c_void_p) for name in _POINTERS),
         ("own", c_uint64),
         ("rows_stride", c_int64),
-        *((name, c_int) for name in ("rank", "status", "num_tokens", "max_polls")),
+        *((name, c_int) for name in ("rank", "status", "buffer_index")),
+        *((name, c_int) for name in ("num_tokens", "max_polls")),
     ]
 
 
@@ -144,6 +152,7 @@ def combine_rows_cpp(
     out_scalars: Tensor | None,
     bias: Tensor | None,
     status: int,
+    buffer_index: int,
     num_sms: int | None,
 ) -> None:
     """Combine as combine_rows() of normal_combine.py, rows that serves() accepts.
@@ -164,11 +173,11 @@ def combine_rows_cpp(
     arguments.row_base = arrivals.row_base.data_ptr()
     arguments.has_failed = arrivals.has_failed.data_ptr()
     arguments.places = sends.places.data_ptr()
-    arguments.owners = sends.owners.data_ptr()
     arguments.bias = _address(bias)
     arguments.out = out.data_ptr()
     arguments.num_tokens = out.shape[0]
     arguments.status = status
+    arguments.buffer_index = buffer_index
     if row_scalars is not None:
         arguments.scalars = row_scalars.data_ptr()
         arguments.out_scalars = _address(out_scalars)
@@ -208,6 +217,9 @@ def _kernel(layout: NormalLayout, hidden_size: int, device: torch.device) -> tup
     cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name=SOURCE.name)
     with torch.cuda.device(device):
         kernel = CudaModule(cubin).kernel(
-            "combine_rows", threads=32 * NUM_WARPS, shared_bytes=SHARED_BYTES
+            "combine_rows",
+            threads=32 * NUM_WARPS,
+            shared_bytes=SHARED_BYTES,
+            is_cooperative=True,
         )
     return kernel, num_sms_of(device)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
@@ -116,7 +117,7 @@ def _collect_kernel(
             if tl.max(is_row.to(tl.int32)) > 0:
                 # An excluded rank of a cached plan sent nothing; what is there is of an earlier
                 # call.
-                is_there = is_row & (tl.load(excluded_ptr + source) == 0)
+                is_there = both(is_row, tl.load(excluded_ptr + source) == 0)
                 row = tl.cast(source, tl.int64) * M + place
                 to = tl.load(row_base_ptr + source) + place
                 _copy_parts(

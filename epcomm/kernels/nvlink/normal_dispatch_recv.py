@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH
+from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LOST, INDEX_LEFT, mark_of
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, taking_part
@@ -33,6 +34,8 @@ _PAIRS = 1024
 _WARPS = 16
 
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
+_DISPATCH_LOST = tl.constexpr(DISPATCH_LOST)
+_INDEX_LEFT = tl.constexpr(INDEX_LEFT)
 
 
 @triton.jit
@@ -82,7 +85,16 @@ def _needed_rows(
     return tl.sum(tl.load(headers_ptr[:, None] + HEADER_WORDS + rank, mask=is_count, other=0), 0)
 
 
-@triton.jit(do_not_specialize=(*VARYING, "C"))
+@triton.jit
+def _fill(ptr: tl.tensor, length: tl.tensor, value: tl.constexpr) -> None:
+    """Set the first `length` words at `ptr`."""
+    BLOCK: tl.constexpr = 1024  # pyright: ignore[reportAssignmentType]
+    for start in tl.range(0, length, BLOCK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        at = start + tl.arange(0, BLOCK)
+        tl.store(ptr + at, tl.zeros([BLOCK], tl.int32) + value, mask=at < length)
+
+
+@triton.jit(do_not_specialize=(*VARYING, "C", "R"))
 def _index_kernel(
     row_of_slot_ptr: tl.tensor,
     slots_of_row_ptr: tl.tensor,
@@ -104,6 +116,7 @@ def _index_kernel(
     num_senders: tl.tensor,
     max_polls: tl.tensor,
     C: tl.tensor,
+    R: tl.tensor,
     HAS_BUDGET: tl.constexpr,
     HAS_ROW_BUDGET: tl.constexpr,
     HAS_PADDING: tl.constexpr,
@@ -159,11 +172,11 @@ def _index_kernel(
         codes = tl.where((needed > C) & (codes == 0), FAULT_OVERFLOW, codes)
     has_failed = is_lost | (tl.max(codes) != 0)
 
-    is_count = is_source[:, None] & (expert < L)[None, :] & (has_failed == 0)
+    is_count = both(is_source[:, None] & (expert < L)[None, :], has_failed == 0)
     slots_ptr = headers_ptr[:, None] + HEADER_WORDS + W + rank * L + expert[None, :]
     counts_of_source = tl.load(slots_ptr, mask=is_count, other=0)
     rows_ptr = headers_ptr + HEADER_WORDS + rank
-    rows_from = tl.load(rows_ptr, mask=is_source & (has_failed == 0), other=0)
+    rows_from = tl.load(rows_ptr, mask=both(is_source, has_failed == 0), other=0)
     counts = tl.sum(counts_of_source, 0)
     aligned = _aligned(counts, ALIGNMENT)
     starts = tl.cumsum(aligned, 0) - aligned
@@ -182,6 +195,7 @@ def _index_kernel(
         tl.store(rows_from_ptr + source_lane, rows_from, mask=is_rank)
         tl.store(row_base_ptr + source_lane, row_bases, mask=is_rank)
         tl.store(has_failed_ptr, has_failed.to(tl.int32))
+        tl.store(has_failed_ptr + 1, mark_of(epoch))
         if is_lost == 0:
             note_faults(faults_ptr, codes, is_source, W_LANES, needed)
     tl.debug_barrier()
@@ -206,6 +220,8 @@ def _index_kernel(
         slots = positions + tl.load(
             own_bases_ptr + source * L_LANES + experts, mask=is_slot, other=0
         )
+        # Nothing is stored beyond the index, whatever a rank has sent.
+        is_slot = is_slot & (slots >= 0) & (slots < C)
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
         tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
         is_entry = (place < (num_rows if IS_COMPACT else M)) & (k < K)
@@ -234,6 +250,22 @@ def _index_kernel(
                 tl.zeros_like(slots) - 1,
                 mask=(is_used == 0) & (slots < C),
             )
+
+    if is_lost:
+        tl.atomic_xchg(state_ptr + _DISPATCH_LOST, 1, sem="relaxed", scope="gpu")
+    tl.debug_barrier()
+    num_left = tl.atomic_add(state_ptr + _INDEX_LEFT, 1, sem="acq_rel", scope="gpu")
+    if num_left == num_programs - 1:
+        tl.store(state_ptr + _INDEX_LEFT, 0)
+        # A program that has timed out has not written its entries: the whole index is taken back.
+        if tl.load(state_ptr + _DISPATCH_LOST, volatile=True) != 0:
+            _fill(row_of_slot_ptr, C, -1)
+            _fill(slots_of_row_ptr, R * K, -1)
+            _fill(counts_ptr, L, 0)
+            _fill(first_slot_ptr, L + 1, 0)
+            _fill(rows_from_ptr, W, 0)
+            _fill(row_base_ptr, W, 0)
+            _fill(has_failed_ptr, 1, 1)
 
 
 def index_rows(
@@ -294,6 +326,7 @@ def index_rows(
                 peers.num_programs,
                 peers.max_polls,
                 CHANGES,
+                CHANGES,
             ),
             dict(
                 HAS_BUDGET=has_budget,
@@ -325,4 +358,5 @@ def index_rows(
         arrivals.has_failed,
         buffer_index,
         index.row_of_slot.shape[0],
+        0 if index.slots_of_row is None else index.slots_of_row.shape[0],
     )

@@ -22,7 +22,15 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_EPOCH, DISPATCH_LEFT, end_epoch
+from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
+    DISPATCH_EPOCH,
+    DISPATCH_LEFT,
+    DISPATCH_LOST,
+    end_epoch,
+    mark_of,
+)
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Sends
 from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
@@ -42,6 +50,8 @@ _TOKENS, _WARPS = 2, 16
 
 _DISPATCH_EPOCH = tl.constexpr(DISPATCH_EPOCH)
 _DISPATCH_LEFT = tl.constexpr(DISPATCH_LEFT)
+_DISPATCH_LOST = tl.constexpr(DISPATCH_LOST)
+_BUFFER_MARKS = tl.constexpr(BUFFER_MARKS)
 
 
 @triton.jit
@@ -69,10 +79,10 @@ def _send_headers(
         header_ptr = int32_at(base + header_at + rank * HEADER_BYTES)
         tl.store(header_ptr, status, mask=is_notified)
         tl.store(header_ptr + 1, num_tokens, mask=is_notified)
-        is_row = (lane < W) & is_notified
+        is_row = both(lane < W, is_notified)
         tl.store(header_ptr + HEADER_WORDS + lane, tl.where(is_sent, rows, 0), mask=is_row)
         slots_ptr = header_ptr + HEADER_WORDS + W + expert
-        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=(expert < E) & is_notified)
+        tl.store(slots_ptr, tl.where(is_sent, counts, 0), mask=both(expert < E, is_notified))
 
 
 @triton.jit
@@ -205,6 +215,8 @@ def _push_kernel(
         peers, begin_at, epoch, max_polls, WAIT_DISPATCH_BEGIN, epoch, W, W_LANES
     )
     if is_lost:
+        # The index of this dispatch is empty then.
+        tl.atomic_xchg(state_ptr + _DISPATCH_LOST, 1, sem="relaxed", scope="gpu")
         return
 
     buffer_at = BUFFERS_AT + tl.cast(buffer_index, tl.int64) * BUFFER_BYTES
@@ -293,7 +305,7 @@ def _push_kernel(
             if IS_PLANNED == 0:
                 # A dispatch leaves excluded ranks out; a cached plan may be older than the
                 # exclusion.
-                is_sent = is_sent & (tl.load(excluded_ptr + peer) == 0)
+                is_sent = both(is_sent, tl.load(excluded_ptr + peer) == 0)
             num_here = tl.sum(is_sent.to(tl.int32))
             if num_here > 0:
                 base = tl.load(table_ptr + peer) + buffer_at
@@ -324,6 +336,9 @@ def _push_kernel(
     counter_ptr = counters_ptr + (1 if IS_PLANNED else 2)
     tl.atomic_add(counter_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
     publish(table_ptr, ROWS_READY_AT + rank * 4, 1, W, W_LANES, excluded_ptr)
+    if program == 0:
+        # Read by combine, of this dispatch and of the one before in this receive buffer.
+        tl.store(state_ptr + _BUFFER_MARKS + buffer_index, mark_of(epoch))
     end_epoch(state_ptr, _DISPATCH_EPOCH, _DISPATCH_LEFT, epoch)
 
 

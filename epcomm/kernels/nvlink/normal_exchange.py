@@ -72,7 +72,7 @@ class NormalExchange:
 
     peers: with the counters [5]: headers, rows of dispatches and of cached dispatches, sums, sums
         with scalars.
-    state: [STATE_WORDS], int32, see common/epochs.py.
+    state: [STATE_WORDS + N], int32, see common/epochs.py.
     is_cpp: dispatch is that of dispatch_cuda, on all ranks.
     num_copiers: programs that copy rows out of a receive buffer. Where dispatch has waited for the
         rows, no copier waits for anything, and there is one for each SM.
@@ -94,7 +94,9 @@ class NormalExchange:
         device = peers.table.device
         return cls(
             peers=peers,
-            state=torch.zeros(STATE_WORDS, dtype=torch.int32, device=device),
+            state=torch.zeros(
+                STATE_WORDS + peers.layout.num_buffers, dtype=torch.int32, device=device
+            ),
             plan=PlanMemory.of(peers.layout, peers.num_programs, device),
             is_cpp=is_cpp,
             num_copiers=num_sms_of(device) if is_cpp else peers.num_programs,

@@ -6,7 +6,8 @@ the places and positions of its tokens, which an exchange plan keeps.
 
 Who goes where is a bit for each token, in words of each expert and rank: what came earlier are the
 bits below. So nothing is compared with anything, and a token that two experts of a rank want is
-counted once there.
+counted once there. Where a token of the run names an expert twice, which the bits do not show,
+the entries of the run are compared with one another instead.
 
 Worked example, W = 2, L = 2, K = 2, two programs of two tokens each:
 
@@ -21,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.nvlink.common.epochs import mark_of
 from epcomm.kernels.nvlink.common.signals import await_at
 
 # Tokens of a group, and words of their bits: two entries a thread at K = 8.
@@ -84,8 +86,11 @@ def _mark(
     L: tl.constexpr,
     E_LANES: tl.constexpr,
     W_LANES: tl.constexpr,
-) -> None:
-    """Set the bits of the tokens of a group; bits_ptr: [E_LANES + W_LANES, GROUP_WORDS]."""
+) -> tl.tensor:
+    """Set the bits of the tokens of a group; return 1 if a token names an expert twice, else 0.
+
+    bits_ptr: [E_LANES + W_LANES, GROUP_WORDS].
+    """
     words = tl.arange(0, E_LANES * _GROUP_WORDS)
     tl.store(bits_ptr + words, tl.zeros_like(words))
     words = tl.arange(0, W_LANES * _GROUP_WORDS)
@@ -97,10 +102,47 @@ def _mark(
     is_entry = ids >= 0
     # Read by this program alone, behind the barrier.
     expert_ptr = bits_ptr + ids * _GROUP_WORDS + word
-    tl.atomic_or(expert_ptr, bits, mask=is_entry, sem="relaxed", scope="gpu")
+    before = tl.atomic_or(expert_ptr, bits, mask=is_entry, sem="relaxed", scope="gpu")
+    is_repeated = is_entry & ((before & bits) != 0)
     rank_ptr = bits_ptr + (E_LANES + ids // L) * _GROUP_WORDS + word
     tl.atomic_or(rank_ptr, bits, mask=is_entry, sem="relaxed", scope="gpu")
     tl.debug_barrier()
+    return tl.max(tl.max(is_repeated.to(tl.int32), 1), 0)
+
+
+@triton.jit
+def _counts_of(
+    bits_ptr: tl.tensor,
+    ids: tl.tensor,
+    has_repeats: tl.tensor,
+    K_LANES: tl.constexpr,
+    E_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Count the entries of a group for each expert, [E_LANES]: its bits, unless some repeat."""
+    counts = _totals(bits_ptr, E_LANES)
+    if has_repeats != 0:
+        flat = tl.reshape(ids, [_GROUP_TOKENS * K_LANES])
+        counts = tl.histogram(tl.maximum(flat, 0), E_LANES, mask=flat >= 0)
+    return counts
+
+
+@triton.jit
+def _positions_of_repeats(
+    ids_ptr: tl.tensor,
+    ids: tl.tensor,
+    start: tl.tensor,
+    end: tl.tensor,
+    K: tl.constexpr,
+    K_LANES: tl.constexpr,
+) -> tl.tensor:
+    """Count the earlier entries of a group with the same expert: of 0 0 | 0 they are 0 1 | 2."""
+    k = tl.arange(0, K_LANES)[None, :]
+    entry = tl.arange(0, _GROUP_TOKENS)[:, None] * K + k
+    earlier = tl.zeros_like(ids)
+    for other in tl.range(0, tl.minimum(end - start, _GROUP_TOKENS) * K, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        expert = tl.load(ids_ptr + start * K + other).to(tl.int32)
+        earlier += ((ids == expert) & (entry > other) & (k < K)).to(tl.int32)
+    return earlier
 
 
 @triton.jit
@@ -149,11 +191,14 @@ def plan_tokens(
     counts = tl.zeros([E_LANES], tl.int32)
     rows = tl.zeros([W_LANES], tl.int32)
     is_bad = tl.full([], 0, tl.int32)
+    # Of this run.
+    has_repeats = tl.full([], 0, tl.int32)
     for start in tl.range(first, end, _GROUP_TOKENS, num_stages=1):
         ids, is_bad_here = _loaded_ids(ids_ptr, excluded_ptr, start + lane, end, K, K_LANES, L, E)  # pyright: ignore[reportGeneralTypeIssues]
         group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
-        _mark(group_ptr, ids, L, E_LANES, W_LANES)
-        counts += _totals(group_ptr, E_LANES)
+        is_repeated = _mark(group_ptr, ids, L, E_LANES, W_LANES)
+        counts += _counts_of(group_ptr, ids, is_repeated, K_LANES, E_LANES)
+        has_repeats = tl.maximum(has_repeats, is_repeated)
         rows += _totals(group_ptr + RANKS_AT, W_LANES)
         is_bad = tl.maximum(is_bad, is_bad_here)
     mine_ptr = scratch_ptr + program * STRIDE
@@ -162,13 +207,14 @@ def plan_tokens(
     tl.store(mine_ptr + E_LANES + W_LANES, is_bad)
     # Read below by later programs of this rank.
     tl.debug_barrier()
-    tl.atomic_xchg(counted_ptr + program, epoch, sem="release", scope="gpu")
+    mark = mark_of(epoch)
+    tl.atomic_xchg(counted_ptr + program, mark, sem="release", scope="gpu")
 
-    # All earlier programs, unless the wait is in vain.
+    # All earlier programs, unless the wait times out.
     before = tl.arange(0, P_LANES)
     is_earlier = before < program
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        counted_ptr + before, None, is_earlier, is_earlier, None, epoch, max_polls, "gpu"
+        counted_ptr + before, None, is_earlier, is_earlier, None, mark, max_polls, "gpu", True
     )
     num_earlier = program - tl.sum(missing)
     counts = tl.zeros([E_LANES], tl.int32)
@@ -190,7 +236,8 @@ def plan_tokens(
         is_entry = ids >= 0
         group_ptr = own_bits_ptr + (start - first) // _GROUP_TOKENS * GROUP_BITS
         flat = tl.reshape(tl.maximum(ids, 0), [_GROUP_TOKENS * K_LANES])
-        positions = tl.reshape(tl.gather(counts, flat, 0), [_GROUP_TOKENS, K_LANES])
+        first_positions = tl.reshape(tl.gather(counts, flat, 0), [_GROUP_TOKENS, K_LANES])
+        positions = first_positions
         places = tl.zeros([_GROUP_TOKENS, W_LANES], tl.int32) + rows[None, :]
         is_sent = tl.zeros([_GROUP_TOKENS, W_LANES], tl.int32)
         for word in tl.static_range(_GROUP_WORDS):
@@ -203,6 +250,10 @@ def plan_tokens(
             places += _num_bits(bits & earlier)
             own = tl.where(lane // 32 == word, 1 << (lane % 32), 0)[:, None]
             is_sent = is_sent | (bits & own)
+        if has_repeats != 0:
+            positions = first_positions + _positions_of_repeats(
+                ids_ptr, ids, start, end, K, K_LANES
+            )
         at = token[:, None] * K + k[None, :]
         is_stored = is_token[:, None] & (k < K)[None, :]
         tl.store(positions_ptr + at, positions, mask=is_stored)
@@ -210,7 +261,7 @@ def plan_tokens(
         at = token[:, None] * W + rank[None, :]
         is_stored = is_token[:, None] & (rank < W)[None, :]
         tl.store(places_ptr + at, tl.where(is_sent != 0, places, -1), mask=is_stored)
-        counts += _totals(group_ptr, E_LANES)
+        counts += _counts_of(group_ptr, ids, has_repeats, K_LANES, E_LANES)
         rows += _totals(group_ptr + RANKS_AT, W_LANES)
     # Its own threads read what was written here.
     tl.debug_barrier()

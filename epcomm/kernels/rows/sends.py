@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.rows.launch import launch
 
 # Tokens that a program looks at together, and those of its segment: longer segments would leave
@@ -43,11 +44,12 @@ def _ids_of(
     do_not_specialize=[
         "num_tokens",
         "kind",
-        "mode",
+        "check",
         "buffer",
         "dispatcher",
         "batch",
         "number",
+        "size",
         "fault",
         "flags",
     ]
@@ -58,11 +60,12 @@ def _count_sends_kernel(
     rest_ptr: tl.tensor,
     num_tokens: tl.tensor,
     kind: tl.tensor,
-    mode: tl.tensor,
+    check: tl.tensor,
     buffer: tl.tensor,
     dispatcher: tl.tensor,
     batch: tl.tensor,
     number: tl.tensor,
+    size: tl.tensor,
     fault: tl.tensor,
     flags: tl.tensor,
     WRONG_IDS: tl.constexpr,
@@ -93,16 +96,17 @@ def _count_sends_kernel(
         is_rank = lane < W
         zeros = tl.zeros([W_LANES], tl.int64)
         tl.store(word_ptr, zeros + kind, mask=is_rank)
-        tl.store(word_ptr + 1, zeros + mode, mask=is_rank)
+        tl.store(word_ptr + 1, zeros + check, mask=is_rank)
         tl.store(word_ptr + 2, zeros + buffer, mask=is_rank)
         tl.store(word_ptr + 3, zeros + dispatcher, mask=is_rank)
         tl.store(word_ptr + 4, zeros + batch, mask=is_rank)
         tl.store(word_ptr + 5, zeros + number, mask=is_rank)
+        tl.store(word_ptr + 6, zeros + size, mask=is_rank)
         tl.store(word_ptr + FLAGS_AT, zeros + flags, mask=is_rank)
         # Else the word is zero, or that of a program that has found a wrong id.
-        tl.store(word_ptr + FAULT_AT, zeros + fault, mask=is_rank & (fault != 0))
+        tl.store(word_ptr + FAULT_AT, zeros + fault, mask=both(is_rank, fault != 0))
     has_wrong = tl.max(tl.max(is_wrong.to(tl.int32), 1), 0) > 0
-    is_told = (lane < W) & has_wrong & (fault == 0)
+    is_told = both((lane < W) & has_wrong, fault == 0)
     tl.store(word_ptr + FAULT_AT, tl.zeros([W_LANES], tl.int64) + WRONG_IDS, mask=is_told)
 
     rank, local = ids // L, ids % L
@@ -163,7 +167,7 @@ def _order_sends_kernel(
         tl.store(rank_ptr, tl.where(is_needed > 0, place, -1), mask=token < end)
         is_entry = (token < end)[:, None] & (k < K)
         # The entries of no rank are those of the programs of rank 0.
-        is_none = is_entry & (ids < 0) & (destination == 0)
+        is_none = both(is_entry & (ids < 0), destination == 0)
         topk_ptr = row_of_topk_ptr + token.to(tl.int64)[:, None] * K + k
         places = tl.where(goes, place[:, None], -1)
         tl.store(topk_ptr, places, mask=goes | is_none)
@@ -186,8 +190,8 @@ def count_sends(
         header: [W, words], int64, zeros: gets `words`, the rows for each rank, and behind them the
             slots of its first experts.
         rest: [W, L minus those experts], int64, zeros: gets the slots of its other experts.
-        words: kind, mode, buffer, dispatcher, batch, number, fault, flags: the first words of a
-            header, in their order; behind them are the rows.
+        words: kind, check, buffer, dispatcher, batch, number, size, fault, flags: the first words
+            of a header, in their order; the rows follow them.
         wrong_ids: fault of a call with an id out of range, unless `words` has another; such ids are
             counted nowhere.
         num_local: L.

@@ -119,12 +119,14 @@ def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
     ]
 
 
-def normal_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
-    """Return why variables of normal mode alone are refused, or contradict the rows on the wire."""
-    reasons = rounds_reasons(variables)
+def int8_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
+    """Return why the variable that quantises rows contradicts the rows on the wire.
+
+    Releases from September 2026 on read it in low latency too.
+    """
     if variables.get(_INT8, "0") == "1" and wire.dtype is not WireDtype.INT8:
-        reasons.append(f"{_INT8} is 1, but rows were to travel as {wire}; unset it")
-    return reasons
+        return [f"{_INT8} is 1, but rows were to travel as {wire}; unset it"]
+    return []
 
 
 def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]:

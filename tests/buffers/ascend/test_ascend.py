@@ -21,7 +21,9 @@ from epcomm import (
     WireDtype,
     plan,
 )
+from epcomm.buffers.ascend import base as ascend_base
 from epcomm.platforms.ascend import limits as ascend_limits
+from epcomm.platforms.ascend.chip import Soc
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.registry import buffer_class
 from epcomm.testing import buffer_suite, layer_suite
@@ -100,6 +102,21 @@ def test_ascend_buffer_keeps_its_contract(scenario: str, backend: str) -> None:
 @pytest.mark.parametrize("scenario", ["empty_rank", "holes", "traffic"])
 def test_int8_rows_keep_the_contract(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "int8")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize("backend", ["AscendNormalBuffer", "AscendLowLatencyBuffer"])
+def test_flags_of_newer_releases_name_the_rows(backend: str, wire: str) -> None:
+    with install("ascend_flags"):
+        run_buffer("uneven", backend, wire)
+
+
+@pytest.mark.ranks(2)
+def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ascend_base, "current_soc", lambda: Soc.A5)
+    with install("ascend_flags"), pytest.raises(BackendUnavailable, match="has no INT8 rows on A5"):
+        run_buffer("uneven", "AscendNormalBuffer", "int8")
 
 
 # What 2 ranks cannot show, and with the slow tests everything.

@@ -50,6 +50,7 @@ SCENARIOS = {
     "batches": ("empty_rank", "stand_alone", "more_in_flight", "traffic"),
     "faults": ("faults",),
     "refusals": ("combine_faults",),
+    "repeats": ("repeated_ids",),
 }
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
@@ -60,6 +61,7 @@ QUANTIZED = {
 
 MASKED_SCENARIOS = {
     "batches": ("empty_rank", "odd_hidden", "stand_alone", "traffic"),
+    "repeats": ("repeated_ids",),
     "refusals": ("combine_faults",),
 }
 
@@ -78,7 +80,6 @@ def env_of(
         wire=wire,
         hidden_size=hidden_size,
         dtype=torch.bfloat16,
-        combines_once=True,
     )
 
 
@@ -100,6 +101,7 @@ def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     [
         ("batches", MIXED),
         ("faults", IN_BULK),
+        ("repeats", MIXED),
         # An interpreter takes many seconds for these.
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
         pytest.param("faults", IN_LINES, marks=pytest.mark.slow),
@@ -356,6 +358,83 @@ def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> N
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
         run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+def start_at(buffer: NVLinkLowLatencyBuffer, epoch: int) -> None:
+    """Go on as if the epochs before `epoch` had been, of which no region but the credit tells."""
+    signed = (epoch + 2**31) % 2**32 - 2**31
+    for number, receive_buffer in enumerate(buffer._receive_buffers):
+        receive_buffer.exchange.state[0] = signed
+        layout = buffer._layout
+        begin = layout.buffer_offset(number) + layout.offsets["combined_lines"]
+        lines = buffer._block[begin : begin + layout.regions["combined_lines"]].view(torch.int64)
+        lines.fill_((signed - 1) << 32)
+    # Before anybody sends.
+    buffer._host_barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("epoch", [2**31 - 3, pytest.param(2**32 - 3, marks=pytest.mark.slow)])
+def test_epochs_may_wrap(epoch: int) -> None:
+    with EPGroup() as group:
+        # Batches in lines, then in bulk, with memory that was not used before.
+        buffer = MixedSingleBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        start_at(buffer, epoch)
+        run_rounds(buffer, range(5), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "kind", [MixedSingleBuffer, pytest.param(BulkSingleBuffer, marks=pytest.mark.slow)]
+)
+def test_a_batch_is_combined_until_its_memory_is_used_again(
+    kind: type[NVLinkLowLatencyBuffer],
+) -> None:
+    with EPGroup() as group:
+        buffer = kind(group.collectives, spec_of())
+        buffer.prepare()
+        rank, world_size = group.rank, group.world_size
+        for number in (2, 3):
+            call = call_of(number, rank, world_size, group.device)
+            out = buffer.dispatch(call)
+            results, wanted = compute(out, rank), expected_sums(call, world_size)
+            early = None
+            for factor in (1, 2, -4, 1):
+                if factor % 4 == 2 * rank:
+                    # The other rank must not yet send sums where this one reads those before.
+                    time.sleep(0.05)
+                pending = buffer.combine_async(
+                    results * factor,
+                    out.exchange_plan,
+                    rows_per=RowsPer.SLOT,
+                    slot_weights=out.slot_weights,
+                )
+                if factor != 2:
+                    # Else it is received when the next one is sent.
+                    assert torch.equal(pending.wait().y, wanted * factor)
+                else:
+                    early = pending
+            assert early is not None
+            assert torch.equal(early.wait().y, wanted * 2)
+        # One rank refuses to combine again: all hear of it, and may try once more.
+        if rank == 0:
+            buffer.refuse_combine_of(out.exchange_plan, ShapeError("bad rows here"))
+        else:
+            y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT).y
+            assert y.isnan().all()
+        with pytest.raises(ShapeError, match="bad rows here" if rank == 0 else "rank 0"):
+            buffer.check()
+        y = buffer.combine(
+            results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+        ).y
+        assert torch.equal(y, wanted)
+        buffer.dispatch(call)
+        with pytest.raises(HandleError, match="1 may be in flight"):
+            buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT)
+        buffer.check()
         buffer.close()
 
 

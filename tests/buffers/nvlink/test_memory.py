@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory
 
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink import base as nvlink_host
+from epcomm.buffers.nvlink import memory
 from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.collectives.base import Collectives, Scalar
@@ -59,3 +62,81 @@ def test_memory_that_cannot_grow_keeps_its_layout(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(BackendUnavailable):
         buffer._open(512)
     assert buffer._layout is old
+
+
+def test_memory_is_that_of_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, asked = ["cuda:0"], []
+
+    @contextmanager
+    def on_device(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], str(device)
+        yield
+        current[0] = before
+
+    def empty(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        asked.append((str(device), current[0]))
+        return torch.empty(size, dtype=dtype)
+
+    def rendezvous(block: torch.Tensor, group: object) -> object:
+        asked.append(("rendezvous", current[0]))
+        return SimpleNamespace(buffer_ptrs=[block.data_ptr()])
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(_symmetric_memory, "empty", empty)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
+    monkeypatch.setattr(memory, "on_device", on_device)
+    group = cast(
+        Collectives,
+        SimpleNamespace(
+            rank=0,
+            world_size=1,
+            device=torch.device("cuda", 1),
+            process_group=object(),
+            gather_records=lambda record, *, phase: [record],
+        ),
+    )
+    memory.open_symmetric_memory(group, 64, phase="open")
+    assert asked == [("cuda:1", "cuda:1"), ("rendezvous", "cuda:1")]
+    assert current == ["cuda:0"]
+
+
+class InProcess(Collectives):
+    """The collectives of ranks that never meet."""
+
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size, self.device = 0, world_size, torch.device("cpu")
+
+    all_to_all = all_gather = gather_records = None  # pyright: ignore[reportAssignmentType]
+
+
+class FakeStream:
+    """Notes which streams it waits for."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.waited_for = number, []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other.number)
+
+
+def test_calls_of_all_buffers_of_a_group_have_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = {number: FakeStream(number) for number in (1, 2)}
+    current = [1]
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: current[0], raising=False
+    )
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    # Whose calls are on one device: those of a part of the ranks, too.
+    whole, part = InProcess(2), InProcess(1)
+    part.streams = whole.streams
+    buffers = []
+    for collectives in (whole, whole, part):
+        buffer = NVLinkBuffer(collectives, SPEC)
+        buffer._is_cuda, buffer._device = True, torch.device("cuda", 0)
+        buffers.append(buffer)
+    for buffer, number in zip((*buffers, buffers[0]), (1, 2, 1, 1), strict=True):
+        current[0] = number
+        buffer._follow()
+    assert (streams[1].waited_for, streams[2].waited_for) == ([2], [1])

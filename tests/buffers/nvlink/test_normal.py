@@ -21,7 +21,7 @@ from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
-from epcomm.errors import CapacityError, EPTimeout
+from epcomm.errors import CapacityError, EPTimeout, HandleError
 from epcomm.kernels.nvlink.dispatch_cuda import launch
 from epcomm.ops.slots import gather_rows, row_topk
 from epcomm.protocol import BatchFlags
@@ -42,8 +42,8 @@ from tests.buffers.nvlink.test_low_latency import (
 )
 
 INTERPRETED = {
-    "NVLinkBuffer": ("empty_rank", "more_in_flight", "traffic"),
-    "NVLinkStaticBuffer": ("holes", "faults", "budget"),
+    "NVLinkBuffer": ("empty_rank", "more_in_flight", "traffic", "repeated_ids"),
+    "NVLinkStaticBuffer": ("holes", "faults", "budget", "repeated_ids"),
 }
 # Long under an interpreter, or the host does what it does in the other backend, or in those above.
 SLOW = ("odd_hidden", "aligned_holes", "stand_alone", "ids_out_of_range", "combine_faults")
@@ -175,6 +175,51 @@ def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
     with EPGroup() as group:
         buffer = kind(group.collectives, spec_of())
         buffer.prepare()
+        run_rounds(buffer, range(6), group)
+        buffer.close()
+
+
+@pytest.mark.ranks(2)
+def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
+    with EPGroup() as group:
+        buffer = SingleReceiveBufferStatic(group.collectives, spec_of())
+        buffer.prepare()
+        call = call_of(2, group.rank, group.world_size, group.device)
+        out = buffer.dispatch(call)
+        results = compute(out, group.rank)
+        assert torch.equal(combine(buffer, out, results), expected_sums(call, group.world_size))
+        # A replay takes the receive buffer, of which no host knows.
+        before = buffer._num_dispatches
+        buffer.dispatch(call_of(3, group.rank, group.world_size, group.device))
+        buffer._num_dispatches = before
+        assert combine(buffer, out, results).isnan().all()
+        with pytest.raises(HandleError, match="on ranks 0, 1"):
+            buffer.check()
+        run_rounds(buffer, range(2, 3), group)
+        buffer.close()
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3])
+def test_epochs_may_wrap(epoch: int) -> None:
+    with EPGroup() as group:
+        buffer = SingleReceiveBuffer(group.collectives, spec_of())
+        buffer.prepare()
+        exchange, layout = buffer._exchange, buffer._layout
+        words = buffer._block.view(torch.int32)
+        # As if the epochs before had been, of which no item of sums tells.
+        for name, amount in (
+            ("dispatch_begin", 1),
+            ("counts_ready", 1),
+            ("combine_begin", 1),
+            ("rows_ready", exchange.peers.num_programs),
+        ):
+            begin = layout.offsets[name] // 4
+            number = (epoch - 1) * amount
+            words[begin : begin + group.world_size] = (number + 2**31) % 2**32 - 2**31
+        exchange.state[:2] = (epoch - 1 + 2**31) % 2**32 - 2**31
+        buffer._host_barrier()
         run_rounds(buffer, range(6), group)
         buffer.close()
 
@@ -333,10 +378,11 @@ def check_cached_exchange_plan(
     scalars = torch.ones(len(rows), TOP_K, device=rows.device)
     home = buffer.combine(rows, exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
     assert home.scalars is not None
-    assert torch.equal(home.scalars, is_left.float())
     owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
-    num_ranks = sum((owners == rank).any(dim=1).int() for rank in range(3))
-    assert torch.equal(home.y, call.unquantized * torch.as_tensor(num_ranks).unsqueeze(1))
+    num_ranks = sum((owners == rank).any(dim=1, keepdim=True).int() for rank in range(3))
+    num_ranks = torch.as_tensor(num_ranks)
+    assert torch.equal(home.scalars, num_ranks.float().expand(-1, TOP_K))
+    assert torch.equal(home.y, call.unquantized * num_ranks)
 
 
 def go_on_without_the_dead(

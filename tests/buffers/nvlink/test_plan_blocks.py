@@ -34,7 +34,7 @@ SHAPES = {
     "first_slot": (6,),
     "rows_from": (3,),
     "row_base": (3,),
-    "has_failed": (1,),
+    "has_failed": (2,),
 }
 
 

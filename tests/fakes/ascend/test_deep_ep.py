@@ -8,6 +8,7 @@ from enum import Enum
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,12 +21,20 @@ from fakes.ascend.deep_ep.config import (
     strategies,
 )
 from fakes.ascend.deep_ep.quant_mode import checked, low_latency_mode
+from fakes.ascend.deep_ep_flags import buffer as newer
 from fakes.ascend.limits import soc
 from fakes.ascend.windows import low_latency_bytes, normal_bytes, window_bytes
 from fakes.deep_ep import install
 from tests.fakes.ascend.recorded import golden
 
-SIGNATURES = golden("deep_ep_ascend_signatures")["methods"]
+RECORDED = golden("deep_ep_ascend_signatures")
+SIGNATURES = [
+    *((Buffer, name, entry) for name, entry in sorted(RECORDED["methods"].items())),
+    *(
+        (newer.Buffer, name, entry)
+        for name, entry in sorted(RECORDED["changed"]["methods"].items())
+    ),
+]
 ROUNDS = ("DEEPEP_NORMAL_LONG_SEQ_ROUND", "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS")
 
 
@@ -38,18 +47,16 @@ def default_of(parameter: inspect.Parameter) -> str | None:
     return repr(parameter.default)
 
 
-@pytest.mark.parametrize("name", sorted(SIGNATURES))
-def test_signatures_equal_the_real_ones(name: str) -> None:
-    expected = SIGNATURES[name]
-    parameters = inspect.signature(getattr(Buffer, name)).parameters.values()
+@pytest.mark.parametrize(
+    ("buffer", "name", "expected"),
+    SIGNATURES,
+    ids=[f"{buffer.__module__.split('.')[2]} {name}" for buffer, name, _ in SIGNATURES],
+)
+def test_signatures_equal_the_real_ones(buffer: type, name: str, expected: dict[str, Any]) -> None:
+    parameters = inspect.signature(getattr(buffer, name)).parameters.values()
     found = [(parameter.name, default_of(parameter)) for parameter in parameters]
     assert found == [(entry["name"], entry.get("default")) for entry in expected["parameters"]]
-    assert isinstance(inspect.getattr_static(Buffer, name), staticmethod) is expected["static"]
-
-
-def test_no_parameter_is_called_use_mxfp8() -> None:
-    with pytest.raises(TypeError, match="use_mxfp8"):
-        inspect.signature(Buffer.low_latency_dispatch).bind_partial(use_mxfp8=True)
+    assert isinstance(inspect.getattr_static(buffer, name), staticmethod) is expected["static"]
 
 
 def test_installed_as_deep_ep_and_removed() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from epcomm import ConfigError
 from epcomm.integrations import deep_ep as drop_in
@@ -24,6 +25,7 @@ from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 from fakes.deep_ep import install as install_stand_in
 
 REPO = Path(__file__).parents[3]
+_NAMES = ("deep_ep", "deep_ep_cpp")
 # Seconds: several processes import torch on a loaded machine.
 LIMIT_S = 200
 # What programs ask before they import it, and of a worker that was spawned or started anew.
@@ -56,7 +58,7 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Give back the path and the modules as they were."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:
+    for name in [name for name in sys.modules if name.partition(".")[0] in _NAMES]:
         del sys.modules[name]
     importlib.invalidate_caches()
 
@@ -70,10 +72,69 @@ def test_installed_as_a_package_with_a_version() -> None:
     assert metadata.version("deep_ep") == "2.1.0+epcomm"
     deep_ep = importlib.import_module("deep_ep")
     assert deep_ep.Buffer is drop_in.Buffer
-    utils = importlib.import_module("deep_ep.utils")
-    assert utils.EventHandle is drop_in.EventHandle
+    assert deep_ep.__version__ == "2.1.0+epcomm"
     install()
     assert sys.path.count(str(SHIM)) == 1
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("deep_ep", "get_physical_domain_size get_logical_domain_size topk_idx_t"),
+        ("deep_ep._C", "Config EventHandle topk_idx_t"),
+        ("deep_ep_cpp", "Config EventHandle topk_idx_t"),
+        ("deep_ep.buffer", "Buffer Config"),
+        ("deep_ep.buffers.legacy", "Buffer"),
+        ("deep_ep.buffers.elastic", "ElasticBuffer EPHandle"),
+        ("deep_ep.utils", "EventHandle EventOverlap"),
+        ("deep_ep.utils.event", "EventHandle EventOverlap"),
+        ("deep_ep.utils.envs", "init_dist init_seed dist_print get_physical_domain_size"),
+        ("deep_ep.utils.math", "per_token_cast_to_fp8 per_token_cast_back inplace_unique"),
+        ("deep_ep.utils.testing", "bench bench_kineto"),
+    ],
+)
+def test_modules_of_deep_ep_have_the_names_that_programs_import(module: str, names: str) -> None:
+    install()
+    imported = importlib.import_module(module)
+    for name in names.split():
+        assert getattr(imported, name) is getattr(drop_in, name, getattr(imported, name))
+
+
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("module", ["comm", "refs", "gate", "semantic", "find_pkgs"])
+def test_names_that_are_absent_are_named_at_their_import(module: str) -> None:
+    install()
+    with pytest.raises(ImportError, match=rf"deep_ep\.utils\.{module}: dispatch is not there"):
+        exec(f"from deep_ep.utils.{module} import dispatch")
+
+
+@pytest.mark.usefixtures("path")
+def test_helpers_of_deep_ep_compute_what_its_tests_expect() -> None:
+    install()
+    math = importlib.import_module("deep_ep.utils.math")
+    ids = torch.tensor([[3, 0, 3, -1], [-1, -1, 2, 2]])
+    math.inplace_unique(ids, 3 + 1)
+    assert ids.tolist() == [[3, 0, -1, -1], [2, -1, -1, -1]]
+    x = torch.randn(4, 192, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codes, scales = math.per_token_cast_to_fp8(x)
+    assert (codes.dtype, codes.shape, scales.shape) == (torch.float8_e4m3fn, (4, 192), (4, 2))
+    back = math.per_token_cast_back(codes, scales)
+    # Half of the last of 3 fraction bits of FP8, and of 7 of bfloat16; 2^-9 of subnormal codes.
+    bound = x.double().abs() * (2**-4 + 2**-8) + 2**-10 * scales.repeat_interleave(128, 1)[:, :192]
+    assert ((back.double() - x.double()).abs() <= bound).all()
+    assert math.calc_diff(x, x) == pytest.approx(0, abs=1e-15)
+    # <x + 1, y + 1> is 2, the squares 1 + 4.
+    assert math.calc_diff(torch.zeros(1), torch.ones(1)) == pytest.approx(0.2)
+    packed = torch.full((4, 1), 0x7F7F7F7F, dtype=torch.int32)
+    assert torch.equal(math.per_token_cast_back(codes, packed), codes.bfloat16())
+    assert (
+        math.hash_tensors(torch.ones(2, dtype=torch.int32), (None, torch.ones(1).bool())) == 2 ^ 1
+    )
+    assert math.count_bytes(x, (codes, None)) == 4 * 192 * 3
+    testing = importlib.import_module("deep_ep.utils.testing")
+    average, fastest, slowest = testing.bench(lambda: None, 0, 3)
+    assert 0 <= fastest <= average <= slowest
 
 
 @pytest.mark.usefixtures("path")
@@ -139,8 +200,10 @@ def test_a_distribution_holds_the_same_package(tmp_path: Path) -> None:
     command = [*pip, "--wheel-dir", str(tmp_path), str(tmp_path / package)]
     subprocess.run(command, timeout=LIMIT_S, check=True)
     with zipfile.ZipFile(tmp_path / "deep_ep-2.1.0+epcomm-py3-none-any.whl") as wheel:
-        for name in ("deep_ep/__init__.py", "deep_ep/utils.py"):
-            assert wheel.read(name) == (SHIM / name).read_bytes()
+        sources = {each.relative_to(SHIM).as_posix(): each for each in SHIM.rglob("*.py")}
+        assert len(sources) > 10
+        for name, source in sources.items():
+            assert wheel.read(name) == source.read_bytes()
         built = wheel.read("deep_ep-2.1.0+epcomm.dist-info/METADATA").decode().splitlines()
     said = (SHIM / "deep_ep-2.1.0+epcomm.dist-info" / "METADATA").read_text("utf-8").splitlines()
     assert {"Name: deep_ep", "Version: 2.1.0+epcomm"} <= set(built) & set(said)

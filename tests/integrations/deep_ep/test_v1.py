@@ -23,6 +23,25 @@ from tests.integrations.deep_ep.v1_ranks import CASES, CONTRACTS, LL_H, E, H, M
 SIGNATURES = json.loads((CONTRACTS / "deep_ep_v1_signatures.json").read_text("utf-8"))
 
 
+OF_BRANCHES = {
+    "__init__": {"use_fabric"},
+    "internode_dispatch": {"num_worst_tokens"},
+    "low_latency_dispatch": {"use_nvfp4", "x_global_scale", "topk_weights"},
+    "low_latency_combine": {
+        *("overlap", "packed_recv_count", "comp_signal", "src_signals"),
+        *("block_m", "threshold", "num_sms"),
+    },
+}
+
+
+def test_arguments_of_branches_are_given_by_name() -> None:
+    for method, names in OF_BRANCHES.items():
+        parameters = inspect.signature(getattr(Buffer, method)).parameters
+        by_name = [p for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        assert {each.name for each in by_name} == names
+        assert not any(each.default for each in by_name)
+
+
 @pytest.mark.parametrize("kind", [Buffer, StrictBuffer], ids=["drop_in", "strict"])
 @pytest.mark.parametrize("name", SIGNATURES["methods"])
 def test_signatures_equal_the_real_ones(name: str, kind: type[Buffer]) -> None:
@@ -30,6 +49,8 @@ def test_signatures_equal_the_real_ones(name: str, kind: type[Buffer]) -> None:
     found = [
         (parameter.name, None if parameter.default is parameter.empty else str(parameter.default))
         for parameter in inspect.signature(getattr(kind, name)).parameters.values()
+        # Arguments of branches of DeepEP, by name alone, are not those of the contract.
+        if parameter.kind is not parameter.KEYWORD_ONLY
     ]
     assert found == [(entry["name"], entry.get("default")) for entry in expected["parameters"]]
     assert isinstance(inspect.getattr_static(kind, name), staticmethod) is expected["static"]

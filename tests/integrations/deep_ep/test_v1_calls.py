@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +98,7 @@ def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens(
     if buffer.rank == 0:
         # Of the tokens the first goes to rank 0, the second to both and the third to rank 1.
         assert handle[4].tolist() == [[True, False], [True, True], [False, True]]
+        assert handle[0].tolist() == [[2, 0], [4, 0]]
         assert handle[1].tolist() == [[2, 2], [1, 2]]
         assert [each.tolist() for each in handle[-1:]] == [[[0, -1], [1, 0], [-1, 0]]]
         with pytest.raises(IndexError):
@@ -108,6 +111,41 @@ def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens(
     assert everything[5] is handle[5]
     expected = [0, 1, 0, 2] if buffer.rank == 0 else [1, 2, 0, 1, 2]
     assert everything[3].tolist() == handle[3].tolist() == expected
+
+
+@pytest.fixture
+def other_defaults() -> Iterator[None]:
+    """Set a default dtype and device that must not show; a tensor on `meta` has no values."""
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("other_defaults")
+def test_calls_do_not_depend_on_the_default_dtype_and_device() -> None:
+    with here():
+        buffer = Buffer(world(), low_latency_mode=True)
+        batch = Batch(buffer.rank, (32, 4, 4))
+        batch.weights = torch.tensor([[1.0, 0.5, 0.25, 0.125]] * 3, dtype=torch.float32)
+        # The factor of expert e is 2e + 1. float32 holds every partial sum of these exactly, and
+        # bfloat16 does not.
+        factors = (2 * batch.ids + 1).double()
+        ones = torch.ones(2, 8, 32, dtype=torch.bfloat16)
+        scale = (4 * buffer.rank + torch.tensor([1, 3])).view(2, 1, 1)
+    expected = batch.x.double() * (factors * batch.weights.double()).sum(1, keepdim=True)
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
+    assert isinstance(slabs, Tensor)
+    results = slabs * (ones * scale)
+    y, _, _ = buffer.low_latency_combine(results, batch.ids, batch.weights, handle)
+    assert torch.equal(y, expected.bfloat16())
+    buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, round_scale=True, use_ue8m0=True)
+    rows, weights, normal, num_ranks = batch.dispatch(buffer)
+    y, _, _ = buffer.combine(rows, normal, topk_weights=weights)
+    assert torch.equal(y, batch.x * num_ranks)
+    assert tuple(normal)[3].device == rows.device
 
 
 @pytest.mark.ranks(2)
@@ -393,6 +431,38 @@ def test_low_latency_keeps_no_history() -> None:
         assert not y.requires_grad
 
 
+@pytest.mark.ranks(2)
+def test_combine_sums_weights_over_the_ranks_of_a_token() -> None:
+    check_sums_of_weights(Buffer(world()))
+
+
+def check_sums_of_weights(buffer: Buffer) -> None:
+    """Sum weights that each rank chose, also beside ids of -1, which DeepEP does not leave out."""
+    batch = Batch(buffer.rank, (32, 2, 2 * buffer.group_size))
+    batch.ids[0, 1] = -1
+    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, batch.num_experts)
+    rows, ids, weights, _, handle, _ = buffer.dispatch(
+        batch.x,
+        is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=per_expert,
+        topk_idx=batch.ids,
+        topk_weights=batch.weights,
+    )
+    assert isinstance(rows, Tensor)
+    assert ids is not None
+    assert weights is not None
+    assert handle is not None
+    weights = torch.where(ids == -1, float(2**buffer.rank), weights)
+    for _ in range(2):
+        _, sums, _ = buffer.combine(rows, handle, topk_weights=weights)
+        ranks = torch.arange(buffer.group_size, device=here())
+        owners = torch.where(batch.ids < 0, -1, batch.ids // 2)
+        is_other = is_in_rank.unsqueeze(1) & (owners.unsqueeze(2) != ranks)
+        others = (is_other * 2.0**ranks).sum(2)
+        assert sums is not None
+        assert torch.equal(sums, others + torch.where(batch.ids < 0, 0, batch.weights))
+
+
 def worst_case(
     buffer: Buffer, batch: Batch, num_worst_tokens: int, config: Config | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -466,7 +536,59 @@ def test_handles_are_passed_on_as_they_are() -> None:
     # One SM is a channel, and all tokens are its own.
     assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
     with pytest.raises(HandleError, match="handle is tuple, expected what dispatch"):
-        buffer.combine(rows, tuple(handle))
+        buffer.combine(rows, tuple(each.clone() for each in handle))
+
+
+class DispatchAndSave(torch.autograd.Function):
+    """Saves the tensors of a handle, which are inputs, outputs or neither of the node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: Buffer, batch: Batch, returns_handle: bool) -> Any:  # noqa: ANN401 - as torch has it
+        rows, _, handle, _ = batch.dispatch(buffer, x)
+        tensors = tuple(handle)
+        ctx.save_for_backward(*tensors)
+        ctx.buffer = buffer
+        if not returns_handle:
+            return rows
+        ctx.mark_non_differentiable(*tensors)
+        return rows, *tensors
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:  # noqa: ANN401 - as torch has it
+        dx, _, _ = ctx.buffer.combine(grad, ctx.saved_tensors)
+        along = ctx.buffer.dispatch(dx, handle=list(ctx.saved_tensors))[0]
+        assert along.shape == grad.shape
+        return dx, None, None, None
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("returns_handle", [False, True])
+def test_the_tensors_of_a_handle_serve_in_its_place(returns_handle: bool) -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (32, 2, 4))
+    x = batch.x.clone().requires_grad_()
+    for _ in range(2):
+        out = DispatchAndSave.apply(x, buffer, batch, returns_handle)
+        rows = out[0] if returns_handle else out
+        rows.backward(rows.detach())
+        expected = batch.x * batch.dispatch(buffer)[3]
+        assert x.grad is not None
+        assert torch.equal(x.grad, expected)
+        x.grad = None
+
+
+@pytest.mark.ranks(2)
+def test_what_a_handle_stands_for_is_freed_with_its_tensors() -> None:
+    buffer = Buffer(world())
+    batch = Batch(buffer.rank, (32, 2, 4))
+    handle = batch.dispatch(buffer)[2]
+    tensors, plan = tuple(handle), weakref.ref(handle.batch.way.exchange_plan)  # type: ignore[attr-defined]
+    del handle
+    batch.dispatch(buffer)
+    assert plan() is not None
+    del tensors
+    batch.dispatch(buffer)
+    assert plan() is None
 
 
 @pytest.mark.ranks(2)
@@ -482,6 +604,33 @@ def test_what_is_not_there_names_what_to_use() -> None:
         buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, dispatch_wait_recv_cost_stats=stats)
     with pytest.raises(NotImplementedError, match="backend collective"):
         buffer.internode_combine(batch.x, ())
+    with pytest.raises(NotImplementedError, match="backend collective"):
+        buffer.internode_dispatch(batch.x, num_worst_tokens=4)
+
+
+@pytest.mark.ranks(2)
+def test_arguments_of_branches_are_accepted_where_they_are_off() -> None:
+    buffer = Buffer(world(), low_latency_mode=True, use_fabric=True)
+    batch = Batch(buffer.rank, (32, 2, 4))
+    arguments = (batch.x, batch.ids, 4, 4)
+    slabs, _, handle, _, _ = buffer.low_latency_dispatch(
+        *arguments, use_fp8=False, use_nvfp4=False, x_global_scale=None, topk_weights=None
+    )
+    assert isinstance(slabs, Tensor)
+    rest = (batch.ids, batch.weights, handle)
+    y, _, _ = buffer.low_latency_combine(
+        slabs, *rest, overlap=False, block_m=64, threshold=8, num_sms=3
+    )
+    assert torch.equal(y, batch.x)
+    given = torch.ones(1, device=here())
+    for argument in ("use_nvfp4", "x_global_scale", "topk_weights"):
+        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
+            buffer.low_latency_dispatch(*arguments, **{argument: given})  # type: ignore[arg-type]
+    for argument in ("overlap", "packed_recv_count", "comp_signal", "src_signals"):
+        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
+            buffer.low_latency_combine(slabs, *rest, **{argument: given})  # type: ignore[arg-type]
+    y, _, _ = buffer.low_latency_combine(slabs, *rest)
+    assert torch.equal(y, batch.x)
 
 
 def test_events_work_where_there_is_no_cuda() -> None:

@@ -21,6 +21,7 @@ from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.test_v1_calls import (
     Batch,
     check_heard,
+    check_sums_of_weights,
     too_many_tokens,
     too_many_tokens_of_a_new_shape,
     too_wide_cached_rows,
@@ -132,6 +133,11 @@ def test_normal_mode_equals_the_recording(case: str) -> None:
     quantized = dispatch_normal(buffer, inputs, (x, scales.T.contiguous().T))
     agrees(quantized.x, recorded["fp8_tuple"]["recv_x"])
     agrees(quantized.scales, recorded["fp8_tuple"]["recv_scales"])
+
+
+@pytest.mark.ranks(2)
+def test_combine_sums_weights_over_the_ranks_of_a_token() -> None:
+    check_sums_of_weights(Buffer(world()))
 
 
 @pytest.fixture

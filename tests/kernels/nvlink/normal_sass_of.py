@@ -46,7 +46,7 @@ def sends_of(world_size: int) -> Sends:
 
 def arrivals_of(world_size: int) -> Arrivals:
     return Arrivals(
-        rows_from=integers(world_size), row_base=integers(world_size), has_failed=integers(1)
+        rows_from=integers(world_size), row_base=integers(world_size), has_failed=integers(2)
     )
 
 

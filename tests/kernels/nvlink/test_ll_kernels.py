@@ -31,7 +31,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     PeerBlocks,
 )
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
-from epcomm.protocol import Wait, decode_abort
+from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
@@ -418,3 +418,71 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     send(ranks[1], [[0, 1]], [[1, 1]])
     assert ranks[1].exchange.peers.report.tolist() == [0, 0, 513, 0, 0, 0]
     assert ranks[0].region("arrived_rows", torch.int32)[:2].tolist() == [1, 0]
+
+
+def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.device) -> None:
+    # Both ranks: who gives up writes into the blocks of all.
+    receiver, _other = make_ranks(2, device)
+    # Behind 2**31 combines, of which none sent a sum in bulk.
+    receiver.exchange.state[1] = -(2**31) + 1
+    receiver.is_sent[0] = 1
+    y = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=device)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
+    assert receiver.exchange.peers.report[0] == Wait.COMBINE
+    assert y.isnan().all()
+
+
+def test_epochs_leave_out_what_lines_hold_at_first(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    ranks[0].exchange.state[:2] = -1
+    ll_dispatch_recv.release_buffer(ranks[0].exchange)
+    assert ranks[0].exchange.state[0] == 1
+    # The credit of the last epoch before suffices, that of an earlier one does not.
+    for credit, is_there in ((-1, True), (-2, False)):
+        for rank in ranks:
+            rank.region("combined_lines", torch.int64)[:2] = credit << 32
+        send(ranks[0], [[0, 3]], [[1, 1]])
+        assert (ranks[0].exchange.peers.report[0] == 0) == is_there
+
+
+def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    for rank in ranks:
+        send(rank, [[0, 0], [0, 0]], [[1, 2], [3, 4]])
+    # Eight entries of one expert; the index has three slots, and behind it is a guard.
+    num_slots = 3
+
+    def guarded(dtype: torch.dtype) -> Tensor:
+        return torch.full((16,), 77, dtype=dtype, device=device)
+
+    row_of_slot, weights = guarded(torch.int32), guarded(torch.float32)
+    slots_of_row, counts, first = guarded(torch.int32), guarded(torch.int32), guarded(torch.int32)
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange,
+        row_of_slot[:num_slots],
+        slots_of_row[:8].view(4, 2),
+        weights[:num_slots],
+        counts,
+        first,
+        expert_alignment=1,
+    )
+    for memory in (row_of_slot, weights):
+        assert (memory[num_slots:] == 77).all()
+    assert row_of_slot[:num_slots].tolist() == [-1] * num_slots
+    assert slots_of_row[:8].tolist() == [-1] * 8
+    assert counts[:2].tolist() == first[:2].tolist() == [0, 0]
+    # Nobody knows of it yet; the combine of this rank says what it needs.
+    assert not ranks[0].exchange.peers.faults.any()
+    rows = torch.zeros(num_slots, HIDDEN, dtype=torch.bfloat16, device=device)
+    ll_combine.send_combine(
+        ranks[0].exchange, rows, None, slots_of_row[:8].view(4, 2), per_row=False, status=0
+    )
+    for rank in ranks:
+        assert rank.lines("combined_lines")[0] == (FaultCode.OVERFLOW + (8 << FLAGS_SHIFT), 1)
+    receiver = ranks[1]
+    receiver.exchange.state[1] = 1
+    receiver.region("arrived_sums", torch.int32)[:2] = 1
+    y = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=device)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
+    assert y.isnan().all()
+    assert receiver.exchange.peers.faults.tolist() == [[FaultCode.OVERFLOW, 8], [0, 0]]

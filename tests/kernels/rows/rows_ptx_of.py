@@ -144,8 +144,8 @@ def index() -> str:
 
 
 def sends() -> tuple[str, str]:
-    shared = {"WORDS": 137, "W": 2, "W_LANES": 2, "L": 128, "K": 8, "K_LANES": 8}
-    words = ("kind", "mode", "buffer", "dispatcher", "batch", "number", "fault", "flags")
+    shared = {"WORDS": 138, "W": 2, "W_LANES": 2, "L": 128, "K": 8, "K_LANES": 8}
+    words = ("kind", "check", "buffer", "dispatcher", "batch", "number", "size", "fault", "flags")
     counts = ptx(
         _count_sends_kernel,
         {
@@ -156,10 +156,10 @@ def sends() -> tuple[str, str]:
             **dict.fromkeys(words, "i32"),
         },
         WRONG_IDS=2,
-        FAULT_AT=6,
-        FLAGS_AT=7,
-        ROWS_AT=8,
-        SLOTS_AT=9,
+        FAULT_AT=7,
+        FLAGS_AT=8,
+        ROWS_AT=9,
+        SLOTS_AT=10,
         NUM_HERE=128,
         TOKENS=32,
         **shared,
@@ -173,7 +173,7 @@ def sends() -> tuple[str, str]:
             "row_of_topk_ptr": "*i32",
             "num_tokens": "i32",
         },
-        ROWS_AT=8,
+        ROWS_AT=9,
         TOKENS=512,
         SEGMENT=2048,
         num_warps=8,

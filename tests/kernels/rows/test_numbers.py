@@ -13,8 +13,8 @@ from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 
 # Place of the rows in a header, and of its first word of counts.
-ROWS, SLOTS = 8, 9
-WORDS = (2, 3, 1, 4, 7, 7, 0, 5)
+ROWS, SLOTS = 9, 10
+WORDS = (2, 3, 1, 4, 7, 7, 8, 0, 5)
 WRONG_IDS = 6
 
 
@@ -114,7 +114,7 @@ def counted(ids: Tensor, num_ranks: int, num_local: int, num_here: int, fault: i
     """Headers with all counts behind them, in the way of count_sends()."""
     header = torch.zeros(num_ranks, SLOTS + num_here + 2, dtype=torch.int64, device=ids.device)
     rest = header.new_zeros(num_ranks, num_local - num_here)
-    words = (*WORDS[:6], fault, WORDS[7])
+    words = (*WORDS[:7], fault, WORDS[8])
     count_sends(ids, header, rest, words, wrong_ids=WRONG_IDS, num_local=num_local)
     # Behind the counts nothing is written.
     assert not header[:, SLOTS + num_here :].any()
@@ -175,7 +175,7 @@ def test_wrong_ids_are_told_and_counted_nowhere(wrong: int, device: torch.device
     ids = torch.tensor([[0, 5]] * 40, device=device)
     ids[39, 1] = wrong
     header = counted(ids, 3, 4, 4)
-    assert header[:, 6].tolist() == [WRONG_IDS] * 3
+    assert header[:, 7].tolist() == [WRONG_IDS] * 3
     assert header[:, SLOTS:].sum() == 79
     # Another fault of the call comes first.
-    assert counted(ids, 3, 4, 4, fault=1)[:, 6].tolist() == [1] * 3
+    assert counted(ids, 3, 4, 4, fault=1)[:, 7].tolist() == [1] * 3

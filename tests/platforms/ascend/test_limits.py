@@ -13,7 +13,7 @@ from epcomm.buffers.ascend.base import AscendBuffer
 from epcomm.platforms.ascend.chip import Soc, current_soc, device_name, soc_of
 from epcomm.platforms.ascend.environment import (
     Rounds,
-    normal_reasons,
+    int8_reasons,
     rounds_of,
     rounds_reasons,
     variable_reasons,
@@ -239,7 +239,7 @@ def test_variables_that_the_adapters_refuse(
 def test_the_switch_for_int8_may_not_contradict_the_rows(
     wire: WireFormat, value: str, reason: str | None
 ) -> None:
-    assert_reason(normal_reasons(wire, {INT8: value}), reason)
+    assert_reason(int8_reasons(wire, {INT8: value}), reason)
 
 
 def test_a_device_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from epcomm.errors import ConfigError
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventOverlap
 from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.v1.handle import SavedHandles
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -43,6 +44,7 @@ class Opened:
             )
         self._ranks = Ranks(ranks, has_row_budget=True)
         self._comm_stream = CommStream()
+        self._saved_handles = SavedHandles()
         self.group = group
         self.rank, self.group_size = self._ranks.rank, self._ranks.size
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink

@@ -38,7 +38,10 @@ class Buffer(NormalCalls, LowLatencyCalls):
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
         comm: MPI.Comm | None = None,
+        *,
+        use_fabric: bool = False,
     ) -> None:
+        del use_fabric  # Of older versions: how memory was shared between hosts.
         super().__init__(
             group, comm, low_latency_mode=low_latency_mode, enable_shrink=enable_shrink
         )

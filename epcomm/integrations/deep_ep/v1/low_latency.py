@@ -51,23 +51,19 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     layout_range [L, W], int64: first row of each source and, in the low half, how many.
     """
 
+    ranks: Ranks
     num_tokens: int
     # L, W * M, H.
     slab_shape: tuple[int, int, int]
 
-    def keep(self, num_tokens: int, sizes: Sizes) -> None:
-        """Keep the sizes that a combine must have: T, and those of the slabs."""
-        self.num_tokens = num_tokens
+    def keep(self, ranks: Ranks, num_tokens: int, sizes: Sizes) -> None:
+        """Keep what a combine must have: the ranks, T, and the sizes of the slabs."""
+        self.ranks, self.num_tokens = ranks, num_tokens
         self.slab_shape = (sizes.num_local, sizes.capacity, self[3])
 
     @abstractmethod
     def begin_combine(
-        self,
-        ranks: Ranks,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        out: Tensor | None,
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None
     ) -> tuple[Tensor, Receive]:
         """Begin to return the rows of x [L, W * M, H]; what is returned beside y writes it."""
 
@@ -94,16 +90,16 @@ class Slabs:
     handle: LowLatencyHandle
 
 
-def handle_of(handle: object, ranks: Ranks) -> LowLatencyHandle:
-    """Return a handle as low_latency_dispatch() made it.
+def handle_of(handle: object, ranks: Ranks) -> LowLatencyHandle | None:
+    """Return a handle as low_latency_dispatch() of these ranks made it, or None if it did not."""
+    if isinstance(handle, LowLatencyHandle) and handle.ranks is ranks:
+        return handle
+    return None
 
-    Raises:
-        HandleError: it did not.
-    """
-    if not isinstance(handle, LowLatencyHandle):
-        raise HandleError(
-            f"low_latency_combine: handle is {type(handle).__name__}, expected what "
-            f"low_latency_dispatch() returned, as it was returned ({ranks.where}); keep the handle "
-            "and pass it on"
-        )
-    return handle
+
+def handle_error(handle: object, function: str, ranks: Ranks) -> HandleError:
+    """Return the error for a handle that low_latency_dispatch() of these ranks did not make."""
+    return HandleError(
+        f"{function}: handle is {type(handle).__name__}, expected what low_latency_dispatch() of "
+        f"this Buffer returned ({ranks.where}); pass the handle as it was returned"
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, ConfigError
 from epcomm.integrations.deep_ep.events import EventOverlap
-from epcomm.integrations.deep_ep.missing import refuse_missing
+from epcomm.integrations.deep_ep.missing import missing_error, refuse_missing
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1 import checks, low_latency, pairs, slots
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
@@ -45,7 +45,7 @@ class LowLatencyCalls(Opened):
         )
         # Ranks that calls leave out already.
         self._excluded: frozenset[int] = frozenset()
-        self._mask_status = torch.zeros(self.group_size, dtype=torch.int32)
+        self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
         self._slot_memory = slots.SlotMemory()
         self._rows_to_return: dict[tuple[int, ...], Tensor] = {}
 
@@ -68,8 +68,14 @@ class LowLatencyCalls(Opened):
         use_ue8m0: bool = False,
         async_finish: bool = False,
         return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
+        topk_weights: Tensor | None = None,
     ) -> LowLatencyResult:
         """Send rows to the slabs of their experts, [L, W * M, H]; quantised here with use_fp8.
+
+        The arguments after the star are those of branches of DeepEP, and must be off.
 
         Returns:
             Slabs (with column-major scales, or without), rows of each slab [L] int32, handle,
@@ -78,25 +84,31 @@ class LowLatencyCalls(Opened):
         Collective: yes; M and E equal on all ranks.   Host sync: on a CPU alone.
         Lifetime: on a CPU the caller owns what it gets.
         Raises:
-            ShapeError, CapacityError: the call of some rank cannot be; on every rank.
+            ShapeError, CapacityError: some rank refuses its call; on every rank.
+            NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         name = "low_latency_dispatch"
         ranks = self._begin_low_latency(name, x)
-        refuse_missing(
+        missing = missing_error(
             name,
             {
                 "dispatch_wait_recv_cost_stats": (
                     dispatch_wait_recv_cost_stats is not None,
                     "leave it out, and use a profiler",
-                )
+                ),
+                "use_nvfp4=True": (use_nvfp4, "pass use_fp8=True or False"),
+                "x_global_scale": (x_global_scale is not None, "it belongs to use_nvfp4"),
+                "topk_weights": (topk_weights is not None, "pass them to low_latency_combine()"),
             },
+            ranks.where,
         )
         max_tokens = num_max_dispatch_tokens_per_rank
         stats = cumulative_local_expert_recv_stats
         wrong_scales = checks.scale_error(ranks, use_fp8 and use_ue8m0 and not round_scale)
         wrong_rows = checks.low_latency_dispatch_error(ranks, x, topk_idx, max_tokens, num_experts)
         error = (
-            wrong_scales
+            missing
+            or wrong_scales
             or wrong_rows
             or checks.hook_error(ranks, name, is_async=async_finish, with_hook=return_recv_hook)
             or checks.stats_error(ranks, stats, num_experts // ranks.size)
@@ -141,18 +153,30 @@ class LowLatencyCalls(Opened):
         return_recv_hook: bool = False,
         out: Tensor | None = None,
         combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        src_signals: Tensor | None = None,
+        block_m: int | None = None,
+        threshold: int | None = None,
+        num_sms: int | None = None,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
         """Sum the rows of each token times their weights, in float32 and in the order of k.
 
-        As in V1, topk_idx and topk_weights are read when the rows are received.
+        As in V1, topk_idx and topk_weights are read when the rows are received. The arguments after
+        the star are those of branches of DeepEP: the last three mean something with overlap=True
+        alone, and the others must be off.
 
         Collective: yes.   Host sync: on a CPU alone.   Lifetime: the caller owns the result.
         Raises:
-            ShapeError, HandleError: the call of some rank cannot be; on every rank.
+            ShapeError, HandleError: some rank refuses its call; on every rank.
+            NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         name = "low_latency_combine"
         ranks = self._begin_low_latency(name)
-        refuse_missing(
+        del block_m, threshold, num_sms
+        missing = missing_error(
             name,
             {
                 "use_logfmt=True": (use_logfmt, "leave it out: rows return in bfloat16"),
@@ -160,19 +184,34 @@ class LowLatencyCalls(Opened):
                     combine_wait_recv_cost_stats is not None,
                     "leave it out, and use a profiler",
                 ),
+                "overlap=True": (overlap, "run the experts before combine"),
+                **{
+                    signal: (given is not None, "it belongs to overlap")
+                    for signal, given in (
+                        ("packed_recv_count", packed_recv_count),
+                        ("comp_signal", comp_signal),
+                        ("src_signals", src_signals),
+                    )
+                },
             },
+            ranks.where,
         )
         known = low_latency.handle_of(handle, ranks)
+        if known is None:
+            error = low_latency.handle_error(handle, name, ranks)
+            ranks.refuse_combine(Mode.LOW_LATENCY, error)
         if zero_copy:
             x = self._combine_memory(known)
         topk, shapes = (topk_idx, topk_weights), (known.slab_shape, known.num_tokens)
-        error = checks.hook_error(
-            ranks, name, is_async=async_finish, with_hook=return_recv_hook
-        ) or checks.low_latency_combine_error(ranks, x, topk, shapes, out)
+        error = (
+            missing
+            or checks.hook_error(ranks, name, is_async=async_finish, with_hook=return_recv_hook)
+            or checks.low_latency_combine_error(ranks, x, topk, shapes, out)
+        )
         if error is not None:
             known.refuse_combine(error)
         with self._call(x, None, async_finish) as call:
-            combined, receive = known.begin_combine(ranks, x, topk_idx, topk_weights, out)
+            combined, receive = known.begin_combine(x, topk_idx, topk_weights, out)
             if not return_recv_hook:
                 receive()
             event = call.event([x, topk_idx, topk_weights, combined])
@@ -208,7 +247,10 @@ class LowLatencyCalls(Opened):
         """Return memory for the rows of a combine, bfloat16 [L, W * M, H], for zero_copy."""
         ranks = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
         # Each caller's own alias: what autograd records of writes must not stay with the memory.
-        return self._combine_memory(low_latency.handle_of(handle, ranks)).detach()
+        known = low_latency.handle_of(handle, ranks)
+        if known is None:
+            raise low_latency.handle_error(handle, "get_next_low_latency_combine_buffer", ranks)
+        return self._combine_memory(known).detach()
 
     def _begin_low_latency(self, function: str, like: object = None) -> Ranks:
         """Begin a call without the ranks that are masked."""

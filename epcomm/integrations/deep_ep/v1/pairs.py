@@ -13,6 +13,7 @@ from typing import NoReturn, Self
 import torch
 from torch import Tensor
 
+from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError
 from epcomm.integrations.deep_ep.normal import (
     Received,
@@ -22,7 +23,7 @@ from epcomm.integrations.deep_ep.normal import (
     dispatch_rows,
     return_rows,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatencyHandle,
     Receive,
@@ -78,7 +79,7 @@ class PairsHandle(LowLatencyHandle):
     arrival: Arrival | None
 
     @classmethod
-    def of(cls, like: Tensor, pairs: Pairs, sizes: Sizes) -> Self:
+    def of(cls, ranks: Ranks, like: Tensor, pairs: Pairs, sizes: Sizes) -> Self:
         """Make the handle of a batch of tokens `like` [T, H]."""
         src_info = torch.empty(
             sizes.num_local, sizes.capacity, dtype=torch.int32, device=like.device
@@ -87,24 +88,21 @@ class PairsHandle(LowLatencyHandle):
             sizes.num_local, sizes.num_ranks, dtype=torch.int64, device=like.device
         )
         handle = cls((src_info, ranges, sizes.max_tokens, like.shape[1], sizes.num_experts))
-        handle.keep(like.shape[0], sizes)
+        handle.keep(ranks, like.shape[0], sizes)
         handle.pairs, handle.arrival = pairs, None
         return handle
 
     def begin_combine(
-        self,
-        ranks: Ranks,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        out: Tensor | None,
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None
     ) -> tuple[Tensor, Receive]:
         """Read the rows here, and topk_ids and topk_weights in the second half, as in V1."""
-        arrival = self.arrival
+        arrival, where = self.arrival, self.ranks.where
         if arrival is None:
-            raise HandleError(
-                f"low_latency_combine: the batch is not received ({ranks.where}); call the hook of "
-                "its dispatch first"
+            self.refuse_combine(
+                HandleError(
+                    f"low_latency_combine: handle is of a batch that is not received ({where}), "
+                    "expected one whose hook was called; call the hook of its dispatch first"
+                )
             )
         hidden_size = x.shape[2]
         rows = x.reshape(-1, hidden_size)[arrival.place_of_row]
@@ -113,7 +111,7 @@ class PairsHandle(LowLatencyHandle):
 
         def receive() -> None:
             if not pending:
-                raise HandleError(f"low_latency_combine: the hook was called twice ({ranks.where})")
+                raise HandleError(f"low_latency_combine: the hook was called twice ({where})")
             returned, _ = return_rows(pending.pop(), rows)
             ids = topk_ids.long()
             places = self.pairs.places(ids, self[4])
@@ -123,9 +121,7 @@ class PairsHandle(LowLatencyHandle):
         return y, receive
 
     def refuse_combine(self, error: EPError) -> NoReturn:
-        if self.arrival is not None:
-            self.arrival.way.buffer.refuse_combine(error)
-        raise error
+        self.ranks.refuse_combine(Mode.LOW_LATENCY, error)
 
 
 def begin_dispatch(
@@ -138,7 +134,7 @@ def begin_dispatch(
     topk_ids = topk_ids.long()
     pairs = Pairs.of(topk_ids)
     rows = _rows_on(wire, x)
-    handle = PairsHandle.of(x, pairs, sizes)
+    handle = PairsHandle.of(ranks, x, pairs, sizes)
     slabs = _new_slabs(rows, sizes, handle)
     error = _overflow_of(pairs, sizes, ranks)
     weights = (pairs.tokens + ranks.rank * sizes.max_tokens).float()
@@ -148,7 +144,13 @@ def begin_dispatch(
     def receive() -> None:
         _check_once(handle, ranks)
         received = dispatch_rows(
-            ranks, sent, pairs.experts[:, None], weights[:, None], sizes.num_experts, error=error
+            ranks,
+            sent,
+            pairs.experts[:, None],
+            weights[:, None],
+            sizes.num_experts,
+            options=Options(num_max_tokens_per_rank=sizes.max_tokens),
+            error=error,
         )
         handle.arrival = Arrival(way=received.way, place_of_row=_write(slabs, received, sizes))
 
@@ -236,7 +238,7 @@ def _weighted_sum(
 ) -> Tensor:
     """Sum rows [S, H] by token in float32, in the order of k; what was not sent is NaN."""
     num_tokens, top_k = topk_ids.shape
-    total = torch.zeros(num_tokens, returned.shape[1], device=returned.device)
+    total = returned.new_zeros(num_tokens, returned.shape[1], dtype=torch.float32)
     for k in range(top_k):
         place = places[:, k]
         is_sent, is_chosen = place >= 0, topk_ids[:, k] != -1

@@ -61,15 +61,10 @@ class SlotsHandle(LowLatencyHandle):
     exchange_plan: ExchangePlan
 
     def begin_combine(
-        self,
-        ranks: Ranks,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        out: Tensor | None,
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None
     ) -> tuple[Tensor, Receive]:
         """Send by the routing of the dispatch; topk_weights are read in the second half."""
-        del ranks, topk_ids
+        del topk_ids
         pending = self.buffer.combine_slots_async(
             x.flatten(0, 1), self.exchange_plan, topk_weights, out=out
         )
@@ -142,7 +137,7 @@ def begin_dispatch(
         x=out.rows.data,
         scales=columns,
         counts=out.index.num_tokens_per_expert,
-        handle=_handle_of(buffer, out, x, sizes),
+        handle=_handle_of(ranks, buffer, out, x, sizes),
     )
     return slabs, receive
 
@@ -187,7 +182,9 @@ def _layout_of(wire: Wire) -> ScaleLayout:
     return ScaleLayout(column_major=True, alignment=_ALIGNMENT, packed=wire.packed)
 
 
-def _handle_of(buffer: Buffer, out: Dispatched, x: Tensor, sizes: Sizes) -> SlotsHandle:
+def _handle_of(
+    ranks: Ranks, buffer: Buffer, out: Dispatched, x: Tensor, sizes: Sizes
+) -> SlotsHandle:
     plan = out.exchange_plan
     assert isinstance(plan, WithSources), "buffers whose slots come home apart know their sources"
     assert plan.sources is not None, "in the layout MASKED"
@@ -200,7 +197,7 @@ def _handle_of(buffer: Buffer, out: Dispatched, x: Tensor, sizes: Sizes) -> Slot
             sizes.num_experts,
         )
     )
-    handle.keep(x.shape[0], sizes)
+    handle.keep(ranks, x.shape[0], sizes)
     handle.buffer, handle.exchange_plan = buffer, plan
     return handle
 

@@ -10,11 +10,25 @@ import triton
 import triton.language as tl
 
 # Places in the state of a rank (int32): the last dispatch and combine, programs that have left,
-# tokens that are taken, which kernels/nvlink/normal_combine.cu counts, and blocks that have sent
-# metadata, which kernels/nvlink/dispatch_cuda counts.
+# tokens that are taken, which kernels/nvlink/normal_combine.cu counts, blocks that have sent
+# metadata, which kernels/nvlink/dispatch_cuda counts, whether a program of a dispatch has timed
+# out, and programs that have left the index of normal_dispatch_recv.py.
 DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS = 0, 1, 2, 3, 4
-DISPATCH_COUNTED = 5
-STATE_WORDS = 6
+DISPATCH_COUNTED, DISPATCH_LOST, INDEX_LEFT = 5, 6, 7
+STATE_WORDS = 8
+# From there on the mark of the dispatch that each receive buffer holds.
+BUFFER_MARKS = STATE_WORDS
+
+_WRAPPED = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def mark_of(epoch: tl.tensor) -> tl.tensor:
+    """Return what words hold that are written in some epochs alone: never 0, as they are at first.
+
+    Such words are compared for equality: that of a long past epoch may look as if it were ahead.
+    """
+    return tl.where(epoch == 0, _WRAPPED, epoch)
 
 
 @triton.jit
@@ -27,3 +41,15 @@ def end_epoch(
     if num_left == tl.num_programs(0) - 1:
         tl.store(state_ptr + LEFT, 0)
         tl.store(state_ptr + EPOCH, epoch)
+
+
+@triton.jit
+def next_epoch(epoch: tl.tensor) -> tl.tensor:
+    """Return the epoch behind one of low latency: never 0, which lines hold that nobody wrote."""
+    return tl.where(epoch == -1, 1, epoch + 1)
+
+
+@triton.jit
+def previous_epoch(epoch: tl.tensor) -> tl.tensor:
+    """Return the epoch before: of the first one -1, which lines of 0 are not behind."""
+    return tl.where(epoch == 1, -1, epoch - 1)

@@ -82,9 +82,11 @@ class LowLatencyExchange:
 
     peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
-    state: [8 + W], int32: epoch of dispatch (1 at first) and of combine (0), whether the call
-        failed, from METADATA_ARRIVALS on programs that have sent metadata, rows and sums, and from
-        SOURCES_AT on the first word of each rank's header, with T = 0 if the call failed.
+    state: [8 + W], int32: epoch of dispatch (1 at first) and of combine (0), 1 if all ranks know
+        that the dispatch failed, or a fault code and slots needed as pack_status() packs them if
+        this rank alone has no rows, from METADATA_ARRIVALS on programs that have sent metadata,
+        rows and sums, and from SOURCES_AT on the first word of each rank's header, with T = 0 if
+        the call failed.
     launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 

@@ -4,14 +4,17 @@ A rank that polls a line until its flag is the epoch of the batch has its word a
 is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
 for a few tokens. Two neighbours may be one access of 128 bits, for each brings its own flag.
 
-Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow; the flag
+Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow, and 0 is
+left out when they wrap; the flag
 of data is compared for equality, that of the credit of combine by order, for the next one may be
 there already when a slow program looks. Every line of a batch is awaited, or is of no use to
 anybody: stores of one rank to one place keep their order. The model of tests/kernels/nvlink/
 test_line_protocol.py tries it in random schedules.
 
 What orders reads before the writes of the next batch: a rank sends the line that gives the credit
-in a kernel behind those that read, whose loads have returned.
+in a kernel behind those that read, whose loads have returned. The sender of combine gives it before
+it has read the rows that it combines in place. So who combines rows in place must send a sum for
+each row that it reads: their source awaits these sums before it dispatches again.
 
 All threads of a program must leave a wait together, for in it they meet: each warp sees memory, the
 abort flag and the clock by itself, so what they found is reduced first.
@@ -23,6 +26,7 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common.epochs import previous_epoch
 from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
@@ -189,7 +193,7 @@ def await_credit(
     while is_waiting(late, polls_left):
         aborted = tl.load(int32_at(own_address), volatile=True)
         lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
-        is_late = is_rank & (flag_of(lines) - (epoch - 1) < 0)
+        is_late = is_rank & (flag_of(lines) - previous_epoch(epoch) < 0)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
             bits_of_ranks(is_late, LANES), aborted, polls_left, num_looks, end_ns, THREADS
         )

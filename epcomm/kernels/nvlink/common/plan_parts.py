@@ -30,7 +30,7 @@ class Arrivals:
 
     rows_from: [W], int32.
     row_base: [W], int32: where the rows of a rank begin in the index.
-    has_failed: [1], int32, not 0 if the dispatch was refused.
+    has_failed: [2], int32: not 0 if the dispatch was refused, and mark_of() of its number.
     """
 
     rows_from: Tensor

@@ -3,8 +3,10 @@
 A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
 each program of the source that has sent; in low latency the last of them to arrive sets it to the
 epoch. Each of these releases, so a full count means that all that the programs stored is visible to
-the rank that acquires it. Signals never shrink, and are compared by the sign of a difference, for a
-fast rank may be one epoch ahead.
+the rank that acquires it. Signals that are written in each epoch never shrink, and are compared by
+the sign of a difference, for a fast rank may be one epoch ahead. Those that are written in some
+epochs alone are compared for equality: nobody can be ahead, for that takes a signal of the next
+epoch from the rank that waits, and a word of an epoch 2**31 before would look ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
 looks as fit, for how fast it looks depends on all else that it does. A rank that times out writes a
@@ -177,12 +179,15 @@ def _behind(
     is_read: tl.tensor,
     wanted: tl.tensor,
     SCOPE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """Look once; return 1 for each needed source whose signals are less than `wanted`, int32."""
+    """Look once; return 1 for each needed source whose signals are not there yet, int32."""
     ahead = _look(first_ptr, is_read, SCOPE) - wanted
+    is_behind = (ahead != 0) if IS_EXACT else (ahead < 0)
     if last_ptr is not None:
-        ahead = tl.minimum(ahead, _look(last_ptr, is_read, SCOPE) - wanted)
-    return (is_needed & (ahead < 0)).to(tl.int32)
+        ahead = _look(last_ptr, is_read, SCOPE) - wanted
+        is_behind |= (ahead != 0) if IS_EXACT else (ahead < 0)
+    return (is_needed & is_behind).to(tl.int32)
 
 
 @triton.jit
@@ -195,8 +200,11 @@ def await_at(
     wanted: tl.tensor,
     max_polls: tl.tensor,
     SCOPE: tl.constexpr,
+    IS_EXACT: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor | int]:
     """Wait until signals are at least `wanted`; what their sources stored before is visible then.
+
+    IS_EXACT: they are to be `wanted` itself, as signals that are not written in each epoch.
 
     first_ptr, last_ptr: [n], one or two signals of each source, of this rank.
     is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.
@@ -210,7 +218,9 @@ def await_at(
     end_ns = num_looks.to(tl.int64)
     # Only scalars go around: a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
-        num_missing = tl.sum(_behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE))
+        num_missing = tl.sum(
+            _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT)
+        )
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left -= spent
@@ -219,7 +229,7 @@ def await_at(
             polls_left = tl.where(aborted != 0, 0, polls_left)
     missing = is_needed.to(tl.int32) * 0
     if num_missing > 0:
-        missing = _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE)
+        missing = _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
     return missing, aborted
@@ -234,6 +244,7 @@ def await_signals(
     W: tl.constexpr,
     LANES: tl.constexpr,
     excluded_ptr: tl.tensor,
+    IS_EXACT: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ) -> tuple[tl.tensor, tl.tensor | int]:
     """Wait as await_at() for W signals at signals_ptr; an excluded rank is never missing.
 
@@ -250,6 +261,7 @@ def await_signals(
         wanted,
         max_polls,
         "sys",
+        IS_EXACT,
     )
 
 
@@ -284,7 +296,7 @@ def abort_if_missing(
             # Programs that wait for different ranks each name theirs.
             tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=is_rank & (missing != 0))
             tl.store(report_ptr + REPORT_EPOCH, epoch)
-            tl.store(report_ptr + REPORT_WAIT, wait)
+            # The release below covers the stores of all threads only after this.
             tl.debug_barrier()
             addresses = tl.load(table_ptr + lane, mask=is_rank, other=0)
             # Read by await_at() of later kernels, which only return, and report it to their hosts.
@@ -293,6 +305,9 @@ def abort_if_missing(
             bits = tl.where(is_notified, 1, 0) << tl.where(is_notified, lane + MISSING_SHIFT, 0)
             mine = tl.zeros_like(lane) + tl.sum(bits) + rank + 1
             tl.atomic_xchg(flags, mine, mask=is_rank, sem="release", scope="sys")
+            tl.debug_barrier()
+            # Behind that fence: the host reads the rest of the report once it finds this.
+            tl.store(report_ptr + REPORT_WAIT, wait)
     return is_lost
 
 
@@ -306,6 +321,7 @@ def await_or_abort(
     epoch: tl.tensor,
     W: tl.constexpr,
     LANES: tl.constexpr,
+    IS_EXACT: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
 ) -> tl.tensor:
     """Wait as await_signals() for the signals at `address`; abort as abort_if_missing().
 
@@ -313,6 +329,13 @@ def await_or_abort(
     """
     own_address, _, excluded_ptr, _, _ = peers
     missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(address), int32_at(own_address), wanted, max_polls, W, LANES, excluded_ptr
+        int32_at(address),
+        int32_at(own_address),
+        wanted,
+        max_polls,
+        W,
+        LANES,
+        excluded_ptr,
+        IS_EXACT,
     )
     return abort_if_missing(missing, aborted, peers, wait, epoch, W, LANES)

@@ -11,6 +11,8 @@ from epcomm.protocol import FaultCode, Wait
 FLAGS_SHIFT = tl.constexpr(protocol.FLAGS_SHIFT)
 FAULT_MASK = tl.constexpr(protocol.FAULT_MASK)
 FAULT_IDS = tl.constexpr(int(FaultCode.IDS))
+FAULT_REPEATED_IDS = tl.constexpr(int(FaultCode.REPEATED_IDS))
+FAULT_HANDLE = tl.constexpr(int(FaultCode.HANDLE))
 FAULT_OVERFLOW = tl.constexpr(int(FaultCode.OVERFLOW))
 _FAULT_GRAD_MODE = tl.constexpr(int(FaultCode.GRAD_MODE))
 _FAULT_FROZEN = tl.constexpr(int(FaultCode.FROZEN))

@@ -41,7 +41,7 @@ struct Arguments {
     int buffer_index;
     int wanted_tokens;
     int status;
-    int num_slots;  // of the budget, if there is one
+    int num_slots;  // C: of the budget, if there is one
     int has_budget;
     int has_row_budget;  // of MAX_TOKENS rows from all ranks together
     int is_compact;

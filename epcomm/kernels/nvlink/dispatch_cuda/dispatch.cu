@@ -69,14 +69,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
     if (warp < PLANNERS) plan_tokens(a, plan, first, end, epoch);
 #endif
     __syncthreads();
-    if (is_lost) {
-        if (warp < COPIERS) leave_ring(ring);
 #if IS_PLANNED
-        else index_rows(a, index, a.own + buffer_at, epoch, true, helper);
+    const bool is_out = is_lost || plan.is_lost;
+#else
+    const bool is_out = is_lost;
 #endif
-        return;
-    }
-    if (warp < COPIERS) {
+    if (is_out && warp < COPIERS) {
+        leave_ring(ring);
+    } else if (warp < COPIERS) {
         push(a, ring, end, buffer_at);
         // Rows and scales: helpers arrive below.
         asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
@@ -85,7 +85,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
             const bool is_there = await_rows(a, epoch);
             if (lane == 0) has_rows = is_there;
         }
-    } else {
+    } else if (!is_out) {
 #if IS_PLANNED
         send_metadata(a, first, end, buffer_at, helper);
         if (blockIdx.x == gridDim.x - 1) send_headers(a, plan, buffer_at, helper);
@@ -102,17 +102,29 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
 #endif
         asm volatile("bar.arrive 3, %0;" ::"n"(32 * WARPS) : "memory");
 #if IS_PLANNED
-        index_rows(a, index, a.own + buffer_at, epoch, false, helper);
+        index_rows(a, index, a.own + buffer_at, epoch, helper);
 #endif
     }
     __syncthreads();
-    if (threadIdx.x != 0) return;
+    __shared__ bool empties;
+    if (threadIdx.x == 0) {
+        bool is_missing = is_out || (blockIdx.x == 0 && !has_rows);
 #if IS_PLANNED
-    if (blockIdx.x == 0 && !has_rows) a.has_failed[0] = 1;
+        is_missing = is_missing || index.is_lost;
 #endif
-    __threadfence();
-    if (atomicAdd(a.state + DISPATCH_LEFT, 1) == gridDim.x - 1) {
-        a.state[DISPATCH_LEFT] = 0;
-        a.state[DISPATCH_EPOCH] = epoch;
+        if (is_missing) atomicOr(a.state + DISPATCH_LOST, 1);
+        const bool is_last = arrive_here(a.state + DISPATCH_LEFT) == (int)gridDim.x - 1;
+        if (is_last) {
+            a.state[DISPATCH_LEFT] = 0;
+            a.state[DISPATCH_EPOCH] = epoch;
+            // Read by combine, of this dispatch and of the one before in this receive buffer.
+            a.state[BUFFER_MARKS + a.buffer_index] = mark_of(epoch);
+        }
+        empties = is_last && atomicOr(a.state + DISPATCH_LOST, 0) != 0;
     }
+#if IS_PLANNED
+    __syncthreads();
+    // All other blocks have ended, so nothing is written after this.
+    if (empties) empty_index(a);
+#endif
 }

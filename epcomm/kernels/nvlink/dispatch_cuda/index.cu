@@ -51,7 +51,7 @@ __device__ int code_of(const Arguments& a, u64 headers, bool takes, int needed) 
 }
 
 // Read the headers of all ranks, and find where slots begin. By all helpers of a block.
-__device__ void read_headers(const Arguments& a, Index& index, u64 headers, int helper) {
+__device__ void read_headers(const Arguments& a, Index& index, u64 headers, int epoch, int helper) {
     const int lane = helper % 32, warp = helper / 32;
     const bool takes = !index.is_lost && takes_part(a, lane);
     const u32 sources = __ballot_sync(ALL_LANES, takes);
@@ -137,6 +137,7 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
         if (lane == 0) {
             a.first_slot[LOCAL] = index.starts[LOCAL];
             a.has_failed[0] = index.has_failed;
+            a.has_failed[1] = mark_of(epoch);
         }
     }
     helpers_meet();
@@ -166,9 +167,11 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
                 const int entry = first + i * step, place = entry / K_LANES, k = entry % K_LANES;
                 if (entry >= num_entries || k >= TOP_K) continue;
                 const i64 row = index.row_bases[source] + place;
-                int slot = -1;
-                if (experts[i] >= 0) {
-                    slot = index.bases[source * LOCAL + experts[i]] + positions[i];
+                int slot = experts[i] < 0
+                    ? -1 : index.bases[source * LOCAL + experts[i]] + positions[i];
+                // Nothing is stored beyond the index, whatever a rank has sent.
+                if ((u32)slot >= (u32)a.num_slots) slot = -1;
+                if (slot >= 0) {
                     a.row_of_slot[slot] = row;
                     a.slot_weights[slot] = __int_as_float(weights[i]);
                 }
@@ -217,16 +220,40 @@ __device__ void pad(const Arguments& a, const Index& index, int helper) {
     }
 }
 
+// Take back all that was indexed, where some block was lost: it has not written its entries. By all
+// threads of the last block to leave.
+__device__ void empty_index(const Arguments& a) {
+    const int rows = a.has_row_budget ? MAX_TOKENS : WORLD * MAX_TOKENS;
+    for (int slot = threadIdx.x; slot < a.num_slots; slot += blockDim.x) {
+        a.row_of_slot[slot] = -1;
+        a.slot_weights[slot] = 0.0f;
+    }
+    for (i64 entry = threadIdx.x; entry < (i64)rows * TOP_K; entry += blockDim.x) {
+        a.slots_of_row[entry] = -1;
+        if (a.row_ids != nullptr) {
+            a.row_ids[entry] = -1;
+            a.row_weights[entry] = 0.0f;
+        }
+    }
+    for (int expert = threadIdx.x; expert <= LOCAL; expert += blockDim.x) {
+        if (expert < LOCAL) a.num_tokens_per_expert[expert] = 0;
+        a.first_slot[expert] = 0;
+    }
+    for (int source = threadIdx.x; source < WORLD; source += blockDim.x) {
+        a.rows_from[source] = a.row_base[source] = 0;
+    }
+    if (threadIdx.x == 0) a.has_failed[0] = 1;
+}
+
 // Wait for the headers and the metadata of all ranks, and write the index. By all helpers.
-__device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epoch, bool is_lost,
-                           int helper) {
+__device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epoch, int helper) {
     if (helper < 32) {
         const u64 word = takes_part(a, helper) ? a.own + COUNTS_READY_AT + 4 * helper : 0;
-        const bool is_there = !is_lost && wait(a, word, epoch, WAIT_HEADERS);
+        const bool is_there = wait(a, word, epoch, WAIT_HEADERS);
         if (helper == 0) index.is_lost = !is_there;
     }
     helpers_meet();
-    read_headers(a, index, buffer + HEADER_AT, helper);
+    read_headers(a, index, buffer + HEADER_AT, epoch, helper);
     index_entries(a, index, buffer + METADATA_AT, helper);
     pad(a, index, helper);
     if (a.has_row_budget) pad_rows(a, index, helper);

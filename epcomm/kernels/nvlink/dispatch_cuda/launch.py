@@ -24,7 +24,13 @@ from torch import Tensor
 from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
 from epcomm.kernels.nvlink.common.cuda_source import source_of
-from epcomm.kernels.nvlink.common.epochs import DISPATCH_COUNTED, DISPATCH_EPOCH, DISPATCH_LEFT
+from epcomm.kernels.nvlink.common.epochs import (
+    BUFFER_MARKS,
+    DISPATCH_COUNTED,
+    DISPATCH_EPOCH,
+    DISPATCH_LEFT,
+    DISPATCH_LOST,
+)
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange, PreparedCuda, scratch_words
@@ -57,6 +63,8 @@ _NUMBERS = {
     "DISPATCH_EPOCH": DISPATCH_EPOCH,
     "DISPATCH_LEFT": DISPATCH_LEFT,
     "DISPATCH_COUNTED": DISPATCH_COUNTED,
+    "DISPATCH_LOST": DISPATCH_LOST,
+    "BUFFER_MARKS": BUFFER_MARKS,
     "HEADER_WORDS": protocol.HEADER_WORDS,
     "FAULT_MASK": protocol.FAULT_MASK,
     "FAULT_IDS": int(protocol.FaultCode.IDS),
@@ -319,6 +327,9 @@ def _kernel(layout: NormalLayout, rows: Rows, device: torch.device) -> tuple[Cud
     cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name="dispatch.cu")
     with torch.cuda.device(device):
         kernel = CudaModule(cubin).kernel(
-            "dispatch_rows", threads=32 * (COPIERS + HELPERS), shared_bytes=RING_BYTES
+            "dispatch_rows",
+            threads=32 * (COPIERS + HELPERS),
+            shared_bytes=RING_BYTES,
+            is_cooperative=True,
         )
     return kernel, num_sms_of(device)

@@ -134,6 +134,8 @@ __device__ void publish_counts(const Arguments& a) {
     int before = 0;
     if (lane == 0) before = arrive_here(a.state + DISPATCH_COUNTED);
     if (__shfl_sync(ALL_LANES, before, 0) != (int)gridDim.x - 1) return;
+    // What lane 0 has acquired, the other lanes release.
+    __syncwarp();
     if (lane == 0) a.state[DISPATCH_COUNTED] = 0;
     // Read in index_rows() of every rank.
     if (takes_part(a, lane)) add_released(a.table[lane] + COUNTS_READY_AT + 4 * a.rank, 1);

@@ -3,6 +3,9 @@
 // The warps of a block but the last plan its run of tokens. They count, tell the later blocks, sum up
 // what the earlier ones told, and write places, positions and owners. All blocks run at once, so the
 // wait for the earlier ones is short.
+//
+// A token is a bit of each of its experts. Where a token names an expert twice, which the bit does not
+// show, the entries of a group are compared with one another instead.
 
 constexpr int GROUP = 128, GROUP_WORDS = GROUP / 32;
 // Of each expert and, behind them, of each rank.
@@ -16,6 +19,8 @@ struct Plan {
     int own[COUNTERS];                 // of this block
     int before[COUNTERS];              // of earlier blocks and groups; in the end of this block, too
     bool takes[WORLD];
+    bool is_lost;      // the counts of an earlier block did not come
+    int has_repeats;  // some token of this block names an expert twice
     int is_bad;  // this block or an earlier one has met an id out of range
 };
 
@@ -66,10 +71,31 @@ __device__ void mark(const Arguments& a, Plan& plan, int start, int end) {
         if (i < num_entries) plan.experts[i] = expert;
         if (expert < 0) continue;
         const u32 bit = 1u << token % 32;
-        atomicOr(plan.bits + expert * GROUP_WORDS + token / 32, bit);
+        if (atomicOr(plan.bits + expert * GROUP_WORDS + token / 32, bit) & bit) {
+            plan.has_repeats = 1;
+            // Of the first pass; the second one counts in count_repeats().
+            atomicAdd(plan.own + expert, 1);
+        }
         atomicOr(plan.bits + (EXPERTS + expert / LOCAL) * GROUP_WORDS + token / 32, bit);
     }
     planners_meet();
+}
+
+// The entries of a group before entry i that name the same expert, from entry `first` on.
+__device__ int num_same_before(const Plan& plan, int first, int i) {
+    int sum = 0;
+    for (int other = first; other < i; ++other) sum += plan.experts[other] == plan.experts[i];
+    return sum;
+}
+
+// Count the entries that repeat an expert of their token, which have no bit.
+__device__ void count_repeats(Plan& plan, int start, int end) {
+    for (int i = threadIdx.x; i < min(GROUP, end - start) * TOP_K; i += 32 * PLANNERS) {
+        const int expert = plan.experts[i];
+        if (expert >= 0 && num_same_before(plan, i / TOP_K * TOP_K, i)) {
+            atomicAdd(plan.before + expert, 1);
+        }
+    }
 }
 
 // Write what is known of the tokens of a group, whose bits are set.
@@ -79,8 +105,12 @@ __device__ void place(const Arguments& a, const Plan& plan, int start, int end) 
         const i64 at = (i64)start * TOP_K + i;
         const int expert = plan.experts[i];
         a.owners[at] = expert < 0 ? -1 : expert / LOCAL;
-        a.positions[at] = expert < 0 ? 0
-            : plan.before[expert] + num_bits_below(plan.bits + expert * GROUP_WORDS, i / TOP_K);
+        int position = 0;
+        if (expert >= 0) {
+            position = plan.before[expert] + (plan.has_repeats ? num_same_before(plan, 0, i)
+                : num_bits_below(plan.bits + expert * GROUP_WORDS, i / TOP_K));
+        }
+        a.positions[at] = position;
     }
     for (int i = threadIdx.x; i < num_tokens * WORLD; i += 32 * PLANNERS) {
         const int token = i / WORLD, rank = EXPERTS + i % WORLD;
@@ -91,21 +121,26 @@ __device__ void place(const Arguments& a, const Plan& plan, int start, int end) 
     }
 }
 
-// Wait for the counts of all earlier blocks of this rank; by one warp.
-__device__ void await_earlier(const Arguments& a, int epoch) {
+// Wait for the counts of all earlier blocks of this rank; by one warp. Return whether they are there.
+__device__ bool await_earlier(const Arguments& a, int epoch) {
     const int lane = threadIdx.x % 32;
+    bool is_missing = false;
     int polls = a.max_polls;
     u64 end_ns = 0;
-    for (int first = 0; first < (int)blockIdx.x; first += 32) {
+    for (int first = 0; first < (int)blockIdx.x && !is_missing; first += 32) {
         const int other = first + lane;
-        bool is_missing = true;
+        is_missing = true;
         for (u32 looks = 1; is_missing && polls > 0; ++looks) {
+            // Not each block runs in each dispatch, so only the mark of this one counts.
             const bool is_behind =
-                other < (int)blockIdx.x && (int)(acquired_here(a.counted + other) - epoch) < 0;
+                other < (int)blockIdx.x && acquired_here(a.counted + other) != mark_of(epoch);
             is_missing = __any_sync(ALL_LANES, is_behind);
             polls = polls_left(polls, looks, end_ns);
         }
     }
+    // This rank itself is late: its blocks do not run at the same time.
+    if (is_missing) abort_ranks(a, 1u << a.rank, 0, WAIT_DISPATCH_BEGIN, epoch);
+    return !is_missing;
 }
 
 // Sum up what the earlier blocks have counted.
@@ -125,7 +160,10 @@ __device__ void sum_earlier(const Arguments& a, Plan& plan) {
 __device__ void plan_tokens(const Arguments& a, Plan& plan, int first, int end, int epoch) {
     for (int i = threadIdx.x; i < WORLD; i += 32 * PLANNERS) plan.takes[i] = takes_part(a, i);
     for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) plan.own[i] = 0;
-    if (threadIdx.x == 0) plan.is_bad = 0;
+    if (threadIdx.x == 0) {
+        plan.is_bad = plan.has_repeats = 0;
+        plan.is_lost = false;
+    }
     planners_meet();
     for (int start = first; start < end; start += GROUP) {
         mark(a, plan, start, end);
@@ -138,10 +176,14 @@ __device__ void plan_tokens(const Arguments& a, Plan& plan, int first, int end, 
     for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) mine[i] = plan.own[i];
     if (threadIdx.x == 0) mine[COUNTERS] = plan.is_bad;
     planners_meet();
-    if (threadIdx.x == 0) release_here(a.counted + blockIdx.x, epoch);
+    if (threadIdx.x == 0) release_here(a.counted + blockIdx.x, mark_of(epoch));
     if (first >= end && blockIdx.x != gridDim.x - 1) return;
-    if (threadIdx.x < 32) await_earlier(a, epoch);
+    if (threadIdx.x < 32) {
+        const bool is_there = await_earlier(a, epoch);
+        if (threadIdx.x == 0) plan.is_lost = !is_there;
+    }
     planners_meet();
+    if (plan.is_lost) return;
     sum_earlier(a, plan);
     planners_meet();
     for (int start = first; start < end; start += GROUP) {
@@ -153,5 +195,9 @@ __device__ void plan_tokens(const Arguments& a, Plan& plan, int first, int end, 
             plan.before[i] += num_bits(plan.bits + i * GROUP_WORDS);
         }
         planners_meet();
+        if (plan.has_repeats) {
+            count_repeats(plan, start, end);
+            planners_meet();
+        }
     }
 }

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
 from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
@@ -25,7 +26,12 @@ from epcomm.kernels.nvlink.common.lines import (
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
-from epcomm.kernels.nvlink.common.status import WAIT_COMBINE, note_faults
+from epcomm.kernels.nvlink.common.status import (
+    FAULT_MASK,
+    FLAGS_SHIFT,
+    WAIT_COMBINE,
+    note_faults,
+)
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
@@ -76,16 +82,17 @@ def _receive_combine_lines_kernel(
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
     epoch = tl.load(state_ptr + 1, volatile=True)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    # The dispatch itself was refused, by whichever rank: no rank sends sums.
-    has_failed = tl.load(state_ptr + 2, volatile=True) != 0
+    # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
+    # has no rows, it sends a fault code to itself, too.
+    has_failed = tl.load(state_ptr + 2, volatile=True) == 1
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
-    is_word = (word < RETURN_WORDS) & is_awaited
+    is_word = both(word < RETURN_WORDS, is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     ELEMENTS: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
     column = part * ELEMENTS + tl.arange(0, ELEMENTS)
-    is_element = (column < HIDDEN) & (token < num_tokens)
+    is_element = both(column < HIDDEN, token < num_tokens)
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
     living, sent, weights = (), (), ()
     for source in tl.static_range(W):
@@ -117,7 +124,7 @@ def _receive_combine_lines_kernel(
             if weights_ptr is None:
                 lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
                 lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
-                is_part = is_word & sent[source]
+                is_part = both(is_word, sent[source])
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no sums.
                 is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
@@ -128,7 +135,7 @@ def _receive_combine_lines_kernel(
                 owner = sent[k] - 1
                 lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
                 lines_ptr += (token * K + k) * SUM_LINES
-                is_part = is_word & (owner >= 0)
+                is_part = both(is_word, owner >= 0)
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no slots. Those of all others are awaited: the next
                 # batch may bring another rank's to the same place.
@@ -150,7 +157,9 @@ def _receive_combine_lines_kernel(
                 is_source = taking_part(excluded_ptr, W, W_LANES)
                 codes_ptr = combined_ptr + tl.arange(0, W_LANES)
                 codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
-                note_faults(faults_ptr, codes, is_source, W_LANES)
+                note_faults(
+                    faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT
+                )
             total = tl.where(has_failed | (any_code != 0), float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
     if abort_if_late(peers, late, WAIT_COMBINE, epoch, W, W_LANES):

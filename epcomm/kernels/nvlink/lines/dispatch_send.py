@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -79,7 +80,7 @@ def _send_metadata_lines(
     position_lines = line_of(count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK), epoch)
     owners = tl.where(ids >= 0, ids // L, -1)
     for peer in tl.static_range(W):
-        is_entry = (bases[peer] != 0) & (k >= 0)
+        is_entry = both(k >= 0, bases[peer] != 0)
         lines_ptr = int64_at(bases[peer] + ROW_LINES_AT) + line + k
         experts = tl.where(owners == peer, ids - peer * L, -1)
         tl.store(lines_ptr, line_of(experts, epoch), mask=is_entry)
@@ -130,6 +131,7 @@ def _send_dispatch_lines_kernel(
     KIND: tl.constexpr,
     PROFILE: tl.constexpr,
     HAS_E4M3: tl.constexpr,
+    NEEDS_DISTINCT: tl.constexpr,
     CHUNK: tl.constexpr,
     THREADS: tl.constexpr,
     COMBINED_LINES_AT: tl.constexpr,
@@ -170,17 +172,17 @@ def _send_dispatch_lines_kernel(
         is_element = (lane < BLOCK) & (column < HIDDEN)
     # On their way while the credit is awaited.
     row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
-    elements = tl.load(row_ptr + column, mask=is_element & is_row, other=0.0)
+    elements = tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0)
     if KIND == _INT8:
         whole = tl.arange(0, COLUMNS)
-        row = tl.load(row_ptr + whole, mask=(whole < HIDDEN) & is_row, other=0.0)
+        row = tl.load(row_ptr + whole, mask=both(whole < HIDDEN, is_row), other=0.0)
         amax_bits = largest_bits(row.to(tl.float32))
     if x_scales_ptr is not None:
         scale_lane = tl.arange(0, SCALE_LANES)
-        is_given = (scale_lane < SCALES) & is_row & (part == 0)
+        is_given = both(both(scale_lane < SCALES, is_row), part == 0)
         given = load_scales(x_scales_ptr, token, scale_lane, is_given, scales_stride, scale_stride)
     k = tl.arange(0, K_LANES)
-    ids = tl.load(ids_ptr + token * K + k, mask=(k < K) & is_row, other=-1).to(tl.int32)
+    ids = tl.load(ids_ptr + token * K + k, mask=both(k < K, is_row), other=-1).to(tl.int32)
     bases = ()
     for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
         base = tl.load(bases_ptr + peer)
@@ -213,6 +215,7 @@ def _send_dispatch_lines_kernel(
                 COUNT_LINES_AT,
                 HEADER_LINES_AT,
                 True,
+                NEEDS_DISTINCT,
             )
         # Of this rank alone, and read by its host.
         num_headers = tl.where(is_header & (program != rank), 1, 0)
@@ -329,6 +332,7 @@ def send_dispatch_lines(
     scale_block: int,
     profile: str,
     scales: Tensor | None = None,
+    needs_distinct_ids: bool = False,
 ) -> None:
     """Send tokens in lines, as send_dispatch() sends them in bulk; T <= layout.line_tokens.
 
@@ -388,6 +392,7 @@ def send_dispatch_lines(
                 KIND=kind,
                 PROFILE=profile,
                 HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
+                NEEDS_DISTINCT=needs_distinct_ids,
                 CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
                 THREADS=32 * _WARPS,
                 COMBINED_LINES_AT=offsets["combined_lines"],

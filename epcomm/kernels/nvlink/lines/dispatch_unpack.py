@@ -8,6 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -149,7 +150,7 @@ def unpack_rows(
                     # They stay as they are from here on, however often they are loaded.
                     local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
                     places = word_of(tl.load(row_lines_ptr + K_LANES + k, volatile=True))
-                    is_slot = (k < K) & (local_ids >= 0) & is_part
+                    is_slot = both((k < K) & (local_ids >= 0), is_part)
                     counts_ptr = int64_at(buffer_address + COUNT_LINES_AT)
                     counts_ptr += source_lane[:, None] * L + local_ids[None, :]
                     is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
@@ -161,12 +162,14 @@ def unpack_rows(
                     counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                     before = tl.sum(tl.where(is_count, counts, 0), axis=0)
                     slots = local_ids * CAPACITY + before + places
-                    slots = tl.where(is_slot & (late == 0), slots, -1)
+                    # No expert has more rows than its slab, whatever a rank has sent.
+                    is_slot = both(is_slot & (before + places < CAPACITY), late == 0)
+                    slots = tl.where(is_slot, slots, -1)
                     # One after the other: as a block they would take more registers than there are.
                     for each in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
                         slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
                         to_ptr = packed_ptr + slot * (DATA_BYTES // 4) + word
-                        tl.store(to_ptr, word_of(lines), mask=is_datum & (slot >= 0))
+                        tl.store(to_ptr, word_of(lines), mask=both(is_datum, slot >= 0))
                         if packed_scales_ptr is not None:
                             place = scales_at(
                                 slot,
@@ -176,16 +179,16 @@ def unpack_rows(
                                 SLOT_STRIDE,
                                 WORD_STRIDE,
                             )
-                            is_kept = is_scale & (slot >= 0)
+                            is_kept = both(is_scale, slot >= 0)
                             tl.store(packed_scales_ptr + place, word_of(lines), mask=is_kept)
                 else:
                     row = (source * M + token).to(tl.int64)
                     data_ptr = int32_at(buffer_address + DATA_AT + row * DATA_BYTES)
-                    tl.store(data_ptr + word, word_of(lines), mask=is_datum & is_part)
+                    tl.store(data_ptr + word, word_of(lines), mask=both(is_datum, is_part))
                     if SCALE_WORDS > 0:
                         scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES)
                         scales_ptr += word - FIRST_SCALE
-                        tl.store(scales_ptr, word_of(lines), mask=is_scale & is_part)
+                        tl.store(scales_ptr, word_of(lines), mask=both(is_scale, is_part))
         abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
         any_late |= late
     return any_late != 0

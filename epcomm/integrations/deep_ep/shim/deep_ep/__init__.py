@@ -1,8 +1,24 @@
-"""Be deep_ep: all names are those of epcomm.integrations.deep_ep."""
+"""Re-export epcomm.integrations.deep_ep as `deep_ep`."""
+
+from torch.distributed import ProcessGroup
 
 from epcomm.integrations.deep_ep import *  # noqa: F403
 
+# As in the metadata of this folder and in packages/deep_ep/pyproject.toml.
+__version__ = "2.1.0+epcomm"
+
 
 def is_epcomm_drop_in() -> bool:
-    """Tell, by its name in these sources, that this deep_ep is epcomm's."""
+    """Return True: the name of this function in these sources identifies epcomm's deep_ep."""
     return True
+
+
+def get_physical_domain_size(group: ProcessGroup) -> tuple[int, int]:
+    """Return the numbers of hosts and of ranks of a host: all ranks are on one host."""
+    return 1, group.size()
+
+
+def get_logical_domain_size(group: ProcessGroup, allow_hybrid_mode: bool = True) -> tuple[int, int]:
+    """Return the numbers of scale-out and scale-up ranks; all ranks are scale-up ranks."""
+    del allow_hybrid_mode
+    return 1, group.size()

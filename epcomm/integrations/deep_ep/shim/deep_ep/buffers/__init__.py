@@ -1,0 +1,1 @@
+"""Be deep_ep.buffers."""

@@ -1,0 +1,5 @@
+"""Be deep_ep.buffers.elastic, which has the ElasticBuffer of V2."""
+
+from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap
+
+__all__ = ["EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"]

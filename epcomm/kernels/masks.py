@@ -1,0 +1,17 @@
+"""Combine masks with comparisons of scalars."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def both(mask: tl.tensor, condition: tl.tensor) -> tl.tensor:
+    """Return `mask` where `condition`, a comparison of scalars, holds; booleans.
+
+    Triton's interpreter broadcasts such a comparison in the dtype of its operands, which makes
+    `mask & condition` integers there, and its version 3.9 takes booleans alone as masks. Compiled,
+    `!= 0` is no instruction.
+    """
+    return (mask & condition) != 0

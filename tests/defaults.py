@@ -50,9 +50,11 @@ class LibraryDefaults(TorchFunctionMode):
         named = dict(kwargs or {})
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **named)
-        if is_from_library(sys._getframe(1)):
-            if func in _device_constructors() and named.get("device") is None:
-                named["device"] = self.device
+        caller = sys._getframe(1)
+        # Not what torch makes for the library: parts of torch call item() on it.
+        if is_library(caller) and func in _device_constructors() and named.get("device") is None:
+            named["device"] = self.device
+        if is_for_library(caller):
             return func(*args, **named)
         if func in ENTRIES or isinstance(func, OPERATORS):
             return func(*args, **named)
@@ -60,11 +62,16 @@ class LibraryDefaults(TorchFunctionMode):
             return func(*args, **named)
 
 
-def is_from_library(frame: FrameType | None) -> bool:
+def is_library(frame: FrameType) -> bool:
+    """Return whether a frame is one of epcomm/."""
+    return frame.f_code.co_filename.startswith(LIBRARY)
+
+
+def is_for_library(frame: FrameType | None) -> bool:
     """Return whether the innermost frame outside torch is one of epcomm/."""
     while frame is not None and frame.f_code.co_filename.startswith(TORCH):
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(LIBRARY)
+    return frame is not None and is_library(frame)
 
 
 @contextmanager

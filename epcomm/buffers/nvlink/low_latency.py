@@ -187,7 +187,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             self._check_open()
             self._check_batch(receive_buffer, batch)
             self._follow()
-            self._receive(receive_buffer)
+            self._receive(receive_buffer, receive_buffer.batch_word)
             return out
 
         return Pending(receive, record=out)
@@ -200,8 +200,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         receive_buffer = self._receive_buffer_of(self._num_batches)
         if receive_buffer.unfinished is not None:
             receive_buffer.unfinished()
-        if receive_buffer.is_open:
+        is_captured = self._is_captured()
+        # A capture ends no batch, and its replay ends an eager one by itself.
+        is_known = receive_buffer.was_captured == is_captured
+        if receive_buffer.is_open if is_known else receive_buffer.was_captured:
             self._kernels.release_buffer(receive_buffer.exchange)
+        receive_buffer.was_captured = is_captured
         receive_buffer.batch = self._num_batches
         receive_buffer.is_open, receive_buffer.is_combined = True, False
         receive_buffer.unfinished = None
@@ -226,6 +230,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             None if self._spec.returns_slots else call.topk_weights.contiguous(),
             receive_buffer.is_sent,
             status=status,
+            batch=receive_buffer.batch_word,
+            is_captured=is_captured,
             kind=kind,
             scale_block=self._scale_block,
             profile=self._profile or call.int8_profile.value,
@@ -234,8 +240,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         )
         return receive_buffer
 
-    def _receive(self, receive_buffer: ReceiveBuffer) -> None:
-        """Receive the batch of a receive buffer."""
+    def _receive(self, receive_buffer: ReceiveBuffer, batch: int = -1) -> None:
+        """Receive the batch of a receive buffer; `batch` unless it has just been sent."""
         self._kernels.receive_dispatch(
             receive_buffer.exchange,
             receive_buffer.row_of_slot,
@@ -244,6 +250,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             receive_buffer.index.num_tokens_per_expert,
             receive_buffer.index.first_slot,
             expert_alignment=self._spec.expert_alignment,
+            is_captured=receive_buffer.was_captured,
+            batch=batch,
             slabs=receive_buffer.slabs,
         )
 
@@ -449,6 +457,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             + headers * self._layout.control_bytes,
         )
 
+    def _is_captured(self) -> bool:
+        """Return whether the current stream is captured, so that a graph repeats this call."""
+        return self._is_cuda and torch.cuda.is_current_stream_capturing()
+
     def _receive_buffer_of(self, batch: int) -> ReceiveBuffer:
         return self._receive_buffers[(batch - self._first_batch) % self._layout.num_buffers]
 
@@ -464,6 +476,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
             state = first_state(self._world_size, block.device)
             receive_buffer.exchange.state.copy_(state)
             receive_buffer.is_open = receive_buffer.is_combined = False
+            receive_buffer.was_captured = False
             receive_buffer.unfinished = None
         # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     # It imports Triton, and plans read this folder without it.
     from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
 
+_MAX_INT32 = 2**31 - 1
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NVLinkLowLatencyExchangePlan(ExchangePlan):
@@ -61,6 +63,7 @@ class ReceiveBuffer:
     batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
         tells all ranks.   is_open: it awaits its combine.   is_combined: this rank has received
         the sums, so that the batch can be combined again.
+    was_captured: a graph holds that dispatch, so that what came of the batch is not known.
     unfinished: receives the sums of a combine, once, however often it is called.
     """
 
@@ -78,6 +81,7 @@ class ReceiveBuffer:
     is_in_lines: bool = False
     is_open: bool = False
     is_combined: bool = False
+    was_captured: bool = False
     unfinished: Callable[[], Combined] | None = None
 
     @classmethod
@@ -118,6 +122,11 @@ class ReceiveBuffer:
             ),
         )
 
+    @property
+    def batch_word(self) -> int:
+        """The number of the batch as kernels are given it."""
+        return self.batch & _MAX_INT32
+
     def send_results(
         self,
         kernels: LowLatencyKernels,
@@ -129,7 +138,9 @@ class ReceiveBuffer:
         """Begin the combine of the batch: send sums, or slots apart, or why this rank refuses."""
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         if self.exchange.peers.layout.returns_slots:
-            kernels.send_slots(self.exchange, rows, self.slots_of_row, status=int(code))
+            kernels.send_slots(
+                self.exchange, rows, self.slots_of_row, batch=self.batch_word, status=int(code)
+            )
         else:
             kernels.send_combine(
                 self.exchange,
@@ -137,6 +148,7 @@ class ReceiveBuffer:
                 None if slot_weights is None else slot_weights.contiguous(),
                 self.slots_of_row,
                 per_row=rows_per is RowsPer.ROW,
+                batch=self.batch_word,
                 status=int(code),
             )
         self.is_open = False
@@ -146,10 +158,17 @@ class ReceiveBuffer:
         # As this rank sent, which its header told all ranks.
         if self.is_in_lines:
             kernels.receive_combine_lines(
-                self.exchange, y, self.is_sent, self.num_tokens, topk_weights
+                self.exchange,
+                y,
+                self.is_sent,
+                self.num_tokens,
+                topk_weights,
+                batch=self.batch_word,
             )
         else:
-            kernels.receive_combine(self.exchange, y, self.is_sent, topk_weights)
+            kernels.receive_combine(
+                self.exchange, y, self.is_sent, topk_weights, batch=self.batch_word
+            )
         self.is_combined = True
 
     def reopen(self, kernels: LowLatencyKernels) -> bool:
@@ -157,7 +176,7 @@ class ReceiveBuffer:
         if not self.is_open and self.unfinished is not None:
             self.unfinished()
         if not self.is_open and self.is_combined:
-            kernels.begin_again(self.exchange)
+            kernels.begin_again(self.exchange, self.batch_word)
             self.is_open, self.is_combined = True, False
         return self.is_open
 

@@ -26,6 +26,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
+    HELD_BATCH,
     SOURCES_AT,
     SUM_ARRIVALS,
     VARYING,
@@ -46,12 +47,14 @@ from epcomm.kernels.nvlink.common.lines import (
     words_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
-    await_or_abort,
+    abort_if_missing,
+    await_at,
     int32_at,
     publish_as_last,
     taking_part,
 )
 from epcomm.kernels.nvlink.common.status import (
+    FAULT_HANDLE,
     FAULT_MASK,
     FLAGS_SHIFT,
     REPORT_ABORTED,
@@ -70,6 +73,7 @@ _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 _LINE_PART = 1024
 
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
+_HELD_BATCH = tl.constexpr(HELD_BATCH)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 
@@ -133,6 +137,7 @@ def begin_combine(
     report_ptr: tl.tensor,
     own_address: tl.tensor,
     rank: tl.tensor,
+    batch: tl.tensor,
     status: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
@@ -140,27 +145,34 @@ def begin_combine(
 ) -> tl.tuple:
     """Tell every rank, in the first W programs, that it may send again, or why this one refuses.
 
-    Returns: the epoch; the abort flag, with which nothing may be sent; the most tokens of a source
-        that came in bulk, and in lines; the sources of the latter as bits, and of the former.
+    Returns: the epoch; whether nothing may be sent, for some rank has timed out, or the receive
+        buffer holds another batch; the most tokens of a source that came in bulk, and in lines; the
+        sources of the latter as bits, and of the former.
     """
     program = tl.program_id(0)
     # All these are on their way together.
     epoch = tl.load(state_ptr + 1)
     aborted = tl.load(int32_at(own_address), volatile=True)
     has_no_rows = tl.load(state_ptr + 2)
+    is_overwritten = tl.load(state_ptr + _HELD_BATCH) != batch
     # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
     # peer may write those of its next batch, and a program that starts late must count as many
     # arrivals as the others.
     source_lane = tl.arange(0, W_LANES)
     told = tl.load(state_ptr + _SOURCES_AT + source_lane, mask=source_lane < W, other=0)
     is_source = taking_part(excluded_ptr, W, W_LANES)
-    if program == 0:
+    # The epoch is that of a replay then, on every rank alike: nobody sends, and nobody waits.
+    if (program == 0) & (is_overwritten == 0):
         tl.store(state_ptr, next_epoch(epoch))
     # Why this rank alone has no rows, if it is so, is for all to hear.
     code = tl.where((status == 0) & (has_no_rows > 1), has_no_rows, status)
     if aborted != 0:
         tl.store(report_ptr + REPORT_ABORTED, aborted)
-    elif (program < W) & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0):
+    elif (
+        (program < W)
+        & (is_overwritten == 0)
+        & (tl.load(excluded_ptr + program, mask=program < W, other=1) == 0)
+    ):
         combined_ptr = int64_at(tl.load(bases_ptr + program) + COMBINED_LINES_AT)
         # The credit, too: all that read this batch has ended, but for this kernel, which reads what
         # this rank unpacked itself, or what is awaited by the signal of its sums.
@@ -171,7 +183,8 @@ def begin_combine(
     most = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, told >> 1, 0)))
     few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
     sources_in_lines = bits_of_ranks((told & 1) != 0, W_LANES)
-    return epoch, aborted, most, few, sources_in_lines, in_bulk  # pyright: ignore[reportReturnType]
+    is_idle = is_overwritten | (aborted != 0)
+    return epoch, is_idle, most, few, sources_in_lines, in_bulk  # pyright: ignore[reportReturnType]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -184,13 +197,19 @@ def _begin_again_kernel(
     own_address: tl.tensor,
     buffer_address: tl.tensor,
     rank: tl.tensor,
+    batch: tl.tensor,
     max_polls: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
     THREADS: tl.constexpr,
     HEADER_LINES_AT: tl.constexpr,
 ) -> None:
-    """Begin an epoch without a dispatch: batch 5 is combined again as 6, once all have its sums."""
+    """Begin an epoch without a dispatch: batch 5 is combined again as 6, once all have its sums.
+
+    Nothing is begun if a replay has taken the receive buffer.
+    """
+    if tl.load(state_ptr + _HELD_BATCH) != batch:
+        return
     epoch = tl.load(state_ptr)
     tl.store(state_ptr + 1, epoch)
     lane = tl.arange(0, W_LANES)
@@ -226,6 +245,7 @@ def _send_combine_kernel(
     own_address: tl.tensor,
     buffer_address: tl.tensor,
     rank: tl.tensor,
+    batch: tl.tensor,
     status: tl.tensor,
     ROWS_STRIDE: tl.constexpr,
     W: tl.constexpr,
@@ -264,19 +284,20 @@ def _send_combine_kernel(
     PARTS: tl.constexpr = (HIDDEN + PART - 1) // PART
     if LINE_TOKENS > 0:
         next_slots = slots_of(slots_of_row_ptr, program // PARTS, LINE_TOKENS * W, W, M, K, K_LANES)
-    epoch, aborted, most, few, sources_in_lines, in_bulk = begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
+    epoch, is_idle, most, few, sources_in_lines, in_bulk = begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         bases_ptr,
         state_ptr,
         excluded_ptr,
         report_ptr,
         own_address,
         rank,
+        batch,
         status,
         W,
         W_LANES,
         COMBINED_LINES_AT,
     )
-    if aborted != 0:
+    if is_idle:
         return
 
     num_sent = 0
@@ -382,6 +403,7 @@ def _receive_combine_kernel(
     buffer_address: tl.tensor,
     rank: tl.tensor,
     num_tokens: tl.tensor,
+    batch: tl.tensor,
     max_polls: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
@@ -407,16 +429,27 @@ def _receive_combine_kernel(
     has_no_rows = tl.load(state_ptr + 2, volatile=True)
     following = _parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    arrived_at = buffer_address + ARRIVED_SUMS_AT
-    is_lost = await_or_abort(
-        peers, arrived_at, epoch, max_polls, WAIT_COMBINE, epoch, W, W_LANES, True
-    )
-
     source_lane = tl.arange(0, W_LANES)
     is_source = taking_part(excluded_ptr, W, W_LANES)
+    is_overwritten = tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch
+    # Looked at before it is known whether the batch is still there.
+    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(buffer_address + ARRIVED_SUMS_AT) + source_lane,
+        None,
+        both(is_source, is_overwritten == 0),
+        source_lane < W,
+        int32_at(own_address),
+        epoch,
+        max_polls,
+        "sys",
+        True,
+    )
+    is_lost = abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, W, W_LANES)
+
     # Sent before the signal, so there.
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT) + source_lane
     codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
+    codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
     if program == 0:
         note_faults(faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT)
     has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
@@ -451,7 +484,7 @@ def _receive_combine_kernel(
         await_previous()
 
 
-def begin_again(exchange: LowLatencyExchange) -> None:
+def begin_again(exchange: LowLatencyExchange, batch: int) -> None:
     """Wait until all ranks have received the sums of a combine, whose batch is combined again.
 
     Collective: yes, between receive_combine() and another send_combine() of the same batch.
@@ -468,6 +501,7 @@ def begin_again(exchange: LowLatencyExchange) -> None:
             peers.own_address,
             exchange.buffer_address,
             peers.rank,
+            batch,
             peers.max_polls,
             W=layout.world_size,
             W_LANES=layout.world_lanes,
@@ -484,6 +518,7 @@ def send_combine(
     slots_of_row: Tensor,
     *,
     per_row: bool,
+    batch: int,
     status: int,
 ) -> None:
     """Sum the slots of each received row and send the sum to the rank of its token.
@@ -494,6 +529,7 @@ def send_combine(
         slot_weights: [C], float32, multiplied into slots, or None.
         slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
         per_row: rows are sums already.
+        batch: as send_dispatch() was given it.
         status: why this rank refuses the call, a FaultCode, or 0.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
@@ -519,6 +555,7 @@ def send_combine(
                 exchange.buffer_address,
                 peers.rank,
                 CHANGES,
+                CHANGES,
             ),
             dict(
                 ROWS_STRIDE=row_stride,
@@ -541,22 +578,29 @@ def send_combine(
                 **overlapping(rows.device),
             ),
         )
-    launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, status)
+    launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, batch, status)
 
 
 def receive_combine(
-    exchange: LowLatencyExchange, out: Tensor, is_sent: Tensor, topk_weights: Tensor | None = None
+    exchange: LowLatencyExchange,
+    out: Tensor,
+    is_sent: Tensor,
+    topk_weights: Tensor | None = None,
+    *,
+    batch: int,
 ) -> None:
     """Wait for the sums of all ranks and add them up.
 
     Args:
         exchange: the receive buffer.
-        out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed. Allocated
+        out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed, or if a
+            replay has taken the receive buffer since, which is a fault of all ranks. Allocated
             before send_combine(): kernels between the two may run still, and memory that they
             read is given away once the host has launched them.
         is_sent: as send_dispatch() wrote it.
         topk_weights: [T, K], float32, contiguous: slots have come home apart, and are multiplied by
             these; of those that do not, the weight is ignored.
+        batch: as send_dispatch() was given it.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
@@ -582,6 +626,7 @@ def receive_combine(
                 exchange.buffer_address,
                 peers.rank,
                 CHANGES,
+                CHANGES,
                 peers.max_polls,
             ),
             dict(
@@ -600,4 +645,4 @@ def receive_combine(
             ),
         )
     # One program without tokens still hears of faults.
-    launch(max(1, min(num_tokens, num_programs)), out, topk_weights, is_sent, num_tokens)
+    launch(max(1, min(num_tokens, num_programs)), out, topk_weights, is_sent, num_tokens, batch)

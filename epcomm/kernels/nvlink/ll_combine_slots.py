@@ -69,6 +69,7 @@ def _send_slots_kernel(
     report_ptr: tl.tensor,
     own_address: tl.tensor,
     rank: tl.tensor,
+    batch: tl.tensor,
     status: tl.tensor,
     ROWS_STRIDE: tl.constexpr,
     W: tl.constexpr,
@@ -102,19 +103,20 @@ def _send_slots_kernel(
     PIECES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     LINE_PIECES: tl.constexpr = (HIDDEN + LINE_COLUMNS - 1) // LINE_COLUMNS
     following = slots_of(slots_of_row_ptr, program // PIECES, M * W, W, M, K, K_LANES)
-    epoch, aborted, most, few, sources_in_lines, in_bulk = begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
+    epoch, is_idle, most, few, sources_in_lines, in_bulk = begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         bases_ptr,
         state_ptr,
         excluded_ptr,
         report_ptr,
         own_address,
         rank,
+        batch,
         status,
         W,
         W_LANES,
         COMBINED_LINES_AT,
     )
-    if aborted != 0:
+    if is_idle:
         return
 
     num_sent = 0
@@ -177,7 +179,7 @@ def _send_slots_kernel(
 
 
 def send_slots(
-    exchange: LowLatencyExchange, rows: Tensor, slots_of_row: Tensor, *, status: int
+    exchange: LowLatencyExchange, rows: Tensor, slots_of_row: Tensor, *, batch: int, status: int
 ) -> None:
     """Send the result of each slot to the rank of its token.
 
@@ -185,6 +187,7 @@ def send_slots(
         exchange: the receive buffer of the dispatch.
         rows: [C, H] in the dtype that travels; rows may lie apart.
         slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
+        batch: as send_dispatch() was given it.
         status: why this rank refuses the call, a FaultCode, or 0.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
@@ -208,6 +211,7 @@ def send_slots(
                 peers.own_address,
                 peers.rank,
                 CHANGES,
+                CHANGES,
             ),
             dict(
                 ROWS_STRIDE=row_stride,
@@ -227,4 +231,4 @@ def send_slots(
                 **overlapping(rows.device),
             ),
         )
-    launch(exchange.peers.num_programs, rows, slots_of_row, status)
+    launch(exchange.peers.num_programs, rows, slots_of_row, batch, status)

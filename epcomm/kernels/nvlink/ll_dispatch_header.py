@@ -8,11 +8,60 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from epcomm.kernels.nvlink.common.lines import int64_at, line_of
+from epcomm.kernels.nvlink.common.epochs import next_epoch
+from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH
+from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 
 # Bits of what is wrong with an entry; an id that is no expert counts more.
 _REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
+_EAGER_EPOCH = tl.constexpr(EAGER_EPOCH)
+_HELD_BATCH = tl.constexpr(HELD_BATCH)
+
+
+@triton.jit
+def dispatch_epoch(state_ptr: tl.tensor, is_captured: tl.tensor) -> tl.tensor:
+    """Return the epoch of a dispatch, in its sender and in its receiver.
+
+    A host releases the receive buffer first if its batch was not combined. The host of a replay
+    does not know: if an eager batch 5 is there, which has no combine, a captured dispatch is 6.
+    """
+    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    epoch = tl.load(state_ptr, volatile=True)
+    # An eager sender writes this word beside its receiver: neither looks at it.
+    is_open = (is_captured != 0) & (tl.load(state_ptr + _EAGER_EPOCH, volatile=True) == epoch)
+    return tl.where(is_open, next_epoch(epoch), epoch)
+
+
+@triton.jit
+def begin_dispatch(
+    bases_ptr: tl.tensor,
+    state_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
+    rank: tl.tensor,
+    batch: tl.tensor,
+    is_captured: tl.tensor,
+    W: tl.constexpr,
+    W_LANES: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
+) -> tl.tensor:
+    """Note the batch that the receive buffer holds from now on; return its epoch.
+
+    No program meets the update of its own kernel: combine writes the word that all of them read,
+    and a captured dispatch does not write that of eager ones.
+    """
+    epoch = dispatch_epoch(state_ptr, is_captured)
+    if tl.program_id(0) == 0:
+        tl.store(state_ptr + 1, epoch)
+        tl.store(state_ptr + _HELD_BATCH, batch)
+        if is_captured == 0:
+            tl.store(state_ptr + _EAGER_EPOCH, epoch)
+        else:
+            last = tl.load(state_ptr)
+            if last != epoch:
+                # The eager batch ends, on every rank alike.
+                give_credit(bases_ptr, excluded_ptr, rank, last, W, W_LANES, COMBINED_LINES_AT)
+    return epoch
 
 
 @triton.jit

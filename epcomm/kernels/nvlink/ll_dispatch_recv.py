@@ -24,21 +24,21 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
+    HELD_BATCH,
     SOURCES_AT,
     VARYING,
     LowLatencyExchange,
     on_device,
 )
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
     bits_of_ranks,
     end_look,
     flag_of,
+    give_credit,
     int64_at,
     is_waiting,
-    line_of,
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
@@ -55,6 +55,7 @@ from epcomm.kernels.nvlink.common.status import (
     note_faults,
 )
 from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
@@ -70,7 +71,7 @@ _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 # Most slots that are reported as needed, in one int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_HELD_BATCH = tl.constexpr(HELD_BATCH)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
 
 
@@ -148,6 +149,8 @@ def _receive_dispatch_kernel(
     own_address: tl.tensor,
     buffer_address: tl.tensor,
     rank: tl.tensor,
+    batch: tl.tensor,
+    is_captured: tl.tensor,
     max_polls: tl.tensor,
     C: tl.constexpr,
     W: tl.constexpr,
@@ -198,8 +201,13 @@ def _receive_dispatch_kernel(
     program = tl.program_id(0)
     if OVERLAPS:
         let_next_start()
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
-    epoch = tl.load(state_ptr, volatile=True)
+    if OVERLAPS:
+        if batch >= 0:
+            await_previous()
+    if (batch >= 0) & (tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch):
+        # A replay has ended it, and nothing is to come.
+        return
+    epoch = dispatch_epoch(state_ptr, is_captured)
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
     if program >= INDEXERS:
         if unpack_rows(
@@ -448,14 +456,14 @@ def _release_buffer_kernel(
     W_LANES: tl.constexpr,
     COMBINED_LINES_AT: tl.constexpr,
 ) -> None:
-    """Stand in for a combine that never came: epoch 5 ends, of which all are told."""
+    """Stand in for a combine that never came: epoch 5 ends, of which all are told.
+
+    Where a replay has ended it, which no host knows, there is nothing to do.
+    """
     epoch = tl.load(state_ptr + 1)
-    tl.store(state_ptr, next_epoch(epoch))
-    is_told = taking_part(excluded_ptr, W, W_LANES)
-    bases = tl.load(bases_ptr + tl.arange(0, W_LANES), mask=is_told, other=0)
-    lines_ptr = (bases + COMBINED_LINES_AT + rank * _LINE_BYTES).to(tl.pointer_type(tl.int64))
-    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
-    tl.store(lines_ptr, line_of(tl.zeros([W_LANES], tl.int32), epoch), mask=is_told)
+    if tl.load(state_ptr) == epoch:
+        tl.store(state_ptr, next_epoch(epoch))
+        give_credit(bases_ptr, excluded_ptr, rank, epoch, W, W_LANES, COMBINED_LINES_AT)
 
 
 def receive_dispatch(
@@ -467,6 +475,8 @@ def receive_dispatch(
     first_slot: Tensor,
     *,
     expert_alignment: int,
+    is_captured: bool,
+    batch: int = -1,
     slabs: Slabs | None = None,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
@@ -477,6 +487,8 @@ def receive_dispatch(
         slot_weights: [C], float32, or None where slots come home apart.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
+        is_captured: as send_dispatch() was given it.
+        batch: likewise, where a replay may have come between; nothing is received then. -1: none.
         slabs: where rows are copied to, each expert with one capacity; None: they stay where they
             are.
 
@@ -513,6 +525,8 @@ def receive_dispatch(
                 peers.own_address,
                 exchange.buffer_address,
                 peers.rank,
+                CHANGES,
+                CHANGES,
                 peers.max_polls,
             ),
             dict(
@@ -558,11 +572,13 @@ def receive_dispatch(
         slot_weights,
         num_tokens_per_expert,
         first_slot,
+        batch,
+        int(is_captured),
     )
 
 
 def release_buffer(exchange: LowLatencyExchange) -> None:
-    """End the last batch of the receive buffer, which was never combined.
+    """End the last batch of the receive buffer if it was never combined.
 
     Collective: yes.   Allocates nothing.   Host sync: none.
     """

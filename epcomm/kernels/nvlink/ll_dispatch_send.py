@@ -32,7 +32,11 @@ from epcomm.kernels.nvlink.common.exchange import (
 from epcomm.kernels.nvlink.common.lines import await_credit
 from epcomm.kernels.nvlink.common.signals import int32_at, publish_as_last, taking_part
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
-from epcomm.kernels.nvlink.ll_dispatch_header import count_positions, send_header
+from epcomm.kernels.nvlink.ll_dispatch_header import (
+    begin_dispatch,
+    count_positions,
+    send_header,
+)
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
@@ -175,6 +179,8 @@ def _send_dispatch_kernel(
     rank: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
+    batch: tl.tensor,
+    is_captured: tl.tensor,
     scales_stride: tl.tensor,
     scale_stride: tl.tensor,
     max_polls: tl.tensor,
@@ -225,11 +231,17 @@ def _send_dispatch_kernel(
         await_previous()
         let_next_start()
     num_tokens = tl.where((status & FAULT_MASK) != 0, 0, num_tokens)
-    # This kernel reads the first word and writes the second, those of combine the other way round:
-    # no program meets the update of its own kernel.
-    epoch = tl.load(state_ptr)
-    if program == 0:
-        tl.store(state_ptr + 1, epoch)
+    epoch = begin_dispatch(
+        bases_ptr,
+        state_ptr,
+        excluded_ptr,
+        rank,
+        batch,
+        is_captured,
+        W,
+        W_LANES,
+        COMBINED_LINES_AT,
+    )
     # Written by the combine of the last batch of this receive buffer, on every rank, which has
     # read it.
     peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
@@ -389,6 +401,8 @@ def send_dispatch(
     is_sent: Tensor,
     *,
     status: int,
+    batch: int,
+    is_captured: bool,
     kind: int,
     scale_block: int,
     profile: str,
@@ -398,7 +412,8 @@ def send_dispatch(
     """Send tokens to the ranks of their experts.
 
     Args:
-        exchange: the receive buffer, whose last batch was combined or released.
+        exchange: the receive buffer, whose last batch was combined or released, as far as the host
+            knows.
         hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
@@ -406,6 +421,9 @@ def send_dispatch(
         is_sent: [M, W], uint8, written: whether a rank got the token. Where slots come home apart,
             [M, K]: 1 + the rank that has the slot, 0 for none.
         status: fault and flags of this rank, as pack_header() packs them.
+        batch: its number, at most 2**31 - 1, which combine is given too.
+        is_captured: whether a graph holds this call. A replay ends an eager batch that was not
+            combined.
         kind: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.
         scale_block: elements that share a scale; of PLAIN and INT8 rows any.
         profile: of INT8 rows, a value of Int8Profile.
@@ -444,6 +462,8 @@ def send_dispatch(
                 peers.own_address,
                 exchange.buffer_address,
                 peers.rank,
+                CHANGES,
+                CHANGES,
                 CHANGES,
                 CHANGES,
                 CHANGES,
@@ -493,5 +513,7 @@ def send_dispatch(
         is_sent,
         num_tokens,
         status,
+        batch,
+        int(is_captured),
         *strides,
     )

@@ -169,6 +169,8 @@ def sent_dispatch(
         torch.zeros(2, 8),
         torch.zeros(128, world_size, dtype=torch.uint8),
         status=0,
+        batch=0,
+        is_captured=False,
         kind=kinds[wire],
         scale_block=wire.scale_block or hidden_size,
         profile="rint127",
@@ -188,6 +190,8 @@ def sent_words(*, in_lines: bool = False) -> dict[str, str]:
         None,
         torch.zeros(128, 8, dtype=torch.uint8),
         status=0,
+        batch=0,
+        is_captured=False,
         kind=ll_dispatch_send.PLAIN,
         scale_block=128,
         profile="rint127",
@@ -214,6 +218,7 @@ def received_dispatch(*, is_masked: bool = False) -> dict[str, str]:
         integers,
         integers,
         expert_alignment=1,
+        is_captured=False,
         slabs=slabs if is_masked else None,
     )
     return recorder.compiled()
@@ -248,6 +253,7 @@ def sent_combine(hidden_size: int = 7168, world_size: int = 8) -> dict[str, str]
         torch.zeros(2),
         torch.zeros(2, 8, dtype=torch.int32),
         per_row=False,
+        batch=0,
         status=0,
     )
     return recorder.compiled()
@@ -259,6 +265,7 @@ def received_combine(hidden_size: int = 7168, world_size: int = 8) -> dict[str, 
         exchange_of(PLAIN, hidden_size, world_size),
         torch.zeros(2, hidden_size, dtype=torch.bfloat16),
         torch.zeros(128, world_size, dtype=torch.uint8),
+        batch=0,
     )
     return recorder.compiled()
 
@@ -270,6 +277,7 @@ def received_combine_lines(hidden_size: int = 7168, world_size: int = 8) -> dict
         torch.zeros(2, hidden_size, dtype=torch.bfloat16),
         torch.zeros(128, world_size, dtype=torch.uint8),
         2,
+        batch=0,
     )
     return recorder.compiled()
 
@@ -280,6 +288,7 @@ def sent_slots() -> dict[str, str]:
         exchange_of(PLAIN, 7168, 8, returns_slots=True),
         torch.zeros(2, 7168, dtype=torch.bfloat16),
         torch.zeros(2, 8, dtype=torch.int32),
+        batch=0,
         status=0,
     )
     return recorder.compiled()
@@ -291,10 +300,10 @@ def received_slots(*, in_lines: bool = False) -> dict[str, str]:
     is_sent = torch.zeros(128, 8, dtype=torch.uint8)
     if in_lines:
         recorder = recorded(combine_recv, "_receive_combine_lines_kernel")
-        combine_recv.receive_combine_lines(exchange, y, is_sent, 2, weights)
+        combine_recv.receive_combine_lines(exchange, y, is_sent, 2, weights, batch=0)
     else:
         recorder = recorded(ll_combine, "_receive_combine_kernel")
-        ll_combine.receive_combine(exchange, y, is_sent, weights)
+        ll_combine.receive_combine(exchange, y, is_sent, weights, batch=0)
     return recorder.compiled()
 
 

@@ -77,6 +77,8 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         torch.tensor(weights, dtype=torch.float32, device=device).view(-1, 2),
         rank.is_sent,
         status=0,
+        batch=0,
+        is_captured=False,
         kind=PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
@@ -96,6 +98,7 @@ def receive(rank: Rank) -> tuple[Tensor, Tensor]:
         integers[2],
         integers[3],
         expert_alignment=1,
+        is_captured=False,
     )
     return slots_of_row, integers[2][:2]
 
@@ -158,9 +161,11 @@ def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
         if number != 1:
             slots_of_row[MAX_TOKENS + 1, 0] = 4
             rows[4] = torch.arange(HIDDEN, device=device) + 10 * number
-        ll_combine.send_combine(rank.exchange, rows, None, slots_of_row, per_row=False, status=0)
+        ll_combine.send_combine(
+            rank.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
+        )
         assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
     assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    receive_combine_lines(ranks[1].exchange, y, ranks[1].is_sent, 2)
+    receive_combine_lines(ranks[1].exchange, y, ranks[1].is_sent, 2, batch=0)
     assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]

@@ -133,6 +133,8 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         torch.tensor(weights, dtype=torch.float32, device=device).view(-1, 2),
         rank.is_sent,
         status=0,
+        batch=0,
+        is_captured=False,
         kind=ll_dispatch_send.PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
@@ -190,7 +192,9 @@ def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None
     slots_of_row = torch.full((4, 2), -1, dtype=torch.int32, device=device)
     slots_of_row[:3, 0] = torch.tensor([2, 0, 1], device=device)
     rows = torch.arange(3 * HIDDEN, device=device).view(3, HIDDEN).to(torch.bfloat16)
-    ll_combine.send_combine(sender.exchange, rows, None, slots_of_row, per_row=False, status=0)
+    ll_combine.send_combine(
+        sender.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
+    )
     home = sender.region("returned", torch.bfloat16)[: 2 * HIDDEN].view(2, HIDDEN)
     assert torch.equal(home, rows[[2, 0]])
     words = [word for word, epoch in ranks[1].lines("sum_lines") if epoch == 1]
@@ -221,6 +225,7 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
         counts,
         first,
         expert_alignment=1,
+        is_captured=False,
     )
     assert counts.tolist() == [2, 2]
     assert first.tolist() == [0, 2, 4]
@@ -256,6 +261,7 @@ def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> 
         counts,
         first,
         expert_alignment=1,
+        is_captured=False,
         slabs=slabs,
     )
     assert counts.tolist() == [2, 2]
@@ -283,7 +289,7 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     rows[5], rows[2] = 10, 2
     home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     home.fill_(float("nan"))
-    ll_combine_slots.send_slots(sender.exchange, rows, slots_of_row, status=0)
+    ll_combine_slots.send_slots(sender.exchange, rows, slots_of_row, batch=0, status=0)
     # Those of token 1 of rank 1, from rank 0.
     assert torch.equal(home[[3, 5]], rows[[5, 2]])
     assert home[[0, 1, 2, 4]].isnan().all()
@@ -293,7 +299,7 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     receiver.exchange.state[1] = 1
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
     weights = torch.tensor([[9, 9, 9], [0.5, float("nan"), 2]], device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, weights)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, weights, batch=0)
     assert y.tolist() == [[0] * HIDDEN, [9] * HIDDEN]
 
 
@@ -311,7 +317,9 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     rows[5, :2] = torch.tensor([10.0, 1.0], device=device)
     rows[2, :2] = torch.tensor([2.0, 3.0], device=device)
     weights = torch.tensor([0, 0, 2, 0, 0, 0.5], device=device)
-    ll_combine.send_combine(sender.exchange, rows, weights, slots_of_row, per_row=False, status=0)
+    ll_combine.send_combine(
+        sender.exchange, rows, weights, slots_of_row, per_row=False, batch=0, status=0
+    )
     # Token 1 of rank 1, from rank 0.
     home = ranks[1].region("returned", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
     assert home[1, :2].tolist() == [9, 6.5]
@@ -329,7 +337,7 @@ def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None
     receiver.region("arrived_sums", torch.int32)[:3] = 1
     receiver.exchange.state[1] = 1
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
     assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
 
 
@@ -361,7 +369,9 @@ def test_sums_are_given_memory_before_they_are_sent(
             allocated.append(seen.count)
 
         monkeypatch.setattr(ll_combine, "send_combine", send)
-        monkeypatch.setattr(ll_combine, "receive_combine", lambda *_: allocated.append(seen.count))
+        monkeypatch.setattr(
+            ll_combine, "receive_combine", lambda *_, **__: allocated.append(seen.count)
+        )
         rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
@@ -408,6 +418,7 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
         index[2],
         index[3],
         expert_alignment=1,
+        is_captured=False,
     )
     phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
     assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
@@ -427,7 +438,7 @@ def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.d
     receiver.exchange.state[1] = -(2**31) + 1
     receiver.is_sent[0] = 1
     y = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
     assert receiver.exchange.peers.report[0] == Wait.COMBINE
     assert y.isnan().all()
 
@@ -465,6 +476,7 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
         counts,
         first,
         expert_alignment=1,
+        is_captured=False,
     )
     for memory in (row_of_slot, weights):
         assert (memory[num_slots:] == 77).all()
@@ -475,7 +487,7 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
     assert not ranks[0].exchange.peers.faults.any()
     rows = torch.zeros(num_slots, HIDDEN, dtype=torch.bfloat16, device=device)
     ll_combine.send_combine(
-        ranks[0].exchange, rows, None, slots_of_row[:8].view(4, 2), per_row=False, status=0
+        ranks[0].exchange, rows, None, slots_of_row[:8].view(4, 2), per_row=False, batch=0, status=0
     )
     for rank in ranks:
         assert rank.lines("combined_lines")[0] == (FaultCode.OVERFLOW + (8 << FLAGS_SHIFT), 1)
@@ -483,6 +495,6 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
     receiver.exchange.state[1] = 1
     receiver.region("arrived_sums", torch.int32)[:2] = 1
     y = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent)
+    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
     assert y.isnan().all()
     assert receiver.exchange.peers.faults.tolist() == [[FaultCode.OVERFLOW, 8], [0, 0]]

@@ -72,8 +72,8 @@ def test_rows_are_stored_16_bytes_at_a_time(variant: str, compiled: Compiled) ->
     assert found.count("STG.E.128") == STORES[variant]
     # What the byte by byte stores of an address without alignment would be.
     assert "STG.E.U16" not in found
-    # A header, its counts, or two faults of 32 bits, widened.
-    assert found.count("STG.E.64") <= 2
+    # A header, its counts, or two faults of 32 bits, widened; of dispatch, the credit of a replay.
+    assert found.count("STG.E.64") <= (3 if "dispatch" in variant else 2)
     assert any(name.startswith("LDG.E.128") for name in found)
 
 

@@ -35,6 +35,8 @@ VARYING = (
     "num_tokens",
     "wanted_tokens",
     "num_senders",
+    "batch",
+    "is_captured",
     "status",
     "scales_stride",
     "scale_stride",
@@ -42,8 +44,9 @@ VARYING = (
 )
 
 
-# Places in LowLatencyExchange.state: the programs that have come to the end of their sending.
-METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS = 4, 5, 6
+# Places in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
+# programs that have come to the end of their sending; the batch that the receive buffer holds.
+EAGER_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS, HELD_BATCH = 3, 4, 5, 6, 7
 # The place there from which on lies what the header of each rank said of its tokens.
 SOURCES_AT = 8
 
@@ -84,9 +87,8 @@ class LowLatencyExchange:
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
     state: [8 + W], int32: epoch of dispatch (1 at first) and of combine (0), 1 if all ranks know
         that the dispatch failed, or a fault code and slots needed as pack_status() packs them if
-        this rank alone has no rows, from METADATA_ARRIVALS on programs that have sent metadata,
-        rows and sums, and from SOURCES_AT on the first word of each rank's header, with T = 0 if
-        the call failed.
+        this rank alone has no rows, from EAGER_EPOCH on as named above, and from SOURCES_AT on the
+        first word of each rank's header, with T = 0 if the call failed.
     launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 

@@ -27,7 +27,7 @@ import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.nvlink.common.epochs import previous_epoch
-from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, MAX_LINE_RANKS
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     int32_at,
@@ -39,6 +39,7 @@ from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 # Polls that a look takes up in an interpreter, where it does more than one at a signal.
 INTERPRETED_POLLS = 4
 
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
 # A wait keeps the ranks that it still misses as bits, below this one.
@@ -169,6 +170,24 @@ def abort_if_late(
         is_late = (is_aborted == 0) & (lane < W) & (((late >> tl.minimum(lane, 30)) & 1) != 0)
         abort_if_missing(is_late.to(tl.int32), aborted, peers, wait, epoch, W, LANES)
     return is_lost
+
+
+@triton.jit
+def give_credit(
+    bases_ptr: tl.tensor,
+    excluded_ptr: tl.tensor,
+    rank: tl.tensor,
+    epoch: tl.tensor,
+    W: tl.constexpr,
+    LANES: tl.constexpr,
+    COMBINED_LINES_AT: tl.constexpr,
+) -> None:
+    """Stand in for a combine of `epoch` that does not come, whose batch this rank has read."""
+    is_rank = taking_part(excluded_ptr, W, LANES)
+    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
+    lines_ptr = (bases + COMBINED_LINES_AT + rank * _LINE_BYTES).to(tl.pointer_type(tl.int64))
+    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    tl.store(lines_ptr, line_of(tl.zeros([LANES], tl.int32), epoch), mask=is_rank)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
+from epcomm.kernels.nvlink.common.exchange import HELD_BATCH, VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
@@ -27,6 +27,7 @@ from epcomm.kernels.nvlink.common.lines import (
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
 from epcomm.kernels.nvlink.common.status import (
+    FAULT_HANDLE,
     FAULT_MASK,
     FLAGS_SHIFT,
     WAIT_COMBINE,
@@ -39,6 +40,7 @@ from epcomm.kernels.rounding import cast
 _WORDS = 256
 _WARPS = 4
 
+_HELD_BATCH = tl.constexpr(HELD_BATCH)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 
 
@@ -57,6 +59,7 @@ def _receive_combine_lines_kernel(
     rank: tl.tensor,
     num_tokens: tl.tensor,
     wanted_tokens: tl.tensor,
+    batch: tl.tensor,
     max_polls: tl.tensor,
     W: tl.constexpr,
     W_LANES: tl.constexpr,
@@ -85,6 +88,8 @@ def _receive_combine_lines_kernel(
     # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
     # has no rows, it sends a fault code to itself, too.
     has_failed = tl.load(state_ptr + 2, volatile=True) == 1
+    # Lines of another batch are there then, in an epoch of their own.
+    is_overwritten = tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
@@ -118,7 +123,8 @@ def _receive_combine_lines_kernel(
         absent = tl.zeros([WORDS], tl.int32)
         for source in tl.static_range(W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
-            is_late = living[source] & (flag_of(combined) != epoch)
+            # By order: a rank that did not receive the next batch may have ended it already.
+            is_late = living[source] & (flag_of(combined) - epoch < 0)
             late |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
             if weights_ptr is None:
@@ -143,8 +149,10 @@ def _receive_combine_lines_kernel(
                 is_absent = is_part & (word_of(code) == 0) & (flag_of(lines) != epoch)
                 absent |= tl.where(is_absent, 1 << tl.maximum(owner, 0), 0)
                 total += elements_of(word_of(lines), dtype).to(tl.float32) * weights[k]
+        late = tl.where(is_overwritten, 0, late | tl.max(absent))
+        any_code = tl.where(is_overwritten, FAULT_HANDLE, any_code)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            late | tl.max(absent),
+            late,
             aborted,
             polls_left,
             num_looks,
@@ -157,6 +165,7 @@ def _receive_combine_lines_kernel(
                 is_source = taking_part(excluded_ptr, W, W_LANES)
                 codes_ptr = combined_ptr + tl.arange(0, W_LANES)
                 codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
+                codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
                 note_faults(
                     faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT
                 )
@@ -175,11 +184,13 @@ def receive_combine_lines(
     is_sent: Tensor,
     sent_tokens: int,
     topk_weights: Tensor | None = None,
+    *,
+    batch: int,
 ) -> None:
     """Wait for the sums of all ranks in lines and add them up, as receive_combine() does.
 
     Args:
-        exchange, out, is_sent, topk_weights: as of receive_combine().
+        exchange, out, is_sent, topk_weights, batch: as of receive_combine().
         sent_tokens: T of the dispatch, at most layout.line_tokens; `out` has none if this rank
             refuses to combine, which receives all the same, for ranks may read rows until then.
 
@@ -210,6 +221,7 @@ def receive_combine_lines(
                 peers.rank,
                 CHANGES,
                 CHANGES,
+                CHANGES,
                 peers.max_polls,
             ),
             dict(
@@ -230,4 +242,4 @@ def receive_combine_lines(
             ),
         )
     # Programs without a token still hear of faults.
-    launch(max(1, sent_tokens) * parts, out, topk_weights, is_sent, num_tokens, sent_tokens)
+    launch(max(1, sent_tokens) * parts, out, topk_weights, is_sent, num_tokens, sent_tokens, batch)

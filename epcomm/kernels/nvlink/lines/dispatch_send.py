@@ -25,7 +25,11 @@ from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import await_credit, int64_at, line_of, words_of
 from epcomm.kernels.nvlink.common.signals import taking_part
-from epcomm.kernels.nvlink.ll_dispatch_header import count_positions, send_header
+from epcomm.kernels.nvlink.ll_dispatch_header import (
+    begin_dispatch,
+    count_positions,
+    send_header,
+)
 from epcomm.kernels.nvlink.ll_dispatch_send import (
     FP8,
     FP8_POWER_OF_TWO,
@@ -107,6 +111,8 @@ def _send_dispatch_lines_kernel(
     rank: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
+    batch: tl.tensor,
+    is_captured: tl.tensor,
     scales_stride: tl.tensor,
     scale_stride: tl.tensor,
     max_polls: tl.tensor,
@@ -154,11 +160,17 @@ def _send_dispatch_lines_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    # This kernel reads the first word and writes the second, those of combine the other way round:
-    # no program meets the update of its own kernel.
-    epoch = tl.load(state_ptr)
-    if program == 0:
-        tl.store(state_ptr + 1, epoch)
+    epoch = begin_dispatch(
+        bases_ptr,
+        state_ptr,
+        excluded_ptr,
+        rank,
+        batch,
+        is_captured,
+        W,
+        W_LANES,
+        COMBINED_LINES_AT,
+    )
 
     item = program - W - num_tokens
     token, part = item // PARTS, item % PARTS
@@ -328,6 +340,8 @@ def send_dispatch_lines(
     is_sent: Tensor,
     *,
     status: int,
+    batch: int,
+    is_captured: bool,
     kind: int,
     scale_block: int,
     profile: str,
@@ -369,6 +383,8 @@ def send_dispatch_lines(
                 peers.own_address,
                 exchange.buffer_address,
                 peers.rank,
+                CHANGES,
+                CHANGES,
                 CHANGES,
                 CHANGES,
                 CHANGES,
@@ -418,5 +434,7 @@ def send_dispatch_lines(
         is_sent,
         num_tokens,
         status,
+        batch,
+        int(is_captured),
         *strides,
     )

@@ -56,7 +56,8 @@ def test_every_path_is_near_float64_and_its_weights_cost_more(rows: Rows) -> Non
         to_bf16, to_w8a8 = map(float, cells[:2])
         # Both are there: rounding of activations, then of weights besides.
         assert 0.005 < to_w8a8 < to_bf16, name
-        assert to_w8a8 <= 0.02, name
+        # MAX_ERROR of the example.
+        assert to_w8a8 <= 0.0245, name
         assert to_bf16 <= 0.03, name
 
 

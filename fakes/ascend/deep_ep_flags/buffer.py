@@ -48,7 +48,7 @@ class Buffer(older.Buffer):
 
     FuseMode = FuseMode
 
-    def dispatch(
+    def dispatch(  # type: ignore[override]
         self,
         x: XTensors,
         handle: tuple[Tensor, ...] | None = None,
@@ -89,7 +89,7 @@ class Buffer(older.Buffer):
             quant_mode=_mode_of(use_fp8, use_mxfp4, use_mxfp8),
         )
 
-    def low_latency_dispatch(
+    def low_latency_dispatch(  # type: ignore[override]
         self,
         x: Tensor,
         topk_idx: Tensor,
@@ -117,7 +117,7 @@ class Buffer(older.Buffer):
             quant_mode=_mode_of(use_fp8, use_mxfp4, use_mxfp8 or (use_fp8 and use_ue8m0)),
         )
 
-    def fused_deep_moe(
+    def fused_deep_moe(  # type: ignore[override]
         self,
         x: Tensor,
         topk_idx: Tensor,

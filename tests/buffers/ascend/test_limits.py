@@ -372,7 +372,7 @@ def test_a_package_without_a_parameter_is_refused_on_all_ranks(
     package: Any = sys.modules["deep_ep"]
 
     class Older(package.Buffer):
-        """A release that knows no quant_mode."""
+        """A release that knows neither quant_mode nor flags."""
 
         def dispatch(self, x: object, **others: object) -> object:
             return super().dispatch(x, **others)
@@ -386,7 +386,7 @@ def test_a_package_without_a_parameter_is_refused_on_all_ranks(
         for backend, method in ((NORMAL, "dispatch"), (LOW_LATENCY, "low_latency_dispatch")):
             with pytest.raises(BackendUnavailable) as caught:
                 group.open_buffer(backend, SPECS[backend])
-            wanted = f"Older.{method} of the package installed has no parameter quant_mode"
+            wanted = f"Older.{method} of the package installed has no parameter use_mxfp8"
             assert wanted in str(caught.value)
             assert "cannot be opened, rank 1: " in str(caught.value)
 
@@ -546,7 +546,9 @@ def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.Monk
         names = {name for name in adapter.calls if name != "__init__"}
         assert {method for method, _ in seen} == names
         for method, arguments in seen:
-            assert set(arguments) == set(adapter.calls[method])
+            of_format = {"quant_mode", "use_fp8"} if method == "low_latency_dispatch" else set()
+            of_format = {"quant_mode"} if method == "dispatch" else of_format
+            assert set(arguments) == {*adapter.calls[method], *of_format}
 
 
 @pytest.mark.ranks(2)

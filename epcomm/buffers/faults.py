@@ -310,6 +310,19 @@ class DeviceFaults:
         """Note the faults of one combine, [W, 2] as record() returns them. Costs as record."""
         return self._note(entries, own_error)
 
+    def record_refusal(self, entries: Tensor, error: EPError) -> None:
+        """Note the faults of a combine that this rank refuses; the caller raises `error`.
+
+        What was raised is spent: check() raises the faults of the other ranks alone.
+        """
+        place = self._names.place
+        if self._own_error is error:
+            # The dispatch of the same call has noted it.
+            self._own_error = None
+            self._entries[place] = 0
+        entries[place] = 0
+        self._note(entries, None)
+
     def _note(self, entries: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
         is_first = self._entries[:, :1] == 0

@@ -428,7 +428,9 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             else:
                 self._buffer.refuse_combine_of(exchange_plan, error)
             if self._checks_calls:
-                self.check()
+                # Faults of other ranks, which would hide that of this one.
+                with suppress(EPError):
+                    self.check()
         except EPTimeout as timeout:
             raise error from timeout
         raise error

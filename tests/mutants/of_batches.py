@@ -124,6 +124,17 @@ class NoSlotTakesABlock(Spoiling):
         return replace(out, index=replace(out.index, row_of_slot=longer))
 
 
+class RepeatsHaveTheFirstWeight(Spoiling):
+    """Two entries of a token with one expert have the weight of the first."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        weights, ids = call.topk_weights.clone(), call.topk_ids
+        for k in range(1, ids.shape[1]):
+            is_repeat = (ids[:, k] == ids[:, k - 1]) & (ids[:, k] >= 0)
+            weights[:, k] = torch.where(is_repeat, weights[:, k - 1], weights[:, k])
+        return super().dispatch(replace(call, topk_weights=weights))
+
+
 MUTANTS = [
     Mutant(
         broken=WhoReceivesNothingReturnsNothing, scenario="one_expert", tells="combine with weights"
@@ -132,5 +143,6 @@ MUTANTS = [
     Mutant(broken=CopiesFourElements, scenario="odd_hidden", tells="slot 0"),
     Mutant(broken=CountsOfFourExperts, scenario="many_experts", tells="num_tokens_per_expert is"),
     Mutant(broken=ExpertHasOneBlock, scenario="aligned", tells="num_tokens_per_expert is"),
+    Mutant(broken=RepeatsHaveTheFirstWeight, scenario="repeated_ids", tells="weight of slot"),
     Mutant(broken=NoSlotTakesABlock, scenario="aligned_holes", tells="padding is"),
 ]

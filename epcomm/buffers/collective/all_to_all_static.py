@@ -216,7 +216,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         )
         self._compare_call(CallKind.COMBINE, batch)
         returned = self._send_sums(rows, phase="combine")
-        self._faults.record_combine(_read_faults(returned[:, 0]), error)
+        self._faults.record_refusal(_read_faults(returned[:, 0]), error)
 
     def _combine_onto(
         self,

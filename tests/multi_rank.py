@@ -5,12 +5,13 @@ own making (tests/hosts/network.py) with two ranks each, and a test may have sev
 It is parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The
 fixture `ep_ranks` is what EPGroup takes: None for the default process group, or the MPI world.
 
-Outer run (plain pytest): all selected tests of one transport and size run in one launch of
-scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it passed on every
-rank. A failure ends its launch, because the ranks no longer agree on where they are; the tests that
-it left undone run in the next launch. Launches run in the background, two at a time, beside the
-tests of one process, which come first: ranks often wait for one another. With tests marked slow,
-which hold ranks to limits in seconds, and on devices, they run one after another.
+Outer run (plain pytest): up to MAX_TESTS_OF_LAUNCH selected tests of one transport and size run in
+one launch of scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it
+passed on every rank. A failure ends its launch, because the ranks no longer agree on where they
+are; the tests that it left undone run in the next launch. Launches run in the background, two at a
+time, beside the tests of one process, which come first: ranks often wait for one another. With
+tests marked slow, which hold ranks to limits in seconds, and on devices, they run one after
+another.
 
 Inner run (under the launcher, one process per rank): a process group (gloo) or MPI stands during
 the session, skips and empty selections are failures, and each rank appends its results to a file of
@@ -29,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -57,6 +58,8 @@ RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for resul
 HOSTS_ENV = "MULTI_RANK_HOSTS"  # set by the outer run: the ranks are on hosts of our own making
 RANKS_PER_HOST = 2
 
+# Tests of one launch: more are split, so that no launch goes on alone when the others have ended.
+MAX_TESTS_OF_LAUNCH = 900
 # Seconds that a collective waits for a rank that does not come.
 COLLECTIVE_LIMIT_S = 60
 # Seconds from the start of a launch until all ranks have collected their tests: 10 on an idle
@@ -365,8 +368,8 @@ class OuterRun:
         self.stall_limit_s = float(config.getini("multi_rank_stall_limit_s"))
         self.items: dict[World, list[pytest.Item]] = defaultdict(list)
         self.nodeids: dict[World, list[str]] = {}  # those to launch
-        # Written by the threads of launches, under `changed`; the worlds that none has taken yet.
-        self.worlds: list[World] = []
+        # Written by the threads of launches, under `changed`; the tests that none has taken yet.
+        self.shares: list[tuple[World, list[str]]] = []
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
         self.error: BaseException | None = None
@@ -398,7 +401,7 @@ class OuterRun:
         if not self.nodeids or self.config.option.collectonly:
             return (yield)
         # The longest first.
-        self.worlds = sorted(self.nodeids, key=lambda world: len(self.nodeids[world]))
+        self.shares = sorted(split(self.nodeids), key=lambda share: len(share[1]))
         threads = [threading.Thread(target=self.launch_all) for _ in range(self.num_at_a_time())]
         for thread in threads:
             thread.start()
@@ -415,16 +418,17 @@ class OuterRun:
         is_timed = any(item.get_closest_marker("slow") for item in items)
         return 1 if is_timed or BACKEND_ENV in os.environ else 2
 
-    def next_world(self) -> World | None:
-        """Take a world that no thread has taken; None when there is none."""
+    def next_share(self) -> tuple[World, list[str]] | None:
+        """Take tests that no thread has taken; None when there are none."""
         with self.changed:
-            return self.worlds.pop() if self.worlds else None
+            return self.shares.pop() if self.shares else None
 
     def launch_all(self) -> None:
         """Launch until every test has a verdict, or the run ends."""
         try:
-            while (world := self.next_world()) is not None:
-                while undone := [n for n in self.nodeids[world] if n not in self.verdicts]:
+            while (share := self.next_share()) is not None:
+                world, nodeids = share
+                while undone := [n for n in nodeids if n not in self.verdicts]:
                     launch = self.launch(world, undone)
                     if self.must_end.is_set():
                         return
@@ -561,6 +565,15 @@ class OuterRun:
                 what = "no rank finished a test" if started else "not all ranks started"
                 return f"was ended after {limit_s:g} s in which {what}"
         return f"ended with exit code {process.returncode}" if process.returncode else ""
+
+
+def split(nodeids: Mapping[World, list[str]]) -> Iterator[tuple[World, list[str]]]:
+    """Yield the tests of each launch, in order and of one world, in equal numbers."""
+    for world, of_world in nodeids.items():
+        num_launches = -(-len(of_world) // MAX_TESTS_OF_LAUNCH)
+        size = -(-len(of_world) // num_launches)
+        for start in range(0, len(of_world), size):
+            yield world, of_world[start : start + size]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

@@ -86,6 +86,8 @@ def test_sections_that_do_not_run_exist() -> None:
     assert {(path, section.title) for path, section in SECTIONS} >= NOT_RUN.keys()
 
 
+# On 4 ranks this takes a tenth of the processor time of the quick tests.
+@pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("path", "section"), RUN, ids=[f"{path}: {section.title}" for path, section in RUN]

@@ -6,7 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.multi_rank import Launch, RankResult, World, describe_failure, judge, take_device
+from tests import multi_rank
+from tests.multi_rank import (
+    Launch,
+    RankResult,
+    World,
+    describe_failure,
+    judge,
+    split,
+    take_device,
+)
 
 
 def result(rank: int, nodeid: str, *, failed_at_s: float | None = None) -> RankResult:
@@ -127,3 +136,12 @@ def test_a_rank_on_npus_takes_the_one_of_its_number(monkeypatch: pytest.MonkeyPa
     assert taken == []
     take_device("hccl")
     assert taken == [3]
+
+
+def test_many_tests_are_split_among_launches_in_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(multi_rank, "MAX_TESTS_OF_LAUNCH", 3)
+    two, four = World("torch", 2), World("torch", 4)
+    shares = list(split({two: [*"abcdefg"], four: [*"xyz"]}))
+    assert shares == [(two, [*"abc"]), (two, [*"def"]), (two, ["g"]), (four, [*"xyz"])]

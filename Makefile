@@ -10,7 +10,9 @@ PY := $(CURDIR)/.venv/bin/python
 ENVIRONMENT := .venv/.installed
 endif
 
-.PHONY: demo test test-slow test-all soak lint docs clean
+NEWEST := $(CURDIR)/.venv-newest
+
+.PHONY: demo test test-defaults test-newest test-slow test-all soak lint docs clean
 
 # Trains on 4 ranks, then goes on from step 20 on 2.
 demo: $(ENVIRONMENT)
@@ -21,6 +23,14 @@ demo: $(ENVIRONMENT)
 # Minutes, on two cores. What is marked slow is left to test-slow.
 test: $(ENVIRONMENT)
 	$(PY) -m pytest tests -m 'not slow'
+
+# The library runs under a default device and dtype of torch that are not those of the tests.
+test-defaults: $(ENVIRONMENT)
+	TEST_DEFAULT_DEVICE=meta TEST_DEFAULT_DTYPE=bfloat16 $(PY) -m pytest tests -m 'not slow'
+
+# Gigabytes: installs the newest torch and Triton of the tested range, with CUDA, beside .venv.
+test-newest: .venv-newest/.installed
+	$(NEWEST)/bin/python -m pytest tests -m 'not slow'
 
 test-slow: $(ENVIRONMENT)
 	$(PY) -m pytest tests -m slow
@@ -51,6 +61,15 @@ docs: $(ENVIRONMENT)
 	.venv/bin/pip install --no-deps -r tests/clients.txt
 	touch $@
 
+# torch names its Triton, and its build of NVRTC.
+.venv-newest/.installed: pyproject.toml constraints.txt tests/clients.txt
+	python3 -m venv .venv-newest
+	grep -vE '^(torch|triton|nvidia-cuda-nvrtc)==' constraints.txt > .venv-newest/constraints.txt
+	$(NEWEST)/bin/pip install 'torch==2.15.*'
+	$(NEWEST)/bin/pip install -c .venv-newest/constraints.txt -e '.[dev]'
+	$(NEWEST)/bin/pip install --no-deps -r tests/clients.txt
+	touch $@
+
 clean:
-	rm -rf .venv build dist site *.egg-info .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest build dist site *.egg-info .hypothesis .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -23,7 +23,10 @@ T_co = TypeVar("T_co", covariant=True)
 class TopKOutput:
     """The routing of one batch.
 
-    topk_ids: [T, K], int64, physical expert ids, distinct within a row; -1 means no expert.
+    topk_ids: [T, K], int64, physical expert ids; -1 means no expert. Ids are distinct within a row,
+        as routers choose them. Of an expert named twice each entry is a slot and both are added in
+        the layout ROWS; MASKED, ascend and deep_ep_v2 raise a ShapeError on every rank. Where the
+        slots exceed a static size, every rank raises a CapacityError.
     topk_weights: [T, K], float32; beside float64 rows float64; another floating dtype is cast. The
         weight of a -1 entry is ignored.
     is_physical: a router chose the ids from the layer's ReplicaTable. To a layer with a placement

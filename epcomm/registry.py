@@ -66,6 +66,7 @@ BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 # Operators that dispatch, compute and combine in one call: mode fuseep.
 FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
+        "mega_moe": ("epcomm.fuseep.ascend:MegaMoE",),
         "fused_deep_moe": ("epcomm.fuseep.ascend:FusedDeepMoE",),
         "dispatch_ffn_combine": ("epcomm.fuseep.ascend:DispatchFFNCombine",),
         "fuseep_reference": ("epcomm.fuseep.reference:FuseEPReference",),

@@ -18,7 +18,7 @@ import torch  # noqa: E402  (after its number of threads was chosen)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-pytest_plugins = ["tests.multi_rank"]
+pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 
 
 # By folder, the MULTI_RANK_BACKEND on whose devices its test_real.py runs.

@@ -118,7 +118,7 @@ NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
 # 16 float32 elements, K ids and K weights; home, K scalars and a gap up to 16 B.
 ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
 # Nine words of the call and the slots of up to 128 experts, int64.
-HEADER_BYTES = 8 * (9 + 128)
+HEADER_BYTES = 8 * (10 + 128)
 
 
 @pytest.mark.ranks(NUM_RANKS)

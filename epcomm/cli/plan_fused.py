@@ -34,9 +34,10 @@ def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
     spec, window, packed = phase.buffer_spec, "pass --max-tokens", "pass --max-tokens"
     if spec.max_tokens_per_rank is not None:
         regions = operator.region_bytes(spec, phase.world_size)
-        window, packed = (bytes_text(region.max_bytes or 0) for region in regions)
+        *windows, packed = (bytes_text(region.max_bytes or 0) for region in regions)
+        window = windows[0] if windows else "not documented"
     return {
-        "chip": operator.kind.soc.value,
+        "chip": f"{operator.kind.soc.value}{', deprecated' if operator.deprecated else ''}",
         **_limits(operator.limits),
         "HCCL window": window,
         "packed experts": packed,

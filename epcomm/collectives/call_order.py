@@ -299,7 +299,7 @@ class CallOrder:
                 or words[FAULT]
                 or not (0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0)
             ):
-                problem = self._wrong_word(words)
+                problem = self._wrong_word(words, own[NUMBER])
                 if problem is not None:
                     self.reject(rank, problem)
             if messages is None or not sum(words) % 2**64:
@@ -314,14 +314,15 @@ class CallOrder:
                     "dispatcher, batch, number, size, fault, flags and rows, or a count",
                 )
 
-    def _wrong_word(self, words: Sequence[int]) -> str | None:
-        """Name the first word that no rank can have sent in this call, or return None."""
+    def _wrong_word(self, words: Sequence[int], number: int) -> str | None:
+        """Name the first word that no rank can have sent in call `number`, or return None."""
         most = (
             ("kind", KIND, 1, len(CallKind)),
             ("buffer", BUFFER, ANY, len(self._buffers)),
             ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
             ("batch", BATCH, ANY, self._number),
-            ("number", NUMBER, self._number, self._number),
+            # Memory that grew since the headers came has counted calls of its own.
+            ("number", NUMBER, number, number),
             ("size", SIZE, ANY, 2**63 - 1),
             ("flags", FLAGS, 0, MAX_FLAGS),
             ("rows", ROWS, 0, 2**63 - 1),

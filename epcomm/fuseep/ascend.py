@@ -1,16 +1,16 @@
 """Call the fused operators of the Ascend deep_ep: dispatch, W8A8 experts and combine in one.
 
-A call takes at most 256 tokens of a rank, and every rank makes ceil(M / 256) calls, also without
-tokens: then it passes one row of weight 0. Neither operator has a backward, nor errors for sizes
-that do not fit, so limits are checked before the first call. Source: sgl-kernel-npu; this code has
-not run on an NPU.
+A call takes at most 256 tokens of a rank (mega_moe: 4096), and every rank makes as many calls as
+the longest batch needs, also without tokens: then it passes one row of weight 0. No operator has a
+backward, nor errors for sizes that do not fit, so limits are checked before the first call.
+Source: sgl-kernel-npu; this code has not run on an NPU.
 """
 
 from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Generic, TypeVar
@@ -28,21 +28,28 @@ from epcomm.fuseep.limits import (
     DISPATCH_FFN_COMBINE_LIMITS,
     FUSED_DEEP_MOE_LIMITS,
     MAX_CALL_TOKENS,
+    MEGA_MOE_LIMITS,
     dispatch_ffn_combine_reasons,
     dispatch_ffn_combine_window_bytes,
     fused_deep_moe_reasons,
     fused_deep_moe_window_bytes,
     max_call_tokens,
     max_received_rows,
+    mega_moe_reasons,
 )
-from epcomm.fuseep.weights import DispatchFFNCombineWeights, FusedDeepMoEWeights, PackedWeights
+from epcomm.fuseep.weights import (
+    DispatchFFNCombineWeights,
+    FusedDeepMoEWeights,
+    MegaMoEWeights,
+    PackedWeights,
+)
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import current_soc
 from epcomm.platforms.ascend.formats import nz_reasons
 from epcomm.platforms.ascend.limits import Limits
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Int8Profile, Layout, WireDtype
 from epcomm.weights.quantized import Int8ChannelWeights
 
@@ -68,7 +75,7 @@ _CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Chunk:
-    """The tokens of one call: x [N, H], ids and weights [N, K], N of 1 to 256.
+    """The tokens of one call: x [N, H], ids and weights [N, K], N of 1 to max_tokens of the limits.
 
     is_dummy: the chunk is one made-up token with weights of 0.
     """
@@ -80,7 +87,7 @@ class _Chunk:
 
 
 class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
-    """The base of both operators, which have static sizes: faults wait for check().
+    """The base of the operators, which have static sizes: faults wait for check().
 
     It comes before FusedBackend among the bases.
 
@@ -129,9 +136,10 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         packed = cls._packed_bytes_of(
             spec.num_local_experts, spec.hidden_size, spec.intermediate_size
         )
-        return (
-            Region(name="window of the process group", max_bytes=cls._window(spec, world_size)),
-            Region(name="packed experts", max_bytes=packed),
+        window = cls._window(spec, world_size)
+        regions = {"window of the process group": window, "packed experts": packed}
+        return tuple(
+            Region(name=name, max_bytes=size) for name, size in regions.items() if size is not None
         )
 
     @classmethod
@@ -143,8 +151,8 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     @classmethod
     @abstractmethod
-    def _window(cls, spec: BufferSpec, world_size: int) -> int:
-        """Return the bytes of the HCCL window."""
+    def _window(cls, spec: BufferSpec, world_size: int) -> int | None:
+        """Return the bytes of the HCCL window, or None where they are not documented."""
 
     @abstractmethod
     def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
@@ -176,7 +184,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         parts = [y for (y, _), chunk in zip(outputs, chunks, strict=True) if not chunk.is_dummy]
         y = torch.cat(parts) if parts else call.unquantized
         y = y.masked_fill(is_empty, 0.0)
-        most = len(chunks) * max_received_rows(self._spec, self._world_size)
+        most = len(chunks) * max_received_rows(self._spec, self._world_size, self.limits)
         return FuseEPResult(
             y=y.masked_fill(has_failed, float("nan")),
             num_tokens_per_expert=counts,
@@ -185,17 +193,26 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         )
 
     def _fused(
-        self, chunk: _Chunk, experts: PackedWeights, most: int, fuse_mode: object
+        self,
+        chunk: _Chunk,
+        experts: PackedWeights,
+        most: int,
+        fuse_mode: object,
+        form: Callable[[Tensor], Tensor | list[Tensor]] = lambda tensor: tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Call the package's operator; `most` limits tokens in mode 1 and rows in mode 2."""
+        """Call the package's operator.
+
+        most: limits the tokens of a rank in modes 1 and 3, and the rows of a rank in mode 2.
+        form: of tensors of experts that the operator takes.
+        """
         return self._buffer.fused_deep_moe(
             x=chunk.x,
             topk_idx=chunk.topk_ids,
             topk_weights=chunk.topk_weights,
-            gmm1_permuted_weight=experts.gate_up_proj,
-            gmm1_permuted_weight_scale=experts.gate_up_scale,
-            gmm2_weight=experts.down_proj,
-            gmm2_weight_scale=experts.down_scale,
+            gmm1_permuted_weight=form(experts.gate_up_proj),
+            gmm1_permuted_weight_scale=form(experts.gate_up_scale),
+            gmm2_weight=form(experts.down_proj),
+            gmm2_weight_scale=form(experts.down_scale),
             num_max_dispatch_tokens_per_rank=most,
             num_experts=self._num_experts,
             fuse_mode=fuse_mode,
@@ -203,8 +220,9 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
         """Cut a batch into the same number of chunks on every rank: each call waits for all."""
-        for start in range(0, self._spec.max_tokens_per_rank or 0, MAX_CALL_TOKENS):
-            own = slice(start, start + MAX_CALL_TOKENS)
+        most = self.limits.max_tokens or MAX_CALL_TOKENS
+        for start in range(0, self._spec.max_tokens_per_rank or 0, most):
+            own = slice(start, start + most)
             if start >= x.shape[0]:
                 yield self._dummy(x, ids)
                 continue
@@ -283,6 +301,50 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
         return y, counts.view(-1, self._world_size).sum(1)
 
 
+class MegaMoE(AscendFused[MegaMoEWeights], FusedBackend[MegaMoEWeights]):
+    """The operator of mode 3, of cann_ops_transformer; deep_ep calls it."""
+
+    name: ClassVar[str] = "mega_moe"
+    kind: ClassVar[type[PackedWeights]] = MegaMoEWeights
+    limits: ClassVar[Limits] = MEGA_MOE_LIMITS
+    has_slot_budget: ClassVar[bool] = False
+
+    @classmethod
+    def probe(cls, machine: Machine) -> Availability:
+        found = super().probe(machine)
+        package, reasons = machine.find_deep_ep(), []
+        if found.ok and package is not None and not package.has_mega_moe:
+            reasons.append("the deep_ep installed has no MEGA_MOE; install a newer release")
+        is_stand_in = package is not None and package.is_stand_in
+        if not is_stand_in and not machine.has_module("cann_ops_transformer"):
+            reasons.append("cann_ops_transformer is not installed, which has the operator")
+        return found.also(reasons)
+
+    @classmethod
+    def pack(cls, weights: Int8ChannelWeights) -> MegaMoEWeights:
+        return MegaMoEWeights.pack(weights)
+
+    @classmethod
+    def _reasons(
+        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
+    ) -> list[str]:
+        return mega_moe_reasons(spec, world_size, soc=current_soc(), environment=environment)
+
+    @classmethod
+    def _window(cls, spec: BufferSpec, world_size: int) -> None:
+        return None
+
+    @staticmethod
+    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+        return FusedDeepMoE._packed_bytes_of(num_experts, hidden_size, intermediate_size)
+
+    def _call_operator(self, chunk: _Chunk, experts: MegaMoEWeights) -> tuple[Tensor, Tensor]:
+        most = max_call_tokens(self._spec, self.limits)
+        return self._fused(
+            chunk, experts, most, self._fuse_modes.MEGA_MOE, lambda tensor: list(tensor.unbind())
+        )
+
+
 class DispatchFFNCombine(
     AscendFused[DispatchFFNCombineWeights], FusedBackend[DispatchFFNCombineWeights]
 ):
@@ -293,6 +355,7 @@ class DispatchFFNCombine(
     """
 
     name: ClassVar[str] = "dispatch_ffn_combine"
+    deprecated: ClassVar[str] = "CANN does not maintain it from 9.1 on; mega_moe replaces it"
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
     limits: ClassVar[Limits] = DISPATCH_FFN_COMBINE_LIMITS

@@ -29,9 +29,13 @@ class FuseEPResult(PathOutput):
 
 
 class FusedBackend(Backend, Generic[PackedT]):
-    """Dispatches, computes and combines W8A8 experts in one operation; for inference."""
+    """Dispatches, computes and combines W8A8 experts in one operation; for inference.
+
+    deprecated: why a plan should not stay on this operator; empty where it may.
+    """
 
     name: ClassVar[str]
+    deprecated: ClassVar[str] = ""
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.FUSEEP})
 
     @classmethod

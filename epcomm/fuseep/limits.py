@@ -1,6 +1,7 @@
 """Check the sizes that the fused operators refuse, or would silently compute wrongly.
 
-Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine; not run on an NPU.
+Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine, and documentation;
+sizes of dispatch_ffn_combine and mega_moe: vllm-ascend. Not run on an NPU.
 """
 
 from __future__ import annotations
@@ -37,8 +38,25 @@ FUSED_DEEP_MOE_LIMITS = Limits(
     # 24 is half of the 48 vector cores of A3.
     local_experts=24,
 )
-# The weights of mode 2 may be row-major, and only the window bounds its sizes.
-DISPATCH_FFN_COMBINE_LIMITS = Limits(max_tokens=MAX_CALL_TOKENS)
+DISPATCH_FFN_COMBINE_LIMITS = Limits(
+    max_tokens=MAX_CALL_TOKENS,
+    hidden=(1024, 8192),
+    hidden_multiple=512,
+    gate_up_columns=(2048, 6144),
+    gate_up_multiple=1024,
+    ranks=(1, 64),
+)
+MEGA_MOE_LIMITS = Limits(
+    max_tokens=4096,
+    hidden=(1024, 8192),
+    hidden_multiple=512,
+    gate_up_columns=(1024, 6144),
+    gate_up_multiple=1024,
+    ranks=(2, 128),
+    top_k=16,
+    experts=1024,
+    local_experts=128,
+)
 
 
 def max_call_tokens(spec: BufferSpec, limits: Limits) -> int:
@@ -126,6 +144,27 @@ def dispatch_ffn_combine_reasons(
             f"would vanish silently; set it to {rows} or leave it None"
         )
     reasons += window_reasons(dispatch_ffn_combine_window_bytes(spec, limits), environment)
+    return reasons + variable_reasons(environment, soc)
+
+
+def mega_moe_reasons(
+    spec: BufferSpec,
+    world_size: int,
+    *,
+    soc: Soc | None,
+    environment: Mapping[str, str],
+    limits: Limits = MEGA_MOE_LIMITS,
+) -> list[str]:
+    """Return why mode 3 does not serve W8A8 experts of these sizes; empty if it does.
+
+    The size of its HCCL window is not documented; the operator checks it.
+
+    Args: see fused_deep_moe_reasons().
+    """
+    reasons = _soc_reasons("mega_moe of deep_ep is documented for A3 alone", soc)
+    reasons += limits.reasons(spec, world_size)
+    if spec.max_recv_slots is not None:
+        reasons.append("has capacity for any routing and no slot budget; leave max_recv_slots None")
     return reasons + variable_reasons(environment, soc)
 
 

@@ -130,6 +130,44 @@ class FusedDeepMoEWeights(PackedWeights):
         }
 
 
+class MegaMoEWeights(PackedWeights):
+    """The weights of mode 3: gate columns, then up, row-major; scales in float32.
+
+    gate_up_proj: int8 [E, H, 2I].   gate_up_scale: float32 [E, 2I].
+    down_proj: int8 [E, I, H].   down_scale: float32 [E, H].
+    The operator takes a list with a tensor for each expert, which must not be views into NZ.
+    """
+
+    _column_unit: ClassVar[int] = 2
+
+    @classmethod
+    def pack(cls, weights: Int8ChannelWeights) -> Self:
+        _check_source(cls, weights)
+        return cls(
+            gate_up_proj=_copy(weights.gate_up_proj.transpose(1, 2)),
+            gate_up_scale=_copy(weights.gate_up_scale),
+            down_proj=_copy(weights.down_proj.transpose(1, 2)),
+            down_scale=_copy(weights.down_scale),
+        )
+
+    def unpack(self) -> Int8ChannelWeights:
+        return Int8ChannelWeights(
+            gate_up_proj=_copy(self.gate_up_proj.transpose(1, 2)),
+            gate_up_scale=_copy(self.gate_up_scale),
+            down_proj=_copy(self.down_proj.transpose(1, 2)),
+            down_scale=_copy(self.down_scale),
+        )
+
+    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
+        experts, hidden, columns = self.gate_up_proj.shape
+        return {
+            "gate_up_proj": (torch.int8, [experts, hidden, columns]),
+            "gate_up_scale": (torch.float32, [experts, columns]),
+            "down_proj": (torch.int8, [experts, columns // 2, hidden]),
+            "down_scale": (torch.float32, [experts, hidden]),
+        }
+
+
 class DispatchFFNCombineWeights(PackedWeights):
     """The weights of mode 2: gate columns, then up; scales as the bits of float32 in int64.
 

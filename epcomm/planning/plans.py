@@ -9,7 +9,7 @@ from epcomm.buffers.requirements import batches_in_flight_of, max_tokens_of
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
-from epcomm.registry import backend_class
+from epcomm.registry import backend_class, fused_class
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import ROW_MAJOR, Int8Profile, ScaleLayout, WeightsAppliedBy
 
@@ -180,6 +180,8 @@ class EPPlan:
             lines.append(f"runner {self.runner}")
         if self.prefill.mode is Mode.FUSEEP:
             lines.append(f"experts computed by {self.prefill.backend} itself; y comes reduced")
+            deprecated = fused_class(self.prefill.buffer).deprecated
+            lines += [f"{self.prefill.backend} is deprecated: {deprecated}"] if deprecated else []
         lines += [f"rejected runner {text}" for text in _grouped(self.rejected_runners)]
         return "\n".join(lines)
 

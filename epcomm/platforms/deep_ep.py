@@ -30,11 +30,13 @@ class InstalledDeepEP:
     """The package that `import deep_ep` would take.
 
     has_legacy_buffer: it defines the Buffer of V1.   is_stand_in: an imitation on the CPU.
+    has_mega_moe: its fused_deep_moe(), on Ascend, has the mode MEGA_MOE.
     """
 
     kind: DeepEPKind
     has_legacy_buffer: bool
     is_stand_in: bool = False
+    has_mega_moe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +99,7 @@ def find_deep_ep() -> InstalledDeepEP | None:
         kind=_kind_of(names),
         has_legacy_buffer="Buffer" in names,
         is_stand_in=runs_on_cpu_ranks(),
+        has_mega_moe="MEGA_MOE" in names,
     )
 
 
@@ -180,4 +183,9 @@ def _names_in(source: bytes) -> frozenset[str]:
         # Not Python that we know; whatever it defines, its import tells.
         return frozenset()
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    return frozenset(node.name for node in ast.walk(tree) if isinstance(node, kinds))
+    # Members of enumerations are assigned.
+    assigned = (node.targets[0] for node in ast.walk(tree) if isinstance(node, ast.Assign))
+    return frozenset(
+        {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+        | {target.id for target in assigned if isinstance(target, ast.Name)}
+    )

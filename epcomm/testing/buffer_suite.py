@@ -468,8 +468,9 @@ def _combine_rows(done: _Computed) -> None:
         assert returned.scalars is not None, "row scalars come back"
         ids = done.batch.topk_ids
         owners = torch.where(ids < 0, -1, ids // done.spec.num_local_experts)
-        num_ranks = sum((owners == rank).any(1).int() for rank in range(done.env.group.world_size))
-        num_others = torch.as_tensor(num_ranks).unsqueeze(1) - (ids >= 0).int()
+        ranks = range(done.env.group.world_size)
+        num_ranks = torch.stack([(owners == rank).any(1) for rank in ranks]).sum(0)
+        num_others = num_ranks.unsqueeze(1) - (ids >= 0).int()
         expected = done.factor.float() + _OTHER_SCALAR * num_others
         _expect_equal(done.env, "scalars", returned.scalars.tolist(), expected.tolist())
 

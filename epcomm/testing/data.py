@@ -134,7 +134,8 @@ def repeated_ids(
 ) -> Tensor:
     """Choose uniform ids of which about half repeat the entry before; the first token has one."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
-    repeats = torch.rand(ids.shape, generator=generator) < 0.5
+    draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
+    repeats = draws < 0.5
     repeats[:1] = True
     for k in range(1, ids.shape[1]):
         ids[:, k] = torch.where(repeats[:, k], ids[:, k - 1], ids[:, k])
@@ -145,7 +146,7 @@ def crowded_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
     """Name the first expert in all entries of all tokens."""
-    return torch.zeros(num_tokens, top_k, dtype=torch.int64)
+    return torch.zeros(num_tokens, top_k, dtype=torch.int64, device="cpu")
 
 
 def last_expert_ids(

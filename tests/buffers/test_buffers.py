@@ -1,7 +1,7 @@
 """Every buffer that runs on a CPU passes the whole buffer suite on 2 ranks.
 
 On other numbers of ranks and over MPI run the scenarios that show a fault there which 2 ranks
-cannot (tests/mutants/matrix.md), and with the slow tests all of them on 4.
+cannot, and with the slow tests all of them on 4.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-# What a transport or another number of ranks may get wrong: the table of tests/mutants/matrix.md.
+# What a transport or another number of ranks may get wrong.
 ON_ONE = ("faults",)
 ON_THREE = ("stand_alone", "faults")
 OVER_MPI = ("uneven", "all_empty", "faults", "combine_faults")

@@ -114,7 +114,7 @@ PLANS = [
         id="fuseep of an unknown operator",
         arguments=[*PLAN, "--mode", "fuseep", "--backend", "collective"],
         message="backend is 'collective', expected auto or one of ['dispatch_ffn_combine', "
-        "'fused_deep_moe', 'fuseep_reference']",
+        "'fused_deep_moe', 'fuseep_reference', 'mega_moe']",
     ),
     BadCall(
         id="experts of an unknown kind",

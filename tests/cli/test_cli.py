@@ -155,20 +155,44 @@ def test_fuseep_shows_every_operator_with_its_limits_and_memory(
     assert ["backend", "fuseep_reference"] in printed
     assert ["", "", WINDOW_REASON] in printed
     place = printed.index(
-        ["operator", "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"]
+        ["operator", "mega_moe", "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"]
     )
     assert printed[place + 1 : place + 10] == [
-        ["chip", "A3", "A3", "any"],
-        ["rows a call", "at most 256", "at most 256", "no limit"],
-        ["hidden size", "512 to 7168 in steps of 16", "no limit", "no limit"],
-        ["2 * intermediate size", "1024 to 6144 in steps of 128", "no limit", "no limit"],
-        ["top k", "at most 12", "no limit", "no limit"],
-        ["experts", "at most 512", "no limit", "no limit"],
-        ["experts of a rank", "at most 24", "no limit", "no limit"],
+        ["chip", "A3", "A3", "A3, deprecated", "any"],
+        ["rows a call", "at most 4096", "at most 256", "at most 256", "no limit"],
+        [
+            "hidden size",
+            "1024 to 8192 in steps of 512",
+            "512 to 7168 in steps of 16",
+            "1024 to 8192 in steps of 512",
+            "no limit",
+        ],
+        [
+            "2 * intermediate size",
+            "1024 to 6144 in steps of 1024",
+            "1024 to 6144 in steps of 128",
+            "2048 to 6144 in steps of 1024",
+            "no limit",
+        ],
+        ["top k", "at most 16", "at most 12", "no limit", "no limit"],
+        ["experts", "at most 1024", "at most 512", "no limit", "no limit"],
+        ["experts of a rank", "at most 128", "at most 24", "no limit", "no limit"],
         # 16 ranks * 256 rows * 16 experts * 7168 * 4; 3 * 256 * 8 * 7168 + 10 MiB.
-        ["HCCL window", "1,879,048,192 B (1,792.0 MiB)", "54,525,952 B (52.0 MiB)", "none"],
+        [
+            "HCCL window",
+            "not documented",
+            "1,879,048,192 B (1,792.0 MiB)",
+            "54,525,952 B (52.0 MiB)",
+            "none",
+        ],
         # 16 experts * (3 * 7168 * 2048 codes, 4096 + 7168 scales of 4 or 8 bytes).
-        ["packed experts", "705,363,968 B (672.7 MiB)", "706,084,864 B (673.4 MiB)", "none"],
+        [
+            "packed experts",
+            "705,363,968 B (672.7 MiB)",
+            "705,363,968 B (672.7 MiB)",
+            "706,084,864 B (673.4 MiB)",
+            "none",
+        ],
     ]
 
 
@@ -176,7 +200,7 @@ def test_fuseep_without_a_token_limit_says_what_windows_need() -> None:
     result = run("plan", *FUSEEP)
     assert result.exit_code == 0, result.output
     needed = "pass --max-tokens"
-    assert ["HCCL window", needed, needed, "none"] in rows(result.stdout)
+    assert ["HCCL window", needed, needed, needed, "none"] in rows(result.stdout)
 
 
 @pytest.mark.parametrize(

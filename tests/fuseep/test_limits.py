@@ -32,7 +32,7 @@ SPEC = BufferSpec(
     dispatch_format=INT8_PER_TOKEN,
     hidden_format=WireFormat(dtype=WireDtype.BF16),
     hidden_size=2048,
-    intermediate_size=768,
+    intermediate_size=1024,
     num_local_experts=16,
     top_k=8,
     max_tokens_per_rank=128,
@@ -267,6 +267,20 @@ def test_reasons_add_up() -> None:
     ] * 5
 
 
-def test_mode_2_documents_no_sizes() -> None:
-    spec = replace(SPEC, hidden_size=100, intermediate_size=30, num_local_experts=40, top_k=16)
-    assert reasons_of("mode 2", spec) == []
+@pytest.mark.parametrize(
+    ("changes", "world_size", "reason"),
+    [
+        ({"hidden_size": 1024, "intermediate_size": 3072}, 64, None),
+        ({"hidden_size": 8192, "num_local_experts": 40, "top_k": 16}, 8, None),
+        ({"hidden_size": 512}, 8, "hidden_size is 512, expected 1024 to 8192"),
+        ({"hidden_size": 2304}, 8, "hidden_size is 2304, expected a multiple of 512"),
+        ({"intermediate_size": 512}, 8, "2 * intermediate_size is 1024, expected 2048 to 6144"),
+        ({"intermediate_size": 1280}, 8, "2 * intermediate_size is 2560, expected a multiple of"),
+        ({}, 65, "serves 1 to 64 ranks, not 65"),
+    ],
+)
+def test_sizes_of_mode_2(changes: dict[str, int], world_size: int, reason: str | None) -> None:
+    environment = {"HCCL_BUFFSIZE": "9000"}
+    spec = replace(SPEC, **changes)
+    found = reasons_of("mode 2", spec, world_size=world_size, environment=environment)
+    assert found == [] if reason is None else [reason in text for text in found] == [True]

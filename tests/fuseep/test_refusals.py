@@ -32,7 +32,7 @@ from fakes.ascend import limits
 MODE_1, MODE_2, REFERENCE = "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"
 OPERATORS = (MODE_1, MODE_2)
 # Mode 1 needs 8 * 128 * 4 * 1024 * 4 B = 16 MiB, mode 2 3 * 128 * 4 * 1024 B + 10 MiB.
-H, I, WORLD_SIZE = 1024, 512, 8  # noqa: E741 (the letter of the intermediate size)
+H, I, WORLD_SIZE = 1024, 1024, 8  # noqa: E741 (the letter of the intermediate size)
 LAYER = MoESpec(hidden_size=H, num_experts=32, top_k=4)
 
 pytestmark = pytest.mark.usefixtures("a3")
@@ -276,14 +276,14 @@ def test_a_plan_without_weights_asks_for_them(operator: str) -> None:
 def test_the_first_that_can_is_chosen_and_the_others_are_explained() -> None:
     """Nothing serves BF16 experts: then all reasons are in one error."""
     assert planned("auto").prefill.backend == MODE_1
-    assert planned("auto", layer=replace(LAYER, hidden_size=496)).prefill.backend == MODE_2
+    assert planned("auto", layer=replace(LAYER, hidden_size=7680)).prefill.backend == MODE_2
     with limits.soc("A2"):
         chosen = planned("auto", max_tokens_per_rank=None)
-    assert [rejection.name for rejection in chosen.prefill.rejected] == list(OPERATORS)
+    assert [rejection.name for rejection in chosen.prefill.rejected] == ["mega_moe", *OPERATORS]
     assert chosen.prefill.backend == REFERENCE
     with pytest.raises(ConfigError, match="no backend serves mode fuseep: ") as caught:
         planned("auto", weights=BF16)
-    assert f"{', '.join(ALL)}: computes W8A8 experts" in str(caught.value)
+    assert f"mega_moe, {', '.join(ALL)}: computes W8A8 experts" in str(caught.value)
 
 
 def test_explain_names_operator_bytes_and_limits() -> None:

@@ -22,10 +22,12 @@ def boolean_masks() -> Iterator[None]:
 
 
 def _checked(method: Callable[..., Any], place: int) -> Callable[..., Any]:
-    def checked(builder: object, *arguments: Any) -> Any:  # noqa: ANN401
-        kind = arguments[place].data.dtype
+    def checked(builder: object, *arguments: Any, **others: Any) -> Any:  # noqa: ANN401
+        mask = arguments[place]
+        # The mask of a descriptor is an array up to Triton 3.7.
+        kind = (mask if isinstance(mask, np.ndarray) else mask.data).dtype
         if kind != np.bool_:
             raise TypeError(f"a mask is {kind}, expected booleans; take both() of kernels.masks")
-        return method(builder, *arguments)
+        return method(builder, *arguments, **others)
 
     return checked

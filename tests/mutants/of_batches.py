@@ -51,63 +51,11 @@ def with_data(out: Dispatched, data: Tensor) -> Dispatched:
     return replace(out, rows=replace(out.rows, data=data))
 
 
-class ScalarsInPairs(Spoiling):
-    """Scalars are brought home two at a time, and the last of three is lost."""
-
-    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
-        if home.scalars is None or home.scalars.shape[1] != 3:
-            return home
-        scalars = home.scalars.clone()
-        scalars[:, 2] = 0
-        return replace(home, scalars=scalars)
-
-
-class EmptyRankTakesOneRow(Spoiling):
-    """A last rank without tokens has memory for one received row."""
-
-    def spoil_dispatched(
-        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
-    ) -> Dispatched:
-        if len(call.topk_ids) or self._collectives.rank < self._collectives.world_size - 1:
-            return out
-        data = out.rows.data.clone()
-        data[1:] = 0
-        return with_data(out, data)
-
-
-class NothingIsOneRow(Spoiling):
-    """Where no row travels at all, y has one."""
-
-    def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
-        if exchange_plan.num_tokens or exchange_plan.num_rows:
-            return home
-        return replace(home, y=home.y.new_zeros(1, home.y.shape[1]))
-
-
-class SingleRowIsBroadcast(Spoiling):
-    """A single received row is taken for one number."""
-
-    def spoil_dispatched(
-        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
-    ) -> Dispatched:
-        data = out.rows.data
-        return with_data(out, data[:, :1].expand_as(data)) if len(data) == 1 else out
-
-
 class WhoReceivesNothingReturnsNothing(Spoiling):
     """A rank that received no row does not look for the results of its own tokens."""
 
     def spoil_combined(self, home: Combined, exchange_plan: CollectiveExchangePlan) -> Combined:
         return home if exchange_plan.num_rows else replace(home, y=torch.zeros_like(home.y))
-
-
-class RedispatchForgetsTwoHoles(Spoiling):
-    """A token with two experts and two entries of -1 is not sent along an old exchange_plan."""
-
-    def spoil_sent(self, hidden_states: Tensor, exchange_plan: CollectiveExchangePlan) -> Tensor:
-        holes = (exchange_plan.sends.row_of_topk < 0).sum(1, keepdim=True)
-        forgotten = (holes == 2) & (exchange_plan.sends.row_of_topk.shape[1] == 4)
-        return hidden_states.masked_fill(forgotten, 0)
 
 
 class TokensOfNobodyAreLeft(Spoiling):
@@ -117,42 +65,6 @@ class TokensOfNobodyAreLeft(Spoiling):
         if sum(exchange_plan.send_splits):
             return home
         return replace(home, y=torch.full_like(home.y, float("nan")))
-
-
-class OneExpertNeedsNoWeight(Spoiling):
-    """With one expert a token, weights are taken for one."""
-
-    def spoil_dispatched(
-        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
-    ) -> Dispatched:
-        assert out.slot_weights is not None
-        if call.topk_ids.shape[1] != 1:
-            return out
-        return replace(out, slot_weights=torch.ones_like(out.slot_weights))
-
-
-class TwoBytesAreFloat16(Spoiling):
-    """Elements of two bytes are read as float16."""
-
-    def spoil_dispatched(
-        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
-    ) -> Dispatched:
-        data = out.rows.data
-        if data.dtype is not torch.bfloat16:
-            return out
-        return with_data(out, data.view(torch.float16).to(torch.bfloat16))
-
-
-class TwoBytesAreBFloat16(Spoiling):
-    """Elements of two bytes are read as bfloat16."""
-
-    def spoil_dispatched(
-        self, out: Dispatched, exchange_plan: CollectiveExchangePlan, call: DispatchCall
-    ) -> Dispatched:
-        data = out.rows.data
-        if data.dtype is not torch.float16:
-            return out
-        return with_data(out, data.view(torch.bfloat16).to(torch.float16))
 
 
 class CopiesFourElements(Spoiling):
@@ -212,21 +124,25 @@ class NoSlotTakesABlock(Spoiling):
         return replace(out, index=replace(out.index, row_of_slot=longer))
 
 
+class RepeatsHaveTheFirstWeight(Spoiling):
+    """Two entries of a token with one expert have the weight of the first."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        weights, ids = call.topk_weights.clone(), call.topk_ids
+        for k in range(1, ids.shape[1]):
+            is_repeat = (ids[:, k] == ids[:, k - 1]) & (ids[:, k] >= 0)
+            weights[:, k] = torch.where(is_repeat, weights[:, k - 1], weights[:, k])
+        return super().dispatch(replace(call, topk_weights=weights))
+
+
 MUTANTS = [
-    Mutant(broken=ScalarsInPairs, scenario="uneven", tells="scalars is"),
-    Mutant(broken=EmptyRankTakesOneRow, scenario="empty_rank", tells="slot"),
-    Mutant(broken=NothingIsOneRow, scenario="all_empty", tells="shape of combine"),
-    Mutant(broken=SingleRowIsBroadcast, scenario="one_token", tells="slot 0"),
     Mutant(
         broken=WhoReceivesNothingReturnsNothing, scenario="one_expert", tells="combine with weights"
     ),
-    Mutant(broken=RedispatchForgetsTwoHoles, scenario="holes", tells="slot"),
     Mutant(broken=TokensOfNobodyAreLeft, scenario="nowhere", tells="is off by inf"),
-    Mutant(broken=OneExpertNeedsNoWeight, scenario="top_1", tells="weight of slot"),
-    Mutant(broken=TwoBytesAreFloat16, scenario="bf16", tells="slot 0"),
-    Mutant(broken=TwoBytesAreBFloat16, scenario="fp16", tells="slot 0"),
     Mutant(broken=CopiesFourElements, scenario="odd_hidden", tells="slot 0"),
     Mutant(broken=CountsOfFourExperts, scenario="many_experts", tells="num_tokens_per_expert is"),
     Mutant(broken=ExpertHasOneBlock, scenario="aligned", tells="num_tokens_per_expert is"),
+    Mutant(broken=RepeatsHaveTheFirstWeight, scenario="repeated_ids", tells="weight of slot"),
     Mutant(broken=NoSlotTakesABlock, scenario="aligned_holes", tells="padding is"),
 ]

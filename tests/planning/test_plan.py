@@ -647,10 +647,11 @@ REFUSALS = [
     Refusal(
         id="fuseep without experts: nothing is INT8",
         config=EPConfig(mode="fuseep", max_tokens_per_rank=16),
-        message="plan: no backend serves mode fuseep: fused_deep_moe, dispatch_ffn_combine, "
-        "fuseep_reference: carries ['int8'], not bf16; fused_deep_moe, dispatch_ffn_combine: "
-        "deep_ep for Ascend is not installed; fused_deep_moe, dispatch_ffn_combine: has limits for "
-        "the experts' sizes; plan with their weights",
+        message="plan: no backend serves mode fuseep: mega_moe, fused_deep_moe, "
+        "dispatch_ffn_combine, fuseep_reference: carries ['int8'], not bf16; mega_moe, "
+        "fused_deep_moe, dispatch_ffn_combine: deep_ep for Ascend is not installed; mega_moe, "
+        "fused_deep_moe, dispatch_ffn_combine: has limits for the experts' sizes; plan with their "
+        "weights",
     ),
     Refusal(
         id="a fused operator in another mode",

@@ -70,6 +70,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     # twice the bytes, and no fence.
     line_tokens: ClassVar[int] = 8
     returns_slots: ClassVar[bool] = True
+    needs_distinct_ids: ClassVar[bool] = False
     _has_slot_budget: ClassVar[bool] = False
 
     @classmethod

@@ -13,16 +13,17 @@ class MissingArgumentError(ConfigError, NotImplementedError):
 
 
 def missing_error(
-    function: str, advice: dict[str, tuple[bool, str]]
+    function: str, advice: dict[str, tuple[bool, str]], where: str = ""
 ) -> MissingArgumentError | None:
     """Return the error of a call that asks for an argument that is not there, or None.
 
-    advice: argument -> whether the call asks for it, and what to use.
+    advice: argument -> whether the call asks for it, and what to use.   where: this rank.
     """
     for argument, (is_asked, use) in advice.items():
         if is_asked:
             return MissingArgumentError(
-                f"{function}: {argument} is not there in epcomm.integrations.deep_ep; {use}"
+                f"{function}: {argument} is not there in epcomm.integrations.deep_ep"
+                f"{where and f' ({where})'}; {use}"
             )
     return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,10 @@ class Rows:
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
         """Read the argument `x` of deep_ep."""
-        is_pair = isinstance(x, tuple) and len(x) == len(("rows", "scales"))
-        return cls(x=x[0], scales=x[1]) if is_pair else cls(x=x)
+        if isinstance(x, tuple) and len(x) == len(("rows", "scales")):
+            return cls(x=x[0], scales=x[1])
+        # The checks of the call report what is no tensor.
+        return cls(x=cast("Tensor", x))
 
     def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
         """Return them in the form of deep_ep."""

@@ -67,16 +67,20 @@ class Options:
     """The options of a dispatch that are equal on all ranks beside its specification.
 
     num_max_tokens_per_rank: a limit of tokens beside exact sizes, 0 for none.
+    num_worst_tokens: the rows that a rank of V1 receives in exact sizes, 0 for those that come.
     has_topk_weights, do_expand: these make exchanges of their own, or spare them.
     """
 
     num_max_tokens_per_rank: int = 0
+    num_worst_tokens: int = 0
     has_topk_weights: bool = True
     do_expand: bool = False
 
     def as_word(self) -> int:
         """Return them as one number for the headers of the call."""
-        return self.num_max_tokens_per_rank << 2 | self.has_topk_weights << 1 | self.do_expand
+        # A call has one of both limits at most.
+        limit = self.num_max_tokens_per_rank + self.num_worst_tokens
+        return limit << 2 | self.has_topk_weights << 1 | self.do_expand
 
 
 NO_OPTIONS = Options()
@@ -195,7 +199,7 @@ class Ranks:
         buffer = self._opened.get((mode, spec))
         if buffer is None and spec.num_sms is not None:
             # Where calls say it, one buffer serves all numbers of SMs.
-            shared = self.open(mode, replace(spec, num_sms=None))
+            shared = self.open(mode, replace(spec, num_sms=None), options)
             buffer = shared if shared.takes_num_sms or not kind.needs_nvlink else None
             if buffer is not None:
                 self._opened[mode, spec] = buffer
@@ -214,9 +218,17 @@ class Ranks:
         self._previous = mode, spec, buffer
         return buffer
 
-    def go_along(self, along: Along) -> None:
-        """Note what the next call along a handle asks for: ranks compare it if calls differ."""
-        self._asked_along = along
+    def go_along(self, function: str, x: Tensor, *, has_weights: bool = False) -> None:
+        """Note what the next call along a handle asks for, to be compared if calls differ. Local.
+
+        Columns and dtype of x, and whether weights travel, are equal on all ranks.
+        """
+        self._asked_along = Along(
+            function=function,
+            num_columns=x.shape[1],
+            dtype=x.dtype,
+            has_topk_weights=has_weights,
+        )
 
     def open_again(self, mode: Mode, found: OpenBuffer) -> Buffer:
         """Return a buffer that open() has returned for a call of the same shape. Local."""
@@ -324,7 +336,9 @@ class Ranks:
         if is_new == {True} and self._asked_dispatch is not None:
             mode, spec, options = self._asked_dispatch
             function = "dispatch"
-            asked = {"mode": mode.value, **spec.as_record(), **asdict(options)}
+            # Ranks may take other numbers of SMs.
+            shape = replace(spec, num_sms=None).as_record()
+            asked = {"mode": mode.value, **shape, **asdict(options)}
         elif is_new == {False} and along is not None:
             function, asked = along.function, along.as_record()
         everyone = collectives.gather_records(

@@ -125,6 +125,8 @@ def _gate_up_fp8_kernel(
         scaled = hidden * factor[:, None]
         if IS_INTERPRETED:
             codes = _e4m3_code(scaled)
+            # The interpreter multiplies the code of NaN as 480: the scale has to be NaN too.
+            amax += tl.sum(scaled - scaled, axis=1)
         else:
             codes = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
         columns = block * BLOCK + lanes

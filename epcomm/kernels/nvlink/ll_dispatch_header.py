@@ -11,6 +11,9 @@ import triton.language as tl
 from epcomm.kernels.nvlink.common.lines import int64_at, line_of
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 
+# Bits of what is wrong with an entry; an id that is no expert counts more.
+_REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
+
 
 @triton.jit
 def send_header(
@@ -38,24 +41,24 @@ def send_header(
     NEEDS_DISTINCT, where a token names an expert twice.
     """
     counts = tl.zeros([L_LANES], tl.int32)
-    bad, repeated = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    fault = tl.full([], 0, tl.int32)
     for start in tl.range(0, num_tokens * K, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + tl.arange(0, CHUNK)
         ids = tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1)
-        bad = tl.maximum(bad, tl.max(((ids < -1) | (ids >= W * L)).to(tl.int32)))
+        faults = ((ids < -1) | (ids >= W * L)).to(tl.int32) * _BAD
         if NEEDS_DISTINCT:
+            # Loads that depend on nothing; one reduction finds both kinds of faults.
             for step in tl.static_range(1, K):  # pyright: ignore[reportGeneralTypeIssues]
                 has_later = (at % K + step < K) & (at < num_tokens * K)
                 later = tl.load(ids_ptr + at + step, mask=has_later, other=-1)
-                repeated = tl.maximum(repeated, tl.max(((ids == later) & (ids >= 0)).to(tl.int32)))
+                faults |= ((ids == later) & (ids >= 0)).to(tl.int32) * _REPEATED
+        fault = tl.maximum(fault, tl.max(faults))
         local = ids.to(tl.int32) - peer * L
         is_local = (local >= 0) & (local < L)
         counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
     word = status
-    if ((status & FAULT_MASK) == 0) & (bad != 0):
-        word += FAULT_IDS
-    elif ((status & FAULT_MASK) == 0) & (repeated != 0):
-        word += FAULT_REPEATED_IDS
+    if ((status & FAULT_MASK) == 0) & (fault != 0):
+        word += tl.where(fault >= _BAD, FAULT_IDS, FAULT_REPEATED_IDS)
     is_faulty = (word & FAULT_MASK) != 0
     lane = tl.arange(0, L_LANES)
     counts_ptr = int64_at(base + COUNT_LINES_AT) + rank * L + lane

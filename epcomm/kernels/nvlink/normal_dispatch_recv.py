@@ -88,7 +88,7 @@ def _needed_rows(
 @triton.jit
 def _fill(ptr: tl.tensor, length: tl.tensor, value: tl.constexpr) -> None:
     """Set the first `length` words at `ptr`."""
-    BLOCK: tl.constexpr = 1024
+    BLOCK: tl.constexpr = 1024  # pyright: ignore[reportAssignmentType]
     for start in tl.range(0, length, BLOCK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + tl.arange(0, BLOCK)
         tl.store(ptr + at, tl.zeros([BLOCK], tl.int32) + value, mask=at < length)

@@ -17,7 +17,7 @@ from fakes.ascend.deep_ep.fused_deep_moe import FUSED_DEEP_MOE
 from fakes.ascend.int8 import quantize_rows
 from fakes.ascend.limits import require
 
-_OPERATORS: Mapping[int, FusedOperator] = MappingProxyType(
+OPERATORS: Mapping[int, FusedOperator] = MappingProxyType(
     {
         FuseMode.FUSED_DEEP_MOE: FUSED_DEEP_MOE,
         FuseMode.DISPATCH_FFN_COMBINE: DISPATCH_FFN_COMBINE,
@@ -26,9 +26,15 @@ _OPERATORS: Mapping[int, FusedOperator] = MappingProxyType(
 
 
 def fused_moe(
-    group: dist.ProcessGroup, call: FusedCall, fuse_mode: int, quant_mode: int
+    group: dist.ProcessGroup,
+    call: FusedCall,
+    fuse_mode: int,
+    quant_mode: int,
+    operators: Mapping[int, FusedOperator] = OPERATORS,
 ) -> tuple[Tensor, Tensor]:
     """Compute y, bfloat16 [T, H], and the counts of the operator; collective.
+
+    operators: by fuse_mode.
 
     A row of zeros has codes that nobody knows and the scale 0, so it gives zeros (in mode 2 unless
     these codes overflow float16); no other token sees it.
@@ -39,18 +45,18 @@ def fused_moe(
 
     def check() -> Sequence[int]:
         settings()
-        modes = {int(mode) for mode in FuseMode}
+        modes = {int(mode) for mode in operators}
         require(NAME, fuse_mode in modes, f"fuse_mode is one of {modes}, got {fuse_mode}")
         # quant_mode has no effect; 0 does not mean that nothing is quantised.
         require(NAME, quant_mode in (0, 1), f"quant_mode is 0 or 1, got {quant_mode}")
-        operator = _OPERATORS[fuse_mode]
+        operator = operators[fuse_mode]
         operator.check(call)
         shared_limit = 0 if operator.limits_rows else call.limit
         sizes = (call.x.shape[1], call.ids.shape[1], call.w13.shape[2], call.num_experts)
         return [fuse_mode, *sizes, shared_limit]
 
     exchange.agree(group, NAME, check)
-    operator, ids = _OPERATORS[fuse_mode], call.ids.long()
+    operator, ids = operators[fuse_mode], call.ids.long()
     codes, scales = quantize_rows(call.x, operator.profile)
     pairs = exchange.pairs_of(ids, call.num_experts)
     received = exchange.send(group, pairs, codes[pairs.tokens], scales[pairs.tokens])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import cast
 
+import torch
 from torch import Tensor
 
 from epcomm.config import environment
@@ -18,11 +20,15 @@ from fakes.ascend.deep_ep.buffer import (
     NormalStrategy,
     XTensors,
 )
+from fakes.ascend.deep_ep.fused import OPERATORS, fused_moe
+from fakes.ascend.deep_ep.fused_call import FusedCall
 from fakes.ascend.deep_ep.quant_mode import BF16, INT8
-from fakes.ascend.limits import Soc, current_machine, require_modelled
+from fakes.ascend.deep_ep_flags.mega_moe import MEGA_MOE
+from fakes.ascend.limits import Soc, current_machine, require, require_modelled
 
 __all__ = ["Buffer", "Config", "EventOverlap", "FuseMode", "LowLatencyStrategy", "NormalStrategy"]
 
+Tensors = Tensor | list[Tensor]
 _FUSED = "fused_deep_moe"
 
 
@@ -32,6 +38,9 @@ class FuseMode(IntEnum):
     FUSED_DEEP_MOE = 1
     DISPATCH_FFN_COMBINE = 2
     MEGA_MOE = 3
+
+
+_OPERATORS = {**OPERATORS, FuseMode.MEGA_MOE: MEGA_MOE}
 
 
 class Buffer(older.Buffer):
@@ -113,10 +122,10 @@ class Buffer(older.Buffer):
         x: Tensor,
         topk_idx: Tensor,
         topk_weights: Tensor,
-        gmm1_permuted_weight: Tensor,
-        gmm1_permuted_weight_scale: Tensor | None,
-        gmm2_weight: Tensor,
-        gmm2_weight_scale: Tensor | None,
+        gmm1_permuted_weight: Tensors,
+        gmm1_permuted_weight_scale: Tensors | None,
+        gmm2_weight: Tensors,
+        gmm2_weight_scale: Tensors | None,
         num_max_dispatch_tokens_per_rank: int,
         num_experts: int,
         quant_mode: int = 1,
@@ -126,29 +135,36 @@ class Buffer(older.Buffer):
         linear_beta: float | None = 25.0,
         profile_enable: bool = False,
         *,
-        l1_bias: Tensor | None = None,
-        l2_bias: Tensor | None = None,
+        l1_bias: Tensors | None = None,
+        l2_bias: Tensors | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Dispatch, W8A8 experts with swiglu and combine; see the older Buffer."""
+        """Dispatch, W8A8 experts with swiglu and combine; see the older Buffer.
+
+        In mode 3 weights and scales are lists with a tensor for each local expert.
+        """
         require_modelled(_FUSED, activation == "swiglu", f"activation={activation!r}")
         require_modelled(_FUSED, l1_bias is None and l2_bias is None, "l1_bias and l2_bias")
-        scales = gmm1_permuted_weight_scale, gmm2_weight_scale
-        require_modelled(_FUSED, None not in scales, "experts without scales")
-        assert scales[0] is not None, "refused above"
-        assert scales[1] is not None, "refused above"
-        return super().fused_deep_moe(
-            x,
-            topk_idx,
-            topk_weights,
-            gmm1_permuted_weight,
-            scales[0],
-            gmm2_weight,
-            scales[1],
-            num_max_dispatch_tokens_per_rank,
-            num_experts,
-            quant_mode,
-            fuse_mode,  # type: ignore[arg-type]
+        is_listed = fuse_mode == FuseMode.MEGA_MOE
+        given = (gmm1_permuted_weight, gmm1_permuted_weight_scale, gmm2_weight, gmm2_weight_scale)
+        fits = all(isinstance(each, list if is_listed else Tensor) for each in given)
+        form = "lists of tensors of experts" if is_listed else "tensors"
+        require(_FUSED, fits, f"weights and scales are {form} with fuse_mode {fuse_mode}")
+        w13, s13, w2, s2 = (
+            torch.stack(each) if isinstance(each, list) else cast(Tensor, each) for each in given
         )
+        call = FusedCall(
+            x=x,
+            ids=topk_idx,
+            weights=topk_weights,
+            w13=w13,
+            s13=s13,
+            w2=w2,
+            s2=s2,
+            limit=num_max_dispatch_tokens_per_rank,
+            num_experts=num_experts,
+            num_ranks=self.group_size,
+        )
+        return fused_moe(self.group, call, fuse_mode, quant_mode, _OPERATORS)
 
 
 def _mode_of(use_fp8: bool, use_mxfp4: bool, use_mxfp8: bool) -> str:

@@ -401,6 +401,7 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
             call = call_of(number, rank, world_size, group.device)
             out = buffer.dispatch(call)
             results, wanted = compute(out, rank), expected_sums(call, world_size)
+            early = None
             for factor in (1, 2, -4, 1):
                 if factor % 4 == 2 * rank:
                     # The other rank must not yet send sums where this one reads those before.
@@ -416,6 +417,7 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
                     assert torch.equal(pending.wait().y, wanted * factor)
                 else:
                     early = pending
+            assert early is not None
             assert torch.equal(early.wait().y, wanted * 2)
         # One rank refuses to combine again: all hear of it, and may try once more.
         if rank == 0:

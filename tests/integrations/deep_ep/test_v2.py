@@ -175,9 +175,9 @@ def test_weights_travel_along_an_expanded_handle_and_back(
         assert torch.equal(back, torch.where(topk_idx >= 0, new, 0.0))
         experts = (topk_idx >= 0).sum(1, keepdim=True)
         assert torch.equal(y, x * 2 * experts)
-        metadata = handle.recv_src_metadata[: num_messages(handle)].tolist()
+        assert handle.recv_src_metadata.dtype is torch.int32
     seen = torch.zeros(len(weights), dtype=torch.bool, device=here())
-    for source, _, *slots in metadata:
+    for source, _, *slots in handle.recv_src_metadata[: num_messages(handle)].tolist():
         src_rank, token = divmod(source, MAX_TOKENS)
         for k, slot in enumerate(slots):
             if slot >= 0:
@@ -204,8 +204,8 @@ def test_rows_and_weights_along_a_handle_that_are_not_expanded(
     found = buffer.dispatch(x, topk_weights=new, handle=handle, num_sms=8)
     count = num_messages(handle)
     for mine, other in zip(found[:3], expected[:3], strict=True):
-        assert mine is not None
-        assert other is not None
+        assert isinstance(mine, Tensor)
+        assert isinstance(other, Tensor)
         assert mine.shape == other.shape
         assert torch.equal(mine[:count], other[:count])
     assert buffer.dispatch(x, handle=handle, num_sms=8)[2] is None
@@ -323,6 +323,47 @@ def test_expanded_rows_are_rounded_at_their_rank_if_allowed(
         recv_x[:end] = 512.0
     combined, _, _ = buffer.combine(recv_x, handle)
     assert combined.unique().tolist() == [expected]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_default_device_and_dtype_of_a_program_change_nothing(
+    is_twice: bool, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    rank = world().rank()
+    x, topk_idx, own_weights = inputs_here(UNEVEN[rank], rank)
+    num_ranks, experts = ranks_of_tokens(topk_idx), (topk_idx >= 0).sum(1, keepdim=True)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            buffer = make_buffer(allow_multiple_reduction=is_twice)
+            for do_expand, factor in ((False, num_ranks), (True, experts)):
+                recv_x, _, _, handle, _ = buffer.dispatch(
+                    x,
+                    topk_idx,
+                    own_weights,
+                    num_experts=NUM_EXPERTS,
+                    do_expand=do_expand,
+                    do_cpu_sync=do_cpu_sync,
+                )
+                assert isinstance(recv_x, Tensor)
+                along = buffer.dispatch(
+                    x, topk_weights=own_weights, handle=handle, do_expand=do_expand
+                )
+                assert along[2] is not None
+                assert along[2].dtype is torch.float32
+                y, back, _ = buffer.combine(recv_x, handle, along[2], bias=x)
+                assert (
+                    handle.recv_src_metadata.device == handle.dst_buffer_slot_idx.device == x.device
+                )
+                assert torch.equal(y, x * factor + x)
+                assert torch.equal(buffer.combine(recv_x, handle)[0], x * factor)
+                assert back is not None
+                assert torch.equal(back, own_weights.masked_fill(topk_idx < 0, 0))
+    finally:
+        torch.set_default_dtype(usual)
 
 
 @pytest.mark.ranks(4)

@@ -421,7 +421,8 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
 
 
 def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.device) -> None:
-    receiver = make_ranks(2, device)[0]
+    # Both ranks: who gives up writes into the blocks of all.
+    receiver, _other = make_ranks(2, device)
     # Behind 2**31 combines, of which none sent a sum in bulk.
     receiver.exchange.state[1] = -(2**31) + 1
     receiver.is_sent[0] = 1

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, ShapeError
+from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.normal import Rows, RowWay, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.v1.config import Config
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8)
@@ -66,6 +68,52 @@ def rows_fault(rows: Rows, device: torch.device) -> str | None:
     return fault
 
 
+def options_error(
+    ranks: Ranks, function: str, config: object, least: dict[str, tuple[int, int]]
+) -> EPError | None:
+    """Find what is wrong with a Config and with numbers. Local.
+
+    least: argument -> its value, and the smallest that is right.
+    """
+    wrong = [
+        f"{name} is {value}, expected at least {smallest}"
+        for name, (value, smallest) in least.items()
+        if value < smallest
+    ]
+    if not isinstance(config, Config):
+        wrong.append(f"config is {type(config).__name__}, expected Config or None")
+    if not wrong:
+        return None
+    return ConfigError(f"{function}: {wrong[0]} ({ranks.where}); correct it on this rank")
+
+
+def ids_error(
+    ranks: Ranks, function: str, topk_ids: Tensor | None, num_experts: int
+) -> EPError | None:
+    """Find ids that name no expert, where the host reads them: on CPUs. Local."""
+    if topk_ids is None or not ranks.reads_faults or not topk_ids.numel():
+        return None
+    lowest, highest = (int(each) for each in topk_ids.aminmax())
+    if lowest >= -1 and highest < num_experts:
+        return None
+    wrong = lowest if lowest < -1 else highest
+    fault = f"topk_idx holds {wrong}, expected -1 or 0 to {num_experts - 1}"
+    return _error(function, fault, ranks)
+
+
+def event_error(
+    ranks: Ranks, function: str, event: EventOverlap | None, is_async: bool, allocates_here: bool
+) -> EPError | None:
+    """Find what is wrong with the arguments of the communication stream. Local."""
+    if not allocates_here or (is_async and event is not None and event.event is not None):
+        return None
+    return ConfigError(
+        f"{function}: allocate_on_comm_stream=True came without previous_event or without "
+        f"async_finish=True, expected both ({ranks.where}); pass Buffer.capture() and "
+        "async_finish=True"
+    )
+
+
 def dispatch_error(
     ranks: Ranks,
     rows: Rows,
@@ -75,7 +123,9 @@ def dispatch_error(
 ) -> EPError | None:
     """Find what is wrong with a normal dispatch. Local."""
     if _is_usual(rows, topk, is_in_rank, ranks) and _divides(per_expert, ranks):
-        return None
+        return (
+            None if per_expert is None else ids_error(ranks, "dispatch", topk[0], len(per_expert))
+        )
     fault = rows_fault(rows, ranks.device)
     if fault is None:
         num_tokens, (ids, weights) = rows.x.shape[0], topk
@@ -90,12 +140,16 @@ def dispatch_error(
                 (weights, ("topk_weights", (num_tokens, top_k), (torch.float32,))),
             ]
         fault = _first_fault(expected, ranks.device)
-    if fault is None and per_expert is not None and per_expert.shape[0] % ranks.size:
+    if fault is None and per_expert is not None and not _divides(per_expert, ranks):
         fault = (
             f"num_tokens_per_expert has {per_expert.shape[0]} entries, expected a multiple of the "
             f"{ranks.size} ranks"
         )
-    return _error("dispatch", fault, ranks)
+    if fault is None and topk[0] is not None and topk[0].shape[1] == 0:
+        fault = f"topk_idx is {list(topk[0].shape)}, expected at least one expert a token"
+    if fault is not None or per_expert is None:
+        return _error("dispatch", fault, ranks)
+    return ids_error(ranks, "dispatch", topk[0], len(per_expert))
 
 
 def worst_error(ranks: Ranks, rows: Rows, num_worst_tokens: int) -> EPError | None:
@@ -144,7 +198,7 @@ def low_latency_dispatch_error(
         and num_experts % ranks.size == 0
         and x.device == topk_ids.device == ranks.device
     ):
-        return None
+        return ids_error(ranks, function, topk_ids, num_experts)
     expected: list[Rule] = [
         (x, ("x", (None, None), (torch.bfloat16,))),
         (topk_ids, ("topk_idx", (_length_of(x), None), _IDS)),
@@ -152,8 +206,10 @@ def low_latency_dispatch_error(
     fault = _first_fault(expected, ranks.device)
     if fault is None and (num_experts < 1 or num_experts % ranks.size):
         fault = f"num_experts is {num_experts}, expected a multiple of the {ranks.size} ranks"
-    if fault is not None or x.shape[0] <= max_tokens:
+    if fault is not None:
         return _error(function, fault, ranks)
+    if x.shape[0] <= max_tokens:
+        return ids_error(ranks, function, topk_ids, num_experts)
     return CapacityError(
         f"{function}: x has {x.shape[0]} tokens, expected at most num_max_dispatch_tokens_per_rank "
         f"= {max_tokens} ({ranks.where}); pass a larger number on all ranks"
@@ -170,7 +226,8 @@ def low_latency_combine_error(
     """Find what is wrong with a low-latency combine; shapes: of the slabs, and T. Local."""
     (ids, weights), (slabs, num_tokens) = topk, shapes
     if (
-        x.shape == slabs
+        all(isinstance(each, Tensor) for each in (x, ids, weights))
+        and x.shape == slabs
         and x.dtype is torch.bfloat16
         and ids.dtype in _IDS
         and ids.shape == weights.shape
@@ -181,7 +238,7 @@ def low_latency_combine_error(
         and out is None
     ):
         return None
-    top_k = ids.shape[-1] if ids.dim() else None
+    top_k = ids.shape[-1] if isinstance(ids, Tensor) and ids.dim() else None
     expected: list[Rule] = [
         (x, ("x", slabs, (torch.bfloat16,))),
         (ids, ("topk_idx", (num_tokens, None), _IDS)),
@@ -258,6 +315,7 @@ def _is_usual(
         and weights.dtype is torch.float32
         and ids.shape == weights.shape
         and ids.shape[0] == x.shape[0]
+        and ids.shape[1] > 0
         and is_in_rank.dtype is torch.bool
         and is_in_rank.shape == (x.shape[0], ranks.size)
         and x.device == ids.device == weights.device == is_in_rank.device == ranks.device
@@ -273,6 +331,7 @@ def _divides(per_expert: Tensor | None, ranks: Ranks) -> bool:
         per_expert is not None
         and per_expert.dtype is torch.int32
         and per_expert.dim() == 1
+        and per_expert.shape[0] > 0
         and per_expert.shape[0] % ranks.size == 0
     )
 

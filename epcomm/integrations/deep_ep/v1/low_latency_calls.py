@@ -100,6 +100,7 @@ class LowLatencyCalls(Opened):
                 "x_global_scale": (x_global_scale is not None, "it belongs to use_nvfp4"),
                 "topk_weights": (topk_weights is not None, "pass them to low_latency_combine()"),
             },
+            ranks.where,
         )
         max_tokens = num_max_dispatch_tokens_per_rank
         stats = cumulative_local_expert_recv_stats
@@ -193,6 +194,7 @@ class LowLatencyCalls(Opened):
                     )
                 },
             },
+            ranks.where,
         )
         known = low_latency.handle_of(handle, ranks)
         if known is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epcomm.errors import CapacityError
 from epcomm.integrations.deep_ep.normal import Received, Rows, Sizes, dispatch_rows, spec_of
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks
 from epcomm.integrations.deep_ep.v1.checks import rows_fault
 from epcomm.spec import BufferSpec
 
@@ -35,15 +35,18 @@ def dispatch_v1(
             static sizes on a GPU sums are NaN instead, on every rank.
     """
     (ids, weights), sizes = topk, _sizes(num_sms)
+    options = _options(num_worst_tokens, has_ids=ids is not None)
     if is_static(ranks, ids, num_worst_tokens):
         assert ids is not None, "just checked"
         assert weights is not None, "ids have weights"
         sizes = _sizes(num_sms, num_worst_tokens)
-        received = dispatch_rows(ranks, rows, ids.long(), weights, per_expert.shape[0], sizes=sizes)
+        received = dispatch_rows(
+            ranks, rows, ids.long(), weights, per_expert.shape[0], sizes=sizes, options=options
+        )
         if ranks.reads_faults:
             received.way.buffer.check()
         return received
-    received = _dispatch_exactly(ranks, rows, topk, is_in_rank, per_expert, sizes)
+    received = _dispatch_exactly(ranks, rows, topk, is_in_rank, per_expert, (sizes, options))
     return _with_worst_rows(ranks, received, num_worst_tokens)
 
 
@@ -89,18 +92,18 @@ def _dispatch_exactly(
     topk: tuple[Tensor | None, Tensor | None],
     is_in_rank: Tensor,
     per_expert: Tensor,
-    sizes: Sizes,
+    asked: tuple[Sizes, Options],
 ) -> Received:
-    ids, weights = topk
+    (ids, weights), (sizes, options) = topk, asked
     if ids is not None and weights is not None:
         num_experts = per_expert.shape[0]
         ids = ids if ids.dtype is torch.int64 else ids.long()
-        return dispatch_rows(ranks, rows, ids, weights, num_experts, sizes=sizes)
+        return dispatch_rows(ranks, rows, ids, weights, num_experts, sizes=sizes, options=options)
     # One expert a rank: a token goes to those of the ranks that get it.
     everyone = torch.arange(ranks.size, device=is_in_rank.device)
     ids = torch.where(is_in_rank, everyone, -1)
     weights = torch.ones_like(ids, dtype=torch.float32)
-    received = dispatch_rows(ranks, rows, ids, weights, ranks.size, sizes=sizes)
+    received = dispatch_rows(ranks, rows, ids, weights, ranks.size, sizes=sizes, options=options)
     return replace(received, num_tokens_per_expert=ranks.sum_of_counts(per_expert))
 
 
@@ -148,3 +151,8 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
 @lru_cache(maxsize=64)
 def _sizes(num_sms: int | None, max_tokens: int | None = None) -> Sizes:
     return Sizes(num_sms=num_sms, max_tokens=max_tokens)
+
+
+@lru_cache(maxsize=64)
+def _options(num_worst_tokens: int, *, has_ids: bool) -> Options:
+    return Options(num_worst_tokens=num_worst_tokens, has_topk_weights=has_ids)

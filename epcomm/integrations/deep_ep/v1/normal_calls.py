@@ -7,6 +7,7 @@ from functools import lru_cache
 from torch import Tensor
 
 from epcomm.config import Mode
+from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.normal import (
@@ -94,33 +95,46 @@ class NormalCalls(Opened):
                 host waits for none: on that rank, and the sums of the others are NaN.
         """
         del num_tokens_per_rank, num_tokens_per_rdma_rank
-        rows = Rows.of(x)
-        ranks = self._begin("dispatch", rows.x)
+        rows, name = Rows.of(x), "dispatch"
+        ranks = self._begin(name, rows.x)
         self._saved_handles.drop_freed()
-        with self._call(rows.x, previous_event, async_finish, allocate_on_comm_stream) as call:
-            if handle is not None:
-                known = self._known(handle, rows)
+        config = config or _usual_config(self.num_sms, self.group_size)
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        least = {
+            "expert_alignment": (expert_alignment, 1),
+            "num_worst_tokens": (num_worst_tokens, 0),
+        }
+        error = checks.options_error(ranks, name, config, least) or checks.event_error(
+            ranks, name, *streams
+        )
+        if handle is not None:
+            known = self._known(handle, rows, error)
+            ranks.go_along("dispatch along a handle", rows.x)
+            with self._call(rows.x, *streams) as call:
                 along = with_length(send_along(known.way, rows), known.sizes[0])
                 event = call.event([rows.x, rows.scales, along.x, along.scales])
-                return along.as_given(), None, None, None, None, event
-            topk = (topk_idx, topk_weights)
-            error = checks.dispatch_error(
-                ranks, rows, topk, is_token_in_rank, num_tokens_per_expert
+            return along.as_given(), None, None, None, None, event
+        topk, has_static_sizes = (
+            (topk_idx, topk_weights),
+            is_static(ranks, topk_idx, num_worst_tokens),
+        )
+        error = error or checks.dispatch_error(
+            ranks, rows, topk, is_token_in_rank, num_tokens_per_expert
+        )
+        if error is None and has_static_sizes:
+            error = checks.worst_error(ranks, rows, num_worst_tokens)
+        num_sms = config.sms or None if isinstance(config, Config) else None
+        if error is not None:
+            spec = shape_of(
+                ranks,
+                rows,
+                topk_idx,
+                num_tokens_per_expert,
+                num_sms=num_sms,
+                num_worst_tokens=num_worst_tokens,
             )
-            has_static_sizes = is_static(ranks, topk_idx, num_worst_tokens)
-            if error is None and has_static_sizes:
-                error = checks.worst_error(ranks, rows, num_worst_tokens)
-            config = config or _usual_config(self.num_sms, self.group_size)
-            if error is not None:
-                spec = shape_of(
-                    ranks,
-                    rows,
-                    topk_idx,
-                    num_tokens_per_expert,
-                    num_sms=config.sms or None,
-                    num_worst_tokens=num_worst_tokens,
-                )
-                ranks.refuse(Mode.NORMAL, error, is_static=has_static_sizes, spec=spec)
+            ranks.refuse(Mode.NORMAL, error, is_static=has_static_sizes, spec=spec)
+        with self._call(rows.x, *streams) as call:
             assert is_token_in_rank is not None, "just checked"
             assert num_tokens_per_expert is not None, "just checked"
             received = dispatch_v1(
@@ -129,7 +143,7 @@ class NormalCalls(Opened):
                 topk,
                 is_token_in_rank,
                 num_tokens_per_expert,
-                num_sms=config.sms or None,
+                num_sms=num_sms,
                 num_worst_tokens=num_worst_tokens,
             )
             made = NormalHandle.of(
@@ -173,11 +187,15 @@ class NormalCalls(Opened):
         ranks = self._begin("combine")
         known = self._batch_of(handle, "combine")
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
-        error = checks.combine_error(ranks, x, known.sizes, topk_weights, biases, known.way)
+        streams = (previous_event, async_finish, allocate_on_comm_stream)
+        error = checks.event_error(ranks, "combine", *streams) or checks.combine_error(
+            ranks, x, known.sizes, topk_weights, biases, known.way
+        )
         if error is not None:
             known.way.buffer.refuse_combine(error)
             raise error
-        with self._call(x, previous_event, async_finish, allocate_on_comm_stream) as call:
+        ranks.go_along("combine", x, has_weights=topk_weights is not None)
+        with self._call(x, *streams) as call:
             combined, weights = return_rows(known.way, x, topk_weights, bias_of(biases))
             event = call.event([x, topk_weights, *biases, combined, weights])
         return combined, weights, event
@@ -225,10 +243,13 @@ class NormalCalls(Opened):
             self._ranks.refuse_combine(Mode.NORMAL, handle_error(handle, function, where))
         return batch
 
-    def _known(self, handle: tuple[Tensor, ...], rows: Rows) -> Batch:
-        """Return the batch along which to send rows, or refuse the call on all ranks."""
+    def _known(self, handle: object, rows: Rows, error: EPError | None) -> Batch:
+        """Return the batch along which to send rows, or refuse the call on all ranks.
+
+        error: what else is wrong with the call, or None.
+        """
         batch = self._batch_of(handle, "dispatch")
-        error = checks.cached_error(self._ranks, rows, batch.sizes, batch.way)
+        error = error or checks.cached_error(self._ranks, rows, batch.sizes, batch.way)
         if error is not None:
             refuse_along(batch.way, error)
         return batch

@@ -121,11 +121,7 @@ class PairsHandle(LowLatencyHandle):
         return y, receive
 
     def refuse_combine(self, error: EPError) -> NoReturn:
-        if self.arrival is None:
-            # The others are in the hook of the dispatch, or after it.
-            self.ranks.refuse(Mode.LOW_LATENCY, error)
-        self.arrival.way.buffer.refuse_combine(error)
-        raise error
+        self.ranks.refuse_combine(Mode.LOW_LATENCY, error)
 
 
 def begin_dispatch(

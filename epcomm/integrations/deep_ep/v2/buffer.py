@@ -220,8 +220,10 @@ class ElasticBuffer(NotThere):
         Graph capture: where there is no host sync, once the shape was seen.
         Lifetime: the tensors are the caller's.
         Raises:
-            ShapeError, CapacityError, ConfigError: bad input; see checks.py for who raises.
-            HandleError: the handle is of other sizes, or the buffer is destroyed.
+            ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H,
+                K, E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
+            HandleError: the handle is of other sizes or no EPHandle, as above; or the buffer is
+                destroyed.
         """
         self._ranks.check_open("dispatch")
         events = (previous_event, previous_event_before_epilogue)
@@ -299,7 +301,7 @@ class ElasticBuffer(NotThere):
 
         Args:
             x: [N, H], bfloat16, rows as dispatch() returned them; any number of times. If expanded,
-                and the program has read or set handle.recv_src_metadata: the rows that this names.
+                and the program has read or set handle.recv_src_metadata: any rows, which it names.
             topk_weights: [N, K], float32, of which those of experts of this rank are returned, or
                 [N] if expanded, the weight of each row; alike on all ranks.
             bias: none, one or two of [T, H], bfloat16, with which the sums begin; these are
@@ -313,8 +315,8 @@ class ElasticBuffer(NotThere):
         Graph capture: with a handle that was made without CPU sync.
         Raises:
             ShapeError, HandleError: x, topk_weights or bias are not those of the handle, or the
-                handle is none; on every rank. On GPUs on this rank, and the sums of the others are
-                NaN, but they wait in vain where the handle is none.
+                handle is no EPHandle; on every rank. On GPUs on this rank alone: the sums of the
+                others are NaN, or, where the handle is no EPHandle, they raise EPTimeout.
             HandleError: the buffer is destroyed.
         """
         self._ranks.check_open("combine")

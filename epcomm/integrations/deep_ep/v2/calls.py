@@ -20,7 +20,7 @@ from epcomm.integrations.deep_ep.normal import (
     return_rows,
     send_along,
 )
-from epcomm.integrations.deep_ep.ranks import Along, Ranks
+from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v2 import checks
 from epcomm.integrations.deep_ep.v2.exchange import (
     Arrived,
@@ -126,7 +126,7 @@ class ElasticCalls:
         """
         arrived, places = handle.arrived, handle.places
         x, has_weights = rows.x, topk_weights is not None
-        self._go_along("dispatch along a handle", x, has_weights=has_weights)
+        self._ranks.go_along("dispatch along a handle", x, has_weights=has_weights)
         weights = None if topk_weights is None else send_weights(arrived.way, topk_weights)
         received = send_along(arrived.way, rows)
         if handle.do_expand and not do_expand:
@@ -174,7 +174,7 @@ class ElasticCalls:
         """Sum the rows of each token, unweighted; return sums and weights. Collective: yes."""
         x, handle, weights = request.x, request.handle, request.topk_weights
         arrived, bias = handle.arrived, bias_of(request.biases)
-        self._go_along("combine", x, has_weights=weights is not None)
+        self._ranks.go_along("combine", x, has_weights=weights is not None)
         if handle.do_expand:
             y, weights = self._sum_slots(x, weights, handle, bias)
         else:
@@ -197,16 +197,6 @@ class ElasticCalls:
     ) -> EventOverlap:
         """Return the event behind a call, which read the tensors given and wrote those made."""
         return call.event([*given, *made])
-
-    def _go_along(self, function: str, x: Tensor, *, has_weights: bool) -> None:
-        """Note a call along a handle, whose x and options are equal on all ranks."""
-        along = Along(
-            function=function,
-            num_columns=x.shape[1],
-            dtype=x.dtype,
-            has_topk_weights=has_weights,
-        )
-        self._ranks.go_along(along)
 
     def _reads_faults(self, arrived: Arrived) -> bool:
         """Tell whether faults of what arrived are read at once: its sizes are static."""

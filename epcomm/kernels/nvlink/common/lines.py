@@ -12,7 +12,9 @@ anybody: stores of one rank to one place keep their order. The model of tests/ke
 test_line_protocol.py tries it in random schedules.
 
 What orders reads before the writes of the next batch: a rank sends the line that gives the credit
-in a kernel behind those that read, whose loads have returned.
+in a kernel behind those that read, whose loads have returned. The sender of combine gives it before
+it has read the rows that it combines in place. So who combines rows in place must send a sum for
+each row that it reads: their source awaits these sums before it dispatches again.
 
 All threads of a program must leave a wait together, for in it they meet: each warp sees memory, the
 abort flag and the clock by itself, so what they found is reduced first.

@@ -1,0 +1,130 @@
+"""Mode 3, mega_moe: preferred where it is found, with its limits, and equal to the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from epcomm import BackendUnavailable, EPConfig, EPGroup, MoESpec, plan
+from epcomm.fuseep.ascend import MegaMoE
+from epcomm.fuseep.limits import MEGA_MOE_LIMITS
+from epcomm.fuseep.weights import MegaMoEWeights
+from epcomm.platforms.machine import this_machine
+from epcomm.registry import fused_class
+from epcomm.testing.oracle import relative_error
+from epcomm.weights.quantized import Int8ChannelWeights
+from fakes.ascend import limits
+from fakes.deep_ep import install
+from tests.cases import fuseep_layers
+from tests.cases.fuseep_layers import batch, experts, make_layer
+
+SPEC = MoESpec(hidden_size=1024, num_experts=4, top_k=2)
+CONFIG = EPConfig(mode="fuseep", max_tokens_per_rank=512)
+
+
+@pytest.fixture
+def newer() -> Iterator[None]:
+    with limits.soc("A3"), install("ascend_flags"):
+        yield
+
+
+def sized(hidden: int = 1024, inner: int = 1024, num_experts: int = 4) -> Int8ChannelWeights:
+    """Make experts of a size on the meta device."""
+    return Int8ChannelWeights(
+        gate_up_proj=torch.empty(num_experts, 2 * inner, hidden, dtype=torch.int8, device="meta"),
+        gate_up_scale=torch.empty(num_experts, 2 * inner, device="meta"),
+        down_proj=torch.empty(num_experts, hidden, inner, dtype=torch.int8, device="meta"),
+        down_scale=torch.empty(num_experts, hidden, device="meta"),
+    )
+
+
+@pytest.mark.usefixtures("newer")
+def test_plan_prefers_it_where_it_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
+    chosen = plan(CONFIG, SPEC, world_size=2, weights=sized())
+    assert chosen.prefill.backend == "mega_moe"
+    assert "deprecated" not in chosen.explain()
+    mode_2 = plan(
+        replace(CONFIG, backend="dispatch_ffn_combine"), SPEC, world_size=2, weights=sized()
+    )
+    assert (
+        "dispatch_ffn_combine is deprecated: CANN does not maintain it from 9.1 on; mega_moe "
+        "replaces it" in mode_2.explain().splitlines()
+    )
+
+
+def test_releases_without_it_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
+    with limits.soc("A3"), install("ascend"):
+        chosen = plan(CONFIG, SPEC, world_size=2, weights=sized())
+        assert chosen.prefill.backend == "fused_deep_moe"
+        assert "mega_moe: the deep_ep installed has no MEGA_MOE" in chosen.explain()
+        found = this_machine().find_deep_ep()
+    assert found is not None
+    real = replace(
+        this_machine(),
+        find_deep_ep=lambda: replace(found, is_stand_in=False, has_mega_moe=True),
+        has_module=lambda name: name != "cann_ops_transformer",
+    )
+    assert "cann_ops_transformer is not installed" in MegaMoE.probe(real).reasons[-1]
+
+
+@pytest.mark.usefixtures("newer")
+@pytest.mark.parametrize(
+    ("spec", "weights", "world_size", "reason"),
+    [
+        ({"hidden_size": 1536}, {"hidden": 1536}, 2, None),
+        ({"hidden_size": 1280}, {"hidden": 1280}, 2, "hidden_size is 1280, expected a multiple"),
+        ({"hidden_size": 8704}, {"hidden": 8704}, 2, "hidden_size is 8704, expected 1024 to 8192"),
+        ({}, {"inner": 3584}, 2, "2 * intermediate_size is 7168, expected 1024 to 6144"),
+        ({}, {}, 1, "serves 2 to 128 ranks, not 1"),
+        ({"top_k": 17, "num_experts": 32}, {"num_experts": 32}, 2, "top_k is 17, at most 16"),
+    ],
+)
+def test_sizes_that_it_does_not_take_are_refused(
+    spec: dict[str, int], weights: dict[str, int], world_size: int, reason: str | None
+) -> None:
+    asked = replace(CONFIG, backend="mega_moe")
+    if reason is None:
+        plan(asked, replace(SPEC, **spec), world_size=world_size, weights=sized(**weights))
+        return
+    with pytest.raises(BackendUnavailable) as caught:
+        plan(asked, replace(SPEC, **spec), world_size=world_size, weights=sized(**weights))
+    assert reason in str(caught.value)
+
+
+def test_packed_weights_come_back_to_the_bit() -> None:
+    weights = experts()
+    packed = MegaMoEWeights.pack(weights)
+    for name, tensor in weights.tensors().items():
+        assert torch.equal(packed.unpack().tensors()[name], tensor)
+
+
+# The reference quantises rows and activations alike and adds up in the same order. exp() and the
+# order of scales differ, so that some codes are neighbours, 1/127 of the largest activation apart.
+TOLERANCE = 0.01
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("small_a3")
+@pytest.mark.parametrize("call_tokens", [None, 3])
+def test_layer_equals_the_reference(
+    call_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in calls of 3 tokens, of which rank 0 has none in the second one."""
+    if call_tokens is not None:
+        few = replace(MEGA_MOE_LIMITS, max_tokens=call_tokens)
+        monkeypatch.setattr(fused_class("MegaMoE"), "limits", few)
+    with install("ascend_flags"), EPGroup() as group, torch.no_grad():
+        x, topk = batch(group.rank, 5 if group.rank else 2)
+        layers = [make_layer(group, name) for name in ("mega_moe", "fuseep_reference")]
+        actual, expected = (layer.path.run(x, topk, layer.weights) for layer in layers)
+        layers[0].check()
+        assert relative_error(actual.y, expected.y) <= TOLERANCE
+        own = sum(expected.num_tokens_per_expert.tolist())
+        # Dummy tokens of calls without tokens are counted too.
+        extra = 0 if call_tokens is None else 2 * fuseep_layers.K
+        assert own <= sum(actual.num_tokens_per_expert.tolist()) <= own + extra

@@ -16,10 +16,12 @@ class EPError(Exception):
     fault_word: of a fault that ranks of an exchange have heard of, what passes it on to those of
         another exchange (fault_word() of epcomm/protocol.py); else None.
     was_passed_on: whether that rank had heard of the fault in another exchange before.
+    was_raised: whether the call that found it has raised it, so that check() does not.
     """
 
     fault_word: int | None = None
     was_passed_on: bool = False
+    was_raised: bool = False
 
 
 class ConfigError(EPError, ValueError):

@@ -51,7 +51,7 @@ _FAULT_TEXT = {
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
     FaultCode.UNREADY: "an error while tokens were routed or prepared for dispatch",
-    FaultCode.CALLS: "a different call from the other ranks",
+    FaultCode.CALLS: "a call that differs from that of another rank",
 }
 # What all ranks raise if there are no faults of another kind.
 _ERRORS = (
@@ -278,7 +278,8 @@ class DeviceFaults:
 
     def note_own(self, error: EPError | None) -> None:
         """Keep the detailed error of this rank, whose code a kernel notes. Local."""
-        self._own_error = self._own_error or error
+        if error is not None and (self._own_error is None or self._own_error.was_raised):
+            self._own_error = error
 
     def record(
         self, headers: Tensor, overflows: Tensor, required: Tensor, own_error: EPError | None
@@ -310,19 +311,6 @@ class DeviceFaults:
         """Note the faults of one combine, [W, 2] as record() returns them. Costs as record."""
         return self._note(entries, own_error)
 
-    def record_refusal(self, entries: Tensor, error: EPError) -> None:
-        """Note the faults of a combine that this rank refuses; the caller raises `error`.
-
-        What was raised is spent: check() raises the faults of the other ranks alone.
-        """
-        place = self._names.place
-        if self._own_error is error:
-            # The dispatch of the same call has noted it.
-            self._own_error = None
-            self._entries[place] = 0
-        entries[place] = 0
-        self._note(entries, None)
-
     def _note(self, entries: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
         is_first = self._entries[:, :1] == 0
@@ -343,6 +331,11 @@ class DeviceFaults:
         if not any(code for code, _ in entries):
             return
         self._entries.zero_()
+        if own_error is not None and own_error.was_raised:
+            # The call has raised it, so that the faults of the other ranks remain.
+            own_error, entries[self._names.place] = None, [0, 0]
+        if not any(code for code, _ in entries):
+            return
         words = [self._fault_word(place, entry[0]) for place, entry in enumerate(entries)]
         numbers = self._names.numbers
         found = [unpack_fault(word, rank) for word, rank in zip(words, numbers, strict=True)]
@@ -369,6 +362,7 @@ class DeviceFaults:
                 f"max_recv_slots to {required}"
             )
         of_combine = {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS, FaultCode.EXPERTS}
+        of_combine.add(FaultCode.CALLS)
         in_combine = {code for code, _ in found} <= of_combine
         function = "combine" if in_combine else "dispatch"
         raise_faults(words, self._names, own_error, function=function)

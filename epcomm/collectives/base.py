@@ -15,7 +15,8 @@ from epcomm.collectives.bounded import BoundedWait
 from epcomm.collectives.call_order import CallKind, CallOrder, CallSign
 from epcomm.collectives.stream_order import StreamOrder
 from epcomm.config import EPConfig
-from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError
+from epcomm.errors import BackendUnavailable, ConfigError, HandleError, RankNames, ShapeError
+from epcomm.protocol import fault_word
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -232,7 +233,7 @@ class Collectives(ABC):
     ) -> list[list[dict[str, Scalar]]]:
         """Gather what all ranks pass, by rank; most often in one exchange behind the header."""
         if self.bounded is not None:
-            self.calls.exchange_headers(CallSign(kind=CallKind.RECORDS), phase=phase)
+            self._announce_records(phase)
             phase = f"{phase}, records"
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
@@ -243,6 +244,27 @@ class Collectives(ABC):
             rests = self._gather_bytes(message[_FIRST_BYTES:].ljust(num_left), phase)
             texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
         return [json.loads(text[_LENGTH_BYTES:]) for text in texts]
+
+    def _announce_records(self, phase: str) -> None:
+        """Exchange the headers of an agreement, first with the ranks of each part.
+
+        There the ranks may be in a call of a buffer made of parts, and would wait for this one.
+
+        Raises:
+            HandleError: some ranks make another call; on every rank.
+        """
+        sign = CallSign(kind=CallKind.RECORDS)
+        problem: HandleError | None = None
+        for part in self._parts.values():
+            # As a buffer made of parts does, pass on what this rank has heard in another part.
+            fault = fault_word(problem)
+            try:
+                part.calls.exchange_headers(sign, fault=fault, phase=phase + part.scope)
+            except HandleError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        self.calls.exchange_headers(sign, phase=phase)
 
     def _gather_bytes(self, message: bytes, phase: str) -> list[bytes]:
         """Return the messages of all ranks, by rank, of one length."""

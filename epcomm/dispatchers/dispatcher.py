@@ -203,6 +203,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     ) -> Batch:
         """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
         refusal = refusal or self._find_refusal(hidden_states, topk, experts_need_grad)
+        if refusal is not None:
+            refusal.was_raised = True
         error = (
             refusal
             or self._find_wire_error(hidden_states)
@@ -422,6 +424,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
         exchange_plan: of the batch that they combine, or end; None if that is not known.
         """
+        error.was_raised = True
         try:
             if exchange_plan is None:
                 self._buffer.refuse_combine(error)

@@ -454,7 +454,7 @@ def skip_combine(play: Play) -> object:
 def two_dispatchers(play: Play, other: object) -> object:
     """Rank 1 calls the other one first."""
     order = [play.dispatcher, other]
-    for dispatcher in order if play.group.rank == 0 else order[::-1]:
+    for dispatcher in order[::-1] if play.is_faulty else order:
         play.call_of(dispatcher)  # type: ignore[arg-type]
     return None
 
@@ -463,7 +463,7 @@ def two_batches(play: Play) -> object:
     """Rank 1 combines them in the other order."""
     outs = [play.begin(), play.begin()]
     results = [identity(out) for out in outs]
-    return play.dispatcher.combine(results[play.group.rank])
+    return play.dispatcher.combine(results[play.is_faulty])
 
 
 def skip_backward(play: Play) -> object:
@@ -533,7 +533,9 @@ def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]
 
 def module_of_sums(play: Play) -> object:
     """Return the module from which the buffer of the block takes reduce_rows()."""
-    kinds = type(play.block.experts.phases.prefill._buffer).__mro__
+    buffer = play.block.experts.phases.prefill._buffer
+    # Of hierarchical, the buffer inside hosts sums the results of slots.
+    kinds = type(getattr(buffer, "_inner", buffer)).__mro__
     modules = [sys.modules[kind.__module__] for kind in kinds]
     return next(module for module in modules if hasattr(module, "reduce_rows"))
 

@@ -33,6 +33,7 @@ from epcomm.types import WeightsAppliedBy
 if TYPE_CHECKING:
     import torch.distributed as dist
     from mpi4py import MPI
+    from torch.distributed.device_mesh import DeviceMesh
 
 NUM_RANKS, H, E, K, M = 2, 16, 8, 2, 5
 SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
@@ -89,6 +90,20 @@ KINDS = {
     "replicated": Kind(
         dispatcher=StandardDispatcher,
         config=EPConfig(max_tokens_per_rank=M, backend="collective", replicated=True),
+    ),
+}
+
+# On two hosts with two ranks each.
+ON_HOSTS = {
+    "normal": replace(
+        KINDS["collective"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
+    ),
+    "budget": replace(
+        KINDS["budget"],
+        config=EPConfig(max_tokens_per_rank=M, backend="hierarchical", max_recv_slots=4 * M * K),
+    ),
+    "low_latency": replace(
+        KINDS["low_latency"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
     ),
 }
 
@@ -180,21 +195,26 @@ def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> Dispatc
 def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
     """Make a block of SPEC with drawn experts."""
     config = replace(kind.config, mode=kind.dispatcher.mode)
-    experts = ExpertParallelExperts(make_weights(LAYER, NUM_RANKS), group, config, top_k=K)
+    size = group.world_size
+    batches = replace(LAYER, num_local_experts=E // size)
+    experts = ExpertParallelExperts(make_weights(batches, size), group, config, top_k=K)
     gate = nn.Linear(H, E, bias=False)
     routing = RoutingSpec(top_k=K, custom_function=FirstAndLast())
     return ExpertParallelMoE(routing=routing, experts=experts, parts={"gate": gate})
 
 
 class FirstAndLast:
-    """A routing function: experts of both ranks for all tokens. choose() may be made to fail."""
+    """A routing function: experts of rank 1 and of another one for all tokens.
+
+    choose() may be made to fail.
+    """
 
     def __call__(self, logits: Tensor, *, top_k: int, **_: Tensor | None) -> TopKOutput:
         assert top_k == K
         return self.choose(logits)
 
     def choose(self, logits: Tensor) -> TopKOutput:
-        ids = torch.tensor([0, E - 1]).repeat(logits.shape[0], 1)
+        ids = torch.tensor([2, E - 1]).repeat(logits.shape[0], 1)
         return TopKOutput(topk_ids=ids, topk_weights=logits[:, :K].sigmoid())
 
 
@@ -216,7 +236,9 @@ def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
 
 
 @contextmanager
-def playing(kind: Kind, ranks: dist.ProcessGroup | MPI.Comm | None = None) -> Iterator[Play]:
+def playing(
+    kind: Kind, ranks: dist.ProcessGroup | DeviceMesh | MPI.Comm | None = None
+) -> Iterator[Play]:
     """Open a group of its own for one kind; `ranks` is what EPGroup takes."""
     with (
         EPGroup(ranks) as group,

@@ -6,6 +6,7 @@ another.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import (
     ConfigError,
@@ -31,6 +33,7 @@ from epcomm.testing.data import BatchSpec, make_weights
 from tests.cases.bad_calls import (
     BAD_CALLS,
     FAILED_RESULTS,
+    LAYER_FAULTS,
     ORDER_FAULTS,
     UNREADY,
     Bad,
@@ -41,6 +44,7 @@ from tests.cases.playing import (
     KINDS,
     LAYER,
     NUM_RANKS,
+    ON_HOSTS,
     SPEC,
     H,
     K,
@@ -78,6 +82,23 @@ def check_told(play: Play, bad: Bad) -> None:
     assert isinstance(found, error), found
     is_notified = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
     assert (bad.told if is_notified else bad.own) in str(found)
+    play.expect_works()
+
+
+def check_told_on_hosts(play: Play, bad: Bad) -> None:
+    """All ranks hear of it; those of the other host by the kind of the fault and its rank."""
+    others = r"rank 1|rank [023] is in|differs from that of another rank on rank [01]"
+    raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
+    waiting = error_of(play.dispatcher.check)
+    assert waiting is None or (play.kind.is_static and raised is None), "a fault is raised once"
+    found = raised or waiting
+    error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
+    assert isinstance(found, error), found
+    is_notified = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
+    if is_notified or bad.id in {each.id for each in ORDER_FAULTS}:
+        assert re.search(others if bad.told != "ranks disagree on" else bad.told, str(found))
+    else:
+        assert bad.own.replace("rank 1 of 2", "rank 1 of 4") in str(found)
     play.expect_works()
 
 
@@ -121,6 +142,76 @@ def test_fault_of_one_rank_is_told_to_all(play: Play, bad: Bad) -> None:
         # Its backward of combine has no exchange; that of dispatch comes first.
         bad = replace(bad, own="rank 0 is in backward of dispatch")
     check_told(play, bad)
+
+
+@pytest.fixture(scope="module")
+def play_on_hosts(request: pytest.FixtureRequest) -> Iterator[Play]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "place"))
+    with playing(ON_HOSTS[request.param], mesh) as play:
+        yield play
+
+
+QUICK_ON_HOSTS = OF_EACH_CODE | {bad.id for bad in LAYER_FAULTS} | {"sums cannot be made"}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("play_on_hosts", "bad"),
+    [
+        pytest.param(
+            name,
+            bad,
+            id=f"{name}-{bad.id}",
+            marks=[pytest.mark.slow] * (bad.id not in QUICK_ON_HOSTS),
+        )
+        for name, kind in ON_HOSTS.items()
+        for bad in BAD_CALLS
+        if kind.trains or not bad.trains
+    ],
+    indirect=["play_on_hosts"],
+)
+def test_fault_of_one_rank_is_told_to_all_hosts(play_on_hosts: Play, bad: Bad) -> None:
+    check_told_on_hosts(play_on_hosts, bad)
+
+
+def backward_of_block(play: Play, fault: str) -> None:
+    """Train the block; rank 1 has nothing that trains, or runs under no_grad()."""
+    play.block.requires_grad_(not play.is_faulty or fault != "frozen")
+    try:
+        with torch.set_grad_enabled(not play.is_faulty or fault != "no_grad"):
+            y = play.block(play.x.detach())
+        y.sum().backward()
+    finally:
+        play.block.requires_grad_(True)
+
+
+def check_gradients_told(play: Play, fault: str) -> None:
+    with pytest.raises(ConfigError, match=r"frozen|no_grad|gradients .* on rank|rank \d of"):
+        backward_of_block(play, fault)
+    play.dispatcher.check()
+    # Weights that are NaN on one rank are values as any other.
+    gate = play.block.gate.weight.detach()
+    kept = gate.clone()
+    gate.fill_(float("nan") if play.is_faulty else 0.5)
+    with torch.no_grad():
+        y = play.block(play.x.detach())
+    gate.copy_(kept)
+    assert y.isnan().any() == play.is_faulty
+    play.expect_works()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("fault", ["frozen", "no_grad"])
+@pytest.mark.parametrize("play", ["budget", "low_latency"], indirect=True)
+def test_a_rank_that_does_not_train_hears_of_it_before_its_backward(play: Play, fault: str) -> None:
+    check_gradients_told(play, fault)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("fault", ["frozen", "no_grad"])
+@pytest.mark.parametrize("play_on_hosts", ON_HOSTS, indirect=True)
+def test_a_rank_that_does_not_train_is_told_to_all_hosts(play_on_hosts: Play, fault: str) -> None:
+    check_gradients_told(play_on_hosts, fault)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,7 @@ from epcomm.ops.slots import (
     sum_parts,
 )
 from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
-from epcomm.protocol import FaultCode
+from epcomm.protocol import fault_word, unpack_fault
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
@@ -151,8 +151,11 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         message = self._message(layout, call, topk_ids, fault)
         batch = self._new_batch(call)
         # Faults that other ranks have raised on the host are raised on the host here too.
-        is_heard = call.error is not None and call.error.fault_word is not None
-        self._compare_call(CallKind.DISPATCH, batch, call.error if is_heard else None)
+        # An error that the call raises here is raised there too, where the others would go on to
+        # a combine and a backward that this rank does not make.
+        error = call.error
+        is_heard = error is not None and (error.fault_word is not None or error.was_raised)
+        self._compare_call(CallKind.DISPATCH, batch, error if is_heard else None, call=call)
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
@@ -210,13 +213,15 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             dtype=self._spec.hidden_format.dtype.torch_dtype,
             device=self._collectives.device,
         )
-        rows[:: self._rows_per_rank, :1] = int(FaultCode.of(error, in_combine=True))
+        rows[:: self._rows_per_rank, :1] = int(
+            unpack_fault(fault_word(error, in_combine=True), 0)[0]
+        )
         batch = CallSign(
             kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY, size=ANY
         )
         self._compare_call(CallKind.COMBINE, batch)
         returned = self._send_sums(rows, phase="combine")
-        self._faults.record_refusal(_read_faults(returned[:, 0]), error)
+        self._faults.record_combine(_read_faults(returned[:, 0]), error)
 
     def _combine_onto(
         self,

@@ -12,13 +12,14 @@ from torch import Tensor
 from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.collective.scratch import Scratch
 from epcomm.buffers.counts import Counts, CountsMessage, read_counts
-from epcomm.buffers.faults import raise_faults
+from epcomm.buffers.faults import check_gradients, raise_faults
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.call_order import (
     ANY,
     FAULT,
+    FLAGS,
     HEADER_WORDS,
     ROWS,
     CallKind,
@@ -97,7 +98,14 @@ class OverCollectives:
             size = rows_size(rows.shape[1], rows.dtype)
             self._compare_call(kind, replace(batch, size=size))
 
-    def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
+    def _compare_call(
+        self,
+        kind: CallKind,
+        batch: CallSign,
+        error: EPError | None = None,
+        *,
+        call: DispatchCall | None = None,
+    ) -> None:
         """Tell all ranks which call this rank makes, and whether it refuses the call.
 
         Local work comes before: where it fails, no rank waits for rows of this rank, and the header
@@ -107,18 +115,26 @@ class OverCollectives:
             kind: kind of the call.
             batch: sign of the batch that the call belongs to.
             error: why this rank refuses to combine.
+            call: the dispatch whose flags are compared; None where others carry them.
 
         Raises:
             HandleError: some ranks make another call; on every rank.
+            ConfigError: see check_gradients(); on every rank.
             HandleError, ShapeError: some rank refuses; on every rank.
         """
         if not self._compares_calls:
             return
-        fault = fault_word(error, in_combine=True)
-        headers = self._calls.exchange_headers(replace(batch, kind=kind), error=error, fault=fault)
+        fault = fault_word(error, in_combine=kind is not CallKind.DISPATCH)
+        flags = 0 if call is None else int(call.flags)
+        headers = self._calls.exchange_headers(
+            replace(batch, kind=kind), error=error, fault=fault, flags=flags
+        )
         codes = [words[FAULT] for words in headers]
         function = "dispatch" if kind is CallKind.DISPATCH else "combine"
-        raise_faults(codes, self._collectives.names, error, function=function)
+        names = self._collectives.names
+        raise_faults(codes, names, error, function=function)
+        if call is not None:
+            check_gradients([words[FLAGS] for words in headers], names, call.expert_names)
 
     def _tell_counts(
         self,

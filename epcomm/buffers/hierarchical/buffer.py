@@ -298,6 +298,8 @@ class HierarchicalBuffer(Buffer):
         """Let ranks of other hosts hear of a problem when they combine, unless ranks are lost."""
         if not isinstance(problem, EPTimeout):
             error = _as_error(problem, "combine", self._collectives)
+            # The caller raises the problem.
+            error.was_raised = True
             with suppress(type(error)):
                 self._outer.refuse_combine(error)
 

@@ -271,9 +271,16 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._signals.wait(Signal.SUMS_READY, kind.text)
         return self._sums.rows(self._rank, epoch, slice(0, sum(exchange_plan.send_splits)), *shape)
 
-    def _compare_call(self, kind: CallKind, batch: CallSign, error: EPError | None = None) -> None:
+    def _compare_call(
+        self,
+        kind: CallKind,
+        batch: CallSign,
+        error: EPError | None = None,
+        *,
+        call: DispatchCall | None = None,
+    ) -> None:
         self._check_open()
-        super()._compare_call(kind, batch, error)
+        super()._compare_call(kind, batch, error, call=call)
 
     def _check_views(self, exchange_plan: ExchangePlan) -> None:
         """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""

@@ -151,6 +151,8 @@ class Backend(ABC):
     takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
     needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; elsewhere
         each entry is a slot.
+    sums_row_scalars: combine adds the row scalars of all rows of a token; else it returns those of
+        the rank of the expert, and ignores the others.
     returns_slots: it serves specifications whose slots come home apart, BufferSpec.returns_slots.
     """
 
@@ -161,6 +163,7 @@ class Backend(ABC):
     serves_replicated: ClassVar[bool] = False
     takes_wire_tensors: ClassVar[bool] = True
     needs_distinct_ids: ClassVar[bool] = False
+    sums_row_scalars: ClassVar[bool] = True
     returns_slots: ClassVar[bool] = False
 
     name: ClassVar[str]

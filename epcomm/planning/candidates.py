@@ -90,10 +90,13 @@ def find_candidates(config: EPConfig, *, prefers_exact: bool = False) -> tuple[s
     mode, found = Mode(config.mode), list[str]()
     for backend in backend_names("auto", mode):
         of_mode = [name for name in class_names(backend) if mode in backend_class(name).modes]
-        if prefers_exact:
+        if prefers_exact and backend in _WAITS_ON_HOST:
             found += [name for name in _exact_on_cpu(backend) if name not in of_mode]
         found += [name for name in of_mode if _is_meant(name, config)] or of_mode
     return tuple(found)
+
+# Backends whose CPU ranks wait in every exchange, so that exact sizes cost them nothing.
+_WAITS_ON_HOST = ("collective", "hierarchical")
 
 
 def _exact_on_cpu(backend: str) -> list[str]:

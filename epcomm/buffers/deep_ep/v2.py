@@ -155,6 +155,7 @@ class DeepEPV2Buffer(DeepEPCalls, Buffer):
     is_static: ClassVar[bool] = False
     # Kernels of the package assert that the experts of a token are distinct.
     needs_distinct_ids: ClassVar[bool] = True
+    sums_row_scalars: ClassVar[bool] = False
 
 
 class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
@@ -165,6 +166,7 @@ class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
     is_static: ClassVar[bool] = True
     # Kernels of the package assert that the experts of a token are distinct.
     needs_distinct_ids: ClassVar[bool] = True
+    sums_row_scalars: ClassVar[bool] = False
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:

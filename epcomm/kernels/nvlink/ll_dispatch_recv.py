@@ -201,9 +201,9 @@ def _receive_dispatch_kernel(
     program = tl.program_id(0)
     if OVERLAPS:
         let_next_start()
-    if OVERLAPS and batch >= 0:
-        # The sender may run still, which notes the batch.
-        await_previous()
+        if batch >= 0:
+            # The sender may run still, which notes the batch.
+            await_previous()
     if (batch >= 0) & (tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch):
         # A replay has ended it, and nothing is to come.
         return

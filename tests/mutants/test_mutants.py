@@ -5,11 +5,20 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from epcomm import EPGroup
+from epcomm import EPConfig, EPGroup
+from epcomm.testing import layer_suite
 from tests.mutants import of_batches, of_calls, of_layers
 from tests.mutants.base import Mutant
 
 MUTANTS: list[Mutant] = [*of_batches.MUTANTS, *of_calls.MUTANTS, *of_layers.MUTANTS]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_layer() -> None:
+    """Run a layer without a fault: what it imports takes longer than ranks with a mutant wait."""
+    with EPGroup() as group:
+        config = EPConfig(mode="normal", backend="collective")
+        layer_suite.run_scenario("uneven", layer_suite.pipeline_env(group, config))
 
 
 def failures_of(mutant: Mutant) -> list[str]:

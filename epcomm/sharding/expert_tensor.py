@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
+from epcomm.sharding.announced import Announcing, Owner, announce
 from epcomm.sharding.expert_tensor_ddp import ASKS_FOR_DEVICES, check_ddp
 from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
@@ -88,25 +89,32 @@ class ExpertTensor(DTensor):
 
     shard: which experts the piece holds, where a placement says so. None: the ranks hold the
         experts in their order. An expert that several ranks hold counts once in norms.
+    owner: the group that compares operations which communicate with the calls of the other ranks.
 
     The class has no __slots__: async_save copies the attributes that __slots__ names, and has to
     find the __slots__ of DTensor.
     """
 
     shard: ExpertShard | None = None
+    owner: Owner | None = None
 
     @classmethod
     def of_share(
-        cls, share: Tensor, mesh: DeviceMesh, shard: ExpertShard | None = None
+        cls,
+        share: Tensor,
+        mesh: DeviceMesh,
+        shard: ExpertShard | None = None,
+        owner: Owner | None = None,
     ) -> ExpertTensor:
         """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
 
         The result is detached and shares the memory of `share`. shard: which experts these are,
         where a placement says so; the shape is then that of the logical experts, [E, ...].
+        owner: see the class.
         """
         if shard is None or shard.physical_to_logical is None:
             spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
-            return cls._of(spread._local_tensor, spread._spec, None)
+            return cls._of(spread._local_tensor, spread._spec, None, owner)
         spread = DTensor.from_local(
             share.detach(),
             mesh,
@@ -115,12 +123,14 @@ class ExpertTensor(DTensor):
             shape=torch.Size((shard.num_experts, *share.shape[1:])),
             stride=share.stride(),
         )
-        return cls._of(spread._local_tensor, spread._spec, shard)
+        return cls._of(spread._local_tensor, spread._spec, shard, owner)
 
     @classmethod
-    def _of(cls, share: Tensor, spec: DTensorSpec, shard: ExpertShard | None) -> ExpertTensor:
+    def _of(
+        cls, share: Tensor, spec: DTensorSpec, shard: ExpertShard | None, owner: Owner | None
+    ) -> ExpertTensor:
         tensor = cls(share, spec, requires_grad=False)
-        tensor.shard = shard
+        tensor.shard, tensor.owner = shard, owner
         return tensor
 
     def like_self(self, share: Tensor) -> ExpertTensor:
@@ -129,14 +139,15 @@ class ExpertTensor(DTensor):
         old = self._local_tensor
         is_same = share.shape == old.shape and share.stride() == old.stride()
         if is_same and meta is not None and share.dtype == meta.dtype:
-            return self._of(share, self._spec, self.shard)
-        return self.of_share(share, self._spec.mesh, self.shard)
+            return self._of(share, self._spec, self.shard, self.owner)
+        return self.of_share(share, self._spec.mesh, self.shard, self.owner)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Return the experts of all ranks, [E, ...]. Collective.
 
         Not differentiable where a placement says which experts a rank holds.
         """
+        announce(self.owner, "full_tensor")
         if self.shard is None:
             return super().full_tensor(grad_placements=grad_placements)  # type: ignore[arg-type]
         return gather_experts(self)
@@ -247,7 +258,8 @@ def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
     if type(leaf) is not DTensor or leaf.requires_grad or leaf._spec.placements != (Shard(0),):
         return leaf
     shard = some.shard if some is not None and leaf.shape[:1] == some.shape[:1] else None
-    return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard)
+    owner = None if some is None else some.owner
+    return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard, owner)
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -272,8 +284,10 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
     if any(tensor.shard is not None for tensor in tensors if isinstance(tensor, ExpertTensor)):
-        return run_placed(func, args, kwargs)
-    return _run_as_dtensor(func, args, kwargs)
+        with Announcing(_first_expert_tensor(tensors).owner, func):
+            return run_placed(func, args, kwargs)
+    with Announcing(_first_expert_tensor(tensors).owner, func):
+        return _run_as_dtensor(func, args, kwargs)
 
 
 def _set_data(tensor: object, value: object) -> None:
@@ -290,7 +304,7 @@ def _set_data(tensor: object, value: object) -> None:
         value = tensor.like_self(part.detach())
         _SET_DATA(tensor, value)
         tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
-        tensor.shard = value.shard
+        tensor.shard, tensor.owner = value.shard, value.owner
     elif isinstance(value, ExpertTensor):
         _SET_DATA(tensor, value.full_tensor())
     else:
@@ -308,7 +322,7 @@ class _OwnPart(torch.autograd.Function):
         ctx.some = some
         part = own_part(whole, some)
         assert isinstance(part, Tensor), "it came as one"
-        return ExpertTensor.of_share(part, some._spec.mesh, some.shard)
+        return ExpertTensor.of_share(part, some._spec.mesh, some.shard, some.owner)
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -451,7 +465,7 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
         if original is not None:
             torch.autograd.graph.increment_version(original._local_tensor)
             return original
-        return _as_result(leaf, mesh)
+        return _as_result(leaf, mesh, next(iter(originals.values())).owner)
 
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
     kept: list[DTensor] = []
@@ -479,13 +493,13 @@ def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
     )
 
 
-def _as_result(result: DTensor, mesh: DeviceMesh) -> Tensor:
+def _as_result(result: DTensor, mesh: DeviceMesh, owner: Owner | None) -> Tensor:
     """Return pieces along the experts as an ExpertTensor, and sums over ranks as a tensor."""
     placement = result._spec.placements
     if result._spec.mesh != mesh or len(placement) != 1:
         return result
     if placement[0].is_shard(0):
-        return ExpertTensor(result._local_tensor, result._spec, requires_grad=False)
+        return ExpertTensor._of(result._local_tensor, result._spec, None, owner)
     return result if placement[0].is_shard() else result.full_tensor()
 
 

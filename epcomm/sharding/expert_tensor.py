@@ -54,7 +54,19 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
-_CUTS = ("__getitem__", "__iter__", "chunk", "narrow", "select", "split", "tensor_split", "unbind")
+_CUTS = (
+    *("__getitem__", "__iter__", "chunk", "gather", "index_select", "narrow", "select", "split"),
+    *("tensor_split", "unbind"),
+)
+# Operators that return copies of any elements; each rank computes them from the experts of all.
+_OF_WHOLE = (
+    *("aten::gather", "aten::index", "aten::index_select", "aten::masked_select", "aten::nonzero"),
+    *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
+)
+# Functions that give memory or values of a tensor, of which an ExpertTensor has none.
+_OF_MEMORY = (
+    *("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
+)
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -193,9 +205,9 @@ class ExpertTensor(DTensor):
             elif caller.f_code.co_name in ASKS_FOR_DEVICES:
                 check_ddp(args[0], caller)
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
-        if func is Tensor.storage and some is not None:
-            _refuse_storage(some)
         name = getattr(func, "__name__", "")
+        if name in _OF_MEMORY and some is not None:
+            _refuse_memory(name, some)
         # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
         # gradients.
         with torch._C.DisableTorchFunctionSubclass():
@@ -205,7 +217,10 @@ class ExpertTensor(DTensor):
                 # torch would look for the storage of this object, which has none.
                 args[0]._local_tensor.share_memory_()
                 return args[0]
-            if some is not None and len(args) > 1 and name != "__set__":
+            if name == "__getitem__":
+                # A mask, which backward reads, where torch may not ask its class.
+                args = (args[0], tree_map(_whole_of, args[1]))
+            elif some is not None and len(args) > 1 and name != "__set__":
                 # The tensor that an in-place function writes to is not wrapped.
                 kept = 1 if name.endswith("_") else 0
                 args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
@@ -276,6 +291,11 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         # Optimizers that factor their state make a new tensor with one entry for each expert.
         size = [args[0]._local_tensor.shape[0], *args[1][1:]]
         return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
+    if name in _OF_WHOLE:
+        whole_args, whole_kwargs = tree_map(_whole_of, (args, dict(kwargs)))
+        return func(*whole_args, **whole_kwargs)
+    if name in ("aten::allclose", "aten::equal"):
+        return _are_alike(func, args, kwargs, tensors)
     if draws_numbers(name, kwargs) and _is_elementwise(tensors, func, args):
         some = _first_expert_tensor(tensors)
         drawn = run_expert_by_expert(func, args, kwargs, some)
@@ -288,6 +308,22 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
             return run_placed(func, args, kwargs)
     with Announcing(_first_expert_tensor(tensors).owner, func):
         return _run_as_dtensor(func, args, kwargs)
+
+
+def _whole_of(leaf: object) -> object:
+    return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
+
+
+def _are_alike(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> bool:
+    """Return whether a comparison holds for the experts of every rank. Collective."""
+    some = _first_expert_tensor(tensors)
+    local_args = tree_map(lambda leaf: own_part(leaf, some), args)
+    is_alike = func(*local_args, **kwargs)
+    piece = some._local_tensor
+    flags = some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
+    return bool(_run(torch.ops.aten.all.default, (flags,), {}))
 
 
 def _set_data(tensor: object, value: object) -> None:
@@ -388,13 +424,14 @@ def local_views(
     return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
-def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
-    """Refuse to give a storage, and tell callers such as safetensors what to write to a file."""
+def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
+    """Refuse memory and values, and tell callers such as safetensors what to write to a file."""
     mesh = tensor._spec.mesh
     raise ShapeError(
-        f"Tensor.storage: an expert parameter of {list(tensor.shape)} has none, because each of "
-        f"{mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
-        f"{mesh.get_local_rank()} of {mesh.size()}); write whole tensors, for example "
+        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
+        f"because each of {mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); call it on to_local() for this rank's experts "
+        "or on full_tensor() for all, and write whole tensors to files, for example "
         "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import deepcopy
@@ -211,7 +212,7 @@ class ExpertParallelExperts(nn.Module):
         from epcomm.sharding.optimizer_state import watch_optimizers
 
         watch_optimizers()
-        return ExpertTensor.of_share(tensor, mesh, self.shard)
+        return ExpertTensor.of_share(tensor, mesh, self.shard, weakref.ref(self.group))
 
     def scale_gradients(self, factor: float) -> None:
         """Scale the gradients; see scale_expert_gradients() of epcomm/training/gradients.py."""

@@ -12,6 +12,7 @@ import torch
 from epcomm.buffers.base import Backend, Buffer, ExcludesRanks
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.collectives.base import Collectives
+from epcomm.collectives.call_order import operation_sign
 from epcomm.collectives.staged import StagedCollectives
 from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
@@ -107,6 +108,21 @@ class EPGroup:
             assert group is not None, "its collectives are those of a process group"
             self._mesh = DeviceMesh.from_group(group, self.device.type)
         return self._mesh
+
+    def announce_operation(self, name: str) -> None:
+        """Compare an operation on expert parameters that communicates with the other ranks' calls.
+
+        name: of the operation, such as `norm`.
+
+        Collective: yes, where the host waits in collectives; else, and after close(), it returns.
+        Host sync: yes.
+        Raises:
+            HandleError: some ranks make another call; on every rank.
+            EPTimeout: some ranks make none.
+        """
+        if not self.is_closed and self.collectives.bounded is not None:
+            phase = f"{name} of an expert parameter"
+            self.collectives.announce(operation_sign(name), phase=phase)
 
     def __deepcopy__(self, memo: dict[int, object]) -> EPGroup:
         """Return this group, which copies of layers share, such as averages of weights."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from epcomm import (
@@ -18,6 +20,7 @@ from epcomm import (
     EPGroup,
     HandleError,
     MoESpec,
+    TopKOutput,
     WireFormat,
     plan,
 )
@@ -227,3 +230,24 @@ def test_bad_configuration_of_one_rank_reaches_every_rank(name: str) -> None:
         with pytest.raises((ConfigError, BackendUnavailable)):
             DeepEPNormalDispatcher(group, spec, config)
         assert DeepEPNormalDispatcher(group, spec, good).plan.backend == "collective"
+
+
+@pytest.mark.ranks(2)
+def test_two_threads_compute_with_two_groups() -> None:
+    process_groups = [dist.new_group() for _ in range(2)]
+    ids = torch.tensor([[0, 7], [3, 4]])
+    topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 2))
+
+    def compute(process_group: dist.ProcessGroup, factor: float) -> Tensor:
+        with EPGroup(process_group) as group, torch.no_grad():
+            dispatcher = DeepEPNormalDispatcher(group, MOE, EPConfig())
+            for _ in range(20):
+                out = dispatcher.dispatch(torch.full((2, 16), factor), topk)
+                rows = torch.full((out.num_slots, 16), factor)
+                y = dispatcher.combine(out.combine_input(rows))
+            return y
+
+    with ThreadPoolExecutor(2) as threads:
+        found = threads.map(compute, process_groups, (1.0, 3.0))
+        for y, factor in zip(found, (1.0, 3.0), strict=True):
+            assert y.eq(2 * factor).all()

@@ -233,7 +233,7 @@ class Collectives(ABC):
     ) -> list[list[dict[str, Scalar]]]:
         """Gather what all ranks pass, by rank; most often in one exchange behind the header."""
         if self.bounded is not None:
-            self._announce_records(phase)
+            self.announce(CallSign(kind=CallKind.RECORDS), phase=phase)
             phase = f"{phase}, records"
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
@@ -245,15 +245,15 @@ class Collectives(ABC):
             texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
         return [json.loads(text[_LENGTH_BYTES:]) for text in texts]
 
-    def _announce_records(self, phase: str) -> None:
-        """Exchange the headers of an agreement, first with the ranks of each part.
+    def announce(self, sign: CallSign, *, phase: str) -> None:
+        """Begin a call of the whole group, with a header to the ranks of each part first.
 
         There the ranks may be in a call of a buffer made of parts, and would wait for this one.
 
+        Collective: yes.   Host sync: yes.
         Raises:
             HandleError: some ranks make another call; on every rank.
         """
-        sign = CallSign(kind=CallKind.RECORDS)
         problem: HandleError | None = None
         for part in self._parts.values():
             # As a buffer made of parts does, pass on what this rank has heard in another part.

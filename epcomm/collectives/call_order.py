@@ -56,6 +56,7 @@ class CallKind(IntEnum):
     COMBINE_BACKWARD = 4
     DISPATCH_BACKWARD = 5
     REFUSAL = 6
+    PARAMETERS = 7
 
     @property
     def text(self) -> str:
@@ -74,6 +75,7 @@ _TEXTS = {
     CallKind.COMBINE: "combine",
     CallKind.COMBINE_BACKWARD: "backward of combine",
     CallKind.DISPATCH_BACKWARD: "backward of dispatch",
+    CallKind.PARAMETERS: "an operation on an expert parameter",
     CallKind.REFUSAL: "a call that it refuses",
 }
 
@@ -84,7 +86,8 @@ class CallSign:
 
     buffer, dispatcher: numbers of CallOrder.add_buffer() and add_dispatcher(), 0 for none.
     batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
-    size: of the call or its rows, see DispatchCall.size and rows_size(); 0 for none.
+    size: of the call or its rows, see DispatchCall.size and rows_size(), or the name of an
+        operation, see operation_sign(); 0 for none.
     """
 
     kind: CallKind
@@ -98,6 +101,30 @@ class CallSign:
 def rows_size(num_columns: int, dtype: torch.dtype) -> int:
     """Return the number that stands for rows of so many elements in headers."""
     return num_columns << _DTYPE_BITS | crc32(str(dtype).encode()) & ((1 << _DTYPE_BITS) - 1)
+
+
+# Characters of the names of operations, of which a number holds twelve.
+_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_"
+_MAX_LETTERS = 12
+
+
+def operation_sign(name: str) -> CallSign:
+    """Return the sign of an operation on an expert parameter, such as `norm`, whose SIZE names it.
+
+    name: lower case; its first twelve characters count.
+    """
+    size = 0
+    for letter in reversed(name[:_MAX_LETTERS]):
+        size = size * (len(_LETTERS) + 1) + _LETTERS.find(letter) + 1
+    return CallSign(kind=CallKind.PARAMETERS, size=size)
+
+
+def _operation_of(size: int) -> str:
+    name = ""
+    while size > 0:
+        size, letter = divmod(size, len(_LETTERS) + 1)
+        name += _LETTERS[letter - 1] if letter else "?"
+    return name
 
 
 Explain = Callable[[Sequence[CallKind], EPError | None], None]
@@ -410,6 +437,8 @@ class CallOrder:
                 f"{names.describe(others)} do{'' if len(others) > 1 else 'es'} not"
             )
             advice = "pass the same decode on all ranks, and " + advice
+        if any(call[0] == CallKind.PARAMETERS for call in calls):
+            advice += ", or call to_local() where one rank needs a value of its experts alone"
         return (
             f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self._number} of the group (this is {names.where}){decodes}; no rows were sent and "
@@ -419,6 +448,8 @@ class CallOrder:
     def _name(self, call: tuple[int, ...]) -> str:
         """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
         kind, buffer, dispatcher, batch, _, size = call
+        if kind == CallKind.PARAMETERS:
+            return f"{_operation_of(size)} of an expert parameter"
         mode, details = self._mode_of(dispatcher), []
         if mode is not None:
             details.append(str(mode))

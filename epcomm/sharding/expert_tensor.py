@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
+from epcomm.sharding.announced import Announcing, Owner, announce
 from epcomm.sharding.expert_tensor_ddp import ASKS_FOR_DEVICES, check_ddp
 from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
@@ -53,7 +54,19 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
-_CUTS = ("__getitem__", "__iter__", "chunk", "narrow", "select", "split", "tensor_split", "unbind")
+_CUTS = (
+    *("__getitem__", "__iter__", "chunk", "gather", "index_select", "narrow", "select", "split"),
+    *("tensor_split", "unbind"),
+)
+# Operators that return copies of any elements; each rank computes them from the experts of all.
+_OF_WHOLE = (
+    *("aten::gather", "aten::index", "aten::index_select", "aten::masked_select", "aten::nonzero"),
+    *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
+)
+# Functions that give memory or values of a tensor, of which an ExpertTensor has none.
+_OF_MEMORY = (
+    *("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
+)
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -88,25 +101,32 @@ class ExpertTensor(DTensor):
 
     shard: which experts the piece holds, where a placement says so. None: the ranks hold the
         experts in their order. An expert that several ranks hold counts once in norms.
+    owner: the group that compares operations which communicate with the calls of the other ranks.
 
     The class has no __slots__: async_save copies the attributes that __slots__ names, and has to
     find the __slots__ of DTensor.
     """
 
     shard: ExpertShard | None = None
+    owner: Owner | None = None
 
     @classmethod
     def of_share(
-        cls, share: Tensor, mesh: DeviceMesh, shard: ExpertShard | None = None
+        cls,
+        share: Tensor,
+        mesh: DeviceMesh,
+        shard: ExpertShard | None = None,
+        owner: Owner | None = None,
     ) -> ExpertTensor:
         """Wrap this rank's piece [L, ...]; every rank of the one-dimensional mesh has one. Local.
 
         The result is detached and shares the memory of `share`. shard: which experts these are,
         where a placement says so; the shape is then that of the logical experts, [E, ...].
+        owner: see the class.
         """
         if shard is None or shard.physical_to_logical is None:
             spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
-            return cls._of(spread._local_tensor, spread._spec, None)
+            return cls._of(spread._local_tensor, spread._spec, None, owner)
         spread = DTensor.from_local(
             share.detach(),
             mesh,
@@ -115,12 +135,14 @@ class ExpertTensor(DTensor):
             shape=torch.Size((shard.num_experts, *share.shape[1:])),
             stride=share.stride(),
         )
-        return cls._of(spread._local_tensor, spread._spec, shard)
+        return cls._of(spread._local_tensor, spread._spec, shard, owner)
 
     @classmethod
-    def _of(cls, share: Tensor, spec: DTensorSpec, shard: ExpertShard | None) -> ExpertTensor:
+    def _of(
+        cls, share: Tensor, spec: DTensorSpec, shard: ExpertShard | None, owner: Owner | None
+    ) -> ExpertTensor:
         tensor = cls(share, spec, requires_grad=False)
-        tensor.shard = shard
+        tensor.shard, tensor.owner = shard, owner
         return tensor
 
     def like_self(self, share: Tensor) -> ExpertTensor:
@@ -129,14 +151,15 @@ class ExpertTensor(DTensor):
         old = self._local_tensor
         is_same = share.shape == old.shape and share.stride() == old.stride()
         if is_same and meta is not None and share.dtype == meta.dtype:
-            return self._of(share, self._spec, self.shard)
-        return self.of_share(share, self._spec.mesh, self.shard)
+            return self._of(share, self._spec, self.shard, self.owner)
+        return self.of_share(share, self._spec.mesh, self.shard, self.owner)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """Return the experts of all ranks, [E, ...]. Collective.
 
         Not differentiable where a placement says which experts a rank holds.
         """
+        announce(self.owner, "full_tensor")
         if self.shard is None:
             return super().full_tensor(grad_placements=grad_placements)  # type: ignore[arg-type]
         return gather_experts(self)
@@ -182,9 +205,9 @@ class ExpertTensor(DTensor):
             elif caller.f_code.co_name in ASKS_FOR_DEVICES:
                 check_ddp(args[0], caller)
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
-        if func is Tensor.storage and some is not None:
-            _refuse_storage(some)
         name = getattr(func, "__name__", "")
+        if name in _OF_MEMORY and some is not None:
+            _refuse_memory(name, some)
         # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
         # gradients.
         with torch._C.DisableTorchFunctionSubclass():
@@ -194,7 +217,10 @@ class ExpertTensor(DTensor):
                 # torch would look for the storage of this object, which has none.
                 args[0]._local_tensor.share_memory_()
                 return args[0]
-            if some is not None and len(args) > 1 and name != "__set__":
+            if name == "__getitem__":
+                # A mask, which backward reads, where torch may not ask its class.
+                args = (args[0], tree_map(_whole_of, args[1]))
+            elif some is not None and len(args) > 1 and name != "__set__":
                 # The tensor that an in-place function writes to is not wrapped.
                 kept = 1 if name.endswith("_") else 0
                 args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
@@ -247,7 +273,8 @@ def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
     if type(leaf) is not DTensor or leaf.requires_grad or leaf._spec.placements != (Shard(0),):
         return leaf
     shard = some.shard if some is not None and leaf.shape[:1] == some.shape[:1] else None
-    return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard)
+    owner = None if some is None else some.owner
+    return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard, owner)
 
 
 def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -264,6 +291,11 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         # Optimizers that factor their state make a new tensor with one entry for each expert.
         size = [args[0]._local_tensor.shape[0], *args[1][1:]]
         return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
+    if name in _OF_WHOLE:
+        whole_args, whole_kwargs = tree_map(_whole_of, (args, dict(kwargs)))
+        return func(*whole_args, **whole_kwargs)
+    if name in ("aten::allclose", "aten::equal"):
+        return _are_alike(func, args, kwargs, tensors)
     if draws_numbers(name, kwargs) and _is_elementwise(tensors, func, args):
         some = _first_expert_tensor(tensors)
         drawn = run_expert_by_expert(func, args, kwargs, some)
@@ -272,8 +304,26 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
     if any(tensor.shard is not None for tensor in tensors if isinstance(tensor, ExpertTensor)):
-        return run_placed(func, args, kwargs)
-    return _run_as_dtensor(func, args, kwargs)
+        with Announcing(_first_expert_tensor(tensors).owner, func):
+            return run_placed(func, args, kwargs)
+    with Announcing(_first_expert_tensor(tensors).owner, func):
+        return _run_as_dtensor(func, args, kwargs)
+
+
+def _whole_of(leaf: object) -> object:
+    return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
+
+
+def _are_alike(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> bool:
+    """Return whether a comparison holds for the experts of every rank. Collective."""
+    some = _first_expert_tensor(tensors)
+    local_args = tree_map(lambda leaf: own_part(leaf, some), args)
+    is_alike = func(*local_args, **kwargs)
+    piece = some._local_tensor
+    flags = some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
+    return bool(_run(torch.ops.aten.all.default, (flags,), {}))
 
 
 def _set_data(tensor: object, value: object) -> None:
@@ -290,7 +340,7 @@ def _set_data(tensor: object, value: object) -> None:
         value = tensor.like_self(part.detach())
         _SET_DATA(tensor, value)
         tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
-        tensor.shard = value.shard
+        tensor.shard, tensor.owner = value.shard, value.owner
     elif isinstance(value, ExpertTensor):
         _SET_DATA(tensor, value.full_tensor())
     else:
@@ -308,7 +358,7 @@ class _OwnPart(torch.autograd.Function):
         ctx.some = some
         part = own_part(whole, some)
         assert isinstance(part, Tensor), "it came as one"
-        return ExpertTensor.of_share(part, some._spec.mesh, some.shard)
+        return ExpertTensor.of_share(part, some._spec.mesh, some.shard, some.owner)
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -374,13 +424,14 @@ def local_views(
     return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
-def _refuse_storage(tensor: ExpertTensor) -> NoReturn:
-    """Refuse to give a storage, and tell callers such as safetensors what to write to a file."""
+def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
+    """Refuse memory and values, and tell callers such as safetensors what to write to a file."""
     mesh = tensor._spec.mesh
     raise ShapeError(
-        f"Tensor.storage: an expert parameter of {list(tensor.shape)} has none, because each of "
-        f"{mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
-        f"{mesh.get_local_rank()} of {mesh.size()}); write whole tensors, for example "
+        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
+        f"because each of {mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
+        f"{mesh.get_local_rank()} of {mesh.size()}); call it on to_local() for this rank's experts "
+        "or on full_tensor() for all, and write whole tensors to files, for example "
         "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
     )
 
@@ -451,7 +502,7 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
         if original is not None:
             torch.autograd.graph.increment_version(original._local_tensor)
             return original
-        return _as_result(leaf, mesh)
+        return _as_result(leaf, mesh, next(iter(originals.values())).owner)
 
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
     kept: list[DTensor] = []
@@ -479,13 +530,13 @@ def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
     )
 
 
-def _as_result(result: DTensor, mesh: DeviceMesh) -> Tensor:
+def _as_result(result: DTensor, mesh: DeviceMesh, owner: Owner | None) -> Tensor:
     """Return pieces along the experts as an ExpertTensor, and sums over ranks as a tensor."""
     placement = result._spec.placements
     if result._spec.mesh != mesh or len(placement) != 1:
         return result
     if placement[0].is_shard(0):
-        return ExpertTensor(result._local_tensor, result._spec, requires_grad=False)
+        return ExpertTensor._of(result._local_tensor, result._spec, None, owner)
     return result if placement[0].is_shard() else result.full_tensor()
 
 

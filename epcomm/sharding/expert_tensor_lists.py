@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
+from epcomm.sharding.announced import announce
 from epcomm.sharding.pieces import own_part, piece_of
 from epcomm.sharding.shards import is_expert_tensor, own_rows
 
@@ -38,6 +39,9 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
         for place, arg in enumerate(args)
     ]
     local_kwargs = {key: _pieces(value, experts) for key, value in kwargs.items()}
+    if name in (_NORM, _MAX, _UNSCALE):
+        for owner in dict.fromkeys(tensor.owner for tensor in experts.values()):
+            announce(owner, func)
     # To a maximum copies add nothing, and of no elements there is none.
     if name == _NORM and _order_of(args, kwargs) != math.inf:
         local_args[0] = [_counted_once(leaf) for leaf in args[0]]

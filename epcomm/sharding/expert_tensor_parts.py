@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
+from epcomm.sharding.announced import announce
 from epcomm.sharding.shards import ExpertShard, logical_experts, shard_of
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def run_on_parts(
                 "one by one, to_local() for this rank's, or full_tensor() for a copy of all"
             )
     whole = None if isinstance(cut, Tensor) else some.full_tensor()
+    if whole is None and wanted[0].numel():
+        announce(some.owner, func)
     parts = [_part(some, part, shard, whole) for part in wanted]
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)
 

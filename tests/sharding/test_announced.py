@@ -1,0 +1,100 @@
+"""An operation on expert parameters that one rank makes alone is named on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import EPConfig, EPGroup, EPTimeout, HandleError
+from epcomm.collectives.call_order import _operation_of, operation_sign
+from tests.cases.expert_models import OverRanks, tokens
+
+NUM_RANKS = 2
+
+# What communicates, by its name in messages.
+COMMUNICATING: dict[str, Callable[[Tensor], object]] = {
+    "vector_norm": lambda p: p.norm(),
+    "sum": lambda p: p.sum(),
+    "std": lambda p: p.std(),
+    "sort": lambda p: p.sort(dim=0),
+    "full_tensor": lambda p: p.full_tensor(),  # type: ignore[attr-defined]
+    "select": lambda p: p[0],
+    "foreach_norm": lambda p: torch.nn.utils.get_total_norm([p, torch.ones(2)], foreach=True),
+}
+LOCAL: dict[str, Callable[[Tensor], object]] = {
+    "transpose": lambda p: p.transpose(1, 2),
+    "sum of rows": lambda p: p.sum(dim=-1),
+    "add": lambda p: p + 1,
+    "print": repr,
+    "clone": lambda p: p.detach().clone(),
+    "foreach": lambda p: torch._foreach_mul([p], 2.0),
+}
+
+
+def parameter_of(model: OverRanks) -> Tensor:
+    return next(iter(model.experts.parameters())).detach()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("name", COMMUNICATING)
+def test_an_operation_of_one_rank_is_named_on_all_and_the_group_goes_on(name: str) -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        loss = model(tokens(group.rank)).detach()
+        expected = COMMUNICATING[name](parameter_of(model))
+        text = f"rank 0 is in {name} of an expert parameter while rank 1 is in dispatch of"
+
+        def call() -> object:
+            if group.rank == 0:
+                return COMMUNICATING[name](parameter_of(model))
+            return model(tokens(group.rank))
+
+        with pytest.raises(HandleError, match=text) as caught:
+            call()
+        assert "to_local()" in str(caught.value)
+        assert torch.equal(model(tokens(group.rank)), loss)
+        again = COMMUNICATING[name](parameter_of(model))
+        assert str(again) == str(expected)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_different_operations_are_named() -> None:
+    with EPGroup() as group:
+        parameter = parameter_of(OverRanks(group))
+        text = "rank 0 is in sum of an expert parameter while rank 1 is in vector_norm of an expert"
+        with pytest.raises(HandleError, match=text):
+            parameter.sum() if group.rank == 0 else parameter.norm()
+        assert parameter.sum().isfinite()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_local_operations_of_one_rank_wait_for_nobody() -> None:
+    with EPGroup() as group:
+        model = OverRanks(group)
+        if group.rank == 0:
+            for run in LOCAL.values():
+                run(parameter_of(model))
+        assert model(tokens(group.rank)).isfinite()
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_an_operation_that_no_other_rank_joins_ends() -> None:
+    process_group = dist.new_group()
+    with EPGroup(process_group) as group:
+        model = OverRanks(group, config=EPConfig(timeout_s=1.0))
+        if group.rank == 0:
+            text = "vector_norm of an expert parameter: rank 1 did not arrive"
+            with pytest.raises(EPTimeout, match=text):
+                parameter_of(model).norm()
+        dist.barrier()
+
+
+@pytest.mark.parametrize("name", ["a", "vector_norm", "max", "x9_", "foreach_norm"])
+def test_a_number_names_an_operation(name: str) -> None:
+    sign = operation_sign(name)
+    assert 0 < sign.size < 2**63
+    assert _operation_of(sign.size) == name

@@ -318,17 +318,15 @@ class CallOrder:
         Raises:
             EPError: the rank and the word that is wrong; then this group ends, see reject().
         """
-        own = headers[self._collectives.names.place]
-        who = (own[KIND], *own[BUFFER:FAULT])
+        first = headers[0]
+        who = (first[KIND], *first[BUFFER:FAULT])
         for rank, words in enumerate(headers):
             if (
                 (words[KIND], *words[BUFFER:FAULT]) != who
                 or words[FAULT]
                 or not (0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0)
             ):
-                problem = self._wrong_word(words, own[NUMBER])
-                if problem is not None:
-                    self.reject(rank, problem)
+                self._check_words_apart(headers)
             if messages is None or not sum(words) % 2**64:
                 continue
             # A rank in another call may have sent more words.
@@ -340,6 +338,14 @@ class CallOrder:
                     f"words that add up to {total}, expected 0: {shown} of kind, check, buffer, "
                     "dispatcher, batch, number, size, fault, flags and rows, or a count",
                 )
+
+    def _check_words_apart(self, headers: Sequence[Sequence[int]]) -> None:
+        """Raise if some rank cannot have sent its header in this rank's call; see check_words()."""
+        number = headers[self._collectives.names.place][NUMBER]
+        for rank, words in enumerate(headers):
+            problem = self._wrong_word(words, number)
+            if problem is not None:
+                self.reject(rank, problem)
 
     def _wrong_word(self, words: Sequence[int], number: int) -> str | None:
         """Name the first word that no rank can have sent in call `number`, or return None."""

@@ -125,16 +125,16 @@ class OverCollectives:
         if not self._compares_calls:
             return
         fault = fault_word(error, in_combine=kind is not CallKind.DISPATCH)
-        flags = 0 if call is None else int(call.flags)
+        mine = 0 if call is None else int(call.flags)
         headers = self._calls.exchange_headers(
-            replace(batch, kind=kind), error=error, fault=fault, flags=flags
+            replace(batch, kind=kind), error=error, fault=fault, flags=mine
         )
         codes = [words[FAULT] for words in headers]
         function = "dispatch" if kind is CallKind.DISPATCH else "combine"
         names = self._collectives.names
         raise_faults(codes, names, error, function=function)
-        if call is not None:
-            check_gradients([words[FLAGS] for words in headers], names, call.expert_names)
+        if call is not None and any(flags := [words[FLAGS] for words in headers]):
+            check_gradients(flags, names, call.expert_names)
 
     def _tell_counts(
         self,

@@ -647,8 +647,8 @@ def test_refused_combine_is_of_the_batch_that_is_meant(monkeypatch: pytest.Monke
                 dispatcher.combine(wrong)
         else:
             assert dispatcher.combine(inputs[1]).isnan().all()
-        with pytest.raises(ShapeError, match=r"rank 1|hidden_states is"):
-            dispatcher.check()
+            with pytest.raises(ShapeError, match="rank 1"):
+                dispatcher.check()
         y = dispatcher.combine(inputs[0])
         assert torch.equal(y, expected_sums(calls[0], 2))
         dispatcher.check()

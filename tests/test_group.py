@@ -241,6 +241,7 @@ def test_two_threads_compute_with_two_groups() -> None:
     def compute(process_group: dist.ProcessGroup, factor: float) -> Tensor:
         with EPGroup(process_group) as group, torch.no_grad():
             dispatcher = DeepEPNormalDispatcher(group, MOE, EPConfig())
+            y = torch.empty(0)
             for _ in range(20):
                 out = dispatcher.dispatch(torch.full((2, 16), factor), topk)
                 rows = torch.full((out.num_slots, 16), factor)

@@ -95,6 +95,7 @@ def find_candidates(config: EPConfig, *, prefers_exact: bool = False) -> tuple[s
         found += [name for name in of_mode if _is_meant(name, config)] or of_mode
     return tuple(found)
 
+
 # Backends whose CPU ranks wait in every exchange, so that exact sizes cost them nothing.
 _WAITS_ON_HOST = ("collective", "hierarchical")
 

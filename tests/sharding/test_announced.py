@@ -31,7 +31,7 @@ LOCAL: dict[str, Callable[[Tensor], object]] = {
     "add": lambda p: p + 1,
     "print": repr,
     "clone": lambda p: p.detach().clone(),
-    "foreach": lambda p: torch._foreach_mul([p], 2.0),
+    "foreach": lambda p: torch._foreach_mul([p], 2.0),  # pyright: ignore[reportPrivateImportUsage]
 }
 
 

@@ -544,7 +544,8 @@ def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank
 
     def call() -> None:
         if buffer.rank == FAULTY:
-            buffer.low_latency_combine(**arguments | {"handle": foreign})
+            wrong: dict[str, Any] = arguments | {"handle": foreign}
+            buffer.low_latency_combine(**wrong)
         elif with_hook:
             hook()
         else:

@@ -554,7 +554,8 @@ class DispatchAndSave(torch.autograd.Function):
         return rows, *tensors
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Any:  # noqa: ANN401 - as torch has it
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: ANN401 - as torch has it
+        grad = grads[0]
         dx, _, _ = ctx.buffer.combine(grad, ctx.saved_tensors)
         along = ctx.buffer.dispatch(dx, handle=list(ctx.saved_tensors))[0]
         assert along.shape == grad.shape

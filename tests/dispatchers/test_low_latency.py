@@ -140,8 +140,8 @@ def test_gradients_that_one_rank_asks_for_are_told_to_all(asks: str) -> None:
         own = "low latency has no gradients, but some are needed (rank 2 of 4)"
         others = "gradients or decode in a mode that has none on rank 2"
         mine = x.clone().requires_grad_(group.rank == 2 and asks == "inputs")
+        needs = group.rank == 2 and asks == "experts"
         with pytest.raises(ConfigError) as caught:
-            needs = group.rank == 2 and asks == "experts"
             dispatcher.dispatch(mine, topk, experts_need_grad=needs)
         assert (own if group.rank == 2 else others) in str(caught.value)
         assert (run_batch(dispatcher, x, topk) == 0).all()

@@ -52,7 +52,12 @@ class BackendUnavailable(EPError, RuntimeError):
 
 
 class EPTimeout(EPError, TimeoutError):
-    """Some ranks did not arrive in time; the message names the phase, the call and the ranks."""
+    """Some ranks did not arrive in time; the message names the phase, the call and the ranks.
+
+    phases: the phase that each other rank which gave up was in, as far as they are known.
+    """
+
+    phases: tuple[str, ...] = ()
 
 
 class PickleRefused(EPError, TypeError):

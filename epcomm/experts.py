@@ -23,7 +23,7 @@ from epcomm.ops.precision import check_cast
 from epcomm.paths import PhaseDispatchers, PipelinePath
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.placement.moving import MoveMemory, stage_experts
-from epcomm.placement.rebalancing import ExpertState, agree_on_move, check_placement
+from epcomm.placement.rebalancing import ExpertState, agree_on_move, agree_to_write, check_placement
 from epcomm.placement.replicas import ReplicaTables, first_placement
 from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
@@ -314,11 +314,9 @@ class ExpertParallelExperts(nn.Module):
 
         The layer computes the same before and after, sums in another order apart. Parameters and
         the tables of copies are written in place, so that a captured graph computes rightly after.
-        Of a failure on the way nothing remains: the experts lie as before. One case is left: a rank
-        that dies in the very last agreement, after its answer has reached some ranks, may leave
-        survivors of both kinds, those that raise and keep the old placement, and those that return
-        with the new one. So after an EPTimeout of rebalance() or of the call after it compare
-        `placement` over the survivors; if they differ, load a checkpoint into a new group.
+        After a failure on the way the experts lie as before. If a rank is lost in the last
+        agreement, all survivors raise EPTimeout with one placement, the old or the new one, which
+        `placement` tells; they learn of one another from the store of the process group.
 
         A state_dict() taken before shares the memory that is written, and says nothing true after.
 
@@ -335,7 +333,7 @@ class ExpertParallelExperts(nn.Module):
         Raises:
             ConfigError: experts that are not placed, a placement of other numbers, parameters with
                 gradients, on meta or cut otherwise; on every rank, before anything moves.
-            EPTimeout: some ranks did not come; the old placement stays.
+            EPTimeout: some ranks did not come; `placement` is equal on all ranks that are left.
         """
         collectives, problem, state = self.group.collectives, "", None
         try:
@@ -353,7 +351,7 @@ class ExpertParallelExperts(nn.Module):
         assert self._replicas is not None, "experts that are placed have tables"
         staged = stage_experts(state.pieces(), self.placement, placement, collectives)
         # Nothing is written before all ranks have all their rows.
-        collectives.agree({}, what="rebalance, all rows are there")
+        lost = agree_to_write(collectives)
         staged.write()
         self._replicas.write(placement)
         self.placement = placement
@@ -361,6 +359,8 @@ class ExpertParallelExperts(nn.Module):
         self._local.shard = self.shard
         state.belong_to(self.shard)
         self._counter.forget_experts()
+        if lost is not None:
+            raise lost
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

@@ -164,7 +164,7 @@ class BoundedWait:
             phase=phase,
             waited_s=time.monotonic() - start_s,
         )
-        self._failure = EPTimeout(self._give_up(report, start_s + self.timeout_s, fault))
+        self._failure = self._give_up(report, start_s + self.timeout_s, fault)
         raise self._failure
 
     def _wait(self, step: Step, deadline_s: float) -> str | None:
@@ -179,8 +179,8 @@ class BoundedWait:
             return _first_sentence(error)
         return ""
 
-    def _give_up(self, report: _Report, deadline_s: float, fault: str) -> str:
-        """Post a report, collect those of the others, and return the message of the error."""
+    def _give_up(self, report: _Report, deadline_s: float, fault: str) -> EPTimeout:
+        """Post a report, collect those of the others, and return the error."""
         self._failure_board.post(json.dumps(asdict(report)))
         others, is_whole = self._collect(deadline_s)
         # A rank that was faster to give up, or whose board still answered, knows better.
@@ -196,11 +196,13 @@ class BoundedWait:
             if (other.exchange, other.phase) != (report.exchange, report.phase) and not other.reason
         )
         says = f"; the transport says: {fault}" if fault else ""
-        return (
+        error = EPTimeout(
             f"{report.phase}: {what} (call {report.call}, exchange {report.exchange}, waited "
             f"{report.waited_s:.1f} s; this is rank {self._rank} of {self._world_size}){strays}"
             f"{says}; {advice}, then make an EPGroup over a new process group or communicator"
         )
+        error.phases = tuple(other.phase for other in others.values())
+        return error
 
     def _collect(self, deadline_s: float) -> tuple[dict[int, _Report], bool]:
         """Return the other ranks' reports, awaited as long as it makes sense.

@@ -10,9 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from epcomm.collectives.base import Collectives
-from epcomm.errors import ConfigError, describe_ranks
+from epcomm.errors import ConfigError, EPTimeout, describe_ranks
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.sharding.shards import ExpertShard, is_expert_tensor
+
+# The phase of the second agreement of agree_to_write().
+_ALL_WRITE = "rebalance, all ranks write"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -125,6 +128,32 @@ def agree_on_move(
                 f"is rank {collectives.rank} of {collectives.world_size}); pass the same placement "
                 "on all ranks, with the optimizer of the layer or without"
             )
+
+
+def agree_to_write(collectives: Collectives) -> EPTimeout | None:
+    """Let all ranks write their rows or none, also if a rank is lost meanwhile.
+
+    A rank that comes to the second agreement knows that all ranks have completed the first, and
+    have all their rows. So whoever gets there writes, and a rank that fails in the first writes too
+    if the report of another rank says that it is in the second.
+
+    Returns: the error of a rank that was lost in time for all survivors to write; None if all live.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        EPTimeout: some ranks did not come, and no survivor writes.
+    """
+    try:
+        collectives.agree({}, what="rebalance, all rows are there")
+    except EPTimeout as lost:
+        if any(phase.startswith(_ALL_WRITE) for phase in lost.phases):
+            return lost
+        raise
+    try:
+        collectives.agree({}, what=_ALL_WRITE)
+    except EPTimeout as lost:
+        return lost
+    return None
 
 
 def _digest(text: str | None) -> str:

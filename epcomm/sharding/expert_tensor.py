@@ -64,9 +64,7 @@ _OF_WHOLE = (
     *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
 )
 # Functions that give memory or values of a tensor, of which an ExpertTensor has none.
-_OF_MEMORY = (
-    *("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist", "untyped_storage"),
-)
+_OF_MEMORY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist")
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -431,7 +429,7 @@ def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
         f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
         f"because each of {mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
         f"{mesh.get_local_rank()} of {mesh.size()}); call it on to_local() for this rank's experts "
-        "or on full_tensor() for all, and write whole tensors to files, for example "
+        "or on full_tensor() for all, and to save a model write whole tensors, for example "
         "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
     )
 

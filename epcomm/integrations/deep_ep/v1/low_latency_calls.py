@@ -126,7 +126,9 @@ class LowLatencyCalls(Opened):
         with self._call(x, None, async_finish) as call:
             if ranks.returns_slots():
                 memory = self._slot_memory
-                slabs, receive = slots.begin_dispatch(ranks, memory, x, topk_idx, sizes, wire)
+                slabs, receive = slots.begin_dispatch(
+                    ranks, memory, x, topk_idx, sizes, wire, has_hook=return_recv_hook
+                )
             else:
                 slabs, receive = pairs.begin_dispatch(ranks, x, topk_idx, sizes, wire)
 

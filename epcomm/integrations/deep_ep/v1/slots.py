@@ -109,9 +109,20 @@ class SlotMemory:
 
 
 def begin_dispatch(
-    ranks: Ranks, memory: SlotMemory, x: Tensor, topk_ids: Tensor, sizes: Sizes, wire: Wire
+    ranks: Ranks,
+    memory: SlotMemory,
+    x: Tensor,
+    topk_ids: Tensor,
+    sizes: Sizes,
+    wire: Wire,
+    *,
+    has_hook: bool,
 ) -> tuple[Slabs, Receive]:
-    """Begin a dispatch of x [T, H]; what is returned beside the slabs receives them."""
+    """Begin a dispatch of x [T, H]; what is returned beside the slabs receives them.
+
+    has_hook: other work may come before they are received; else the receiving kernel is launched
+        here, and overlaps with the sending one.
+    """
     row = (x.shape[1], topk_ids.shape[1])
     buffer = memory.buffer(ranks, row, sizes, wire)
     call = DispatchCall(
@@ -121,15 +132,16 @@ def begin_dispatch(
         topk_weights=topk_ids,
         flags=BatchFlags.NONE,
     )
-    pending = buffer.dispatch_async(call)
-    out = pending.record
+    pending = buffer.dispatch_async(call) if has_hook else None
+    out = buffer.dispatch(call) if pending is None else pending.record
     assert out is not None, "rows exist before they are received"
     travelled = columns = out.rows.scales
     if travelled is not None and travelled.dtype == torch.float8_e8m0fnu:
         columns = memory.of(out.rows.data, travelled)
 
     def receive() -> None:
-        pending.wait()
+        if pending is not None:
+            pending.wait()
         if columns is not None and travelled is not None and columns is not travelled:
             columns.copy_(travelled)
 

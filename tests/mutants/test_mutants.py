@@ -26,7 +26,7 @@ def failures_of(mutant: Mutant) -> list[str]:
     failure = ""
     group = EPGroup(dist.new_group())
     # Seconds: on a busy machine opening a buffer takes more than one.
-    group.limit_waits(8.0)
+    group.limit_waits(4.0)
     try:
         mutant.run(group)
     except Exception as error:  # noqa: BLE001  (a fault may end in any)

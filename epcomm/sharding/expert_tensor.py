@@ -63,8 +63,9 @@ _OF_WHOLE = (
     *("aten::gather", "aten::index", "aten::index_select", "aten::masked_select", "aten::nonzero"),
     *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
 )
-# Functions that give memory or values of a tensor, of which an ExpertTensor has none.
-_OF_MEMORY = ("__array__", "__dlpack__", "data_ptr", "numpy", "storage", "tolist")
+# Functions that give memory or values of a tensor, of which an ExpertTensor has none. data_ptr()
+# returns 0, as a DTensor's does: torch's async_save asks for it.
+_OF_MEMORY = ("__array__", "__dlpack__", "numpy", "storage", "tolist")
 _GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import (
     ConfigError,
@@ -39,6 +38,7 @@ from tests.cases.bad_calls import (
     Bad,
     combine_faults,
 )
+from tests.cases.meshes import mesh_of
 from tests.cases.playing import (
     FAULTY,
     KINDS,
@@ -146,7 +146,7 @@ def test_fault_of_one_rank_is_told_to_all(play: Play, bad: Bad) -> None:
 
 @pytest.fixture(scope="module")
 def play_on_hosts(request: pytest.FixtureRequest) -> Iterator[Play]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "place"))
+    mesh = mesh_of((2, 2), ("host", "place"))
     with playing(ON_HOSTS[request.param], mesh) as play:
         yield play
 

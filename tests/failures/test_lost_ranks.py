@@ -24,8 +24,9 @@ from tests.hosts import network
 pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).parents[2]
-# Seconds for all scenarios together, of which they take 35 on two busy cores.
-LAUNCH_LIMIT_S = 300
+# Seconds for all scenarios together, of which they take 35 on two idle cores and 300 beside other
+# work. A scenario that hangs is ended by its own limit.
+LAUNCH_LIMIT_S = 900
 
 PHASE_NAMES = {
     "dispatch": "dispatch counts",

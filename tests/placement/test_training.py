@@ -30,6 +30,7 @@ from epcomm.training.gradients import (
     sum_replicated_gradients,
 )
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, tokens
+from tests.cases.meshes import mesh_of
 from tests.placement.layers import gather_local
 from tests.training.test_checkpoints import LOSS_TOLERANCE, shared_folder
 
@@ -54,7 +55,7 @@ class Training:
         fused: bool | None = None,
     ) -> None:
         shape = (dist.get_world_size() // ep_size, ep_size)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
+        mesh = mesh_of(shape, ("dp", "ep"))
         self.group, self.copies, self.all = EPGroup(mesh["ep"]), EPGroup(mesh["dp"]), EPGroup()
         self.model = OverRanks(self.group, config=EPConfig(redundant_experts=num_redundant))
         self.optimizer = torch.optim.AdamW(

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
@@ -34,6 +33,7 @@ from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from epcomm.training.gradients import sum_expert_gradients, sum_replicated_gradients
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
+from tests.cases.meshes import mesh_of
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
 
 if TYPE_CHECKING:
@@ -60,9 +60,7 @@ class Training:
         self, ep_size: int, foreach: bool | None = None, fused: bool | None = None
     ) -> None:
         world_size = dist.get_world_size()
-        mesh = init_device_mesh(
-            "cpu", (world_size // ep_size, ep_size), mesh_dim_names=("dp", "ep")
-        )
+        mesh = mesh_of((world_size // ep_size, ep_size), ("dp", "ep"))
         self.group, self.copies, self.all = EPGroup(mesh["ep"]), EPGroup(mesh["dp"]), EPGroup()
         self.model = OverRanks(self.group)
         self.optimizer = torch.optim.AdamW(

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -34,6 +34,7 @@ from epcomm.training.gradients import (
 from tests.cases.blocks import HIDDEN, qwen3_moe
 from tests.cases.expert_models import TOP_K, InOneProcess, OverRanks
 from tests.cases.expert_models import tokens as expert_tokens
+from tests.cases.meshes import mesh_of
 
 NUM_RANKS = 4
 NUM_TOKENS = (5, 2, 3, 9)
@@ -456,7 +457,7 @@ def test_gradients_of_expert_copies_are_summed_once(
         (alone(expert_tokens(rank)) / NUM_RANKS).backward()
     wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
     norm = torch.stack([g.norm() for g in wanted.values() if g is not None]).norm()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    mesh = mesh_of((2, 2), ("dp", "ep"))
     with EPGroup(mesh["ep"]) as expert, EPGroup(mesh["dp"]) as copies, EPGroup() as everyone:
         groups = Groups(expert=expert, copies=copies, all=everyone)
         model = reduce(OverRanks(expert), mesh, groups)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import (
     DeepEPNormalDispatcher,
@@ -21,6 +20,7 @@ from epcomm import (
     plan,
 )
 from epcomm.testing import layer_suite
+from tests.cases.meshes import mesh_of
 
 CONFIGS = {
     "normal": EPConfig(mode="normal"),
@@ -39,7 +39,7 @@ SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 @contextmanager
 def two_hosts() -> Iterator[EPGroup]:
     """Say that ranks 0 and 1 are on one host, and 2 and 3 on another."""
-    with EPGroup(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "place"))) as group:
+    with EPGroup(mesh_of((2, 2), ("host", "place"))) as group:
         yield group
 
 

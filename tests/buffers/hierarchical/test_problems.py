@@ -8,7 +8,6 @@ from typing import NoReturn
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from epcomm import (
     BackendUnavailable,
@@ -22,6 +21,7 @@ from epcomm import (
 )
 from epcomm.buffers.hierarchical.buffer import HierarchicalBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from tests.cases.meshes import mesh_of
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 DISPATCHERS = {
@@ -35,7 +35,7 @@ DISPATCHERS = {
 
 @contextmanager
 def two_hosts() -> Iterator[EPGroup]:
-    with EPGroup(init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "place"))) as group:
+    with EPGroup(mesh_of((2, 2), ("host", "place"))) as group:
         yield group
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def assert_equals(
     assert not poisoned or is_poison(found[~is_defined])
 
 
+@cache
 def group_for(num_ranks: int) -> dist.ProcessGroup | None:
     """Return the first ranks, or None beyond them; all ranks call this alike."""
     if num_ranks == dist.get_world_size():

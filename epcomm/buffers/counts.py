@@ -85,8 +85,8 @@ class CountsMessage:
         header[:, ROWS] = rows
         by_rank = slots.view(calls.world_size, num_experts)
         header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
-        seal(header, rest := by_rank[:, num_here:].contiguous())
-        return cls(header=header, rest=rest)
+        seal(header)
+        return cls(header=header, rest=by_rank[:, num_here:].contiguous())
 
     @classmethod
     def empty(cls, calls: CallOrder, num_experts: int, *, has_rest: bool) -> CountsMessage:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from epcomm.collectives.bounded import BoundedWait
-from epcomm.collectives.call_order import CallKind, CallOrder, CallSign
+from epcomm.collectives.call_order import FAULT, CallKind, CallOrder, CallSign
 from epcomm.collectives.stream_order import StreamOrder
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, HandleError, RankNames, ShapeError
-from epcomm.protocol import fault_word
+from epcomm.protocol import fault_word, unpack_fault
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -259,9 +259,18 @@ class Collectives(ABC):
             # As a buffer made of parts does, pass on what this rank has heard in another part.
             fault = fault_word(problem)
             try:
-                part.calls.exchange_headers(sign, fault=fault, phase=phase + part.scope)
+                headers = part.calls.exchange_headers(sign, fault=fault, phase=phase + part.scope)
             except HandleError as error:
                 problem = problem or error
+                continue
+            heard = next((words[FAULT] for words in headers if words[FAULT]), 0)
+            if heard and problem is None:
+                rank = unpack_fault(heard, 0)[1]
+                problem = HandleError(
+                    f"{phase}: rank {rank} is in a call that differs from that of others "
+                    f"({self.names.where}); call in the same order on all ranks"
+                )
+                problem.fault_word = heard
         if problem is not None:
             raise problem
         self.calls.exchange_headers(sign, phase=phase)

@@ -308,12 +308,12 @@ class CallOrder:
         return headers
 
     def check_words(
-        self, headers: Sequence[Sequence[int]], messages: Tensor | Sequence[Sequence[int]] | None
+        self, headers: Sequence[Sequence[int]], messages: Tensor | Sequence[Sequence[int]]
     ) -> None:
         """Raise unless every header, by rank, is one that a rank can have sent in this call.
 
         messages: [W, words], all words of the messages, of which those of `headers` are the first;
-            read only if a header has a sum other than zero. None: some are still to come.
+            read only if a header has a sum other than zero.
 
         Raises:
             EPError: the rank and the word that is wrong; then this group ends, see reject().
@@ -327,7 +327,7 @@ class CallOrder:
                 or not (0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0)
             ):
                 self._check_words_apart(headers)
-            if messages is None or not sum(words) % 2**64:
+            if not sum(words) % 2**64:
                 continue
             # A rank in another call may have sent more words.
             total = sum(map(int, messages[rank])) % 2**64
@@ -370,8 +370,9 @@ class CallOrder:
     def reject(self, rank: int, problem: str) -> NoReturn:
         """Raise because of a wrong header of `rank`, by its position, and end this group.
 
-        This rank cannot know which rows the others will send, so that no later call is safe: it
-        raises the same, and ranks that wait for this one raise EPTimeout with the reason.
+        This rank cannot know which rows the others will send, so that no later call is safe. Where
+        the host waits in collectives, later calls raise the same, and ranks that wait for this one
+        raise EPTimeout with the reason; over NCCL they wait for the limit of the process group.
 
         problem: the word that is wrong, its value and what was expected.
 
@@ -392,7 +393,7 @@ class CallOrder:
     def compare(
         self,
         headers: Sequence[Sequence[int]],
-        messages: Tensor | None,
+        messages: Tensor,
         error: EPError | None = None,
     ) -> None:
         """Raise on every rank if some of them make another call: headers by rank.
@@ -463,7 +464,7 @@ class CallOrder:
             details.append(f"buffer {buffer}: {self._buffers[buffer - 1]}")
         if batch > 0 and kind != CallKind.DISPATCH:
             details.append(f"the batch of call {batch}")
-        if size > 0 and kind != CallKind.DISPATCH:
+        if size > 0 and kind == CallKind.COMBINE_BACKWARD:
             details.append(f"rows of {size >> _DTYPE_BITS} elements")
         name = CallKind(kind).text
         if dispatcher > 0:
@@ -474,12 +475,6 @@ class CallOrder:
         return self._dispatchers[dispatcher - 1] if dispatcher > 0 else None
 
 
-def seal(header: Tensor, rest: Tensor | None = None) -> None:
-    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none.
-
-    rest: [W, more], words of the same messages that travel apart.
-    """
-    total = header.sum(1)
-    if rest is not None and rest.shape[1]:
-        total += rest.sum(1)
-    header[:, CHECK] -= total
+def seal(header: Tensor) -> None:
+    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none."""
+    header[:, CHECK] -= header.sum(1)

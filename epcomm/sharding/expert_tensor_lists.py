@@ -40,7 +40,10 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
     ]
     local_kwargs = {key: _pieces(value, experts) for key, value in kwargs.items()}
     if name in (_NORM, _MAX, _UNSCALE):
-        for owner in dict.fromkeys(tensor.owner for tensor in experts.values()):
+        # By the groups: a reference whose group is gone has no hash.
+        owners = [tensor.owner for tensor in experts.values() if tensor.owner is not None]
+        living = {id(group): owner for owner in owners if (group := owner()) is not None}
+        for owner in living.values():
             announce(owner, func)
     # To a maximum copies add nothing, and of no elements there is none.
     if name == _NORM and _order_of(args, kwargs) != math.inf:

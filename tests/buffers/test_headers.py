@@ -160,8 +160,10 @@ def test_one_changed_bit_of_any_word_is_found(kind: str) -> None:
 def test_counts_of_many_experts_are_checked_in_both_exchanges() -> None:
     num_local = 200
     dispatch_with("exact", {}, num_local=num_local)
-    with pytest.raises(EPError, match="the header of rank 1 has words that add up to 1,"):
-        dispatch_with("exact", {HEADER_WORDS + 130: 1}, num_local=num_local)
+    with pytest.raises(EPError, match="the header of rank 1 has words that add up to"):
+        dispatch_with("exact", {HEADER_WORDS + 127: 1}, num_local=num_local)
+    with pytest.raises(EPError, match="the header of rank 1 has slots"):
+        dispatch_with("exact", {HEADER_WORDS + 130: 2**40}, num_local=num_local)
 
 
 # What a rank can have made wrong itself, so that the sum of its words is right.

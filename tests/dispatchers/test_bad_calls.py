@@ -477,6 +477,19 @@ def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
         before = dispatcher.plan.header_bytes()
         assert dispatcher.traffic().control_bytes == before == 8 * (10 + 300)
 
+        def call() -> None:
+            if group.rank == 0:
+                dispatcher.dispatch(x, topk)
+            else:
+                # A rank in another call sends no counts.
+                group.collectives.gather_records({})
+
+        with pytest.raises(HandleError, match="rank 0 is in dispatch"):
+            call()
+        torch.testing.assert_close(
+            dispatcher.combine(identity(dispatcher.dispatch(x, topk))), 3 * x
+        )
+
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", KINDS)

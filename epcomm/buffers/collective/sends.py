@@ -137,7 +137,7 @@ class KernelSendPlan(SendPlan):
             wrong_ids=int(FaultCode.IDS),
             num_local=num_local,
         )
-        seal(self._message.header, self._message.rest)
+        seal(self._message.header)
         return self._message
 
     def run_ahead(self) -> None:

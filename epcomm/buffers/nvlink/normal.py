@@ -400,8 +400,9 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
         index, arrivals = self._plan_memory.received(
             sizes.num_rows, sizes.num_slots, sizes.per_expert, is_dense=sizes.is_dense
         )
-        weights = torch.zeros if self.is_static else torch.empty
-        slot_weights = weights(sizes.num_slots, device=self._device)
+        slot_weights = torch.empty(sizes.num_slots, dtype=torch.float32, device=self._device)
+        if self.is_static:
+            slot_weights.zero_()
         self._kernels.index_rows(
             self._exchange,
             index,

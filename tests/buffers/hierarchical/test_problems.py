@@ -16,6 +16,7 @@ from epcomm import (
     EPConfig,
     EPError,
     EPGroup,
+    HandleError,
     MoESpec,
     TopKOutput,
 )
@@ -116,3 +117,24 @@ def test_a_host_without_memory_is_told_on_the_other(monkeypatch: pytest.MonkeyPa
             DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))
         monkeypatch.undo()
         DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))
+
+
+@pytest.mark.ranks(4)
+def test_a_rank_in_another_call_is_told_to_ranks_that_share_no_part_with_it() -> None:
+    with two_hosts() as group, torch.no_grad():
+        dispatcher = DeepEPNormalDispatcher(group, SPEC, EPConfig(mode="normal"))
+        x = torch.ones(2, SPEC.hidden_size)
+        ids = torch.zeros(2, SPEC.top_k, dtype=torch.int64) + torch.arange(SPEC.top_k)
+        topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, SPEC.top_k))
+        dispatcher.dispatch(x, topk)
+
+        def call() -> None:
+            if group.rank == 0:
+                dispatcher.dispatch(x, topk)
+            else:
+                # Rank 3 is on the other host and in another place than rank 0.
+                group.collectives.gather_records({})
+
+        with pytest.raises(HandleError, match=r"rank 0 "):
+            call()
+        dispatcher.dispatch(x, topk)

@@ -208,12 +208,26 @@ DISPATCH: dict[str, Case] = {
     "alignment": (
         {"expert_alignment": 0},
         ConfigError,
-        "expert_alignment is 0, expected at least 1",
+        "expert_alignment is 0, expected an integer of at least 1",
     ),
+    "alignment_none": ({"expert_alignment": None}, ConfigError, "expert_alignment is None, expect"),
+    "alignment_half": ({"expert_alignment": 1.5}, ConfigError, "expert_alignment is 1.5, expected"),
+    "worst_none": ({"num_worst_tokens": None}, ConfigError, "num_worst_tokens is None, expected"),
+    "ids_list": ({"topk_idx": Tensor.tolist}, ShapeError, "topk_idx is list, expected"),
+    "weights_list": ({"topk_weights": Tensor.tolist}, ShapeError, "topk_weights is list, expected"),
+    "in_rank_list": ({"is_token_in_rank": Tensor.tolist}, ShapeError, "is_token_in_rank is list"),
+    "per_expert_list": (
+        {"num_tokens_per_expert": Tensor.tolist},
+        ShapeError,
+        "num_tokens_per_expert is list, expected",
+    ),
+    "scales_list": ({"x": with_scales([1.0])}, ShapeError, r"x\[1\] is list, expected"),
+    "scales_scalar": ({"x": with_scales(torch.tensor(1.0))}, ShapeError, r"x\[1\] is \[\] torch"),
+    "event_number": ({"previous_event": 3}, ConfigError, "previous_event is int, expected Event"),
     "worst_negative": (
         {"num_worst_tokens": -1},
         ConfigError,
-        "num_worst_tokens is -1, expected at le",
+        "num_worst_tokens is -1, expected an in",
     ),
     "worst_others": (
         {"num_worst_tokens": 16},
@@ -283,6 +297,11 @@ COMBINE: dict[str, Case] = {
         ShapeError,
         "bias is .*float32.*expected .*bfloat16",
     ),
+    "three_biases": (
+        {"bias": (MANY_ROWS[1:], MANY_ROWS[1:], MANY_ROWS[1:])},
+        ShapeError,
+        "bias is a tuple of 3, expected two tensors at most",
+    ),
     "handle_none": (
         {"handle": None},
         HandleError,
@@ -322,6 +341,18 @@ ALONG: dict[str, Case] = {
     "config": ({"config": "auto"}, ConfigError, "config is str, expected Config or None"),
 }
 LOW_LATENCY_DISPATCH: dict[str, Case] = {
+    "x_columns": (
+        {"x": lambda x: x[:, :0]},
+        ShapeError,
+        r"x is \[3, 0\], expected at least one co",
+    ),
+    "limit_none": (
+        {"num_max_dispatch_tokens_per_rank": None},
+        ShapeError,
+        "num_max_dispatch_tokens_per_rank is None, expected a positive integer",
+    ),
+    "experts_none": ({"num_experts": None}, ShapeError, "num_experts is None, expected a multiple"),
+    "experts_float": ({"num_experts": 4.0}, ShapeError, "num_experts is 4.0, expected a multiple"),
     "x_dtype": ({"x": Tensor.float}, ShapeError, f"x is .*float32.*{ROWS}"),
     "x_vector": ({"x": torch.ones(H).bfloat16()}, ShapeError, rf"x is \[128\].*{ROWS}"),
     "x_none": ({"x": None}, ShapeError, f"x is NoneType, {ROWS}"),

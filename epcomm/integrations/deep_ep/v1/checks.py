@@ -13,6 +13,7 @@ from epcomm.integrations.deep_ep.events import EventOverlap
 from epcomm.integrations.deep_ep.normal import Rows, RowWay, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1.config import Config
+from epcomm.types import is_size
 
 _PLAIN = (torch.bfloat16, torch.float16, torch.float32)
 _QUANTIZED = (torch.float8_e4m3fn, torch.int8)
@@ -20,6 +21,7 @@ _IDS = (torch.int64, torch.int32)
 _SCALES = (torch.float32, torch.int32)
 # The number of dimensions of rows and of ids.
 _MATRIX = 2
+_MOST_BIASES = 2
 
 
 # Name, sizes (None for any) and dtypes of a tensor, beside the tensor that came.
@@ -59,26 +61,28 @@ def rows_fault(rows: Rows, device: torch.device) -> str | None:
         return fault
     shape = (rows.x.shape[0], None)
     fault = Expected(name="x[1]", shape=shape, dtypes=_SCALES).fault(rows.scales, device)
+    if fault is not None:
+        return fault
     hidden_size, num_scales = rows.x.shape[1], rows.scales.shape[-1]
-    if fault is None and scale_block(hidden_size, num_scales) is None:
-        fault = (
+    if scale_block(hidden_size, num_scales) is None:
+        return (
             f"x has {num_scales} scales for {hidden_size} columns, expected blocks of one length, "
             "such as a scale for each 128 columns"
         )
-    return fault
+    return None
 
 
 def options_error(
-    ranks: Ranks, function: str, config: object, least: dict[str, tuple[int, int]]
+    ranks: Ranks, function: str, config: object, least: dict[str, tuple[object, int]]
 ) -> EPError | None:
     """Find what is wrong with a Config and with numbers. Local.
 
     least: argument -> its value, and the smallest that is right.
     """
     wrong = [
-        f"{name} is {value}, expected at least {smallest}"
+        f"{name} is {value}, expected an integer of at least {smallest}"
         for name, (value, smallest) in least.items()
-        if value < smallest
+        if not isinstance(value, int) or value < smallest
     ]
     if not isinstance(config, Config):
         wrong.append(f"config is {type(config).__name__}, expected Config or None")
@@ -105,6 +109,11 @@ def event_error(
     ranks: Ranks, function: str, event: EventOverlap | None, is_async: bool, allocates_here: bool
 ) -> EPError | None:
     """Find what is wrong with the arguments of the communication stream. Local."""
+    if event is not None and not isinstance(event, EventOverlap):
+        return ConfigError(
+            f"{function}: previous_event is {type(event).__name__}, expected EventOverlap or None "
+            f"({ranks.where}); pass Buffer.capture()"
+        )
     if not allocates_here or (is_async and event is not None and event.event is not None):
         return None
     return ConfigError(
@@ -176,6 +185,9 @@ def combine_error(
     if topk_weights is not None:
         shape = (num_rows, way.top_k)
         expected.append((topk_weights, ("topk_weights", shape, (torch.float32,))))
+    if len(biases) > _MOST_BIASES:
+        fault = f"bias is a tuple of {len(biases)}, expected two tensors at most"
+        return _error("combine", fault, ranks)
     for bias in biases:
         expected.append((bias, ("bias", (num_tokens, hidden_size), dtypes)))
     return _error("combine", _first_fault(expected, ranks.device), ranks)
@@ -193,8 +205,10 @@ def low_latency_dispatch_error(
         and x.dim() == topk_ids.dim() == _MATRIX
         and x.dtype is torch.bfloat16
         and topk_ids.dtype in _IDS
+        and is_size(max_tokens)
+        and is_size(num_experts)
         and topk_ids.shape[0] == x.shape[0] <= max_tokens
-        and num_experts > 0
+        and x.shape[1] > 0
         and num_experts % ranks.size == 0
         and x.device == topk_ids.device == ranks.device
     ):
@@ -204,7 +218,11 @@ def low_latency_dispatch_error(
         (topk_ids, ("topk_idx", (_length_of(x), None), _IDS)),
     ]
     fault = _first_fault(expected, ranks.device)
-    if fault is None and (num_experts < 1 or num_experts % ranks.size):
+    if fault is None and x.shape[1] == 0:
+        fault = f"x is {list(x.shape)}, expected at least one column"
+    if fault is None and not is_size(max_tokens):
+        fault = f"num_max_dispatch_tokens_per_rank is {max_tokens}, expected a positive integer"
+    if fault is None and (not is_size(num_experts) or num_experts % ranks.size):
         fault = f"num_experts is {num_experts}, expected a multiple of the {ranks.size} ranks"
     if fault is not None:
         return _error(function, fault, ranks)
@@ -297,14 +315,18 @@ def _is_usual(
 ) -> bool:
     """Tell quickly that tensors of a dispatch are as most calls have them."""
     x, scales, (ids, weights) = rows.x, rows.scales, topk
-    if ids is None or weights is None or is_in_rank is None or not isinstance(x, Tensor):
+    if not all(isinstance(each, Tensor) for each in (x, ids, weights, is_in_rank)):
         return False
+    assert ids is not None, "just checked"
+    assert weights is not None, "just checked"
+    assert is_in_rank is not None, "just checked"
     return (
         x.dim() == ids.dim() == _MATRIX
         and (
             x.dtype in _PLAIN
             if scales is None
             else x.dtype in _QUANTIZED
+            and isinstance(scales, Tensor)
             and scales.dim() == _MATRIX
             and scales.shape[0] == x.shape[0]
             and scales.dtype in _SCALES
@@ -328,7 +350,7 @@ def _length_of(x: object) -> int | None:
 
 def _divides(per_expert: Tensor | None, ranks: Ranks) -> bool:
     return (
-        per_expert is not None
+        isinstance(per_expert, Tensor)
         and per_expert.dtype is torch.int32
         and per_expert.dim() == 1
         and per_expert.shape[0] > 0

@@ -107,6 +107,8 @@ class NormalCalls(Opened):
         error = checks.options_error(ranks, name, config, least) or checks.event_error(
             ranks, name, *streams
         )
+        if not isinstance(num_worst_tokens, int):
+            num_worst_tokens = 0
         if handle is not None:
             known = self._known(handle, rows, error)
             ranks.go_along("dispatch along a handle", rows.x)
@@ -192,6 +194,8 @@ class NormalCalls(Opened):
             ranks, x, known.sizes, topk_weights, biases, known.way
         )
         if error is not None:
+            if not known.way.buffer.needs_nvlink:
+                ranks.refuse_combine(Mode.NORMAL, error)
             known.way.buffer.refuse_combine(error)
             raise error
         ranks.go_along("combine", x, has_weights=topk_weights is not None)

@@ -17,6 +17,7 @@ from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1.checks import Expected
 from epcomm.integrations.deep_ep.v2.exchange import DispatchRequest
 from epcomm.integrations.deep_ep.v2.handle import EPHandle
+from epcomm.types import is_size
 
 _SCALE_BYTES = 4
 _MATRIX = 2
@@ -89,7 +90,7 @@ def check_sizes(
             f"({ranks.where}); pass the number of experts of all ranks"
         )
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not is_size(size):
             raise ConfigError(
                 f"dispatch: {name} is {size}, expected a positive integer ({ranks.where}); pass "
                 "the same on all ranks"

@@ -102,6 +102,16 @@ def test_modules_of_deep_ep_have_the_names_that_programs_import(module: str, nam
 
 
 @pytest.mark.usefixtures("path")
+def test_the_package_has_its_modules_as_attributes() -> None:
+    install()
+    package = importlib.import_module("deep_ep")
+    for name in ("utils.envs", "utils.event", "buffers.elastic", "buffers.legacy"):
+        folder, module = name.split(".")
+        found = getattr(getattr(package, folder), module)
+        assert found.__name__ == f"deep_ep.{name}"
+
+
+@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("module", ["comm", "refs", "gate", "semantic", "find_pkgs"])
 def test_names_that_are_absent_are_named_at_their_import(module: str) -> None:
     install()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,7 +73,7 @@ def rows_fault(rows: Rows, device: torch.device) -> str | None:
 
 
 def options_error(
-    ranks: Ranks, function: str, config: object, least: dict[str, tuple[object, int]]
+    ranks: Ranks, function: str, config: object, least: Mapping[str, tuple[object, int]]
 ) -> EPError | None:
     """Find what is wrong with a Config and with numbers. Local.
 

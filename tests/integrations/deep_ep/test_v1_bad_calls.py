@@ -297,6 +297,7 @@ COMBINE: dict[str, Case] = {
         ShapeError,
         "bias is .*float32.*expected .*bfloat16",
     ),
+    "config": ({"config": 4}, ConfigError, "config is int, expected Config or None"),
     "three_biases": (
         {"bias": (MANY_ROWS[1:], MANY_ROWS[1:], MANY_ROWS[1:])},
         ShapeError,

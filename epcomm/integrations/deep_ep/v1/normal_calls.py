@@ -190,8 +190,11 @@ class NormalCalls(Opened):
         known = self._batch_of(handle, "combine")
         biases = [] if bias is None else list(bias) if isinstance(bias, tuple) else [bias]
         streams = (previous_event, async_finish, allocate_on_comm_stream)
-        error = checks.event_error(ranks, "combine", *streams) or checks.combine_error(
-            ranks, x, known.sizes, topk_weights, biases, known.way
+        config = config or _usual_config(self.num_sms, self.group_size)
+        error = (
+            checks.options_error(ranks, "combine", config, {})
+            or checks.event_error(ranks, "combine", *streams)
+            or checks.combine_error(ranks, x, known.sizes, topk_weights, biases, known.way)
         )
         if error is not None:
             if not known.way.buffer.needs_nvlink:

@@ -139,7 +139,8 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         self._num_slots = num_static_slots(spec, collectives.world_size)
 
     def check(self) -> None:
-        self._faults.check(self._num_slots)
+        has_budget = self._spec.max_recv_slots is not None
+        self._faults.check(self._num_slots, has_budget=has_budget)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         num_local = self._spec.num_local_experts

@@ -16,7 +16,7 @@ from epcomm.collectives.call_order import FAULT, CallKind, CallOrder, CallSign
 from epcomm.collectives.stream_order import StreamOrder
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, HandleError, RankNames, ShapeError
-from epcomm.protocol import fault_word, unpack_fault
+from epcomm.protocol import FaultCode, fault_word, pack_fault, unpack_fault
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -256,21 +256,22 @@ class Collectives(ABC):
         """
         problem: HandleError | None = None
         for part in self._parts.values():
-            # As a buffer made of parts does, pass on what this rank has heard in another part.
+            # As a buffer made of parts does, relay the fault of another part.
             fault = fault_word(problem)
             try:
                 headers = part.calls.exchange_headers(sign, fault=fault, phase=phase + part.scope)
             except HandleError as error:
                 problem = problem or error
                 continue
-            heard = next((words[FAULT] for words in headers if words[FAULT]), 0)
-            if heard and problem is None:
-                rank = unpack_fault(heard, 0)[1]
+            faults = zip(part.names.numbers, headers, strict=True)
+            found = [unpack_fault(words[FAULT], rank) for rank, words in faults if words[FAULT]]
+            if found and problem is None:
+                _, rank = found[0]
                 problem = HandleError(
-                    f"{phase}: rank {rank} is in a call that differs from that of others "
+                    f"{phase}: rank {rank} is in a different call from the other ranks "
                     f"({self.names.where}); call in the same order on all ranks"
                 )
-                problem.fault_word = heard
+                problem.fault_word = pack_fault(FaultCode.CALLS, rank)
         if problem is not None:
             raise problem
         self.calls.exchange_headers(sign, phase=phase)

@@ -202,7 +202,7 @@ class CallOrder:
 
     @property
     def has_board(self) -> bool:
-        """Tell whether headers travel over a board and not as rows of the transport."""
+        """Return whether headers travel over a board and not as rows of the transport."""
         return self._board is not None
 
     def use(self, board: HeaderBoard) -> None:

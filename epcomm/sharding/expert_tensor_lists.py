@@ -40,7 +40,7 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
     ]
     local_kwargs = {key: _pieces(value, experts) for key, value in kwargs.items()}
     if name in (_NORM, _MAX, _UNSCALE):
-        # By the groups: a reference whose group is gone has no hash.
+        # Keyed by group: a weak reference to a freed group cannot be hashed.
         owners = [tensor.owner for tensor in experts.values() if tensor.owner is not None]
         living = {id(group): owner for owner in owners if (group := owner()) is not None}
         for owner in living.values():

@@ -26,8 +26,8 @@ def failures_of(mutant: Mutant) -> list[str]:
     """What each rank says of the mutant's scenario. Collective."""
     failure = ""
     group = EPGroup(dist.new_group())
-    # Seconds: on a busy machine opening a buffer takes more than one, and NVLink's, which imports
-    # Triton, more than four. Its mutants are noticed without a wait.
+    # Seconds. On a busy machine opening a buffer takes more than one; opening NVLink's, which
+    # imports Triton, takes more than four. Mutants of NVLink fail without a timeout.
     group.limit_waits(30.0 if issubclass(mutant.broken, NVLinkBuffer) else 4.0)
     try:
         mutant.run(group)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from epcomm import EPConfig, EPGroup, EPTimeout, HandleError
 from epcomm.collectives.call_order import _operation_of, operation_sign
+from epcomm.sharding.expert_tensor import ExpertTensor
 from tests.cases.expert_models import OverRanks, tokens
 
 NUM_RANKS = 2
@@ -98,3 +101,16 @@ def test_a_number_names_an_operation(name: str) -> None:
     sign = operation_sign(name)
     assert 0 < sign.size < 2**63
     assert _operation_of(sign.size) == name
+
+
+@pytest.mark.ranks(2)
+def test_gradients_have_a_norm_after_their_group_is_freed() -> None:
+    group = EPGroup()
+    model = OverRanks(group)
+    gradients = [parameter.detach() * 1 for parameter in model.experts.parameters()]
+    group.close()
+    del model, group
+    gc.collect()
+    assert all(isinstance(each, ExpertTensor) and each.owner is not None for each in gradients)
+    norms = [get_total_norm(gradients, foreach=foreach) for foreach in (True, False)]
+    torch.testing.assert_close(norms[0], norms[1])

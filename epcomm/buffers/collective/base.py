@@ -164,8 +164,8 @@ class OverCollectives:
         self._calls.compare(received_headers, received, call.error)
         slots = received[:, HEADER_WORDS:end]
         if has_rest:
-            # CHECK leaves them out, for a rank in another call sends none. read_counts() refuses
-            # those that are out of range.
+            # CHECK excludes these counts, because a rank in a different call does not send them.
+            # read_counts() rejects counts that are out of range.
             rest = self._collectives.all_to_all(message.rest, phase="dispatch counts")
             slots = torch.cat([slots, rest], dim=1)
             received_headers = [

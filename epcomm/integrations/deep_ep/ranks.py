@@ -145,17 +145,17 @@ class Ranks:
 
     @property
     def has_static_sizes(self) -> bool:
-        """Tell whether normal mode may have static sizes, of which the host reads nothing."""
+        """Return whether normal mode may have static sizes, of which the host reads nothing."""
         return self.device.type in self._static_classes
 
     @property
     def reads_faults(self) -> bool:
-        """Tell whether hosts read faults of static sizes at once: on CPUs, where they wait."""
+        """Return whether hosts read faults of static sizes at once: on CPUs, where they wait."""
         return self.device.type == "cpu"
 
     @property
     def is_closed(self) -> bool:
-        """Tell whether close() was called."""
+        """Return whether close() was called."""
         return self._group.is_closed
 
     def follow(self, device: torch.device) -> None:
@@ -238,7 +238,7 @@ class Ranks:
         return found[0]
 
     def returns_slots(self) -> bool:
-        """Tell whether low latency brings the slots of a token home apart. Collective: at first."""
+        """Return whether low latency returns each slot to its source. Collective: at first."""
         return self._class_of(Mode.LOW_LATENCY).returns_slots
 
     def refuse(
@@ -356,7 +356,7 @@ class Ranks:
         def explain(kinds: Sequence[CallKind], error: EPError | None) -> None:
             # A cycle of references would keep the buffers of a group that is dropped.
             ranks = this()
-            # A handle may be read when its Buffer is gone.
+            # A handle may be read after its Buffer was freed.
             if ranks is not None:
                 ranks._explain(kinds, error)
 

@@ -71,6 +71,11 @@ class Case:
 DISAGREE = "rank 0, .*on rank 1"
 
 DISPATCHES = {
+    "limit_of_63_bits": Case(
+        wrong=lambda b: {"num_max_tokens_per_rank": 2**62},
+        kind=ConfigError,
+        words=f"num_max_tokens_per_rank is {2**62}, expected a positive integer",
+    ),
     "x_none": Case(
         wrong=lambda b: {"x": None}, kind=ShapeError, words=r"x is NoneType, expected a tensor"
     ),

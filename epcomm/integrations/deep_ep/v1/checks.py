@@ -1,4 +1,4 @@
-"""Find what is wrong with the tensors of a call, for all ranks to hear."""
+"""Check the tensors of a call, so that all ranks can report what is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Expected:
     dtypes: tuple[torch.dtype, ...]
 
     def fault(self, tensor: object, device: torch.device) -> str | None:
-        """Say what is wrong with a tensor, or None."""
+        """Return what is wrong with a tensor, or None."""
         if not isinstance(tensor, Tensor):
             return f"{self.name} is {type(tensor).__name__}, expected {self}"
         fits = tensor.dim() == len(self.shape) and all(
@@ -54,7 +54,7 @@ class Expected:
 
 
 def rows_fault(rows: Rows, device: torch.device) -> str | None:
-    """Say what is wrong with x and its scales."""
+    """Return what is wrong with x and its scales, or None."""
     dtypes = _PLAIN if rows.scales is None else _QUANTIZED
     fault = Expected(name="x", shape=(None, None), dtypes=dtypes).fault(rows.x, device)
     if fault is not None or rows.scales is None:
@@ -313,7 +313,7 @@ def _is_usual(
     is_in_rank: Tensor | None,
     ranks: Ranks,
 ) -> bool:
-    """Tell quickly that tensors of a dispatch are as most calls have them."""
+    """Return quickly whether the tensors of a dispatch have the usual form."""
     x, scales, (ids, weights) = rows.x, rows.scales, topk
     if not all(isinstance(each, Tensor) for each in (x, ids, weights, is_in_rank)):
         return False

@@ -137,10 +137,10 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         self._rows_per_rank = 1 + _max_tokens(spec)
         self._num_rows = self._rows_per_rank * collectives.world_size
         self._num_slots = num_static_slots(spec, collectives.world_size)
+        self._has_budget = spec.max_recv_slots is not None
 
     def check(self) -> None:
-        has_budget = self._spec.max_recv_slots is not None
-        self._faults.check(self._num_slots, has_budget=has_budget)
+        self._faults.check(self._num_slots, has_budget=self._has_budget)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         num_local = self._spec.num_local_experts

@@ -48,14 +48,16 @@ class StaticHostRowsBuffer(StaticCollectiveBuffer):
         spec: BufferSpec,
         *,
         origins: Sequence[Sequence[int]],
-        budget: int,
+        num_slots: int,
+        has_budget: bool,
     ) -> None:
         """Take the ranks and what they must carry, as StaticCollectiveBuffer does.
 
-        budget: slots of a rank, for what other hosts tell of it.
+        num_slots, has_budget: of the buffer inside a host, whose overflows this one reports to
+            other hosts.
         """
         super().__init__(collectives, spec, origins)
-        self._num_slots = budget
+        self._num_slots, self._has_budget = num_slots, has_budget
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:

@@ -94,7 +94,8 @@ class HierarchicalStaticBuffer(HierarchicalBuffer):
                 between,
                 outer_spec(self._spec),
                 origins=hosts.ranks_of_host,
-                budget=num_static_slots(inner, num_places(hosts)),
+                num_slots=num_static_slots(inner, num_places(hosts)),
+                has_budget=inner.max_recv_slots is not None,
             ),
             StaticCollectiveBuffer(inside, inner, origins=same_places),
         )

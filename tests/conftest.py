@@ -18,6 +18,10 @@ import torch  # noqa: E402  (after its number of threads was chosen)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+    from tests.interpreter import make_faster
+
+    make_faster()
+
 pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 
 

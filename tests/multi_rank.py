@@ -39,9 +39,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.capture import CaptureManager  # of which each rank needs its own
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
 from tests.buffers.nvlink.shared_gpus import let_ranks_share_gpus
+from tests.forked_ranks import fork_ranks
 from tests.hosts import network
 
 if TYPE_CHECKING:
@@ -55,6 +57,8 @@ BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl and hccl run the tes
 SHARED_GPUS = "gloo_on_gpus"
 GPU_BACKENDS = ("nccl", SHARED_GPUS)
 RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
+# Set by the launcher: the number of ranks, which this process forks after it has collected.
+FORK_ENV = "MULTI_RANK_FORK"
 HOSTS_ENV = "MULTI_RANK_HOSTS"  # set by the outer run: the ranks are on hosts of our own making
 RANKS_PER_HOST = 2
 
@@ -157,11 +161,20 @@ class InnerRun:
     """One rank under the launcher."""
 
     def __init__(self, transport: str) -> None:
-        self.rank = int(os.environ["RANK"])
-        self.world = World(transport, int(os.environ["WORLD_SIZE"]))
+        self.rank = 0  # also before the ranks are forked
+        num_forks = os.environ.pop(FORK_ENV, None)  # not for what the tests launch
+        self.forks = num_forks is not None
+        self.world = World(transport, int(num_forks or os.environ["WORLD_SIZE"]))
         # Nothing is captured yet, so this stays the terminal.
         self.terminal = os.fdopen(os.dup(2), "w")
         self.results_path: Path | None = None
+        make_hypothesis_agree()
+        if not self.forks:
+            self.begin()
+
+    def begin(self) -> None:
+        """Prepare the process of a rank."""
+        self.rank = int(os.environ["RANK"])
         if folder := os.environ.get(RESULTS_ENV):
             self.results_path = Path(folder, f"rank{self.rank}.jsonl")
             # Tells the outer run where this rank was when another one failed, or when all hung.
@@ -170,7 +183,6 @@ class InnerRun:
         self.exitstatus = 0
         self.failed: set[str] = set()
         self.duration_s: dict[str, float] = defaultdict(float)
-        make_hypothesis_agree()
         if hasattr(os, "SCHED_BATCH"):
             # The ranks outnumber the cores, and each exchange wakes several threads a rank. They
             # wait for their turn instead of interrupting one another: a third of the time less on
@@ -197,6 +209,18 @@ class InnerRun:
         others = [item for item in items if world_of(item) != self.world]
         items[:] = [item for item in items if world_of(item) == self.world]
         config.hook.pytest_deselected(items=others)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        if self.forks and not session.testsfailed:
+            # Each rank captures into files of its own.
+            capture = session.config.pluginmanager.getplugin("capturemanager")
+            assert isinstance(capture, CaptureManager), "pytest's own plugin"
+            capture.stop_global_capturing()
+            fork_ranks(self.world.num_ranks)
+            capture.start_global_capturing()
+            capture.suspend_global_capture()
+            self.begin()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(

@@ -1,0 +1,86 @@
+"""Fork the ranks of a launch from one process, which has imported torch and collected the tests.
+
+torchrun starts each rank as a new interpreter, which imports and collects for 5 to 8 s of CPU time.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from types import FrameType
+
+# Seconds from SIGTERM to SIGKILL: those of torch.distributed.run.
+_KILL_AFTER_S = 30
+
+
+def fork_ranks(num_ranks: int) -> None:
+    """Return in each of N new processes, the ranks; this process waits for them and exits.
+
+    The environment of a rank is the one that torchrun gives it. If a rank ends with another exit
+    code than 0, or this process receives SIGTERM or SIGINT, the remaining ranks are ended.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ports: list[int] = []
+    ranks: dict[int, int] = {}
+    for rank in range(num_ranks):
+        port, port_of_parent = os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(port_of_parent)
+            _become(rank, num_ranks, port)
+            return
+        os.close(port)
+        ports.append(port_of_parent)
+        ranks[pid] = rank
+    # After the forks: the store has threads, which a fork would not copy.
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for port in ports:
+        os.write(port, str(store.port).encode())
+    code = _wait(ranks)
+    del store
+    os._exit(code)
+
+
+def _become(rank: int, num_ranks: int, port: int) -> None:
+    """Take the environment of a rank; wait for the port of the store."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": os.read(port, 16).decode(),
+        # The store is that of the parent, so that rank 0 starts none.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
+    os.close(port)
+
+
+def _wait(ranks: dict[int, int]) -> int:
+    """Wait for the ranks, by process id; return 0 if all of them return 0, else 1."""
+
+    def end(number: int = 0, frame: FrameType | None = None) -> None:
+        for pid in ranks:
+            os.kill(pid, signal.SIGTERM)
+        signal.alarm(_KILL_AFTER_S)
+
+    def kill(number: int, frame: FrameType | None) -> None:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, end)
+    signal.signal(signal.SIGALRM, kill)
+    has_failed = False
+    while ranks:
+        pid, status = os.wait()
+        rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+        if code and not has_failed:
+            has_failed = True
+            sys.stderr.write(f"rank {rank} ended first with exit code {code}\n")
+            end()
+    return int(has_failed)

@@ -1,0 +1,43 @@
+"""Make Triton's interpreter twice as fast: two thirds of its time had no effect.
+
+In each call of a device function it replaced the functions of triton.language, which the kernel that
+calls had replaced; and it computed each sum of integers again in 64 bits to find overflows, which it
+reports in debug mode alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from types import FunctionType
+
+
+def make_faster() -> None:
+    """Replace a function and an option of the interpreter."""
+    from triton.runtime import interpreter
+
+    patch, active = interpreter._patch_lang, set[int]()
+    languages = {id(interpreter.tl), id(interpreter.tl.core)}
+
+    @cache
+    def modules_of(fn: FunctionType) -> set[int]:
+        return {id(value) for value in fn.__globals__.values()} & languages
+
+    def patch_once(fn: FunctionType) -> object:
+        modules = modules_of(fn)
+        if modules <= active:
+            return interpreter._LangPatchScope()
+        scope, added = patch(fn), modules - active
+        active.update(added)
+        restore = scope.restore
+
+        def restore_once() -> None:
+            active.difference_update(added)
+            restore()
+
+        scope.restore = restore_once
+        return scope
+
+    interpreter._patch_lang = patch_once
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -267,3 +267,32 @@ def playing(
             elsewhere=identity(open_dispatcher(kind, other_group).dispatch(x, topk)),
             out=dispatcher.dispatch(x, topk),
         )
+
+
+class Plays:
+    """Keeps the play of the last test for the next test of the same kind. Opening costs 100 ms.
+
+    A parametrised fixture of a module would not do: pytest gives it the scope of a function where
+    tests have parameters of their own beside it.
+    """
+
+    def __init__(self) -> None:
+        self._kind: Kind | None = None
+        self._play: Play | None = None
+        self._open = ExitStack()
+
+    @contextmanager
+    def on(self, kind: Kind, ranks: DeviceMesh | None = None) -> Iterator[Play]:
+        """Yield a play of this kind, in its grad mode. Collective: where the kind changes."""
+        if self._play is None or self._kind is not kind:
+            self._open.close()
+            with torch.enable_grad():
+                self._play, self._kind = self._open.enter_context(playing(kind, ranks)), kind
+        with torch.set_grad_enabled(kind.trains):
+            yield self._play
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._open.close()

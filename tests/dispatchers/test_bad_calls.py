@@ -51,6 +51,7 @@ from tests.cases.playing import (
     M,
     OwnError,
     Play,
+    Plays,
     error_of,
     expected_y,
     fail,
@@ -67,8 +68,14 @@ HALF = torch.full((1, K), 0.5)
 
 
 @pytest.fixture(scope="module")
-def play(request: pytest.FixtureRequest) -> Iterator[Play]:
-    with playing(KINDS[request.param]) as play:
+def plays() -> Iterator[Plays]:
+    with Plays() as plays:
+        yield plays
+
+
+@pytest.fixture
+def play(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
+    with plays.on(KINDS[request.param]) as play:
         yield play
 
 
@@ -144,10 +151,10 @@ def test_fault_of_one_rank_is_told_to_all(play: Play, bad: Bad) -> None:
     check_told(play, bad)
 
 
-@pytest.fixture(scope="module")
-def play_on_hosts(request: pytest.FixtureRequest) -> Iterator[Play]:
+@pytest.fixture
+def play_on_hosts(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
     mesh = mesh_of((2, 2), ("host", "place"))
-    with playing(ON_HOSTS[request.param], mesh) as play:
+    with plays.on(ON_HOSTS[request.param], mesh) as play:
         yield play
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache
 from importlib import import_module
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -92,34 +91,43 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
 )
 
 
-@cache
+def _class_name(path: str) -> str:
+    return path.partition(":")[2]
+
+
+def _by_class(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
+    return {_class_name(path): path for paths in table.values() for path in paths}
+
+
+# A plan looks up a hundred names.
+_BUFFER_CLASSES, _FUSED_CLASSES = _by_class(BUFFERS), _by_class(FUSED)
+
+
 def buffer_class(name: str) -> type[Buffer]:
     """Return the Buffer class called `name`, for example NVLinkLowLatencyBuffer.
 
     Raises:
         ConfigError: no such class; the message lists those that exist.
     """
-    return _load("buffer", _by_class(BUFFERS), name)
+    return _load("buffer", _BUFFER_CLASSES, name)
 
 
-@cache
 def fused_class(name: str) -> type[FusedBackend]:
     """Return the FusedBackend class called `name`.
 
     Raises:
         ConfigError: no such class; the message lists those that exist.
     """
-    return _load("operator", _by_class(FUSED), name)
+    return _load("operator", _FUSED_CLASSES, name)
 
 
-@cache
 def backend_class(name: str) -> type[Backend]:
     """Return the class of a buffer or of a fused operator, by the name of the class.
 
     Raises:
         ConfigError: no such class; the message lists the buffers that exist.
     """
-    return fused_class(name) if name in _by_class(FUSED) else buffer_class(name)
+    return fused_class(name) if name in _FUSED_CLASSES else buffer_class(name)
 
 
 def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
@@ -154,14 +162,6 @@ def runner_class(name: str) -> type[ExpertRunner]:
         ConfigError: no such name; the message lists those that exist.
     """
     return _load("runner", RUNNERS, name)
-
-
-def _class_name(path: str) -> str:
-    return path.partition(":")[2]
-
-
-def _by_class(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
-    return {_class_name(path): path for paths in table.values() for path in paths}
 
 
 V = TypeVar("V")

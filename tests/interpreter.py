@@ -1,8 +1,8 @@
-"""Make Triton's interpreter twice as fast: two thirds of its time had no effect.
+"""Make Triton's interpreter twice as fast: half of its time has no effect.
 
-In each call of a device function it replaced the functions of triton.language, which the kernel that
-calls had replaced; and it computed each sum of integers again in 64 bits to find overflows, which it
-reports in debug mode alone.
+In each call of a device function it replaces the functions of triton.language, which it has
+replaced for the kernel. It also computes each sum of integers again in 64 bits, to find overflows
+that it reports in debug mode alone.
 """
 
 from __future__ import annotations

@@ -247,6 +247,12 @@ def pass_on(faults: Tensor) -> Tensor:
     return torch.where(code == 0, 0, torch.cat([code | via << CODE_BITS, found[1:]]))
 
 
+def _codes_of(error: EPError) -> set[FaultCode]:
+    """Return the codes by which dispatch and combine report an error."""
+    words = (fault_word(error), fault_word(error, in_combine=True))
+    return {unpack_fault(word, 0)[0] for word in words}
+
+
 def new_faults(faults: Tensor) -> Tensor:
     """Return faults [N, 2] that ranks did not pass on, and zeros for others. Host sync: none."""
     return torch.where(faults[:, :1] >> CODE_BITS == 0, faults, 0)
@@ -332,8 +338,11 @@ class DeviceFaults:
             return
         self._entries.zero_()
         if own_error is not None and own_error.was_raised:
-            # The call has raised it, so that the faults of the other ranks remain.
-            own_error, entries[self._names.place] = None, [0, 0]
+            # The faults of other ranks remain, and an older one of this rank.
+            code = entries[self._names.place][0] & ((1 << CODE_BITS) - 1)
+            if code in _codes_of(own_error):
+                entries[self._names.place] = [0, 0]
+            own_error = None
         if not any(code for code, _ in entries):
             return
         words = [self._fault_word(place, entry[0]) for place, entry in enumerate(entries)]

@@ -182,10 +182,12 @@ def _names_in(source: bytes) -> frozenset[str]:
     except (SyntaxError, ValueError):
         # Not Python that we know; whatever it defines, its import tells.
         return frozenset()
-    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    # Members of enumerations are assigned.
-    assigned = (node.targets[0] for node in ast.walk(tree) if isinstance(node, ast.Assign))
-    return frozenset(
-        {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
-        | {target.id for target in assigned if isinstance(target, ast.Name)}
-    )
+    kinds, names = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef), set[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, kinds):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            # Members of enumerations are assigned.
+            assigned = [each.targets[0] for each in node.body if isinstance(each, ast.Assign)]
+            names |= {target.id for target in assigned if isinstance(target, ast.Name)}
+    return frozenset(names)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm import EPError, EPGroup, EPTimeout, TopKOutput
+from epcomm import EPError, EPGroup, EPTimeout, HandleError, ShapeError, TopKOutput
 from epcomm.buffers.base import Buffer, DispatchCall
 from epcomm.buffers.collective.all_gather import AllGatherBuffer
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
@@ -26,7 +26,7 @@ from epcomm.collectives.base import Collectives
 from epcomm.collectives.bounded import BoundedWait, FailureBoard
 from epcomm.collectives.call_order import CHECK, FAULT, FLAGS, HEADER_WORDS, ROWS, CallOrder
 from epcomm.errors import RankNames
-from epcomm.protocol import BatchFlags
+from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.cases.playing import FAULTY, KINDS, SPEC, H, K, M, identity, open_dispatcher
@@ -287,3 +287,15 @@ def test_all_ranks_raise_and_none_ends_its_process(
         # The group has ended; nothing that could not be matched is sent.
         with pytest.raises(EPError, match=re.escape(str(caught.value)[:60])):
             pair()
+
+
+def test_an_older_fault_of_this_rank_remains_when_the_call_has_raised_a_later_one() -> None:
+    faults = DeviceFaults(RankNames.of_all(0, 2), torch.device("cpu"))
+    headers = torch.tensor([int(FaultCode.IDS), 0], dtype=torch.int32)
+    faults.record(headers, torch.zeros(2, dtype=torch.bool), torch.zeros(2).long(), None)
+    later = HandleError("combine: the handle is used twice")
+    later.was_raised = True
+    faults.record_combine(torch.tensor([[int(FaultCode.HANDLE), 0], [0, 0]]), later)
+    with pytest.raises(ShapeError, match="rank 0"):
+        faults.check(8)
+    faults.check(8)

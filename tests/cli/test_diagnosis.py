@@ -116,7 +116,7 @@ DEEP_EPS = [
     ),
     DeepEP(
         id="unknown",
-        files={"__init__.py": "def main(): ...", "broken.py": "class Buffer(:"},
+        files={"__init__.py": "Buffer = None\ndef main(): ...", "broken.py": "class Buffer(:"},
         kind=DeepEPKind.UNKNOWN,
         text="an unknown package: it defines no Buffer",
     ),

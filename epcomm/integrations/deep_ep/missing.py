@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NoReturn
-
 from epcomm.errors import ConfigError
 
 
@@ -37,17 +34,3 @@ def refuse_missing(function: str, advice: dict[str, tuple[bool, str]]) -> None:
     error = missing_error(function, advice)
     if error is not None:
         raise error
-
-
-def absent_names(module: str, use: str) -> Callable[[str], NoReturn]:
-    """Return the __getattr__ of a module whose names are not there; use: what to do instead.
-
-    Importing such a name raises ImportError, which programs with an alternative expect.
-    """
-
-    def refuse(name: str) -> NoReturn:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ImportError(f"{module}: {name} is not there in epcomm.integrations.deep_ep; {use}")
-
-    return refuse

@@ -116,6 +116,8 @@ class Ranks:
         # What the last calls asked for, which ranks compare where their calls differ.
         self._asked_dispatch: tuple[Mode, BufferSpec, Options] | None = None
         self._asked_along: Along | None = None
+        # The error of compare_owner() while ranks agree.
+        self._foreign: HandleError | None = None
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[tuple[str, ...], type[Buffer]] = {}
         # Of the last call, by the classes that serve it.
@@ -237,6 +239,26 @@ class Ranks:
         self.last[_CLASSES[self.device.type, mode]] = found
         return found[0]
 
+    def compare_owner(self, function: str, buffer: Buffer) -> None:
+        """Refuse a handle of another Buffer on some ranks, where hosts compare calls.
+
+        A program may replace its Buffer between forward and backward. Then all ranks pass handles
+        of the one before, and their calls are those of its group, on which this group agrees.
+
+        Collective: where `buffer` was not opened here.   Host sync: likewise.
+        Raises:
+            HandleError: only some ranks pass such a handle; on every rank.
+        """
+        if any(each is buffer for each in self._opened.values()) or not self.reads_faults:
+            return
+        self._foreign = HandleError(
+            f"{function}: handle is of another Buffer on this rank alone, expected one of this "
+            f"Buffer ({self.where}); pass what its dispatch() returned, or on all ranks a handle "
+            "of the other Buffer"
+        )
+        self._group.collectives.gather_records({}, phase=function)
+        self._foreign = None
+
     def returns_slots(self) -> bool:
         """Return whether low latency returns each slot to its source. Collective: at first."""
         return self._class_of(Mode.LOW_LATENCY).returns_slots
@@ -279,8 +301,6 @@ class Ranks:
                 hidden_dtype = spec.hidden_format.dtype.torch_dtype
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=self.device)
                 buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
-            elif is_static and self.reads_faults:
-                buffer.check()
             elif is_static:
                 dtype = spec.hidden_format.dtype.torch_dtype
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=dtype, device=self.device)
@@ -331,6 +351,8 @@ class Ranks:
         Collective: yes.   Host sync: yes.
         """
         collectives, along = self._group.collectives, self._asked_along
+        foreign, self._foreign = self._foreign, None
+        error = error or foreign
         is_new = {kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds}
         function, asked = None, {}
         if is_new == {True} and self._asked_dispatch is not None:

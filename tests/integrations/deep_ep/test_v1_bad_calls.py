@@ -585,3 +585,19 @@ def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank
 
     check_refused(call, HandleError, words, buffer)
     check_serves(buffer)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("function", [] if on_gpus() else ["combine", "dispatch along"])
+def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(function: str) -> None:
+    buffer, earlier = Buffer(world()), Buffer(world())
+    make = CALLS[function][0]
+    method, own, foreign = getattr(buffer, function.partition(" ")[0]), make(buffer), make(earlier)
+
+    def call() -> object:
+        return method(**(foreign if buffer.rank == FAULTY else own))
+
+    check_refused(
+        call, HandleError, "handle is of another Buffer on this rank alone, expected", buffer
+    )
+    assert torch.equal(method(**make(earlier))[0], method(**make(buffer))[0])

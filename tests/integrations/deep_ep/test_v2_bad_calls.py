@@ -71,6 +71,19 @@ class Case:
 DISAGREE = "rank 0, .*on rank 1"
 
 DISPATCHES = {
+    "sms_of_text": Case(
+        wrong=lambda b: {"num_sms": "a"},
+        kind=ConfigError,
+        words="num_sms is 'a', expected an integer of at least 0",
+    ),
+    "queues_below_zero": Case(
+        wrong=lambda b: {"num_qps": -1}, kind=ConfigError, words="num_qps is -1, expected"
+    ),
+    "event_of_int": Case(
+        wrong=lambda b: {"previous_event": 3},
+        kind=ConfigError,
+        words="previous_event is int, expected EventHandle or None",
+    ),
     "limit_of_63_bits": Case(
         wrong=lambda b: {"num_max_tokens_per_rank": 2**62},
         kind=ConfigError,
@@ -244,6 +257,11 @@ DISPATCHES = {
 }
 
 ALONG = {
+    "event_of_int": Case(
+        wrong=lambda b: {"previous_event_before_epilogue": 3},
+        kind=ConfigError,
+        words="previous_event_before_epilogue is int, expected EventHandle or None",
+    ),
     "topk_idx": Case(
         wrong=lambda b: {"topk_idx": b.topk_idx},
         kind=HandleError,
@@ -302,6 +320,12 @@ ALONG = {
 
 # Of combine, from the right arguments.
 COMBINES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[EPError], str]] = {
+    "event_of_int": (
+        lambda a: {"previous_event": 3},
+        ConfigError,
+        "previous_event is int, expected EventHandle or None",
+    ),
+    "sms_of_text": (lambda a: {"num_sms": "a"}, ConfigError, "num_sms is 'a', expected"),
     "x_none": (lambda a: {"x": None}, ShapeError, "x is NoneType, expected"),
     "x_of_fewer_rows": (lambda a: {"x": a["x"][1:]}, ShapeError, r"x is \[.*expected \["),
     "x_of_another_hidden": (
@@ -485,3 +509,22 @@ def test_other_calls_are_an_error_of_their_order(make_buffer: BufferMaker) -> No
 
     check_refused(call, HandleError, "rank 0 is in backward of combine", buffer)
     check_serves(buffer, batch)
+
+
+@pytest.mark.ranks(2)
+def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
+    make_buffer: BufferMaker,
+) -> None:
+    buffer, earlier = make_buffer(), make_buffer()
+    batch = Batch(buffer.rank_idx)
+    own, foreign = state_of(buffer, batch), state_of(earlier, batch)
+    given = foreign if buffer.rank_idx == FAULTY else own
+    check_refused(
+        lambda: buffer.combine(**given), HandleError, "handle is of another Buffer", buffer
+    )
+
+    def dispatch_along() -> object:
+        return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
+
+    check_refused(dispatch_along, HandleError, "handle is of another Buffer", buffer)
+    assert torch.equal(buffer.combine(**foreign)[0], buffer.combine(**own)[0])

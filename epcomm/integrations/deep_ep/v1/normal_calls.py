@@ -248,6 +248,7 @@ class NormalCalls(Opened):
         if batch is None:
             where = self._ranks.where
             self._ranks.refuse_combine(Mode.NORMAL, handle_error(handle, function, where))
+        self._ranks.compare_owner(function, batch.way.buffer)
         return batch
 
     def _known(self, handle: object, rows: Rows, error: EPError | None) -> Batch:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.config import Mode
-from epcomm.errors import EPError, HandleError, ShapeError
+from epcomm.errors import EPError, HandleError
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v2 import checks, sizes
@@ -226,13 +226,18 @@ class ElasticBuffer(NotThere):
                 destroyed.
         """
         self._ranks.check_open("dispatch")
-        events = (previous_event, previous_event_before_epilogue)
+        events = _events(previous_event, previous_event_before_epilogue)
         form = OutputForm(
             do_zero_padding=do_zero_padding, is_sf_col_major=use_tma_aligned_col_major_sf
         )
         ranks, top_k = self._ranks, 0
+        if isinstance(handle, EPHandle):
+            ranks.compare_owner("dispatch", handle.arrived.way.buffer)
         max_tokens = _or(num_max_tokens_per_rank, self.num_max_tokens_per_rank)
         try:
+            checks.check_options(
+                "dispatch", {"num_sms": num_sms, "num_qps": num_qps}, events, ranks
+            )
             rows = checks.rows_of(x, ranks.where)
             ranks.follow(rows.x.device)
             if handle is None:
@@ -258,7 +263,7 @@ class ElasticBuffer(NotThere):
             if handle is not None:
                 ranks.refuse_combine(Mode.NORMAL, error)
             ranks.refuse(Mode.NORMAL, error, is_static=do_cpu_sync is False)
-        with self._call(rows.x, events, async_with_compute_stream) as call:
+        with self._call(rows.x, list(events.values()), async_with_compute_stream) as call:
             if handle is not None:
                 out = self._calls.dispatch_along(
                     rows, topk_weights, handle, form, do_expand=do_expand
@@ -325,13 +330,17 @@ class ElasticBuffer(NotThere):
             checks.known_handle("combine", handle, self._ranks)
         except HandleError as error:
             self._ranks.refuse_combine(Mode.NORMAL, error)
+        self._ranks.compare_owner("combine", handle.arrived.way.buffer)
+        events = _events(previous_event, previous_event_before_epilogue)
         try:
+            checks.check_options(
+                "combine", {"num_sms": num_sms, "num_qps": num_qps}, events, self._ranks
+            )
             checks.check_combine(x, handle, topk_weights, biases, self._ranks)
-        except ShapeError as error:
+        except EPError as error:
             self._calls.refuse_combine(handle, error)
         request = CombineRequest(x=x, handle=handle, topk_weights=topk_weights, biases=biases)
-        events = (previous_event, previous_event_before_epilogue)
-        with self._call(x, events, async_with_compute_stream) as call:
+        with self._call(x, list(events.values()), async_with_compute_stream) as call:
             combined, weights = self._calls.combine(request)
             event = self._calls.event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
@@ -348,6 +357,13 @@ class ElasticBuffer(NotThere):
                 if event is not None:
                     event.current_stream_wait()
             yield call
+
+
+def _events(
+    first: EventHandle | None, before_epilogue: EventHandle | None
+) -> dict[str, EventHandle | None]:
+    """Return the events that a call waits for, by the names of its arguments."""
+    return {"previous_event": first, "previous_event_before_epilogue": before_epilogue}
 
 
 def _or(value: int | None, default: int) -> int:

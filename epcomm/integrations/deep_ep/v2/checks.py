@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import Rows, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1.checks import Expected
@@ -96,6 +97,31 @@ def check_sizes(
                 "the same on all ranks"
             )
     return topk_idx.shape[1]
+
+
+def check_options(
+    function: str, numbers: Mapping[str, object], events: Mapping[str, object], ranks: Ranks
+) -> None:
+    """Refuse options of any call.
+
+    numbers: arguments by name, which are integers of at least 0.
+    events: arguments by name, which are events or None.
+
+    Raises:
+        ConfigError: they are something else.
+    """
+    for name, number in numbers.items():
+        if not isinstance(number, int) or number < 0:
+            raise ConfigError(
+                f"{function}: {name} is {number!r}, expected an integer of at least 0 "
+                f"({ranks.where}); pass 0 for the default"
+            )
+    for name, event in events.items():
+        if event is not None and not isinstance(event, EventHandle | EventOverlap):
+            raise ConfigError(
+                f"{function}: {name} is {type(event).__name__}, expected EventHandle or None "
+                f"({ranks.where}); pass ElasticBuffer.capture()"
+            )
 
 
 def fault_of(request: DispatchRequest, ranks: Ranks) -> EPError | None:

@@ -1,5 +1,3 @@
-"""Refuse the names of deep_ep.utils.comm: NCCL communicators of DeepEP."""
+"""Refuse the import of deep_ep.utils.comm: NCCL communicators of DeepEP."""
 
-from epcomm.integrations.deep_ep.missing import absent_names
-
-__getattr__ = absent_names(__name__, "epcomm needs none")
+raise ImportError(f"{__name__} is absent in epcomm; epcomm needs none")

@@ -1,5 +1,3 @@
-"""Refuse the names of deep_ep.utils.find_pkgs: paths of libraries that DeepEP is built with."""
+"""Refuse the import of deep_ep.utils.find_pkgs: paths of libraries that DeepEP is built with."""
 
-from epcomm.integrations.deep_ep.missing import absent_names
-
-__getattr__ = absent_names(__name__, "epcomm is not built with them")
+raise ImportError(f"{__name__} is absent in epcomm; epcomm is not built with them")

@@ -1,3 +1,4 @@
 """Refuse the import of deep_ep.utils.comm: NCCL communicators of DeepEP."""
 
-raise ImportError(f"{__name__} is absent in epcomm; epcomm needs none")
+_NAME = "deep_ep.utils.comm"
+raise ModuleNotFoundError(f"{_NAME} is absent in epcomm; epcomm needs none", name=_NAME)

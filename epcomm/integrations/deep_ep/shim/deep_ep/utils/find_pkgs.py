@@ -1,3 +1,4 @@
 """Refuse the import of deep_ep.utils.find_pkgs: paths of libraries that DeepEP is built with."""
 
-raise ImportError(f"{__name__} is absent in epcomm; epcomm is not built with them")
+_NAME = "deep_ep.utils.find_pkgs"
+raise ModuleNotFoundError(f"{_NAME} is absent in epcomm; epcomm is not built with them", name=_NAME)

@@ -21,6 +21,7 @@ JSON lines for the outer run.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -63,7 +64,10 @@ HOSTS_ENV = "MULTI_RANK_HOSTS"  # set by the outer run: the ranks are on hosts o
 RANKS_PER_HOST = 2
 
 # Tests of one launch: more are split, so that no launch goes on alone when the others have ended.
-MAX_TESTS_OF_LAUNCH = 900
+MAX_TESTS_OF_LAUNCH = 1000
+# Tests of one launch from which on it imports transformers before it forks the ranks: some of them
+# need it, with the compiler and DTensor 5 s of imports.
+MANY_TESTS = 100
 # Seconds that a collective waits for a rank that does not come.
 COLLECTIVE_LIMIT_S = 60
 # Seconds from the start of a launch until all ranks have collected their tests: 10 on an idle
@@ -217,6 +221,9 @@ class InnerRun:
             capture = session.config.pluginmanager.getplugin("capturemanager")
             assert isinstance(capture, CaptureManager), "pytest's own plugin"
             capture.stop_global_capturing()
+            if len(session.items) >= MANY_TESTS:
+                import_module("transformers.modeling_utils")
+            freeze_objects()
             fork_ranks(self.world.num_ranks)
             capture.start_global_capturing()
             capture.suspend_global_capture()
@@ -344,6 +351,15 @@ def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:
         report.longrepr = f"{reason} (under the launcher a skip is a failure)"
 
 
+def freeze_objects() -> None:
+    """Take what exists out of the garbage collection, which took a tenth of the time of the tests.
+
+    Forked ranks share its memory as long as they do not write to it.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def make_hypothesis_agree() -> None:
     """Let all ranks draw the same examples: no seed, clock or stored example of their own.
 
@@ -407,6 +423,7 @@ class OuterRun:
         items.sort(key=lambda item: world_of(item) is not None)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
+        freeze_objects()
         for item in session.items:
             if isinstance(item, pytest.Function) and (world := world_of(item)):
                 self.items[world].append(item)

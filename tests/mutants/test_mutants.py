@@ -25,12 +25,12 @@ def whole_layer() -> None:
 def failures_of(mutant: Mutant) -> list[str]:
     """What each rank says of the mutant's scenario. Collective."""
     failure = ""
-    group = EPGroup(dist.new_group())
-    # Seconds. On a busy machine opening a buffer takes more than one; opening NVLink's, which
-    # imports Triton, takes more than four. Mutants of NVLink fail without a timeout.
-    group.limit_waits(30.0 if issubclass(mutant.broken, NVLinkBuffer) else 4.0)
     try:
-        mutant.run(group)
+        with EPGroup(dist.new_group()) as group:
+            # Seconds. On a busy machine opening a buffer takes more than one; opening NVLink's,
+            # which imports Triton, takes more than four. Its mutants fail without a timeout.
+            group.limit_waits(30.0 if issubclass(mutant.broken, NVLinkBuffer) else 4.0)
+            mutant.run(group)
     except Exception as error:  # noqa: BLE001  (a fault may end in any)
         failure = f"{type(error).__name__}: {error}"
     failures = [""] * dist.get_world_size()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,7 +76,8 @@ def this_machine() -> Machine:
         run_program=_run_program,
         environment=environment(),
         has_module=lambda name: find_spec(name) is not None,
-        find_deep_ep=find_deep_ep,
+        # Each class behind deep_ep asks in a plan.
+        find_deep_ep=cache(find_deep_ep),
         has_library=lambda load: load(),
         has_cuda=torch.cuda.is_available,
         capability=_capability,

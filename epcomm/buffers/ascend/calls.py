@@ -23,7 +23,7 @@ from epcomm.platforms.ascend.chip import (
     is_torch_npu_imported,
 )
 from epcomm.platforms.ascend.environment import rounds_of
-from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
+from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep, runs_on_cpu_ranks
 from epcomm.platforms.deep_ep_package import import_deep_ep
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.platforms.signatures import signature_reasons
@@ -153,8 +153,8 @@ class AscendCalls:
 
 def device_types() -> frozenset[str]:
     """Return the device types of groups that the package, or its imitation, serves."""
-    found = find_deep_ep()
-    is_imitated = found is not None and found.is_stand_in and found.kind is DeepEPKind.ASCEND
+    found = find_deep_ep() if runs_on_cpu_ranks() else None
+    is_imitated = found is not None and found.kind is DeepEPKind.ASCEND
     return frozenset({"cpu"} if is_imitated else {"npu"})
 
 

@@ -9,9 +9,9 @@ Outer run (plain pytest): up to MAX_TESTS_OF_LAUNCH selected tests of one transp
 one launch of scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it
 passed on every rank. A failure ends its launch, because the ranks no longer agree on where they
 are; the tests that it left undone run in the next launch. Launches run in the background, two at a
-time, beside the tests of one process, which come first: ranks often wait for one another. With
-tests marked slow, which hold ranks to limits in seconds, and on devices, they run one after
-another.
+time, beside the tests of one process, which come first, and then three: ranks often wait for one
+another. With tests marked slow, which hold ranks to limits in seconds, and on devices, they run one
+after another.
 
 Inner run (under the launcher, one process per rank): a process group (gloo) or MPI stands during
 the session, skips and empty selections are failures, and each rank appends its results to a file of
@@ -412,6 +412,7 @@ class OuterRun:
         self.shares: list[tuple[World, list[str]]] = []
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
+        self.threads: list[threading.Thread] = []
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.must_end = threading.Event()
@@ -443,15 +444,19 @@ class OuterRun:
             return (yield)
         # The longest first.
         self.shares = sorted(split(self.nodeids), key=lambda share: len(share[1]))
-        threads = [threading.Thread(target=self.launch_all) for _ in range(self.num_at_a_time())]
-        for thread in threads:
-            thread.start()
+        for _ in range(self.num_at_a_time()):
+            self.start_thread()
         try:
             return (yield)
         finally:
             self.must_end.set()
-            for thread in threads:
+            for thread in self.threads:
                 thread.join()
+
+    def start_thread(self) -> None:
+        """Begin to launch, beside the launches under way."""
+        self.threads.append(threading.Thread(target=self.launch_all))
+        self.threads[-1].start()
 
     def num_at_a_time(self) -> int:
         """Return how many launches run at once."""
@@ -484,6 +489,9 @@ class OuterRun:
 
     def verdict(self, nodeid: str) -> Verdict:
         """Wait for the launch of a test."""
+        if len(self.threads) == self.num_at_a_time() > 1:
+            # This process has run its own tests.
+            self.start_thread()
         with self.changed:
             # With a limit, so that Ctrl-C is heard.
             while nodeid not in self.verdicts and self.error is None:

@@ -7,9 +7,11 @@ that it reports in debug mode alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from types import FunctionType
+from typing import Any
 
 
 def make_faster() -> None:
@@ -41,3 +43,17 @@ def make_faster() -> None:
     interpreter._patch_lang = patch_once
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=False)
+    interpreter._get_np_dtype = by_name(interpreter._get_np_dtype)
+
+
+def by_name(find: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Return `find` of a type of Triton with its answers kept, by the name of the type."""
+    found: dict[str, object] = {}
+
+    def find_once(kind: Any) -> object:  # noqa: ANN401 - the types of Triton have no common base
+        name = str(kind)
+        if name not in found:
+            found[name] = find(kind)
+        return found[name]
+
+    return find_once

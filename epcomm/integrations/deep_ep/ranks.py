@@ -301,6 +301,8 @@ class Ranks:
                 hidden_dtype = spec.hidden_format.dtype.torch_dtype
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=self.device)
                 buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
+            elif is_static and self.reads_faults:
+                buffer.check()
             elif is_static:
                 dtype = spec.hidden_format.dtype.torch_dtype
                 no_rows = torch.zeros(1, spec.hidden_size, dtype=dtype, device=self.device)

@@ -297,7 +297,7 @@ def _send_dispatch_lines_kernel(
                 scales_ptr = lines_ptr + SCALE_LINES_AT
                 if x_scales_ptr is not None:
                     scale_word = tl.arange(0, scale_words.shape[0])
-                    is_scale = (scale_word < SCALE_WORDS) & (part == 0)
+                    is_scale = both(scale_word < SCALE_WORDS, part == 0)
                     scale_lines = line_of(scale_words, epoch)
                     tl.store(scales_ptr + scale_word, scale_lines, mask=is_scale)
                 elif KIND == _INT8:

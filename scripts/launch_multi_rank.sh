@@ -62,8 +62,10 @@ else
     # a failure at once with its rank. No cache: all ranks would write the same files.
     what=(-m pytest -x -q --no-summary -p no:cacheprovider "$@")
     export MULTI_RANK_TRANSPORT=$transport
-    # Ranks on devices do not share a process that may have used one.
-    if [[ $transport == torch && ${NNODES:-1} == 1 && -z "${MULTI_RANK_BACKEND:-}" ]]; then
+    # Ranks on devices do not share a process that may have used one. On macOS a process that has
+    # imported torch cannot be forked.
+    if [[ $transport == torch && ${NNODES:-1} == 1 && -z "${MULTI_RANK_BACKEND:-}" &&
+        $(uname) == Linux && ! -e /dev/nvidiactl ]]; then
         forks=yes
     fi
 fi

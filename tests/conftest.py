@@ -1,5 +1,6 @@
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 # As the launcher does for its ranks: on a busy machine, several threads of one small operation
@@ -18,9 +19,10 @@ import torch  # noqa: E402  (after its number of threads was chosen)
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-    from tests.interpreter import make_faster
+    if find_spec("triton") is not None:
+        from tests.interpreter import make_faster
 
-    make_faster()
+        make_faster()
 
 pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 

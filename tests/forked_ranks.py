@@ -1,6 +1,8 @@
 """Fork the ranks of a launch from one process, which has imported torch and collected the tests.
 
 torchrun starts each rank as a new interpreter, which imports and collects for 5 to 8 s of CPU time.
+Forked ranks have one seed of hashes, so that a set has the same order on all of them; ranks of MPI
+and of hosts are interpreters of their own.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from types import FrameType
 
 # Seconds from SIGTERM to SIGKILL: those of torch.distributed.run.
@@ -17,8 +20,8 @@ _KILL_AFTER_S = 30
 def fork_ranks(num_ranks: int) -> None:
     """Return in each of N new processes, the ranks; this process waits for them and exits.
 
-    The environment of a rank is the one that torchrun gives it. If a rank ends with another exit
-    code than 0, or this process receives SIGTERM or SIGINT, the remaining ranks are ended.
+    The environment of a rank is what init_process_group() needs of torchrun's. If a rank ends with
+    another exit code than 0, or this process receives SIGTERM or SIGINT, the other ranks are ended.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -63,14 +66,17 @@ def _become(rank: int, num_ranks: int, port: int) -> None:
 def _wait(ranks: dict[int, int]) -> int:
     """Wait for the ranks, by process id; return 0 if all of them return 0, else 1."""
 
+    def send(number: int) -> None:
+        for pid in list(ranks):
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def end(number: int = 0, frame: FrameType | None = None) -> None:
-        for pid in ranks:
-            os.kill(pid, signal.SIGTERM)
+        send(signal.SIGTERM)
         signal.alarm(_KILL_AFTER_S)
 
     def kill(number: int, frame: FrameType | None) -> None:
-        for pid in ranks:
-            os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL)
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, end)
@@ -78,6 +84,9 @@ def _wait(ranks: dict[int, int]) -> int:
     has_failed = False
     while ranks:
         pid, status = os.wait()
+        if pid not in ranks:
+            # Another child of this process.
+            continue
         rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
         if code and not has_failed:
             has_failed = True

@@ -1,4 +1,4 @@
-"""Make Triton's interpreter twice as fast: half of its time has no effect.
+"""Make Triton's interpreter twice as fast: half of its work has no effect.
 
 In each call of a device function it replaces the functions of triton.language, which it has
 replaced for the kernel. It also computes each sum of integers again in 64 bits, to find overflows
@@ -27,7 +27,7 @@ def make_faster() -> None:
 
     def patch_once(fn: FunctionType) -> object:
         modules = modules_of(fn)
-        if modules <= active:
+        if modules and modules <= active:
             return interpreter._LangPatchScope()
         scope, added = patch(fn), modules - active
         active.update(added)

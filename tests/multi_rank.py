@@ -40,7 +40,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from _pytest.capture import CaptureManager  # of which each rank needs its own
+from _pytest.capture import CaptureManager  # each rank needs its own
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
 from tests.buffers.nvlink.shared_gpus import let_ranks_share_gpus
@@ -65,8 +65,8 @@ RANKS_PER_HOST = 2
 
 # Tests of one launch: more are split, so that no launch goes on alone when the others have ended.
 MAX_TESTS_OF_LAUNCH = 1000
-# Tests of one launch from which on it imports transformers before it forks the ranks: some of them
-# need it, with the compiler and DTensor 5 s of imports.
+# A launch of at least this many tests imports transformers before it forks the ranks: some tests
+# need it, and with the compiler and DTensor it takes 5 s.
 MANY_TESTS = 100
 # Seconds that a collective waits for a rank that does not come.
 COLLECTIVE_LIMIT_S = 60
@@ -222,13 +222,14 @@ class InnerRun:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
-        if self.forks and not session.testsfailed:
+        if self.forks and not session.testsfailed and not session.config.option.collectonly:
             # Each rank captures into files of its own.
             capture = session.config.pluginmanager.getplugin("capturemanager")
             assert isinstance(capture, CaptureManager), "pytest's own plugin"
             capture.stop_global_capturing()
             if len(session.items) >= MANY_TESTS:
-                import_module("transformers.modeling_utils")
+                with suppress(ImportError):
+                    import_module("transformers.modeling_utils")
             freeze_objects()
             fork_ranks(self.world.num_ranks)
             capture.start_global_capturing()
@@ -420,6 +421,7 @@ class OuterRun:
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
         self.threads: list[threading.Thread] = []
+        self.num_at_first = 0
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.must_end = threading.Event()
@@ -450,7 +452,8 @@ class OuterRun:
             return (yield)
         # The longest first.
         self.shares = sorted(split(self.nodeids), key=lambda share: len(share[1]))
-        for _ in range(self.num_at_a_time()):
+        self.num_at_first = self.num_at_a_time()
+        for _ in range(self.num_at_first):
             self.start_thread()
         try:
             return (yield)
@@ -465,7 +468,7 @@ class OuterRun:
         self.threads[-1].start()
 
     def num_at_a_time(self) -> int:
-        """Return how many launches run at once."""
+        """Return how many launches run beside the tests of this process."""
         items = (item for of_world in self.items.values() for item in of_world)
         is_timed = any(item.get_closest_marker("slow") for item in items)
         return 1 if is_timed or BACKEND_ENV in os.environ else 2
@@ -495,7 +498,7 @@ class OuterRun:
 
     def verdict(self, nodeid: str) -> Verdict:
         """Wait for the launch of a test."""
-        if len(self.threads) == self.num_at_a_time() > 1:
+        if len(self.threads) == self.num_at_first > 1:
             # This process has run its own tests.
             self.start_thread()
         with self.changed:

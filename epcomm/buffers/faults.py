@@ -250,7 +250,9 @@ def pass_on(faults: Tensor) -> Tensor:
 def _codes_of(error: EPError) -> set[FaultCode]:
     """Return the codes by which dispatch and combine report an error."""
     words = (fault_word(error), fault_word(error, in_combine=True))
-    return {unpack_fault(word, 0)[0] for word in words}
+    codes = {unpack_fault(word, 0)[0] for word in words}
+    # The device finds repeated ids, which the host then raises as a ShapeError.
+    return codes | {FaultCode.REPEATED_IDS} if isinstance(error, ShapeError) else codes
 
 
 def new_faults(faults: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def this_machine() -> Machine:
         run_program=_run_program,
         environment=environment(),
         has_module=lambda name: find_spec(name) is not None,
-        # Each class behind deep_ep asks in a plan.
+        # In a plan each class that uses deep_ep asks.
         find_deep_ep=cache(find_deep_ep),
         has_library=lambda load: load(),
         has_cuda=torch.cuda.is_available,

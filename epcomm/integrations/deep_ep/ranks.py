@@ -55,6 +55,9 @@ _ROW_BUDGET_CLASSES = {"cuda": ("NVLinkRowBudgetBuffer",)}
 # The exchange in which ranks choose a class, in messages.
 _CHOICE = "open deep_ep"
 
+# In headers, the size of an exchange of compare_owner(). Records have none.
+_FOREIGN_SIZE = 1
+
 # The errors that a refused call may have, by name.
 _REFUSALS = {kind.__name__: kind for kind in (CapacityError, ConfigError, HandleError, ShapeError)}
 
@@ -116,7 +119,7 @@ class Ranks:
         # What the last calls asked for, which ranks compare where their calls differ.
         self._asked_dispatch: tuple[Mode, BufferSpec, Options] | None = None
         self._asked_along: Along | None = None
-        # The error of compare_owner() while ranks agree.
+        # Set by compare_owner() during its exchange; _explain() raises it.
         self._foreign: HandleError | None = None
         self._opened: dict[tuple[Mode, BufferSpec], Buffer] = {}
         self._classes: dict[tuple[str, ...], type[Buffer]] = {}
@@ -242,22 +245,25 @@ class Ranks:
     def compare_owner(self, function: str, buffer: Buffer) -> None:
         """Refuse a handle of another Buffer on some ranks, where hosts compare calls.
 
-        A program may replace its Buffer between forward and backward. Then all ranks pass handles
-        of the one before, and their calls are those of its group, on which this group agrees.
+        A program may replace its Buffer between forward and backward. All ranks then pass handles
+        of the previous Buffer, and call in its group. This group only checks that all ranks do.
 
-        Collective: where `buffer` was not opened here.   Host sync: likewise.
+        Collective: if `buffer` was not opened here, on CPU ranks.   Host sync: likewise.
         Raises:
             HandleError: only some ranks pass such a handle; on every rank.
         """
-        if any(each is buffer for each in self._opened.values()) or not self.reads_faults:
+        if buffer.needs_nvlink or any(each is buffer for each in self._opened.values()):
             return
         self._foreign = HandleError(
-            f"{function}: handle is of another Buffer on this rank alone, expected one of this "
-            f"Buffer ({self.where}); pass what its dispatch() returned, or on all ranks a handle "
-            "of the other Buffer"
+            f"{function}: handle is of another Buffer on some ranks, expected one of this Buffer "
+            f"({self.where}); pass what its dispatch() returned, or on all ranks a handle of the "
+            "other Buffer"
         )
-        self._group.collectives.gather_records({}, phase=function)
-        self._foreign = None
+        sign = CallSign(kind=CallKind.RECORDS, size=_FOREIGN_SIZE)
+        try:
+            self._group.collectives.calls.exchange_headers(sign)
+        finally:
+            self._foreign = None
 
     def returns_slots(self) -> bool:
         """Return whether low latency returns each slot to its source. Collective: at first."""

@@ -7,12 +7,13 @@ faults are raised here, and the caller refuses the call (Ranks.refuse, ElasticCa
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.events import EventHandle
 from epcomm.integrations.deep_ep.normal import Rows, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1.checks import Expected
@@ -111,13 +112,13 @@ def check_options(
         ConfigError: they are something else.
     """
     for name, number in numbers.items():
-        if not isinstance(number, int) or number < 0:
+        if not isinstance(number, Integral) or number < 0:
             raise ConfigError(
                 f"{function}: {name} is {number!r}, expected an integer of at least 0 "
                 f"({ranks.where}); pass 0 for the default"
             )
     for name, event in events.items():
-        if event is not None and not isinstance(event, EventHandle | EventOverlap):
+        if event is not None and not isinstance(event, EventHandle):
             raise ConfigError(
                 f"{function}: {name} is {type(event).__name__}, expected EventHandle or None "
                 f"({ranks.where}); pass ElasticBuffer.capture()"

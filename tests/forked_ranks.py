@@ -37,9 +37,11 @@ def fork_ranks(num_ranks: int) -> None:
         ports.append(port_of_parent)
         ranks[pid] = rank
     # After the forks: the store has threads, which a fork would not copy.
-    from torch.distributed import TCPStore
+    import torch.distributed as dist
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False
+    )
     for port in ports:
         os.write(port, str(store.port).encode())
     code = _wait(ranks)

@@ -363,7 +363,10 @@ def _events(
     first: EventHandle | None, before_epilogue: EventHandle | None
 ) -> dict[str, EventHandle | None]:
     """Return the events that a call waits for, by the names of its arguments."""
-    given = {"previous_event": first, "previous_event_before_epilogue": before_epilogue}
+    given: dict[str, EventHandle | EventOverlap | None] = {
+        "previous_event": first,
+        "previous_event_before_epilogue": before_epilogue,
+    }
     return {
         name: event.event if isinstance(event, EventOverlap) else event
         for name, event in given.items()

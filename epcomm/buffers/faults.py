@@ -1,4 +1,4 @@
-"""Tell how a rank reports a bad call: a fault code in place of counts, so that every rank raises.
+"""Report a bad call of a rank: a fault code in place of counts, so that every rank raises.
 
 A rank that finds a fault takes part with no rows. All ranks read the codes with the counts, which
 they read anyway, so no extra message is spent and the group stays usable.

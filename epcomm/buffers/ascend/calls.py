@@ -65,7 +65,7 @@ class AscendCalls:
     @classmethod
     @abstractmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Say why this backend cannot serve a layer; see Backend.lacks."""
+        """Return the reasons why this backend cannot serve a layer; see Backend.lacks."""
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:

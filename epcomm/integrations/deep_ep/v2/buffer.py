@@ -216,7 +216,8 @@ class ElasticBuffer(NotThere):
             and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.
-        Host sync: one with do_cpu_sync, none without it and along a handle.
+        Host sync: one with do_cpu_sync, none without it and along a handle of this buffer. CPU
+            ranks compare a handle of another buffer first.
         Graph capture: where there is no host sync, once the shape was seen.
         Lifetime: the tensors are the caller's.
         Raises:

@@ -274,7 +274,7 @@ def check_combine(
 
 
 def _check_metadata(handle: EPHandle, num_rows: int, ranks: Ranks) -> None:
-    """Refuse recv_src_metadata that does not name rows of an x with so many.
+    """Refuse recv_src_metadata that does not name rows of an x with `num_rows` rows.
 
     Raises:
         ShapeError: it has another shape, or, where hosts read faults, names rows that x lacks.

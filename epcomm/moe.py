@@ -218,9 +218,10 @@ class ExpertParallelMoE(nn.Module):
         self, x: Tensor, input_ids: Tensor | None, decode: bool | None
     ) -> tuple[Tensor, Tensor, TopKOutput]:
         """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
+        # A call that backward repeats was counted and noted. torch 2.11 cannot compile this line,
+        # and would compile nothing here if it were inside the try.
+        is_repeated = torch._C._current_graph_task_id() != -1
         try:
-            # A call that backward repeats was counted and noted.
-            is_repeated = torch._C._current_graph_task_id() != -1
             load = None if is_repeated else self._load_table
             # Who watches the gate wants experts of the model, and copies are chosen after it then,
             # as they are where an adapter lies around the experts.

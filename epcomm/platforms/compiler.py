@@ -30,7 +30,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting():
+            # is_exporting() is true in torch 2.11 wherever a function is compiled.
+            if torch.compiler._is_exporting_flag:
                 raise ConfigError(
                     f"torch.export: {name} cannot be exported, because how much "
                     "ranks exchange depends on data; export the parts of the model before and "

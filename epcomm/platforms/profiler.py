@@ -18,15 +18,14 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd.profiler import record_function
 from torch.compiler import is_compiling
-from torch.cuda import nvtx
 
 from epcomm.platforms.compiler import untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of this build of torch, whatever devices there are: elsewhere torch.cuda.nvtx raises.
-_HAS_NVTX = hasattr(torch._C, "_nvtx")
+# Of a build of torch for CUDA, whatever devices there are. torch.cuda.nvtx calls it from Python.
+_nvtx = getattr(torch._C, "_nvtx", None)
 
 
 def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -45,13 +44,13 @@ def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], 
             if _profiler_enabled():
                 with record_function(label):
                     return function(*args, **kwargs)
-            if not _HAS_NVTX:
+            if _nvtx is None:
                 return function(*args, **kwargs)
-            nvtx.range_push(label)
+            _nvtx.rangePushA(label)
             try:
                 return function(*args, **kwargs)
             finally:
-                nvtx.range_pop()
+                _nvtx.rangePop()
 
         compiled = function if is_traced else untraced(run)
         return run

@@ -53,10 +53,11 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # torch tags as pointwise.
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
+# Functions that cut experts out or add them up; torch makes their gradients ordinary tensors of all
+# experts.
 _CUTS = (
     *("__getitem__", "__iter__", "chunk", "gather", "index_select", "narrow", "select", "split"),
-    *("tensor_split", "unbind"),
+    *("mean", "sum", "tensor_split", "unbind"),
 )
 # Operators that return copies of any elements; each rank computes them from the experts of all.
 _OF_WHOLE = (

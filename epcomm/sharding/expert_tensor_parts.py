@@ -16,6 +16,7 @@ from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import announce
+from epcomm.sharding.expert_tensor_placed import gather_experts
 from epcomm.sharding.shards import ExpertShard, logical_experts, shard_of
 
 if TYPE_CHECKING:
@@ -62,9 +63,9 @@ def run_on_parts(
                 f"{some.device_mesh.get_local_rank()} of {some.device_mesh.size()}); take experts "
                 "one by one, to_local() for this rank's, or full_tensor() for a copy of all"
             )
-    whole = None if isinstance(cut, Tensor) else some.full_tensor()
-    if whole is None and wanted[0].numel():
+    if not isinstance(cut, Tensor) or cut.numel():
         announce(some.owner, func)
+    whole = None if isinstance(cut, Tensor) else gather_experts(some)
     parts = [_part(some, part, shard, whole) for part in wanted]
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)
 

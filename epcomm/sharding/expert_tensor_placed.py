@@ -22,6 +22,7 @@ from epcomm.sharding.shards import (
     is_expert_tensor,
     logical_experts,
     put_together,
+    shard_of,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 
 def gather_experts(tensor: ExpertTensor) -> Tensor:
     """Return the experts of all ranks in logical order, [E, ...]. Collective."""
-    shard = _shard(tensor)
+    shard = shard_of(tensor)
+    assert shard is not None, "an ExpertTensor is a share"
     piece = tensor._local_tensor.detach().contiguous()
     mesh = tensor._spec.mesh
     gathered = piece.new_empty(mesh.size(), *piece.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,9 +52,8 @@ def test_profiler_shows_every_phase_once() -> None:
 
 def test_range_is_of_nvtx_where_only_that_may_listen(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(profiling, "_HAS_NVTX", True)
-    monkeypatch.setattr(profiling.nvtx, "range_push", said.append)
-    monkeypatch.setattr(profiling.nvtx, "range_pop", lambda: said.append("end"))
+    nvtx = SimpleNamespace(rangePushA=said.append, rangePop=lambda: said.append("end"))
+    monkeypatch.setattr(profiling, "_nvtx", nvtx)
 
     @ranged("phase")
     def divide(number: int, *, by: int) -> int:
@@ -75,7 +75,7 @@ def test_range_is_of_nvtx_where_only_that_may_listen(monkeypatch: pytest.MonkeyP
 def test_range_costs_no_record_function_where_nobody_listens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(profiling, "_HAS_NVTX", False)
+    monkeypatch.setattr(profiling, "_nvtx", None)
     monkeypatch.delattr(profiling, "record_function")
     assert ranged("phase")(lambda: 3)() == 3
 

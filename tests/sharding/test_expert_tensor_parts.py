@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -73,6 +74,30 @@ def test_one_expert_is_sent_by_its_rank_alone(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.delattr(DTensor, "full_tensor")
         assert torch.equal(parameter[5], values[5])
         assert torch.equal(parameter[1:3], values[1:3])
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    "total",
+    [
+        lambda experts: experts.sum(),
+        lambda experts: torch.mean(experts.square()),
+        lambda experts: (experts.exp().sum(0) * torch.arange(8.0)).sum(),
+        lambda experts: (experts.sum(1) * torch.arange(8.0)[:, None]).sum(),
+    ],
+    ids=["sum", "mean", "over experts", "in experts"],
+)
+def test_gradient_of_a_sum_is_this_ranks_part(
+    total: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    with EPGroup() as group:
+        parameter = some_parameter(group)
+        total(parameter).backward()
+        whole = parameter.full_tensor().detach().requires_grad_()
+        total(whole).backward()
+        assert whole.grad is not None
+        assert isinstance(parameter.grad, ExpertTensor)
+        torch.testing.assert_close(parameter.grad.to_local(), own_part(whole.grad, group))
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -24,6 +24,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
+    COUNTED_EPOCH,
     HELD_BATCH,
     SOURCES_AT,
     VARYING,
@@ -72,7 +73,7 @@ _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 # Most slots that are reported as needed, in one int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
-_SOURCES_AT = tl.constexpr(SOURCES_AT)
+_COUNTED_EPOCH, _SOURCES_AT = tl.constexpr(COUNTED_EPOCH), tl.constexpr(SOURCES_AT)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,10 +120,15 @@ def _hand_out_nothing(
     state_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
+    epoch: tl.tensor,
+    max_polls: tl.tensor,
     L: tl.constexpr,
     L_LANES: tl.constexpr,
 ) -> None:
-    """Take back an index of rows that have not come."""
+    """Take back an index of rows that have not come, once program 0 has written its counts."""
+    counted_ptr = state_ptr + _COUNTED_EPOCH + tl.arange(0, 1)
+    is_counted = tl.arange(0, 1) == 0
+    await_at(counted_ptr, None, is_counted, is_counted, None, epoch, max_polls, "gpu", True)
     expert = tl.arange(0, L_LANES)
     tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
     tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)
@@ -201,8 +207,8 @@ def _receive_dispatch_kernel(
     program = tl.program_id(0)
     if OVERLAPS:
         let_next_start()
-        if batch >= 0:
-            # The sender may run still, which notes the batch.
+        if (batch >= 0) & (tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch):
+            # The sender, which notes the batch, may not have begun.
             await_previous()
     if (batch >= 0) & (tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch):
         # A replay has ended it, and nothing is to come.
@@ -245,7 +251,7 @@ def _receive_dispatch_kernel(
             SLOT_STRIDE,
             WORD_STRIDE,
         ):
-            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES)
         if OVERLAPS:
             await_previous()
         return
@@ -355,6 +361,11 @@ def _receive_dispatch_kernel(
             ranges_ptr = source_ranges_ptr + expert[None, :] * W + source_lane[:, None]
             is_range = (source_lane < W)[:, None] & (expert < L)[None, :]
             tl.store(ranges_ptr, ranges, mask=is_range)
+        # Of all threads.
+        tl.debug_barrier()
+        tl.store(state_ptr + _COUNTED_EPOCH, epoch)
+    elif is_lost:
+        _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES)
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
@@ -362,12 +373,12 @@ def _receive_dispatch_kernel(
     if (in_lines == 0) & (num_tokens > 0):
         metadata_at = buffer_address + ARRIVED_METADATA_AT
         if _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES):
-            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES)
             num_tokens = 0
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
-    is_pair = (token < num_tokens) & (k < K)
+    is_pair = is_entry & (token < num_tokens)
     in_bulk = both(is_pair, in_lines == 0)
     metadata_ptr = (
         int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
@@ -383,7 +394,7 @@ def _receive_dispatch_kernel(
         positions = tl.where(is_there, word_of(position_lines), positions)
         if slot_weights_ptr is not None:
             weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
-    is_slot = experts >= 0
+    is_slot = (experts >= 0) & (experts < L)
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
     # Nothing is stored beyond the index, whatever a rank has sent.
@@ -401,7 +412,9 @@ def _receive_dispatch_kernel(
         if (in_lines == 0) & (first < num_tokens):
             rows_at = buffer_address + ARRIVED_ROWS_AT
             if _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES):
-                _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+                _hand_out_nothing(
+                    state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES
+                )
             else:
                 pack_rows(
                     packed_ptr,
@@ -441,7 +454,9 @@ def _receive_dispatch_kernel(
             rows_at = buffer_address + ARRIVED_ROWS_AT
             if _await_signals_of(peers, rows_at, is_bulk, epoch, max_polls, W, W_LANES):
                 # Rows that some rank did not send are indexed, and not handed out.
-                _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, L, L_LANES)
+                _hand_out_nothing(
+                    state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES
+                )
     if OVERLAPS:
         await_previous()
 

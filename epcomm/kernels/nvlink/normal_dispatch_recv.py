@@ -177,6 +177,8 @@ def _index_kernel(
     counts_of_source = tl.load(slots_ptr, mask=is_count, other=0)
     rows_ptr = headers_ptr + HEADER_WORDS + rank
     rows_from = tl.load(rows_ptr, mask=both(is_source, has_failed == 0), other=0)
+    # Nothing is stored beyond the index, whatever a rank has sent.
+    rows_from = tl.minimum(tl.maximum(rows_from, 0), M)
     counts = tl.sum(counts_of_source, 0)
     aligned = _aligned(counts, ALIGNMENT)
     starts = tl.cumsum(aligned, 0) - aligned
@@ -216,11 +218,10 @@ def _index_kernel(
         experts = tl.load(metadata_ptr, mask=is_pair, other=-1)
         positions = tl.load(metadata_ptr + K_LANES, mask=is_pair, other=0)
         weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=is_pair, other=0)
-        is_slot = experts >= 0
+        is_slot = (experts >= 0) & (experts < L)
         slots = positions + tl.load(
             own_bases_ptr + source * L_LANES + experts, mask=is_slot, other=0
         )
-        # Nothing is stored beyond the index, whatever a rank has sent.
         is_slot = is_slot & (slots >= 0) & (slots < C)
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
         tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)

@@ -33,7 +33,13 @@ from epcomm.kernels.nvlink.common.epochs import (
 )
 from epcomm.kernels.nvlink.common.exchange import VARYING
 from epcomm.kernels.nvlink.common.plan_parts import Sends
-from epcomm.kernels.nvlink.common.signals import await_or_abort, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.signals import (
+    abort_if_missing,
+    await_or_abort,
+    int32_at,
+    publish,
+    taking_part,
+)
 from epcomm.kernels.nvlink.common.status import (
     FAULT_IDS,
     FAULT_MASK,
@@ -187,7 +193,7 @@ def _push_kernel(
     first = tl.minimum(program * run, num_tokens)
     end = tl.minimum(first + run, num_tokens)
     if IS_PLANNED:
-        counts, rows, is_bad = plan_tokens(  # pyright: ignore[reportGeneralTypeIssues]
+        counts, rows, is_bad, num_missing = plan_tokens(  # pyright: ignore[reportGeneralTypeIssues]
             ids_ptr,
             excluded_ptr,
             scratch_ptr,
@@ -214,6 +220,10 @@ def _push_kernel(
     is_lost = await_or_abort(
         peers, begin_at, epoch, max_polls, WAIT_DISPATCH_BEGIN, epoch, W, W_LANES
     )
+    if IS_PLANNED:
+        # This rank itself is late: its programs do not run at the same time.
+        missing = tl.where(tl.arange(0, W_LANES) == rank, num_missing, 0)
+        is_lost |= abort_if_missing(missing, 0, peers, WAIT_DISPATCH_BEGIN, epoch, W, W_LANES)
     if is_lost:
         # The index of this dispatch is empty then.
         tl.atomic_xchg(state_ptr + _DISPATCH_LOST, 1, sem="relaxed", scope="gpu")

@@ -167,7 +167,7 @@ def plan_tokens(
     E_LANES: tl.constexpr,
     P_LANES: tl.constexpr,
     GROUPS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Plan the tokens from `first` to `end`, the run of this program, at most GROUPS groups.
 
     excluded_ptr: [W], int32: not 0: entries of this rank's experts are as entries of -1.
@@ -176,7 +176,8 @@ def plan_tokens(
     places_ptr: [T, W], int32, written.   positions_ptr, owners_ptr: [T, K], int32, written.
 
     Returns: slots of each expert [E_LANES] and rows to each rank [W_LANES], of this program and all
-        before it, and 1 if any of those has met a bad id.
+        before it, 1 if any of those has met a bad id, and how many of those have not counted in
+        time: the rest means nothing then.
     """
     E: tl.constexpr = W * L
     STRIDE: tl.constexpr = E_LANES + W_LANES + 1
@@ -216,7 +217,8 @@ def plan_tokens(
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         counted_ptr + before, None, is_earlier, is_earlier, None, mark, max_polls, "gpu", True
     )
-    num_earlier = program - tl.sum(missing)
+    num_missing = tl.sum(missing)
+    num_earlier = program - num_missing
     counts = tl.zeros([E_LANES], tl.int32)
     rows = tl.zeros([W_LANES], tl.int32)
     for start in tl.range(0, num_earlier, _EARLIER_PROGRAMS, num_stages=1):
@@ -265,4 +267,4 @@ def plan_tokens(
         rows += _totals(group_ptr + RANKS_AT, W_LANES)
     # Its own threads read what was written here.
     tl.debug_barrier()
-    return counts, rows, is_bad
+    return counts, rows, is_bad, num_missing

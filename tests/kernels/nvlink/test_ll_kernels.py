@@ -14,9 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
+from epcomm.kernels import launch
 from epcomm.kernels.nvlink import (
     ll_combine,
     ll_combine_slots,
@@ -429,6 +432,35 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     send(ranks[1], [[0, 1]], [[1, 1]])
     assert ranks[1].exchange.peers.report.tolist() == [0, 0, 513, 0, 0, 0]
     assert ranks[0].region("arrived_rows", torch.int32)[:2].tolist() == [1, 0]
+
+
+@pytest.mark.skipif(not launch.IS_INTERPRETED, reason="all programs of a GPU see the same lines")
+def test_nothing_is_handed_out_where_one_program_alone_has_timed_out(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks, abort_if_late = make_ranks(2, device, line_tokens=0), ll_dispatch_recv.abort_if_late
+    for rank in ranks:
+        send(rank, [[0, 1]], [[1, 1]])
+    # Program 1 has not seen the lines of rank 0 in time; program 0, which counts, has.
+    monkeypatch.setattr(
+        ll_dispatch_recv,
+        "abort_if_late",
+        lambda peers, late, *rest: abort_if_late(peers, late + tl.program_id(0), *rest),
+    )
+    index = [torch.full((8,), 77, dtype=torch.int32, device=device) for _ in range(4)]
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange,
+        index[0],
+        index[1].view(4, 2),
+        torch.zeros(8, device=device),
+        index[2],
+        index[3],
+        expert_alignment=1,
+        is_captured=False,
+    )
+    assert ranks[0].exchange.peers.report[:1].tolist() == [Wait.DISPATCH]
+    assert index[2][:2].tolist() == [0, 0]
+    assert index[3][:3].tolist() == [0, 0, 0]
 
 
 def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.device) -> None:

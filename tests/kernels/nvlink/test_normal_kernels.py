@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,11 +13,12 @@ import triton.language as tl
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
 from epcomm.kernels import launch
-from epcomm.kernels.nvlink import normal_dispatch_recv
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, DISPATCH_EPOCH
+from epcomm.kernels.nvlink import normal_dispatch_recv, normal_plan
+from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, DISPATCH_EPOCH, DISPATCH_LOST
 from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.normal_combine import combine_rows
 from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
+from epcomm.kernels.nvlink.normal_dispatch_send import push_rows
 from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.protocol import HEADER_WORDS, BatchFlags, FaultCode, Wait, pack_status
 from epcomm.spec import BufferSpec
@@ -150,6 +153,72 @@ def test_no_program_indexes_where_another_has_timed_out(
     assert index.row_of_slot.tolist() == [-1, -1]
     assert index.slots_of_row.flatten().tolist() == [-1] * 4
     assert arrivals.rows_from.tolist() == [0, 0]
+
+
+def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(
+    device: torch.device,
+) -> None:
+    exchange, (words, _theirs) = rank_0(device)
+    layout = exchange.peers.layout
+    exchange.state[DISPATCH_EPOCH] = 1
+    got = layout.offsets["rows_ready"] // 4
+    words[got : got + WORLD_SIZE] = exchange.peers.num_programs
+    header = (layout.buffers_at + layout.offsets["header"] + layout.header_bytes) // 4
+    # From rank 1 five rows, where it may send two, of an expert that this rank does not have.
+    words[header : header + 6] = torch.tensor([0, 5, 5, 0, 5, 0], device=device)
+    records = (layout.buffers_at + layout.offsets["metadata"]) // 4
+    words[records : records + WORLD_SIZE * MAX_TOKENS * layout.metadata_bytes // 4] = 3
+    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
+    index, arrivals = memory.received(4, 2, None, is_dense=True)
+    row_of_slot, slots_of_row = torch.full((2, 16), 77, dtype=torch.int32, device=device)
+    index = replace(index, row_of_slot=row_of_slot[:2], slots_of_row=slots_of_row[:4].view(4, 1))
+    weights = torch.full((16,), 77.0, device=device)
+    index_rows(
+        exchange,
+        index,
+        weights[:2],
+        arrivals,
+        buffer_index=0,
+        is_compact=False,
+        has_budget=False,
+    )
+    assert slots_of_row.tolist() == [-1] * 4 + [77] * 12
+    assert (row_of_slot[2:] == 77).all()
+    assert (weights[2:] == 77).all()
+    assert arrivals.rows_from.tolist() == [0, MAX_TOKENS]
+
+
+@pytest.mark.skipif(not launch.IS_INTERPRETED, reason="programs of a GPU run at the same time")
+def test_no_program_sends_where_an_earlier_one_has_not_counted(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exchange, (words, theirs) = rank_0(device)
+    offsets, await_counts = exchange.peers.layout.offsets, normal_plan.await_at
+    begun = offsets["dispatch_begin"] // 4
+    words[begun : begun + WORLD_SIZE] = torch.tensor([0, 1], device=device)
+    monkeypatch.setattr(
+        normal_plan,
+        "await_at",
+        lambda first, last, needed, read, abort, wanted, *rest: await_counts(
+            first, last, needed, read, abort, wanted + tl.program_id(0), *rest
+        ),
+    )
+    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
+    ids = torch.ones(MAX_TOKENS, 1, dtype=torch.int64, device=device)
+    push_rows(
+        exchange,
+        torch.ones(MAX_TOKENS, 8, dtype=torch.bfloat16, device=device),
+        None,
+        memory.sends(MAX_TOKENS),
+        buffer_index=0,
+        topk=(ids, torch.ones(MAX_TOKENS, 1, device=device)),
+    )
+    # Program 0 has sent its token; program 1 does not know where its own belongs.
+    assert theirs[offsets["rows_ready"] // 4] == 1
+    assert theirs[offsets["counts_ready"] // 4] == 0
+    assert exchange.peers.report[: 4 + WORLD_SIZE].tolist() == [Wait.DISPATCH_BEGIN, 1, 0, 0, 1, 0]
+    assert theirs[0] != 0, "the other rank waits"
+    assert exchange.state[DISPATCH_LOST] == 1
 
 
 # Behind 2**31 combines, and the one whose number is 0.

@@ -45,10 +45,11 @@ VARYING = (
 
 
 # Places in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
-# programs that have come to the end of their sending; the batch that the receive buffer holds.
-EAGER_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS, HELD_BATCH = 3, 4, 5, 6, 7
+# programs that have come to the end of their sending; the batch that the receive buffer holds; the
+# epoch of the last dispatch whose counts are written.
+EAGER_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS, HELD_BATCH, COUNTED_EPOCH = range(3, 9)
 # The place there from which on lies what the header of each rank said of its tokens.
-SOURCES_AT = 8
+SOURCES_AT = 9
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +86,7 @@ class LowLatencyExchange:
 
     peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
-    state: [8 + W], int32: epoch of dispatch (1 at first) and of combine (0), 1 if all ranks know
+    state: [9 + W], int32: epoch of dispatch (1 at first) and of combine (0), 1 if all ranks know
         that the dispatch failed, or a fault code and slots needed as pack_status() packs them if
         this rank alone has no rows, from EAGER_EPOCH on as named above, and from SOURCES_AT on the
         first word of each rank's header, with T = 0 if the call failed.

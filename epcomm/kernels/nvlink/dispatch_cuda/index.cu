@@ -88,7 +88,8 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
             a.faults[2 * lane + 1] = needed;
         }
         const int rows = takes ? header_of(headers, lane, HEADER_WORDS + a.rank) : 0;
-        const int rows_from = has_failed ? 0 : rows;
+        // Nothing is stored beyond the index, whatever a rank has sent.
+        const int rows_from = has_failed ? 0 : min(max(rows, 0), MAX_TOKENS);
         const int row_base = a.is_compact ? sum_before(rows_from) : lane * MAX_TOKENS;
         if (lane < WORLD) {
             index.rows_from[lane] = rows_from;
@@ -167,9 +168,8 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
                 const int entry = first + i * step, place = entry / K_LANES, k = entry % K_LANES;
                 if (entry >= num_entries || k >= TOP_K) continue;
                 const i64 row = index.row_bases[source] + place;
-                int slot = experts[i] < 0
+                int slot = (u32)experts[i] >= (u32)LOCAL
                     ? -1 : index.bases[source * LOCAL + experts[i]] + positions[i];
-                // Nothing is stored beyond the index, whatever a rank has sent.
                 if ((u32)slot >= (u32)a.num_slots) slot = -1;
                 if (slot >= 0) {
                     a.row_of_slot[slot] = row;

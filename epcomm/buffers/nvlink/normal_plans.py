@@ -49,10 +49,8 @@ class ExchangePlanMemory:
 
     def sends(self, num_tokens: int) -> Sends:
         num_entries = num_tokens * self.spec.top_k
-        places, positions, owners = self._integers(
-            num_tokens * self.world_size, num_entries, num_entries
-        )
-        return Sends(places=places, positions=positions, owners=owners)
+        places, positions = self._integers(num_tokens * self.world_size, num_entries)
+        return Sends(places=places, positions=positions)
 
     def received(
         self, num_rows: int, num_slots: int, counts: Sequence[int] | None, *, is_dense: bool

@@ -24,12 +24,12 @@ from epcomm.types import WireTensor, align_up
 # Kernels are compiled for parts that begin at multiples of 16 bytes.
 WORDS_OF_16_BYTES = 4
 _WORD_BYTES = 4
-# The parts of an index, among PLAN_PARTS of plan_parts.py: behind three of Sends, and before
+# The parts of an index, among PLAN_PARTS of plan_parts.py: behind two of Sends, and before
 # three of Arrivals.
 _INDEX_PARTS = (
     *("row_of_slot", "slots_of_row", "slot_weights", "num_tokens_per_expert", "first_slot"),
 )
-_INDEX = slice(3, 8)
+_INDEX = slice(2, 7)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,7 +66,7 @@ class BlockLayout:
 def _layout_of(
     top_k: int, num_local: int, world_size: int, num_tokens: int, num_rows: int, num_slots: int
 ) -> BlockLayout:
-    sends = (num_tokens * world_size, num_tokens * top_k, num_tokens * top_k)
+    sends = (num_tokens * world_size, num_tokens * top_k)
     index = _index_words(num_rows, num_slots, top_k, num_local)
     lengths = (*sends, *index, world_size, world_size, 2)
     padded = [align_up(each, WORDS_OF_16_BYTES) for each in lengths]
@@ -189,11 +189,11 @@ class PlanBlock:
     def parts(self, sizes: IndexSizes) -> tuple[Sends, Arrivals, LateIndex]:
         """Return the parts, once the host knows sizes, or where there is a budget."""
         pieces = self.memory.split_with_sizes(self.layout.pieces)
-        places, positions, owners, index, rows_from, row_base, has_failed = [
+        places, positions, index, rows_from, row_base, has_failed = [
             pieces[place] for place in self.layout.places
         ]
         return (
-            Sends(places=places, positions=positions, owners=owners),
+            Sends(places=places, positions=positions),
             Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed),
             LateIndex.of(index, self.layout, sizes, self.spec),
         )

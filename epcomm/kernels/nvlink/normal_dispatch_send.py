@@ -127,7 +127,6 @@ def _push_kernel(
     weights_ptr: tl.tensor,
     places_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
     scratch_ptr: tl.tensor,
     bits_ptr: tl.tensor,
     counted_ptr: tl.tensor,
@@ -201,7 +200,6 @@ def _push_kernel(
             counted_ptr,
             places_ptr,
             positions_ptr,
-            owners_ptr,
             first,
             end,
             epoch,
@@ -401,7 +399,6 @@ def push_rows(
         weights,
         sends.places,
         sends.positions,
-        sends.owners,
         totals,
         buffer_index,
         num_tokens,
@@ -423,7 +420,6 @@ def _prepared_push(
     return PreparedLaunch(
         _push_kernel,
         (
-            CHANGES,
             CHANGES,
             CHANGES,
             CHANGES,

@@ -14,7 +14,6 @@ Worked example, W = 2, L = 2, K = 2, two programs of two tokens each:
     ids          0 3 | 1 -1      2 3 | 0 1
     positions    0 0 | 0 0       0 1 | 1 1     earlier entries with the same expert
     places       0 0 | 1 -1      -1 1 | 2 -1   earlier tokens that go to rank 0 and to rank 1
-    owners       0 1 | 0 -1      1 1 | 0 0
 """
 
 from __future__ import annotations
@@ -154,7 +153,6 @@ def plan_tokens(
     counted_ptr: tl.tensor,
     places_ptr: tl.tensor,
     positions_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
     epoch: tl.tensor,
@@ -173,7 +171,7 @@ def plan_tokens(
     excluded_ptr: [W], int32: not 0: entries of this rank's experts are as entries of -1.
     scratch_ptr: [P, E_LANES + W_LANES + 1], int32, of this rank.   counted_ptr: [P], int32: epochs.
     bits_ptr: [P, GROUPS, E_LANES + W_LANES, GROUP_WORDS], int32, of this rank.
-    places_ptr: [T, W], int32, written.   positions_ptr, owners_ptr: [T, K], int32, written.
+    places_ptr: [T, W], int32, written.   positions_ptr: [T, K], int32, written.
 
     Returns: slots of each expert [E_LANES] and rows to each rank [W_LANES], of this program and all
         before it, 1 if any of those has met a bad id, and how many of those have not counted in
@@ -259,7 +257,6 @@ def plan_tokens(
         at = token[:, None] * K + k[None, :]
         is_stored = is_token[:, None] & (k < K)[None, :]
         tl.store(positions_ptr + at, positions, mask=is_stored)
-        tl.store(owners_ptr + at, tl.where(is_entry, ids // L, -1), mask=is_stored)
         at = token[:, None] * W + rank[None, :]
         is_stored = is_token[:, None] & (rank < W)[None, :]
         tl.store(places_ptr + at, tl.where(is_sent != 0, places, -1), mask=is_stored)

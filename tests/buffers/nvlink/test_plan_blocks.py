@@ -26,7 +26,6 @@ USED = IndexSizes(num_rows=4, num_slots=9, per_expert=(1, 2, 1, 3, 2), is_dense=
 SHAPES = {
     "places": (21,),
     "positions": (21,),
-    "owners": (21,),
     "row_of_slot": (9,),
     "slots_of_row": (4, 3),
     "slot_weights": (9,),
@@ -45,7 +44,7 @@ def test_every_part_is_where_the_kernel_writes_it() -> None:
     tensors: dict[str, Tensor] = {
         **vars(sends),
         **vars(arrivals),
-        **{name: getattr(index, name) for name in PLAN_PARTS[3:8]},
+        **{name: getattr(index, name) for name in PLAN_PARTS[2:7]},
     }
     # Gaps are nobody's, and each part begins at 16 bytes.
     ends = [*block.received.addresses[1:], block.memory.data_ptr() + 4 * len(block.memory)]

@@ -41,7 +41,7 @@ def integers(*shape: int) -> torch.Tensor:
 
 
 def sends_of(world_size: int) -> Sends:
-    return Sends(places=integers(2, world_size), positions=integers(2, 8), owners=integers(2, 8))
+    return Sends(places=integers(2, world_size), positions=integers(2, 8))
 
 
 def arrivals_of(world_size: int) -> Arrivals:

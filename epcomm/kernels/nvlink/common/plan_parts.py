@@ -16,12 +16,10 @@ class Sends:
 
     places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
     positions: [T * K], int32: earlier entries of this rank with the same expert.
-    owners: [T * K], int32: the rank of the expert, or -1.
     """
 
     places: Tensor
     positions: Tensor
-    owners: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +38,7 @@ class Arrivals:
 
 # What a plan and its index consist of, in the order of the arguments of dispatch_cuda.
 PLAN_PARTS = (
-    *("places", "positions", "owners", "row_of_slot", "slots_of_row", "slot_weights"),
+    *("places", "positions", "row_of_slot", "slots_of_row", "slot_weights"),
     *("num_tokens_per_expert", "first_slot", "rows_from", "row_base", "has_failed"),
 )
 

@@ -11,7 +11,6 @@ struct Arguments {
     const float* weights;
     int* places;
     int* positions;
-    int* owners;
     int* row_of_slot;
     int* slots_of_row;
     float* slot_weights;

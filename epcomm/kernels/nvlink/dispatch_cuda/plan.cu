@@ -1,8 +1,8 @@
 // Plan where the tokens of a rank go: what normal_plan.py does, with bits in shared memory.
 //
 // The warps of a block but the last plan its run of tokens. They count, tell the later blocks, sum up
-// what the earlier ones told, and write places, positions and owners. All blocks run at once, so the
-// wait for the earlier ones is short.
+// what the earlier ones told, and write places and positions. All blocks run at once, so the wait for
+// the earlier ones is short.
 //
 // A token is a bit of each of its experts. Where a token names an expert twice, which the bit does not
 // show, the entries of a group are compared with one another instead.
@@ -104,7 +104,6 @@ __device__ void place(const Arguments& a, const Plan& plan, int start, int end) 
     for (int i = threadIdx.x; i < num_tokens * TOP_K; i += 32 * PLANNERS) {
         const i64 at = (i64)start * TOP_K + i;
         const int expert = plan.experts[i];
-        a.owners[at] = expert < 0 ? -1 : expert / LOCAL;
         int position = 0;
         if (expert >= 0) {
             position = plan.before[expert] + (plan.has_repeats ? num_same_before(plan, 0, i)

@@ -7,6 +7,7 @@ another.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
 
 
 HALF = torch.full((1, K), 0.5)
+# Every rank is told within this time, unless a rank is gone.
+LIMIT_S = 1.0
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +82,22 @@ def play(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
         yield play
 
 
-def check_told(play: Play, bad: Bad) -> None:
-    """All ranks hear of it, in the call or, on a static buffer, from check()."""
+def refusal_of(play: Play, bad: Bad) -> EPError | OwnError:
+    """Make a call that is wrong on one rank; return what it, or check(), raises within LIMIT_S."""
+    began = time.perf_counter()
     raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
     waiting = error_of(play.dispatcher.check)
+    took_s = time.perf_counter() - began
     assert waiting is None or (play.kind.is_static and raised is None), "a fault is raised once"
     found = raised or waiting
+    assert found is not None, "the call was served"
+    assert took_s < LIMIT_S
+    return found
+
+
+def check_told(play: Play, bad: Bad) -> None:
+    """All ranks hear of it, in the call or, on a static buffer, from check()."""
+    found = refusal_of(play, bad)
     error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
     assert isinstance(found, error), found
     is_notified = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
@@ -95,10 +108,7 @@ def check_told(play: Play, bad: Bad) -> None:
 def check_told_on_hosts(play: Play, bad: Bad) -> None:
     """All ranks hear of it; those of the other host by the kind of the fault and its rank."""
     others = r"rank 1|rank [023] is in|differs from that of another rank on rank [01]"
-    raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
-    waiting = error_of(play.dispatcher.check)
-    assert waiting is None or (play.kind.is_static and raised is None), "a fault is raised once"
-    found = raised or waiting
+    found = refusal_of(play, bad)
     error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
     assert isinstance(found, error), found
     is_notified = not play.is_faulty or (bad.reads_ids and play.kind.is_static)

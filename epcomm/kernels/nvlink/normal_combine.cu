@@ -82,15 +82,20 @@ __device__ u32 rounded(float low, float high) {
     return both;
 }
 
-// Rounded twice, as plain torch does: a product and a sum.
+// Rounded twice, as plain torch does: a product, unless all weights are 1, and a sum.
+template <bool HAS_WEIGHTS>
 __device__ void add(float (&sum)[8], uint4 v, float weight) {
     const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float low = __uint_as_float(words[i] << 16);
         float high = __uint_as_float(words[i] & 0xffff0000u);
-        sum[2 * i] = __fadd_rn(sum[2 * i], __fmul_rn(low, weight));
-        sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], __fmul_rn(high, weight));
+        if (HAS_WEIGHTS) {
+            low = __fmul_rn(low, weight);
+            high = __fmul_rn(high, weight);
+        }
+        sum[2 * i] = __fadd_rn(sum[2 * i], low);
+        sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], high);
     }
 }
 
@@ -126,13 +131,12 @@ struct Ring {
 
 // Begin to bring in the next piece of `rows`, into a stage that was read.
 __device__ void bring(Ring& ring, const Rows& rows, int stage) {
-    const int first = __ffs(ring.left) - 1;
     const int at = ring.piece * PIECE;
-    const u64 from = __shfl_sync(ALL_LANES, rows.from, first) + at;
-    if (threadIdx.x % 32 == 0) {
+    // By the lane that knows where the row begins.
+    if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
         const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = ring.barriers + 8 * stage;
         expect(barrier, num_bytes);
-        copy_piece(ring.memory + PIECE * stage, from, num_bytes, barrier);
+        copy_piece(ring.memory + PIECE * stage, rows.from + at, num_bytes, barrier);
     }
     ring.left &= ring.left - 1;
     if (!ring.left) {
@@ -143,6 +147,7 @@ __device__ void bring(Ring& ring, const Rows& rows, int stage) {
 
 // Add up a row of `bias`, where there is one, and rows, in the order of lanes, into `to`; meanwhile
 // begin with those of `next`, if it has any. All lanes of the warp take part.
+template <bool HAS_WEIGHTS>
 __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const float* bias,
                          char* to) {
     const int lane = threadIdx.x % 32;
@@ -170,7 +175,8 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
         u32 left = rows.mask;
 #pragma unroll 1
         while (left) {
-            const float weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
+            float weight = 1.0f;
+            if (HAS_WEIGHTS) weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
             left &= left - 1;
             while (!has_ended(ring.barriers + 8 * ring.stage, ring.parity)) {
             }
@@ -180,7 +186,7 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
                 parts[u] = load_piece(ring.memory + PIECE * ring.stage + 16 * (lane + 32 * u));
             }
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) add(sum[u], parts[u], weight);
+            for (int u = 0; u < UNROLL; ++u) add<HAS_WEIGHTS>(sum[u], parts[u], weight);
             // All lanes have read it.
             __syncwarp();
             if (!brings_next && ring.piece == PIECES) {
@@ -280,8 +286,9 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_left_behind, int n
             advance(a, ahead, num_items);
             slot = slot_at(a, ahead, num_items);
             const i64 target = (i64)a.rank * MAX_TOKENS + place;
-            add_rows(ring, rows, next, nullptr,
-                     (char*)(home + RETURNED_AT + target * RETURN_BYTES));
+            char* to = (char*)(home + RETURNED_AT + target * RETURN_BYTES);
+            if (a.weights != nullptr) add_rows<true>(ring, rows, next, nullptr, to);
+            else add_rows<false>(ring, rows, next, nullptr, to);
             rows = next;
             if (a.scalars != nullptr && lane < TOP_K) {
                 ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
@@ -315,6 +322,8 @@ __device__ void release_items(const Arguments& a, const u32* num_left_behind, in
             // Acquired by the reducers of that rank.
             release(a.table[source_of(a, number)] + SUMS_READY_AT + 4 * item, mark_of(epoch));
         }
+        // A look takes issue slots from the warps that send.
+        if (num_done == num_released) __nanosleep(500);
         num_released = min(num_done, num_released + 32);
     }
 }
@@ -347,7 +356,7 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         // The copy engine reads what was acquired by loads.
         asm volatile("fence.proxy.async.global;" ::: "memory");
         if (is_void) write_void(to);
-        else add_rows(ring, rows, {0, 0.0f, 0}, bias, to);
+        else add_rows<false>(ring, rows, {0, 0.0f, 0}, bias, to);
         if (a.scalars != nullptr) {
             float scalar = is_void ? NOT_A_NUMBER : 0.0f;
             for (int source = 0; source < WORLD; source++) {

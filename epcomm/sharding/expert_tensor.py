@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -199,7 +200,7 @@ class ExpertTensor(DTensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         if func == _GET_DEVICE:
-            caller = sys._getframe(1)
+            caller = _caller(sys._getframe(1))
             if caller.f_code.co_name == LOOKS_AT_DEVICES:
                 check_fully_shard(args[0], caller)
             elif caller.f_code.co_name in ASKS_FOR_DEVICES:
@@ -266,6 +267,13 @@ class _CatchOperators(TorchDispatchMode):
         if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
             return _run(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+def _caller(frame: FrameType) -> FrameType:
+    """Return the frame that called torch, behind those of modes such as a default device."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:

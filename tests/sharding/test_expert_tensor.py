@@ -374,6 +374,11 @@ def wrap_in_ddp_without_sync(model: nn.Module) -> None:
     DistributedDataParallel(model, init_sync=False)
 
 
+def wrap_in_ddp_under_a_default_device(model: nn.Module) -> None:
+    with torch.device("cpu"):
+        DistributedDataParallel(model)
+
+
 def reduce_over_experts(model: nn.Module) -> None:
     model(tokens(dist.get_rank())).backward()
     for parameter in sharded_parameters(model):
@@ -387,6 +392,7 @@ def reduce_over_experts(model: nn.Module) -> None:
         (wrap_in_ddp, rf"^{GIVEN_TO_DDP}experts.gate_up_proj .* 1 / 2\), .*prepare_trainer"),
         (wrap_experts_in_ddp, rf"^{GIVEN_TO_DDP}gate_up_proj .* call .*ignore_experts_in_ddp"),
         (wrap_in_ddp_without_sync, rf"^{GIVEN_TO_DDP}"),
+        (wrap_in_ddp_under_a_default_device, rf"^{GIVEN_TO_DDP}"),
         (reduce_over_experts, r"of which ranks \[0, 1\] hold different experts"),
     ],
 )

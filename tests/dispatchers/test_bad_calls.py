@@ -6,6 +6,7 @@ another.
 
 from __future__ import annotations
 
+import gc
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -84,10 +85,13 @@ def play(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
 
 def refusal_of(play: Play, bad: Bad) -> EPError | OwnError:
     """Make a call that is wrong on one rank; return what it, or check(), raises within LIMIT_S."""
+    # A collection of all that tests have made may take a second by itself.
+    gc.disable()
     began = time.perf_counter()
     raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
     waiting = error_of(play.dispatcher.check)
     took_s = time.perf_counter() - began
+    gc.enable()
     assert waiting is None or (play.kind.is_static and raised is None), "a fault is raised once"
     found = raised or waiting
     assert found is not None, "the call was served"

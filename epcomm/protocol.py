@@ -55,7 +55,10 @@ def fault_word(error: EPError | None, *, in_combine: bool = False) -> int:
 
     in_combine: it was found in combine, and not in dispatch.
     """
-    if error is not None and error.fault_word is not None:
+    if error is None:
+        # Fast path: almost every call succeeds.
+        return int(FaultCode.NONE)
+    if error.fault_word is not None:
         return error.fault_word
     return int(FaultCode.of(error, in_combine=in_combine))
 

@@ -81,5 +81,6 @@ class TrafficMeter:
 
     def _add(self, kind: str, rows_to_rank: Sequence[int], row_bytes: int) -> None:
         self._bytes[kind] += (sum(rows_to_rank) - rows_to_rank[self._rank]) * row_bytes
-        num_between = sum(rows_to_rank[rank] for rank in self._ranks_elsewhere)
-        self._bytes[f"{kind}_between"] += num_between * row_bytes
+        if self._ranks_elsewhere:
+            num_between = sum(rows_to_rank[rank] for rank in self._ranks_elsewhere)
+            self._bytes[f"{kind}_between"] += num_between * row_bytes

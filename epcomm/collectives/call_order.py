@@ -178,7 +178,8 @@ class CallOrder:
         self._collectives = collectives
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
-        self._number = 0
+        # The number of the next call, equal on all ranks.
+        self.next_batch = 1
         # Where the calls of ranks differ: raises what differs, see explain_by().
         self._explain: Explain | None = None
         self._buffers: list[str] = []
@@ -194,11 +195,6 @@ class CallOrder:
     def names(self) -> RankNames:
         """The numbers of the ranks for messages."""
         return self._collectives.names
-
-    @property
-    def next_batch(self) -> int:
-        """The number of the next call, equal on all ranks."""
-        return self._number + 1
 
     @property
     def has_board(self) -> bool:
@@ -273,7 +269,7 @@ class CallOrder:
         return self._collectives.all_to_all(message, phase=phase)
 
     def _count(self) -> None:
-        self._number += 1
+        self.next_batch += 1
         if self._counted_in is not None:
             self._counted_in._count()
 
@@ -353,7 +349,7 @@ class CallOrder:
             ("kind", KIND, 1, len(CallKind)),
             ("buffer", BUFFER, ANY, len(self._buffers)),
             ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
-            ("batch", BATCH, ANY, self._number),
+            ("batch", BATCH, ANY, self.next_batch - 1),
             # Memory that grew since the headers came has counted calls of its own.
             ("number", NUMBER, number, number),
             ("size", SIZE, ANY, 2**63 - 1),
@@ -381,7 +377,7 @@ class CallOrder:
         """
         names = self._collectives.names
         error = EPError(
-            f"call {self._number} of the group: the header of {names.describe([rank])} has "
+            f"call {self.next_batch - 1} of the group: the header of {names.describe([rank])} has "
             f"{problem} (this is {names.where}); see whether all ranks run one version of epcomm, "
             "and whether memory or network of the rank named is defective, then make an EPGroup "
             "over a new process group or communicator"
@@ -405,9 +401,14 @@ class CallOrder:
             EPError: a header that is wrong in itself, see check_words().
         """
         self.check_words(headers, messages)
-        calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
-        if all(call == calls[0] for call in calls):
+        first = headers[0]
+        who = (first[KIND], *first[BUFFER:FAULT])
+        for words in headers:
+            if (words[KIND], *words[BUFFER:FAULT]) != who:
+                break
+        else:
             return
+        calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
         if self._explain is not None:
@@ -448,8 +449,8 @@ class CallOrder:
             advice += ", or call to_local() where one rank needs a value of its experts alone"
         return (
             f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
-            f"{self._number} of the group (this is {names.where}){decodes}; no rows were sent and "
-            f"the group is usable; {advice}"
+            f"{self.next_batch - 1} of the group (this is {names.where}){decodes}; no rows were "
+            f"sent and the group is usable; {advice}"
         )
 
     def _name(self, call: tuple[int, ...]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,44 +24,16 @@ from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireFormat, WireTensor, data_of
 
 
-def is_plain(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> bool:
-    """Tell whether a tensor is an ordinary strided one, as expected, whose shape may be asked."""
+def is_plain(
+    tensor: Tensor | WireTensor, dtype: torch.dtype, device: torch.device
+) -> TypeGuard[Tensor]:
+    """Return whether a tensor is an ordinary strided one, as expected, whose shape may be asked."""
     return (
         type(tensor) is Tensor
         and tensor.dtype is dtype
         and tensor.layout is torch.strided
         and not tensor.is_nested
         and tensor.device == device
-    )
-
-
-def is_plain_call(
-    hidden_states: Tensor,
-    topk: TopKOutput,
-    spec: BufferSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_tokens: int,
-) -> bool:
-    """Tell whether a call has no fault, needs no cast and no gradient; of others nothing is said.
-
-    In few steps, for find_call_error() takes host time that decoding feels.
-    """
-    if type(topk) is not TopKOutput or not is_plain(hidden_states, dtype, device):
-        return False
-    ids, weights = topk.topk_ids, topk.topk_weights
-    if not (is_plain(ids, torch.int64, device) and is_plain(weights, torch.float32, device)):
-        return False
-    shape = hidden_states.shape
-    if len(shape) != 2:
-        return False
-    pair = (shape[0], spec.top_k)
-    return (
-        shape[1] == spec.hidden_size
-        and shape[0] <= max_tokens
-        and ids.shape == pair
-        and weights.shape == pair
-        and not (hidden_states.requires_grad or weights.requires_grad)
     )
 
 
@@ -82,6 +55,8 @@ def find_call_error(
     where: `rank 3 of 8`, for the message.
     backend_limit: BufferCaps.max_tokens_per_rank.
     """
+    if _is_usual(hidden_states, topk, spec, dtype, device, backend_limit):
+        return None
     if not isinstance(topk, TopKOutput):
         return ShapeError(
             f"dispatch: topk is {_kind_of(topk)}, expected a TopKOutput ({where}); pass "
@@ -116,6 +91,33 @@ def find_call_error(
             f"which is all that the backend takes ({where}); split the batch"
         )
     return None
+
+
+def _is_usual(
+    hidden_states: Tensor | WireTensor,
+    topk: TopKOutput,
+    spec: BufferSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    backend_limit: int | None,
+) -> bool:
+    """Return whether a call has no fault and no dtype to cast, as most have, in few steps.
+
+    The rest of find_call_error() takes host time that decoding feels.
+    """
+    if type(topk) is not TopKOutput or not is_plain(hidden_states, dtype, device):
+        return False
+    ids, weights, shape = topk.topk_ids, topk.topk_weights, hidden_states.shape
+    if not (is_plain(ids, torch.int64, device) and is_plain(weights, torch.float32, device)):
+        return False
+    limit = spec.max_tokens_per_rank
+    return (
+        len(shape) == 2
+        and shape[1] == spec.hidden_size
+        and ids.shape == weights.shape == (shape[0], spec.top_k)
+        and (limit is None or shape[0] <= limit)
+        and (backend_limit is None or shape[0] <= backend_limit)
+    )
 
 
 def find_combine_error(

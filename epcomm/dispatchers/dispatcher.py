@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar, NoReturn, cast
+from typing import ClassVar, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +20,6 @@ from epcomm.dispatchers.batch import Batch, arranged, as_rows, flags_of
 from epcomm.dispatchers.checks import (
     find_call_error,
     find_combine_error,
-    is_plain_call,
     needs_gradients,
     num_tokens_of,
     open_exchange_plan_of,
@@ -29,7 +27,7 @@ from epcomm.dispatchers.checks import (
 )
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError
 from epcomm.group import EPGroup
-from epcomm.ops.precision import cast_results, cast_topk, in_dtype
+from epcomm.ops.precision import cast_results, in_dtype
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.platforms.profiler import ranged
@@ -45,7 +43,9 @@ from epcomm.records import (
     empty_topk,
 )
 from epcomm.spec import MoESpec
-from epcomm.types import Layout, WireTensor, data_of
+from epcomm.types import Layout, WireTensor, data_of, sum_dtype
+
+ResultT = TypeVar("ResultT")
 
 # Flags of which any makes all ranks run the backward of a batch.
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
@@ -82,6 +82,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._group, self._where = group, group.where
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.hidden_format.dtype.torch_dtype
+        self._weights_dtype = sum_dtype(self._dtype)
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.collectives.calls
         self._number = self._calls.add_dispatcher(self.mode)
@@ -93,8 +94,6 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         self._weights_applied_by = self.plan.weights_applied_by
         self._checks_calls = config.check_calls
-        limits = (self._spec.max_tokens_per_rank, self.plan.caps.max_tokens_per_rank)
-        self._max_tokens = min((each for each in limits if each is not None), default=sys.maxsize)
         self._num_calls = 0
         self._is_closed = False
 
@@ -117,50 +116,35 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     ) -> DispatchT:
         """Dispatch; `refusal`, if there is one, is raised when all ranks have heard of it."""
         self._check_group_open("dispatch")
-        number = self._calls.next_batch
-        try:
-            if (
-                refusal is None
-                and isinstance(hidden_states, Tensor)
-                and self._is_plain(hidden_states, topk)
-            ):
-                out = self._buffer.dispatch(self._plain_call(hidden_states, topk))
-                self._num_calls += 1
-                num_tokens = hidden_states.shape[0]
-                return self._record(out, num_tokens, self._dtype, self._num_calls)
+
+        def send() -> tuple[Batch, Dispatched]:
             batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
-            out = dispatch_rows(self._buffer, batch.hidden_states, batch.topk_weights, batch.call)
-        except Exception as problem:
-            if refusal is None and self._is_untold(number):
-                self.refuse_for(problem)
-            raise
+            return batch, dispatch_rows(
+                self._buffer, batch.hidden_states, batch.topk_weights, batch.call
+            )
+
+        batch, out = self._announced(send, None if refusal is not None else self.refuse_for)
         if batch.refusal is not None:
             # A static buffer has not raised. No combine will come of this call, so end it here.
             self._refuse_combine(batch.refusal, out.exchange_plan)
         self._num_calls += 1
         return self._record(out, batch.num_tokens, batch.dtype, self._num_calls)
 
-    def _is_plain(self, hidden_states: Tensor, topk: TopKOutput) -> bool:
-        """Tell whether a call has no fault and needs neither casts nor gradients."""
-        return (
-            not (self._is_closed or torch.is_grad_enabled())
-            and self._dtype is not torch.float64
-            and is_plain_call(
-                hidden_states, topk, self._spec, self._dtype, self._group.device, self._max_tokens
-            )
-        )
+    def _announced(
+        self, call: Callable[[], ResultT], report: Callable[[Exception], None] | None
+    ) -> ResultT:
+        """Return `call()`; report an exception that it raises before the other ranks know of it.
 
-    def _plain_call(self, hidden_states: Tensor, topk: TopKOutput) -> DispatchCall:
-        """Return a call for which _is_plain() holds."""
-        return DispatchCall(
-            hidden_states=hidden_states,
-            topk_ids=topk.topk_ids,
-            topk_weights=topk.topk_weights,
-            flags=BatchFlags.NONE,
-            quantize=self._quantize,
-            int8_profile=self.plan.int8_profile,
-            dispatcher=self._number,
-        )
+        report: lets the other ranks hear of it; None: they know already.
+        """
+        number = self._calls.next_batch
+        try:
+            return call()
+        except Exception as problem:
+            is_unknown = self._buffer.counts_calls and self._calls.next_batch == number
+            if report is not None and is_unknown:
+                report(problem)
+            raise
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
@@ -173,14 +157,12 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if not self.plan.caps.has_receive_hook:
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
         self._check_group_open("dispatch")
-        number = self._calls.next_batch
-        try:
+
+        def begin() -> tuple[Batch, Pending[Dispatched]]:
             batch = self._prepare(hidden_states, topk, experts_need_grad)
-            pending = self._buffer.dispatch_async(batch.call)
-        except Exception as problem:
-            if self._is_untold(number):
-                self.refuse_for(problem)
-            raise
+            return batch, self._buffer.dispatch_async(batch.call)
+
+        batch, pending = self._announced(begin, self.refuse_for)
         if batch.refusal is not None:
             self._refuse_combine(batch.refusal, pending.wait().exchange_plan)
         self._num_calls += 1
@@ -190,10 +172,6 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _receive(self, pending: Pending[Dispatched], batch: Batch, number: int) -> DispatchT:
         return self._record(pending.wait(), batch.num_tokens, batch.dtype, number)
 
-    def _is_untold(self, number: int) -> bool:
-        """Return whether this rank failed before it announced call `number`."""
-        return self._buffer.counts_calls and self._calls.next_batch == number
-
     def _prepare(
         self,
         hidden_states: Tensor | WireTensor,
@@ -202,30 +180,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         refusal: EPError | None = None,
     ) -> Batch:
         """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
-        refusal = refusal or self._find_refusal(hidden_states, topk, experts_need_grad)
-        if refusal is not None:
-            refusal.was_raised = True
-        error = (
-            refusal
-            or self._find_wire_error(hidden_states)
-            or find_call_error(
-                hidden_states,
-                topk,
-                self._spec,
-                self._dtype,
-                self._group.device,
-                self._where,
-                backend_limit=self.plan.caps.max_tokens_per_rank,
-            )
-        )
-        num_tokens = num_tokens_of(hidden_states) if error else data_of(hidden_states).shape[0]
-        if error is not None:
+        if refusal is None and (self._is_closed or torch.is_grad_enabled()):
+            refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
+        error = refusal or self._find_call_error(hidden_states, topk)
+        if error is None:
+            num_tokens = data_of(hidden_states).shape[0]
+        else:
             # Take part with no tokens, so that the others hear of the fault instead of waiting.
+            num_tokens = num_tokens_of(hidden_states)
             hidden_states, topk = self._nothing()
+            error.was_raised |= refusal is not None
         dtype = self._dtype
-        if isinstance(hidden_states, Tensor):
-            dtype, hidden_states = hidden_states.dtype, in_dtype(hidden_states, self._dtype)
-        topk = cast_topk(topk, self._dtype)
+        if isinstance(hidden_states, Tensor) and hidden_states.dtype is not dtype:
+            dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
+        if topk.topk_weights.dtype is not self._weights_dtype:
+            topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
         return Batch(
             call=self._make_call(hidden_states, topk, experts_need_grad, error),
             hidden_states=hidden_states,
@@ -278,14 +247,13 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     @ranged("combine", is_traced=False)
     def combine(self, combine_input: CombineT) -> Tensor:
-        number = self._check_combine(combine_input)
-        try:
+        self._check_combine(combine_input)
+
+        def send() -> Tensor:
             rows = cast_results(as_rows(combine_input), self._dtype)
-            y = combine_rows(self._buffer, rows, self._dtype)
-        except Exception as problem:
-            if self._is_untold(number):
-                self.refuse_results(combine_input.handle, problem)
-            raise
+            return combine_rows(self._buffer, rows, self._dtype)
+
+        y = self._announced(send, partial(self.refuse_results, combine_input.handle))
         combine_input.handle.spend("was combined before")
         return self._finished(y, combine_input.handle)
 
@@ -293,19 +261,18 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
         if not self.plan.caps.has_receive_hook:
             return super().combine_async(combine_input)
-        number = self._check_combine(combine_input)
-        try:
+        self._check_combine(combine_input)
+
+        def begin() -> Pending[Combined]:
             rows = cast_results(as_rows(combine_input), self._dtype)
-            pending = self._buffer.combine_async(
+            return self._buffer.combine_async(
                 rows.hidden_states,
                 rows.handle.exchange_plan,
                 rows_per=rows.rows_per,
                 slot_weights=rows.slot_weights,
             )
-        except Exception as problem:
-            if self._is_untold(number):
-                self.refuse_results(combine_input.handle, problem)
-            raise
+
+        pending = self._announced(begin, partial(self.refuse_results, combine_input.handle))
         combine_input.handle.spend("was combined before")
         return Pending(partial(self._receive_sums, pending, combine_input.handle))
 
@@ -340,8 +307,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         with suppress(EPError, RuntimeError):
             self._refuse_combine(error, handle.exchange_plan)
 
-    def _check_combine(self, combine_input: CombineT) -> int:
-        """Refuse a bad call, before all ranks; return the number of this one."""
+    def _check_combine(self, combine_input: CombineT) -> None:
+        """Refuse a bad call, before all ranks."""
         self._check_group_open("combine")
         error = self._closed_error("combine") or find_combine_error(
             combine_input,
@@ -354,7 +321,6 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
         if error is not None:
             self._refuse_combine(error, open_exchange_plan_of(combine_input, self))
-        return self._calls.next_batch
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
         """Return y with as many rows as the batch, and in the dtype in which the caller gave it."""
@@ -390,11 +356,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _find_refusal(
         self, hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
     ) -> EPError | None:
-        """Return the error of a call that this dispatcher cannot serve, or None."""
+        """Return the error of a call in grad mode that this dispatcher cannot serve, or None."""
         if self._is_closed:
             return self._closed_error("dispatch")
         is_wire = isinstance(hidden_states, WireTensor)
-        if not torch.is_grad_enabled() or (self.plan.caps.trainable and not is_wire):
+        if self.plan.caps.trainable and not is_wire:
             return None
         if not needs_gradients(hidden_states, topk, experts_need_grad):
             return None
@@ -410,13 +376,23 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             f"use {other}, or torch.no_grad()"
         )
 
-    def _find_wire_error(self, hidden_states: Tensor | WireTensor) -> EPError | None:
-        """Return the error of rows quantised already where the buffer quantises, or None."""
-        if self._buffer.takes_wire_tensors or not isinstance(hidden_states, WireTensor):
-            return None
-        return ShapeError(
-            "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
-            f"{self.plan.backend} quantise ({self._where}); give them unquantised"
+    def _find_call_error(
+        self, hidden_states: Tensor | WireTensor, topk: TopKOutput
+    ) -> EPError | None:
+        """Return the error of tensors that no call takes, or None."""
+        if isinstance(hidden_states, WireTensor) and not self._buffer.takes_wire_tensors:
+            return ShapeError(
+                "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
+                f"{self.plan.backend} quantise ({self._where}); give them unquantised"
+            )
+        return find_call_error(
+            hidden_states,
+            topk,
+            self._spec,
+            self._dtype,
+            self._group.device,
+            self._where,
+            backend_limit=self.plan.caps.max_tokens_per_rank,
         )
 
     def _refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
@@ -453,10 +429,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             flags = flags_of(inputs_need_grad, experts_need_grad)
             if isinstance(experts_need_grad, Mapping):
                 expert_names = tuple(experts_need_grad)
+        topk_weights = topk.topk_weights
+        # Without history there is nothing to detach, which takes host time.
+        if is_tensor and hidden_states.requires_grad:
+            hidden_states = hidden_states.detach()
         return DispatchCall(
-            hidden_states=hidden_states.detach() if is_tensor else hidden_states,
+            hidden_states=hidden_states,
             topk_ids=topk.topk_ids,
-            topk_weights=topk.topk_weights.detach(),
+            topk_weights=topk_weights.detach() if topk_weights.requires_grad else topk_weights,
             flags=flags,
             expert_names=expert_names,
             error=error,

@@ -93,6 +93,7 @@ def test_gradient_of_a_sum_is_this_ranks_part(
     with EPGroup() as group:
         parameter = some_parameter(group)
         total(parameter).backward()
+        assert isinstance(parameter, ExpertTensor)
         whole = parameter.full_tensor().detach().requires_grad_()
         total(whole).backward()
         assert whole.grad is not None

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import resolve_name
 from torch.torch_version import TorchVersion
@@ -54,11 +55,10 @@ _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 # torch tags as pointwise.
 _BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that cut experts out or add them up; torch makes their gradients ordinary tensors of all
-# experts.
+# Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
 _CUTS = (
     *("__getitem__", "__iter__", "chunk", "gather", "index_select", "narrow", "select", "split"),
-    *("mean", "sum", "tensor_split", "unbind"),
+    *("tensor_split", "unbind"),
 )
 # Operators that return copies of any elements; each rank computes them from the experts of all.
 _OF_WHOLE = (
@@ -81,6 +81,14 @@ _NOT_COMPUTED = {
 # C++. On those releases a mode catches the operators before, and tensors that C++ makes by itself
 # are wrapped when Python sees them.
 _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
+# Functions whose gradients are ordinary tensors of all experts too. Those releases do not compute
+# with such a gradient further; later ones do, and differentiate it again.
+_SUMS = () if _IS_DISPATCHED_TO else ("mean", "sum")
+# Losses whose backward divides by the elements that it is given, this rank's, where `reduction` is
+# _MEAN.
+_LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
+_LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
+_MEAN = 1
 
 
 class ExpertTensor(DTensor):
@@ -209,6 +217,8 @@ class ExpertTensor(DTensor):
         name = getattr(func, "__name__", "")
         if name in _OF_MEMORY and some is not None:
             _refuse_memory(name, some)
+        if name in _LOSSES and some is not None and not _IS_DISPATCHED_TO:
+            raise _refusal(f"torch.nn.functional.{name}", args, "has no right gradient of it here")
         # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
         # gradients.
         with torch._C.DisableTorchFunctionSubclass():
@@ -226,7 +236,7 @@ class ExpertTensor(DTensor):
                 kept = 1 if name.endswith("_") else 0
                 args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
             is_first = some is not None and some is next(iter(args))
-            if name in _CUTS and is_first and torch.is_grad_enabled():
+            if name in (*_CUTS, *_SUMS) and is_first and torch.is_grad_enabled():
                 args = (_ToBeCut.apply(some), *args[1:])
             try:
                 if _IS_DISPATCHED_TO:
@@ -308,6 +318,8 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
         some = _first_expert_tensor(tensors)
         drawn = run_expert_by_expert(func, args, kwargs, some)
         return _written(func, args, kwargs) if drawn is None else some.like_self(drawn)
+    if name in _LOSS_BACKWARDS and _is_elementwise(tensors, func, args):
+        return _run_loss_backward(func, args, kwargs, tensors)
     is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
@@ -384,6 +396,7 @@ class _ToBeCut(torch.autograd.Function):
         return some.like_self(some._local_tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Context, *gradients: Tensor) -> Tensor:
         part = own_part(gradients[0], ctx.some)
         assert isinstance(part, Tensor), "it came as one"
@@ -481,6 +494,20 @@ def _run_on_pieces(
     if func._schema.is_mutable:
         return _written(func, args, kwargs)
     return tree_map(lambda leaf: some.like_self(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _run_loss_backward(
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> object:
+    """Return the gradient of a loss, of whose mean this rank's piece is a part."""
+    some = _first_expert_tensor(tensors)
+    gradient = _run_on_pieces(func, args, kwargs, tensors)
+    names = [argument.name for argument in func._schema.arguments]
+    if {**dict(zip(names, args, strict=False)), **kwargs}.get("reduction", _MEAN) != _MEAN:
+        return gradient
+    assert isinstance(gradient, ExpertTensor), "made from pieces"
+    share = some._local_tensor.numel() / some.numel()
+    return some.like_self(gradient._local_tensor * share)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:

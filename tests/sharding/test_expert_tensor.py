@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.torch_version import TorchVersion
 
 from epcomm import (
     ConfigError,
@@ -140,6 +141,59 @@ def test_penalty_on_weights_counts_the_experts_of_all_ranks() -> None:
             gradient = model.get_parameter(name).grad
             assert isinstance(gradient, ExpertTensor)
             assert relative_error(gradient.to_local(), wanted) <= FP32_TOLERANCE
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.functional.binary_cross_entropy,
+        nn.functional.huber_loss,
+        nn.functional.mse_loss,
+        nn.functional.smooth_l1_loss,
+    ],
+)
+def test_loss_of_experts_is_a_mean_over_those_of_all_ranks(
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    with EPGroup() as group:
+        parameter = OverRanks(group).experts.get_parameter("down_proj")
+        assert isinstance(parameter, ExpertTensor)
+        with torch.no_grad():
+            parameter.to_local().uniform_()
+        targets = torch.full(torch.Size(parameter.shape), 0.5)
+        if TorchVersion(torch.__version__) < "2.13":
+            with pytest.raises(ShapeError, match="has no right gradient"):
+                loss(parameter, targets)
+            return
+        found = loss(parameter, targets)
+        found.backward()
+        whole = parameter.full_tensor().detach().requires_grad_()
+        wanted = loss(whole, targets)
+        wanted.backward()
+        assert whole.grad is not None
+        assert isinstance(parameter.grad, ExpertTensor)
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_second_derivative_of_a_sum_is_right_and_that_of_a_cut_refused() -> None:
+    with EPGroup() as group:
+        parameter = OverRanks(group).experts.get_parameter("down_proj")
+        assert isinstance(parameter, ExpertTensor)
+        whole = parameter.full_tensor().detach().requires_grad_()
+
+        def first_derivative(experts: Tensor, total: Tensor) -> Tensor:
+            return torch.autograd.grad(total, experts, create_graph=True)[0]
+
+        if TorchVersion(torch.__version__) >= "2.13":
+            found = first_derivative(parameter, parameter.square().sum().square())
+            wanted = first_derivative(whole, whole.square().sum().square())
+            torch.testing.assert_close(found.square().sum(), wanted.square().sum())
+        of_one = first_derivative(parameter, parameter[0].square().sum().square())
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            of_one.square().sum().backward()
 
 
 @pytest.mark.ranks(NUM_RANKS)

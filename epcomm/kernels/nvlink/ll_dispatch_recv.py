@@ -120,8 +120,10 @@ def _hand_out_nothing(
     state_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
+    source_ranges_ptr: tl.tensor | None,
     epoch: tl.tensor,
     max_polls: tl.tensor,
+    W: tl.constexpr,
     L: tl.constexpr,
     L_LANES: tl.constexpr,
 ) -> None:
@@ -129,10 +131,18 @@ def _hand_out_nothing(
     counted_ptr = state_ptr + _COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
     await_at(counted_ptr, None, is_counted, is_counted, None, epoch, max_polls, "gpu", True)
+    # That word is no release, which would take every dispatch a fence: a poll later, a millisecond,
+    # the counts have landed.
+    await_at(counted_ptr, None, is_counted, is_counted, None, next_epoch(epoch), 1, "gpu", True)
     expert = tl.arange(0, L_LANES)
     tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
     tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)
     tl.store(first_slot_ptr + L, 0)
+    if source_ranges_ptr is not None:
+        for source in tl.static_range(W):
+            tl.store(
+                source_ranges_ptr + expert * W + source, expert.to(tl.int64) * 0, mask=expert < L
+            )
     tl.store(state_ptr + 2, 1)
 
 
@@ -251,7 +261,17 @@ def _receive_dispatch_kernel(
             SLOT_STRIDE,
             WORD_STRIDE,
         ):
-            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES)
+            _hand_out_nothing(
+                state_ptr,
+                counts_ptr,
+                first_slot_ptr,
+                source_ranges_ptr,
+                epoch,
+                max_polls,
+                W,
+                L,
+                L_LANES,
+            )
         if OVERLAPS:
             await_previous()
         return
@@ -365,15 +385,35 @@ def _receive_dispatch_kernel(
         tl.debug_barrier()
         tl.store(state_ptr + _COUNTED_EPOCH, epoch)
     elif is_lost:
-        _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES)
+        _hand_out_nothing(
+            state_ptr,
+            counts_ptr,
+            first_slot_ptr,
+            source_ranges_ptr,
+            epoch,
+            max_polls,
+            W,
+            L,
+            L_LANES,
+        )
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
-    num_tokens = tl.where(refusal != 0, 0, header >> 1)
+    num_tokens = tl.where(refusal != 0, 0, tl.minimum(header >> 1, M))
     if (in_lines == 0) & (num_tokens > 0):
         metadata_at = buffer_address + ARRIVED_METADATA_AT
         if _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES):
-            _hand_out_nothing(state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES)
+            _hand_out_nothing(
+                state_ptr,
+                counts_ptr,
+                first_slot_ptr,
+                source_ranges_ptr,
+                epoch,
+                max_polls,
+                W,
+                L,
+                L_LANES,
+            )
             num_tokens = 0
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
@@ -413,7 +453,15 @@ def _receive_dispatch_kernel(
             rows_at = buffer_address + ARRIVED_ROWS_AT
             if _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES):
                 _hand_out_nothing(
-                    state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES
+                    state_ptr,
+                    counts_ptr,
+                    first_slot_ptr,
+                    source_ranges_ptr,
+                    epoch,
+                    max_polls,
+                    W,
+                    L,
+                    L_LANES,
                 )
             else:
                 pack_rows(
@@ -455,7 +503,15 @@ def _receive_dispatch_kernel(
             if _await_signals_of(peers, rows_at, is_bulk, epoch, max_polls, W, W_LANES):
                 # Rows that some rank did not send are indexed, and not handed out.
                 _hand_out_nothing(
-                    state_ptr, counts_ptr, first_slot_ptr, epoch, max_polls, L, L_LANES
+                    state_ptr,
+                    counts_ptr,
+                    first_slot_ptr,
+                    source_ranges_ptr,
+                    epoch,
+                    max_polls,
+                    W,
+                    L,
+                    L_LANES,
                 )
     if OVERLAPS:
         await_previous()

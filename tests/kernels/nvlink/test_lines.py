@@ -169,3 +169,38 @@ def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
     receive_combine_lines(ranks[1].exchange, y, ranks[1].is_sent, 2, batch=0)
     assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]
+
+
+@pytest.mark.parametrize("expert", [2, 3])
+def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
+    expert: int, device: torch.device
+) -> None:
+    receiver, sender = make_ranks(2, device)
+    send(receiver, [], [])
+    send(sender, [[0, 3]], [[0.6, 0.4]])
+    layout = receiver.layout
+    lines = receiver.region("row_lines", torch.int32).view(-1, 2)
+    lines[layout.line_tokens * layout.row_lines, 0] = expert
+    num_slots = 2 * layout.num_rows
+    memory = torch.full(
+        (4 * num_slots, layout.data_bytes // 4), 77, dtype=torch.int32, device=device
+    )
+    slots_of_row, counts, first = torch.full((3, 8), 77, dtype=torch.int32, device=device)
+    ll_dispatch_recv.receive_dispatch(
+        receiver.exchange,
+        None,
+        slots_of_row.view(4, 2),
+        torch.zeros(8, device=device),
+        counts,
+        first,
+        expert_alignment=1,
+        is_captured=False,
+        slabs=ll_dispatch_recv.Slabs(
+            data=memory[:num_slots],
+            scales=None,
+            scale_strides=(0, 0, 0),
+            token_of_slot=None,
+            source_ranges=None,
+        ),
+    )
+    assert (memory == 77).all()

@@ -238,6 +238,30 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
     assert slot_weights[:4].tolist() == [1, 0.5, 2, 4]
 
 
+def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) -> None:
+    ranks = make_ranks(2, device)
+    for rank in ranks:
+        send(rank, [[0, 1]], [[1, 1]])
+    # Of the row of rank 1: its first entry names expert 2 of this rank, which has two.
+    metadata = ranks[0].region("metadata", torch.int32)
+    metadata[MAX_TOKENS * 3 * ranks[0].layout.metadata_words] = 2
+    row_of_slot, slots_of_row, counts, first = torch.full(
+        (4, 8), 77, dtype=torch.int32, device=device
+    )
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange,
+        row_of_slot,
+        slots_of_row.view(4, 2),
+        torch.zeros(8, device=device),
+        counts,
+        first,
+        expert_alignment=1,
+        is_captured=False,
+    )
+    assert slots_of_row.view(4, 2).tolist() == [[0, 2], [-1, -1], [-1, 3], [-1, -1]]
+    assert row_of_slot[[0, 2, 3]].tolist() == [0, 0, 2]
+
+
 def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     x = send(ranks[0], [[0, -1]], [[1, 0]])

@@ -207,7 +207,7 @@ __device__ void pad(const Arguments& a, const Index& index, int helper) {
             const int expert = i / ALIGNMENT;
             const int count = index.has_failed ? 0 : index.counts[a.rank * LOCAL + expert];
             const int slot = index.starts[expert] + count + i % ALIGNMENT;
-            if (slot < index.starts[expert + 1]) {
+            if (slot < min(index.starts[expert + 1], a.num_slots)) {
                 a.row_of_slot[slot] = -1;
                 a.slot_weights[slot] = 0.0f;
             }

@@ -150,7 +150,7 @@ def unpack_rows(
                     # They stay as they are from here on, however often they are loaded.
                     local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
                     places = word_of(tl.load(row_lines_ptr + K_LANES + k, volatile=True))
-                    is_slot = both((k < K) & (local_ids >= 0), is_part)
+                    is_slot = both((k < K) & (local_ids >= 0) & (local_ids < L), is_part)
                     counts_ptr = int64_at(buffer_address + COUNT_LINES_AT)
                     counts_ptr += source_lane[:, None] * L + local_ids[None, :]
                     is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]

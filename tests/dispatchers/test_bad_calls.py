@@ -88,10 +88,12 @@ def refusal_of(play: Play, bad: Bad) -> EPError | OwnError:
     # A collection of all that tests have made may take a second by itself.
     gc.disable()
     began = time.perf_counter()
-    raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
-    waiting = error_of(play.dispatcher.check)
-    took_s = time.perf_counter() - began
-    gc.enable()
+    try:
+        raised = error_of(lambda: (bad.call if play.is_faulty else bad.others)(play))
+        waiting = error_of(play.dispatcher.check)
+        took_s = time.perf_counter() - began
+    finally:
+        gc.enable()
     assert waiting is None or (play.kind.is_static and raised is None), "a fault is raised once"
     found = raised or waiting
     assert found is not None, "the call was served"

@@ -397,7 +397,7 @@ class _ToBeCut(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Context, *gradients: Tensor) -> Tensor:  # type: ignore[override]
         part = own_part(gradients[0], ctx.some)
         assert isinstance(part, Tensor), "it came as one"
         # A cut along another dimension has the gradient of a piece already.

@@ -99,7 +99,7 @@ class CallSign:
 
 @lru_cache(maxsize=64)
 def rows_size(num_columns: int, dtype: torch.dtype) -> int:
-    """Return the number that stands for rows of so many elements in headers."""
+    """Return the word that describes rows of `num_columns` elements of `dtype` in a header."""
     return num_columns << _DTYPE_BITS | crc32(str(dtype).encode()) & ((1 << _DTYPE_BITS) - 1)
 
 
@@ -305,23 +305,23 @@ class CallOrder:
 
     def check_words(
         self, headers: Sequence[Sequence[int]], messages: Tensor | Sequence[Sequence[int]]
-    ) -> None:
-        """Raise unless every header, by rank, is one that a rank can have sent in this call.
+    ) -> bool:
+        """Return whether all ranks make the same call; raise on a header that cannot be right.
 
+        headers: by rank.
         messages: [W, words], all words of the messages, of which those of `headers` are the first;
             read only if a header has a sum other than zero.
 
         Raises:
             EPError: the rank and the word that is wrong; then this group ends, see reject().
         """
-        first = headers[0]
+        first, are_equal = headers[0], True
         who = (first[KIND], *first[BUFFER:FAULT])
         for rank, words in enumerate(headers):
-            if (
-                (words[KIND], *words[BUFFER:FAULT]) != who
-                or words[FAULT]
-                or not (0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0)
-            ):
+            is_equal = (words[KIND], *words[BUFFER:FAULT]) == who
+            are_equal &= is_equal
+            is_usual = not words[FAULT] and 0 <= words[FLAGS] <= MAX_FLAGS and words[ROWS] >= 0
+            if not (is_equal and is_usual):
                 self._check_words_apart(headers)
             if not sum(words) % 2**64:
                 continue
@@ -334,6 +334,7 @@ class CallOrder:
                     f"words that add up to {total}, expected 0: {shown} of kind, check, buffer, "
                     "dispatcher, batch, number, size, fault, flags and rows, or a count",
                 )
+        return are_equal
 
     def _check_words_apart(self, headers: Sequence[Sequence[int]]) -> None:
         """Raise if some rank cannot have sent its header in this rank's call; see check_words()."""
@@ -400,13 +401,7 @@ class CallOrder:
             HandleError: which rank is where; or `error`, what this rank knows of its own call.
             EPError: a header that is wrong in itself, see check_words().
         """
-        self.check_words(headers, messages)
-        first = headers[0]
-        who = (first[KIND], *first[BUFFER:FAULT])
-        for words in headers:
-            if (words[KIND], *words[BUFFER:FAULT]) != who:
-                break
-        else:
+        if self.check_words(headers, messages):
             return
         calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):

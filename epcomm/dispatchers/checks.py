@@ -1,4 +1,4 @@
-"""Say what a rank checks of its own call before it sends anything."""
+"""Check the arguments of a call on its own rank, before anything is sent."""
 
 from __future__ import annotations
 
@@ -101,9 +101,9 @@ def _is_usual(
     device: torch.device,
     backend_limit: int | None,
 ) -> bool:
-    """Return whether a call has no fault and no dtype to cast, as most have, in few steps.
+    """Return whether a call has no fault and needs no cast, as most calls.
 
-    The rest of find_call_error() takes host time that decoding feels.
+    It takes few steps, because the rest of find_call_error() costs host time in decoding.
     """
     if type(topk) is not TopKOutput or not is_plain(hidden_states, dtype, device):
         return False
@@ -180,7 +180,7 @@ def find_combine_error(
 def needs_gradients(
     hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
 ) -> bool:
-    """Tell whether a call asks for gradients in grad mode; its faults are found elsewhere."""
+    """Return whether a call in grad mode needs gradients. Its faults are found elsewhere."""
     if isinstance(experts_need_grad, Mapping):
         experts_need_grad = any(experts_need_grad.values())
     inputs = (hidden_states, getattr(topk, "topk_weights", None))
@@ -230,7 +230,7 @@ def _kind_of(value: object) -> str:
 
 
 def _unusual(tensor: Tensor) -> tuple[str, str] | None:
-    """Say what makes a tensor no plain strided one, and the remedy; its shape may not be asked."""
+    """Return why a tensor is not a plain strided one, and the remedy; None for one that is."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
         return None
     if tensor.is_nested:
@@ -249,7 +249,7 @@ def _mismatch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[str, str] | None:
-    """Say what is wrong with a tensor, and the remedy; None if nothing is.
+    """Return what is wrong with a tensor, and the remedy; None if nothing is.
 
     shape: what is expected, with "T" for a length that is not known, which no tensor has.
     """
@@ -277,7 +277,7 @@ def _mismatch(
 def _wire_mismatch(
     wire: WireTensor, shape: Sequence[int | str], wanted: WireFormat, device: torch.device
 ) -> tuple[str, str] | None:
-    """Say what is wrong with rows that are quantised already, as _mismatch() does."""
+    """Return what is wrong with rows that are quantised already, as _mismatch() does."""
     if wire.format != wanted:
         return (
             f"hidden_states are {_format_text(wire.format)}, expected {_format_text(wanted)}",

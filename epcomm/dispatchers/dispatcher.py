@@ -114,7 +114,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
     ) -> DispatchT:
-        """Dispatch; `refusal`, if there is one, is raised when all ranks have heard of it."""
+        """Dispatch; `refusal`, if there is one, is raised after all ranks know of it."""
         self._check_group_open("dispatch")
 
         def send() -> tuple[Batch, Dispatched]:
@@ -133,9 +133,9 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _announced(
         self, call: Callable[[], ResultT], report: Callable[[Exception], None] | None
     ) -> ResultT:
-        """Return `call()`; report an exception that it raises before the other ranks know of it.
+        """Return `call()`; report an exception of which the other ranks do not know yet.
 
-        report: lets the other ranks hear of it; None: they know already.
+        report: reports it to the other ranks; None: they know of it already.
         """
         number = self._calls.next_batch
         try:
@@ -186,7 +186,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if error is None:
             num_tokens = data_of(hidden_states).shape[0]
         else:
-            # Take part with no tokens, so that the others hear of the fault instead of waiting.
+            # Take part with no tokens, so that the other ranks learn of the fault and do not wait.
             num_tokens = num_tokens_of(hidden_states)
             hidden_states, topk = self._nothing()
             error.was_raised |= refusal is not None
@@ -281,7 +281,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._finished(pending.wait().y, handle)
 
     def refuse(self, error: EPError) -> NoReturn:
-        """Take part in the other ranks' dispatch without tokens, so that they hear of `error`.
+        """Take part in the dispatch of the other ranks without tokens, and report `error` to them.
 
         Collective: yes, in place of dispatch(), and on a static buffer of combine() too.
         """
@@ -289,7 +289,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         raise error
 
     def refuse_for(self, problem: Exception) -> None:
-        """Let the ranks that dispatch hear that `problem` keeps this one from it; returns then.
+        """Report `problem`, which keeps this rank from dispatching, to the ranks that dispatch.
 
         Collective: yes, as refuse().
         """
@@ -298,7 +298,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             self.refuse(unready_error(problem, self._where))
 
     def refuse_results(self, handle: Handle, problem: Exception) -> None:
-        """Let the ranks that combine this batch hear that its experts failed here; returns then.
+        """Report to the ranks that combine this batch that its experts failed on this rank.
 
         Collective: yes, in place of combine().
         """
@@ -396,7 +396,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
 
     def _refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
-        """Let the other ranks hear of `error` instead of waiting, then raise it.
+        """Report `error` to the other ranks, so that they do not wait, and raise it.
 
         exchange_plan: of the batch that they combine, or end; None if that is not known.
         """

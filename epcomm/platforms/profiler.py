@@ -24,7 +24,7 @@ from epcomm.platforms.compiler import untraced
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Of a build of torch for CUDA, whatever devices there are. torch.cuda.nvtx calls it from Python.
+# None unless torch was built for CUDA. torch.cuda.nvtx would add a Python call to each.
 _nvtx = getattr(torch._C, "_nvtx", None)
 
 

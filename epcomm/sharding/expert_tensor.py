@@ -81,11 +81,11 @@ _NOT_COMPUTED = {
 # C++. On those releases a mode catches the operators before, and tensors that C++ makes by itself
 # are wrapped when Python sees them.
 _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
-# Functions whose gradients are ordinary tensors of all experts too. Those releases do not compute
-# with such a gradient further; later ones do, and differentiate it again.
+# Functions whose gradients are ordinary tensors of all experts too. Older releases cannot multiply
+# such a gradient with an ExpertTensor; later ones can, and can differentiate it again.
 _SUMS = () if _IS_DISPATCHED_TO else ("mean", "sum")
-# Losses whose backward divides by the elements that it is given, this rank's, where `reduction` is
-# _MEAN.
+# Losses whose backward divides by the number of elements of its input where `reduction` is _MEAN:
+# on a piece that is the number on this rank, not on all ranks.
 _LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
 _LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
 _MEAN = 1
@@ -217,8 +217,10 @@ class ExpertTensor(DTensor):
         name = getattr(func, "__name__", "")
         if name in _OF_MEMORY and some is not None:
             _refuse_memory(name, some)
-        if name in _LOSSES and some is not None and not _IS_DISPATCHED_TO:
-            raise _refusal(f"torch.nn.functional.{name}", args, "has no right gradient of it here")
+        is_wrong = name in _LOSSES and torch.is_grad_enabled() and not _IS_DISPATCHED_TO
+        if is_wrong and some is not None:
+            problem = "gets a wrong gradient in torch below 2.13"
+            raise _refusal(f"torch.nn.functional.{name}", args, problem)
         # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
         # gradients.
         with torch._C.DisableTorchFunctionSubclass():
@@ -280,7 +282,7 @@ class _CatchOperators(TorchDispatchMode):
 
 
 def _caller(frame: FrameType) -> FrameType:
-    """Return the frame that called torch, behind those of modes such as a default device."""
+    """Return the frame that called torch, above the frames of modes such as a default device."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -499,7 +501,7 @@ def _run_on_pieces(
 def _run_loss_backward(
     func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
 ) -> object:
-    """Return the gradient of a loss, of whose mean this rank's piece is a part."""
+    """Return the gradient of a loss; its mean is over the elements of all ranks."""
     some = _first_expert_tensor(tensors)
     gradient = _run_on_pieces(func, args, kwargs, tensors)
     names = [argument.name for argument in func._schema.arguments]

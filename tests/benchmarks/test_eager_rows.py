@@ -28,7 +28,7 @@ def test_rows_count_work_and_leave_waiting_out(monkeypatch: pytest.MonkeyPatch) 
     row = eager_row(call, torch.device("cpu"), rounds=2, burst=3)
     assert Totals.wait is wait, "what was replaced is put back"
     assert row.torch_operators == 2
-    # A default device of the tests is a mode, which runs functions of its own.
+    # Under a default device a torch function mode is active, whose functions count too.
     if torch._C._len_torch_function_stack() == 0:
         assert row.python_calls == 2, "call() and wait()"
     assert row.waited_us >= 3_900

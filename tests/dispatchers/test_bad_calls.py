@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 HALF = torch.full((1, K), 0.5)
-# Every rank is told within this time, unless a rank is gone.
+# Every rank raises within this time, unless a rank is gone.
 LIMIT_S = 1.0
 
 
@@ -85,7 +85,7 @@ def play(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
 
 def refusal_of(play: Play, bad: Bad) -> EPError | OwnError:
     """Make a call that is wrong on one rank; return what it, or check(), raises within LIMIT_S."""
-    # A collection of all that tests have made may take a second by itself.
+    # The garbage collector may need a second for the objects of all tests.
     gc.disable()
     began = time.perf_counter()
     try:

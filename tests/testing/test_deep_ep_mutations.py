@@ -30,7 +30,7 @@ from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 from tests.buffers.deep_ep.test_deep_ep import CASES, buffer_env, layer_env
 
 NUM_RANKS = 2
-# Seconds that a rank which is left alone waits for the others.
+# Seconds that a rank waits for ranks that have left the call.
 PATIENCE_S = 3
 
 

@@ -24,8 +24,8 @@ from epcomm.types import WireTensor, align_up
 # Kernels are compiled for parts that begin at multiples of 16 bytes.
 WORDS_OF_16_BYTES = 4
 _WORD_BYTES = 4
-# The parts of an index, among PLAN_PARTS of plan_parts.py: behind two of Sends, and before
-# three of Arrivals.
+# The parts of an index among PLAN_PARTS of plan_parts.py, between two of Sends and three of
+# Arrivals.
 _INDEX_PARTS = (
     *("row_of_slot", "slots_of_row", "slot_weights", "num_tokens_per_expert", "first_slot"),
 )

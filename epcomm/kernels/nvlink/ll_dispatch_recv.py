@@ -131,8 +131,8 @@ def _hand_out_nothing(
     counted_ptr = state_ptr + _COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
     await_at(counted_ptr, None, is_counted, is_counted, None, epoch, max_polls, "gpu", True)
-    # That word is no release, which would take every dispatch a fence: a poll later, a millisecond,
-    # the counts have landed.
+    # Program 0 stores that word without a release, which would add a fence to every dispatch. Its
+    # counts are visible one poll, a millisecond, later.
     await_at(counted_ptr, None, is_counted, is_counted, None, next_epoch(epoch), 1, "gpu", True)
     expert = tl.arange(0, L_LANES)
     tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
@@ -381,40 +381,18 @@ def _receive_dispatch_kernel(
             ranges_ptr = source_ranges_ptr + expert[None, :] * W + source_lane[:, None]
             is_range = (source_lane < W)[:, None] & (expert < L)[None, :]
             tl.store(ranges_ptr, ranges, mask=is_range)
-        # Of all threads.
+        # All threads have stored. Read by _hand_out_nothing() of the other programs.
         tl.debug_barrier()
         tl.store(state_ptr + _COUNTED_EPOCH, epoch)
-    elif is_lost:
-        _hand_out_nothing(
-            state_ptr,
-            counts_ptr,
-            first_slot_ptr,
-            source_ranges_ptr,
-            epoch,
-            max_polls,
-            W,
-            L,
-            L_LANES,
-        )
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
     num_tokens = tl.where(refusal != 0, 0, tl.minimum(header >> 1, M))
     if (in_lines == 0) & (num_tokens > 0):
         metadata_at = buffer_address + ARRIVED_METADATA_AT
-        if _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES):
-            _hand_out_nothing(
-                state_ptr,
-                counts_ptr,
-                first_slot_ptr,
-                source_ranges_ptr,
-                epoch,
-                max_polls,
-                W,
-                L,
-                L_LANES,
-            )
-            num_tokens = 0
+        has_timed_out = _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES)
+        is_lost |= has_timed_out
+        num_tokens = tl.where(has_timed_out, 0, num_tokens)
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
@@ -451,19 +429,9 @@ def _receive_dispatch_kernel(
         first = (program % PER_SOURCE) * ROWS
         if (in_lines == 0) & (first < num_tokens):
             rows_at = buffer_address + ARRIVED_ROWS_AT
-            if _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES):
-                _hand_out_nothing(
-                    state_ptr,
-                    counts_ptr,
-                    first_slot_ptr,
-                    source_ranges_ptr,
-                    epoch,
-                    max_polls,
-                    W,
-                    L,
-                    L_LANES,
-                )
-            else:
+            has_timed_out = _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES)
+            is_lost |= has_timed_out
+            if has_timed_out == 0:
                 pack_rows(
                     packed_ptr,
                     packed_scales_ptr,
@@ -500,19 +468,19 @@ def _receive_dispatch_kernel(
         is_bulk = is_heard & ((headers & 1) == 0) & (headers > 0)
         if tl.max(is_bulk.to(tl.int32)) > 0:
             rows_at = buffer_address + ARRIVED_ROWS_AT
-            if _await_signals_of(peers, rows_at, is_bulk, epoch, max_polls, W, W_LANES):
-                # Rows that some rank did not send are indexed, and not handed out.
-                _hand_out_nothing(
-                    state_ptr,
-                    counts_ptr,
-                    first_slot_ptr,
-                    source_ranges_ptr,
-                    epoch,
-                    max_polls,
-                    W,
-                    L,
-                    L_LANES,
-                )
+            is_lost |= _await_signals_of(peers, rows_at, is_bulk, epoch, max_polls, W, W_LANES)
+    if is_lost:
+        _hand_out_nothing(
+            state_ptr,
+            counts_ptr,
+            first_slot_ptr,
+            source_ranges_ptr,
+            epoch,
+            max_polls,
+            W,
+            L,
+            L_LANES,
+        )
     if OVERLAPS:
         await_previous()
 

@@ -1,8 +1,8 @@
 """Combine of normal mode over NVLink in CUDA C++, from normal_combine.cu.
 
 Between two H100 with 4096 tokens each, hidden size 7168 and top-8, it takes 0.42 ms on 24 of their
-SMs with slot weights, and 0.38 ms without. With five pieces under way in each warp it takes 0.47 ms
-both times: too many copies at once delay one another.
+SMs with slot weights, and 0.38 ms without. With five pieces in flight in each warp it took 0.47 ms
+in both cases, because too many copies delay one another.
 """
 
 from __future__ import annotations

@@ -174,8 +174,8 @@ def plan_tokens(
     places_ptr: [T, W], int32, written.   positions_ptr: [T, K], int32, written.
 
     Returns: slots of each expert [E_LANES] and rows to each rank [W_LANES], of this program and all
-        before it, 1 if any of those has met a bad id, and how many of those have not counted in
-        time: the rest means nothing then.
+        before it; 1 if any of them met a bad id; and how many earlier programs timed out. Unless
+        that is 0, the other results are not valid.
     """
     E: tl.constexpr = W * L
     STRIDE: tl.constexpr = E_LANES + W_LANES + 1

@@ -170,6 +170,22 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
 
 
+def receive(rank: Rank) -> list[Tensor]:
+    """Receive; return row_of_slot, slots_of_row, counts and first slots, 77 where not written."""
+    index = [torch.full((8,), 77, dtype=torch.int32, device=rank.block.device) for _ in range(4)]
+    ll_dispatch_recv.receive_dispatch(
+        rank.exchange,
+        index[0],
+        index[1].view(4, 2),
+        torch.zeros(8, device=rank.block.device),
+        index[2],
+        index[3],
+        expert_alignment=1,
+        is_captured=False,
+    )
+    return index
+
+
 def arrivals_of(rank: Rank) -> list[int]:
     """Those of metadata, rows and sums that have not been told of."""
     return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
@@ -242,22 +258,10 @@ def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) 
     ranks = make_ranks(2, device)
     for rank in ranks:
         send(rank, [[0, 1]], [[1, 1]])
-    # Of the row of rank 1: its first entry names expert 2 of this rank, which has two.
+    # The first entry of the row from rank 1 names expert 2, but rank 0 has two experts.
     metadata = ranks[0].region("metadata", torch.int32)
     metadata[MAX_TOKENS * 3 * ranks[0].layout.metadata_words] = 2
-    row_of_slot, slots_of_row, counts, first = torch.full(
-        (4, 8), 77, dtype=torch.int32, device=device
-    )
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        row_of_slot,
-        slots_of_row.view(4, 2),
-        torch.zeros(8, device=device),
-        counts,
-        first,
-        expert_alignment=1,
-        is_captured=False,
-    )
+    row_of_slot, slots_of_row, _, _ = receive(ranks[0])
     assert slots_of_row.view(4, 2).tolist() == [[0, 2], [-1, -1], [-1, 3], [-1, -1]]
     assert row_of_slot[[0, 2, 3]].tolist() == [0, 0, 2]
 
@@ -436,17 +440,7 @@ def test_sums_are_given_memory_before_they_are_sent(
 def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     send(ranks[0], [[0, 1]], [[1, 1]])
-    index = [torch.zeros(8, dtype=torch.int32, device=device) for _ in range(4)]
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        index[0],
-        index[1].view(4, 2),
-        torch.zeros(8, device=device),
-        index[2],
-        index[3],
-        expert_alignment=1,
-        is_captured=False,
-    )
+    index = receive(ranks[0])
     phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
     assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
     assert index[2][:2].tolist() == [0, 0]
@@ -471,17 +465,7 @@ def test_nothing_is_handed_out_where_one_program_alone_has_timed_out(
         "abort_if_late",
         lambda peers, late, *rest: abort_if_late(peers, late + tl.program_id(0), *rest),
     )
-    index = [torch.full((8,), 77, dtype=torch.int32, device=device) for _ in range(4)]
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        index[0],
-        index[1].view(4, 2),
-        torch.zeros(8, device=device),
-        index[2],
-        index[3],
-        expert_alignment=1,
-        is_captured=False,
-    )
+    index = receive(ranks[0])
     assert ranks[0].exchange.peers.report[:1].tolist() == [Wait.DISPATCH]
     assert index[2][:2].tolist() == [0, 0]
     assert index[3][:3].tolist() == [0, 0, 0]

@@ -43,8 +43,9 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.bench.turns import time_launch
-from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
+from epcomm.calls.call import DispatchCall
 from epcomm.ops.pack import pack
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantizer_for
@@ -116,7 +117,7 @@ class NormalWork:
             max_recv_slots=_budget(options, group.world_size),
             num_sms=num_sms,
         )
-        buffer = NVLinkStaticBuffer(group.collectives, spec)
+        buffer = NVLinkStaticBuffer(group.calls, spec)
         buffer.prepare()
         low_latency.check(options, group, buffer)
         call = options.make_call(0, group.rank, group.device)

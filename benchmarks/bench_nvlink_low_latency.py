@@ -38,9 +38,10 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.ranks import COLLECTIVE_TIMEOUT, of_all_ranks
 from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.bench.turns import wait_for_all
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
+from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
@@ -148,7 +149,7 @@ def open_buffer(options: Options, group: EPGroup) -> LowLatencyBuffers:
 
     kind = TunedSlabs if options.masked else TunedRows
     spec = options.spec(group.world_size, returns_slots=options.returns_slots)
-    buffer = kind(group.collectives, spec)
+    buffer = kind(group.calls, spec)
     buffer.prepare()
     return buffer
 

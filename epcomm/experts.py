@@ -335,13 +335,13 @@ class ExpertParallelExperts(nn.Module):
                 gradients, on meta or cut otherwise; on every rank, before anything moves.
             EPTimeout: some ranks did not come; `placement` is equal on all ranks that are left.
         """
-        collectives, problem, state = self.group.collectives, "", None
+        calls, problem, state = self.group.calls, "", None
         try:
             state = self._find_movable(placement, optimizer)
         except ConfigError as error:
             problem = str(error)
         agree_on_move(
-            collectives,
+            calls,
             problem=problem,
             placement=None if problem else placement,
             state="" if state is None else state.describe(),
@@ -349,9 +349,9 @@ class ExpertParallelExperts(nn.Module):
         assert state is not None, "agree_on_move() raises what keeps a rank from it"
         assert self.placement is not None, "checked with the state"
         assert self._replicas is not None, "experts that are placed have tables"
-        staged = stage_experts(state.pieces(), self.placement, placement, collectives)
+        staged = stage_experts(state.pieces(), self.placement, placement, calls.collectives)
         # Nothing is written before all ranks have all their rows.
-        lost = agree_to_write(collectives)
+        lost = agree_to_write(calls)
         staged.write()
         self._replicas.write(placement)
         self.placement = placement

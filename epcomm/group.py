@@ -11,8 +11,9 @@ import torch
 
 from epcomm.buffers.base import Backend, Buffer, ExcludesRanks
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.header import CallKind, operation_sign
+from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
-from epcomm.collectives.call_order import operation_sign
 from epcomm.collectives.staged import StagedCollectives
 from epcomm.errors import BackendUnavailable, ConfigError, HandleError, PickleRefused
 from epcomm.registry import buffer_class, fused_class
@@ -77,6 +78,7 @@ class EPGroup:
         self._owns_collectives = self.collectives is not ranks
         if device is not None and device.type != self.collectives.device.type:
             self.collectives = StagedCollectives(self.collectives, device)
+        self.calls = Calls(self.collectives)
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.device: torch.device = self.collectives.device
@@ -122,7 +124,7 @@ class EPGroup:
         """
         if not self.is_closed and self.collectives.bounded is not None:
             phase = f"{name} of an expert parameter"
-            self.collectives.announce(operation_sign(name), phase=phase)
+            self.calls.announce_to_parts(CallKind.PARAMETERS, operation_sign(name), phase=phase)
 
     def __deepcopy__(self, memo: dict[int, object]) -> EPGroup:
         """Return this group, which copies of layers share, such as averages of weights."""
@@ -219,7 +221,7 @@ class EPGroup:
         if self.is_closed:
             raise HandleError(f"{function}: the EPGroup is closed ({self.where}); make a new one")
         # Compared before the look-up: a rank that finds its backend must not leave others waiting.
-        self.collectives.agree({"backend": name, **spec.as_record()}, what=function)
+        self.calls.agree({"backend": name, **spec.as_record()}, what=function)
         kind, key = class_of(name), (name, spec)
         if spec.returns_slots and not kind.returns_slots:
             raise ConfigError(
@@ -228,7 +230,7 @@ class EPGroup:
             )
         found = self._backends.get(key)
         if found is None:
-            found = kind(self.collectives, spec)
+            found = kind(self.calls, spec)
             found.prepare()
             self._backends[key] = found
         assert isinstance(found, kind), "names are of one class each"
@@ -250,6 +252,7 @@ class EPGroup:
                 backend.abandon()
             else:
                 backend.close()
+        self.calls.close()
         if self._owns_collectives:
             self.collectives.close()
 

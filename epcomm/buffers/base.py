@@ -11,94 +11,15 @@ from torch import Tensor
 
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import quantize, row_major
 from epcomm.records import ExchangePlan, Pending, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import (
-    Int8Profile,
-    RowsPer,
-    WireFormat,
-    WireTensor,
-    data_of,
-)
-
-
-class RowQuantizer(Protocol):
-    """The signature of quantize() without its choices."""
-
-    def __call__(
-        self, hidden_states: Tensor, wire_format: WireFormat, /, *, out: WireTensor | None = None
-    ) -> WireTensor: ...
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DispatchCall:
-    """One rank's part of a dispatch.
-
-    hidden_states: [T, H], unquantised, or a WireTensor of rows that are quantised already, in the
-        dispatch format of the buffer, with scales of any layout and strides: those travel as they
-        are. Where Backend.takes_wire_tensors is not set, and with gradients, they do not.
-    topk_ids: [T, K], int64.   topk_weights: [T, K], float32; beside float64 rows this and all that
-        is float32 below is float64. Where slots come home apart, any tensor, which is not read.
-    expert_names: of the tensors of the experts whose bits `flags` has, in their order.
-    error: why this rank takes part with T = 0, if it does.
-    quantize: brings hidden states to a format, into the memory of a message where a buffer can.
-    int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
-    dispatcher: number of the dispatcher that calls, see CallOrder.add_dispatcher(); 0 for none.
-    num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
-        those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
-    fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
-        between hosts, as pass_on() of epcomm/buffers/faults.py makes it.
-    size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
-        for nothing. Read where hosts compare calls.
-    wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
-    """
-
-    hidden_states: Tensor | WireTensor
-    topk_ids: Tensor
-    topk_weights: Tensor
-    flags: BatchFlags
-    expert_names: tuple[str, ...] = ()
-    error: EPError | None = None
-    quantize: RowQuantizer = quantize
-    int8_profile: Int8Profile = Int8Profile.RINT127
-    dispatcher: int = 0
-    num_sms: int | None = None
-    size: int = 0
-    wants_row_topk: bool = False
-    fault: Tensor | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Return T."""
-        return data_of(self.hidden_states).shape[0]
-
-    @property
-    def unquantized(self) -> Tensor:
-        """Return the hidden states, which must be no WireTensor."""
-        assert isinstance(self.hidden_states, Tensor), "this call was to be quantised here"
-        return self.hidden_states
-
-    def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
-        """Return the hidden states as they travel. Lifetime: may share memory with them."""
-        if isinstance(self.hidden_states, Tensor):
-            return self.quantize(self.hidden_states, wire_format)
-        return row_major(self.hidden_states)
-
-    def write(self, out: WireTensor) -> None:
-        """Write the hidden states as they travel into `out`, whose rows may have any stride."""
-        if isinstance(self.hidden_states, Tensor):
-            self.quantize(self.hidden_states, out.format, out=out)
-            return
-        wire = row_major(self.hidden_states)
-        out.data.copy_(wire.data)
-        if out.scales is not None and wire.scales is not None:
-            out.scales.copy_(wire.scales)
+from epcomm.types import Int8Profile, RowsPer, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -231,7 +152,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         """Keep the arguments; prepare() does the rest."""
 
     @abstractmethod
@@ -319,7 +240,7 @@ class AddsBias(ABC):
 class Buffer(Backend):
     """The mechanism of one backend. Calls are collective and come in one order on all ranks.
 
-    counts_calls: CallOrder counts a call when its ranks begin to compare it, and not before: what
+    counts_calls: Calls counts a call when its ranks begin to compare it, and not before: what
         fails on one rank until then may still be told to all.
     takes_num_sms: it keeps to DispatchCall.num_sms; else BufferSpec.num_sms alone limits kernels.
     """

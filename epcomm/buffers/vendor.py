@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import (
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import (
     DeviceFaults,
     any_flags,
     assume_all_need_grad,
@@ -26,8 +27,7 @@ from epcomm.buffers.faults import (
     raise_faults,
     repeated_ids_error,
 )
-from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, EPError, HandleError
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.spec import BufferSpec
@@ -47,8 +47,9 @@ class VendorCalls:
     # As Backend says: kernels of some packages fail there.
     needs_distinct_ids: ClassVar[bool] = False
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives = collectives
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        collectives = calls.collectives
+        self._calls, self._collectives = calls, collectives
         self._spec = spec
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device

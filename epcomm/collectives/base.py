@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 
 from epcomm.collectives.bounded import BoundedWait
-from epcomm.collectives.call_order import FAULT, CallKind, CallOrder, CallSign
 from epcomm.collectives.stream_order import StreamOrder
 from epcomm.config import EPConfig
-from epcomm.errors import BackendUnavailable, ConfigError, HandleError, RankNames, ShapeError
-from epcomm.protocol import FaultCode, fault_word, pack_fault, unpack_fault
+from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -55,19 +53,10 @@ class Collectives(ABC):
     # What messages say behind a phase, in a part of a group: `, between hosts`.
     scope: str = ""
 
-    _names: RankNames | None = None
-
-    @property
+    @cached_property
     def names(self) -> RankNames:
         """The numbers of the ranks for messages; in a part of a group, those in the group."""
-        if self._names is None:
-            self._names = RankNames.of_all(self.rank, self.world_size)
-        return self._names
-
-    @cached_property
-    def calls(self) -> CallOrder:
-        """The calls made over this transport, which ranks compare before they send rows."""
-        return CallOrder(self)
+        return RankNames.of_all(self.rank, self.world_size)
 
     @cached_property
     def streams(self) -> StreamOrder:
@@ -87,9 +76,7 @@ class Collectives(ABC):
         for part in self._parts.values():
             part.limit_waits(timeout_s)
 
-    def split(
-        self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
-    ) -> Collectives:
+    def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
         """Return the collectives of the ranks that share a part with this one.
 
         They name ranks by their numbers here, wait as long, and share what tells of lost ranks: a
@@ -98,7 +85,6 @@ class Collectives(ABC):
         Args:
             parts: the ranks of each part, ascending; each rank is in one.
             scope: what messages say behind a phase, such as `, between hosts`.
-            counts_calls: calls of the part count as calls of the whole too.
 
         Collective: yes, the first time for these parts.   Host sync: yes.
         Lifetime: until these collectives are closed; whoever asks for the same parts has the same.
@@ -108,12 +94,11 @@ class Collectives(ABC):
         if key not in self._parts:
             mine = next(part for part in key if self.rank in part)
             found = self._make_part(mine)
-            found._names = RankNames(
+            found.names = RankNames(
                 own=self.names.own,
                 numbers=tuple(self.names.numbers[rank] for rank in mine),
                 world_size=self.names.world_size,
             )
-            found.calls = CallOrder(found, whole=self.calls, counts_in_whole=counts_calls)
             found.streams = self.streams
             found.scope = scope
             found.kernel_timeout_s = self.kernel_timeout_s
@@ -137,7 +122,6 @@ class Collectives(ABC):
         for part in self._parts.values():
             part.close()
         self._parts.clear()
-        self.calls.close()
 
     @abstractmethod
     def all_to_all(
@@ -190,6 +174,7 @@ class Collectives(ABC):
         *,
         what: str,
         findings: Mapping[str, Scalar] | None = None,
+        phase: str = "",
     ) -> list[dict[str, Scalar]]:
         """Compare a record over all ranks.
 
@@ -197,6 +182,7 @@ class Collectives(ABC):
             record: names and values that must be equal everywhere.
             what: the function and the thing compared, for the message.
             findings: what this rank has to tell, which may differ; it takes no exchange of its own.
+            phase: of the exchange; '': `what`.
 
         Returns:
             The findings of all ranks, by rank.
@@ -206,7 +192,7 @@ class Collectives(ABC):
         Raises:
             ConfigError: some field differs; on every rank, with the field, values and ranks.
         """
-        gathered = self._gather_json([record, findings or {}], what)
+        gathered = self._gather_json([record, findings or {}], phase or what)
         records = [compared for compared, _ in gathered]
         names = list(dict.fromkeys(name for other in records for name in other))
         faults = [
@@ -231,10 +217,7 @@ class Collectives(ABC):
     def _gather_json(
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
-        """Gather what all ranks pass, by rank; most often in one exchange behind the header."""
-        if self.bounded is not None:
-            self.announce(CallSign(kind=CallKind.RECORDS), phase=phase)
-            phase = f"{phase}, records"
+        """Gather what all ranks pass, by rank; most often in one exchange."""
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
         texts = self._gather_bytes(message[:_FIRST_BYTES].ljust(_FIRST_BYTES), phase)
@@ -244,37 +227,6 @@ class Collectives(ABC):
             rests = self._gather_bytes(message[_FIRST_BYTES:].ljust(num_left), phase)
             texts = [text + rest for text, rest in zip(texts, rests, strict=True)]
         return [json.loads(text[_LENGTH_BYTES:]) for text in texts]
-
-    def announce(self, sign: CallSign, *, phase: str) -> None:
-        """Begin a call of the whole group, with a header to the ranks of each part first.
-
-        There the ranks may be in a call of a buffer made of parts, and would wait for this one.
-
-        Collective: yes.   Host sync: yes.
-        Raises:
-            HandleError: some ranks make another call; on every rank.
-        """
-        problem: HandleError | None = None
-        for part in self._parts.values():
-            # As a buffer made of parts does, relay the fault of another part.
-            fault = fault_word(problem)
-            try:
-                headers = part.calls.exchange_headers(sign, fault=fault, phase=phase + part.scope)
-            except HandleError as error:
-                problem = problem or error
-                continue
-            faults = zip(part.names.numbers, headers, strict=True)
-            found = [unpack_fault(words[FAULT], rank) for rank, words in faults if words[FAULT]]
-            if found and problem is None:
-                _, rank = found[0]
-                problem = HandleError(
-                    f"{phase}: rank {rank} is in a different call from the other ranks "
-                    f"({self.names.where}); call in the same order on all ranks"
-                )
-                problem.fault_word = pack_fault(FaultCode.CALLS, rank)
-        if problem is not None:
-            raise problem
-        self.calls.exchange_headers(sign, phase=phase)
 
     def _gather_bytes(self, message: bytes, phase: str) -> list[bytes]:
         """Return the messages of all ranks, by rank, of one length."""

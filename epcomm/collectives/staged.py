@@ -38,13 +38,11 @@ class StagedCollectives(Collectives):
         # The host waits there.
         self._over.limit_waits(timeout_s)
 
-    def split(
-        self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
-    ) -> Collectives:
-        found = super().split(parts, scope=scope, counts_calls=counts_calls)
+    def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
+        found = super().split(parts, scope=scope)
         assert isinstance(found, StagedCollectives), "_make_part made it"
-        # Messages of a wait that was in vain are written there.
-        found._over._names, found._over.scope = found.names, scope
+        # Messages about a wait that timed out are written there.
+        found._over.names, found._over.scope = found.names, scope
         return found
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:

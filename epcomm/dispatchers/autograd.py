@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
+from epcomm.calls.call import DispatchCall
 from epcomm.dispatchers import operators
 from epcomm.dispatchers.operators import CombineCall
 from epcomm.ops.slots import gather_rows, gather_scalars

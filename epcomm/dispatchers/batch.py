@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
+from epcomm.calls.call import DispatchCall
 from epcomm.dispatchers.base import NeedGrad
 from epcomm.errors import EPError
 from epcomm.protocol import BatchFlags

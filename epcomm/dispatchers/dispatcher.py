@@ -11,8 +11,9 @@ from typing import ClassVar, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
@@ -84,7 +85,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._dtype = self._spec.hidden_format.dtype.torch_dtype
         self._weights_dtype = sum_dtype(self._dtype)
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
-        self._calls = group.collectives.calls
+        self._calls = group.calls
         self._number = self._calls.add_dispatcher(self.mode)
         # Plain torch casts; only eight bits need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized

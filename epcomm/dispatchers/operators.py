@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
+from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.types import RowsPer, WireTensor

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.sizes import Region
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (

@@ -6,7 +6,8 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
-from epcomm.buffers.base import Backend, DispatchCall
+from epcomm.buffers.base import Backend
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.records import PathOutput
 from epcomm.spec import Availability

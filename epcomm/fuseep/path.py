@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import find_call_error, num_tokens_of
 from epcomm.errors import ConfigError, EPError, HandleError

@@ -14,12 +14,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
@@ -63,8 +63,8 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
     def pack(cls, weights: Int8ChannelWeights) -> Int8ChannelWeights:
         return weights
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._buffer = CollectiveBuffer(collectives, _exchange_spec(spec))
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        self._buffer = CollectiveBuffer(calls, _exchange_spec(spec))
         self._is_closed = False
 
     def prepare(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.optim import Optimizer
 
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.errors import ConfigError, EPTimeout, describe_ranks
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.sharding.shards import ExpertShard, is_expert_tensor
@@ -99,7 +99,7 @@ def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlac
 
 
 def agree_on_move(
-    collectives: Collectives, *, problem: str, placement: ExpertPlacement | None, state: str
+    calls: Calls, *, problem: str, placement: ExpertPlacement | None, state: str
 ) -> None:
     """Compare what all ranks are about to move, before anything moves.
 
@@ -111,26 +111,25 @@ def agree_on_move(
     """
     places = None if placement is None else placement.as_json()
     found = {"problem": problem, "placement": _digest(places), "tensors": _digest(state)}
-    told = collectives.agree({}, what="rebalance", findings=found)
+    told = calls.agree({}, what="rebalance", findings=found)
     for rank, finding in enumerate(told):
         if finding["problem"]:
             raise ConfigError(
                 str(finding["problem"])
-                if rank == collectives.rank
-                else f"{finding['problem']} (said by rank {rank}; this is rank {collectives.rank} "
-                f"of {collectives.world_size})"
+                if rank == calls.names.own
+                else f"{finding['problem']} (reported by rank {rank}; this is {calls.names.where})"
             )
     for name in ("placement", "tensors"):
         others = [rank for rank, each in enumerate(told) if each[name] != told[0][name]]
         if others:
             raise ConfigError(
                 f"rebalance: {name} of {describe_ranks(others)} differ from those of rank 0 (this "
-                f"is rank {collectives.rank} of {collectives.world_size}); pass the same placement "
+                f"is {calls.names.where}); pass the same placement "
                 "on all ranks, with the optimizer of the layer or without"
             )
 
 
-def agree_to_write(collectives: Collectives) -> EPTimeout | None:
+def agree_to_write(calls: Calls) -> EPTimeout | None:
     """Let all ranks write their rows or none, also if a rank is lost meanwhile.
 
     A rank that comes to the second agreement knows that all ranks have completed the first, and
@@ -144,13 +143,13 @@ def agree_to_write(collectives: Collectives) -> EPTimeout | None:
         EPTimeout: some ranks did not come, and no survivor writes.
     """
     try:
-        collectives.agree({}, what="rebalance, all rows are there")
+        calls.agree({}, what="rebalance, all rows are there")
     except EPTimeout as lost:
         if any(phase.startswith(_ALL_WRITE) for phase in lost.phases):
             return lost
         raise
     try:
-        collectives.agree({}, what=_ALL_WRITE)
+        calls.agree({}, what=_ALL_WRITE)
     except EPTimeout as lost:
         return lost
     return None

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.errors import ConfigError
 from epcomm.placement.expert_load import ExpertLoad
 
@@ -70,7 +70,7 @@ class LoadRecorder:
         self._windows.append(counts - self._before)
         self._before = counts
 
-    def gather(self, collectives: Collectives) -> ExpertLoad:
+    def gather(self, calls: Calls) -> ExpertLoad:
         """Add up the windows of all ranks; the window that has not ended is left out.
 
         A token that all ranks have (EPConfig.replicated) is counted on each of them.
@@ -82,7 +82,7 @@ class LoadRecorder:
                 zeroed within a window; on every rank.
         """
         sizes = {name: table.shape[1] for name, table in self._tables.items()}
-        collectives.agree(
+        calls.agree(
             {
                 "windows": len(self._windows),
                 "layers": " ".join(f"{n}={e}" for n, e in sizes.items()),
@@ -92,7 +92,7 @@ class LoadRecorder:
         loads: dict[str, tuple[tuple[int, ...], ...]] = dict.fromkeys(sizes, ())
         if self._windows:
             local = torch.stack(tuple(self._windows))
-            counts = collectives.all_gather(local, phase="LoadRecorder.gather")
+            counts = calls.collectives.all_gather(local, phase="LoadRecorder.gather")
             if counts.lt(0).any():
                 raise ConfigError(
                     "LoadRecorder.gather: counts of a window are below 0, expected tables that "
@@ -101,7 +101,7 @@ class LoadRecorder:
             total = counts.sum(0)
             for name, part in zip(sizes, total.split(list(sizes.values()), dim=1), strict=True):
                 loads[name] = tuple(tuple(row) for row in part.tolist())
-        return ExpertLoad(num_ranks=collectives.world_size, windows_by_layer=loads)
+        return ExpertLoad(num_ranks=calls.world_size, windows_by_layer=loads)
 
     def _count(self) -> Tensor:
         """Return what was counted so far, the layers one behind another: [sum of E]."""

@@ -201,7 +201,7 @@ def survey_group(
         found[_REACH] = reach_of(group.device).as_text()
     record: dict[str, Scalar] = {_ERROR: "", "hosts": str(group.hosts or "not given")}
     record |= _as_record(config) | _as_record(spec) | _describe_experts(weights)
-    records = group.collectives.agree(record, what="plan", findings=found)
+    records = group.calls.agree(record, what="plan", findings=found)
     if error is not None:
         raise error
     errors = [f"rank {rank}: {other[_ERROR]}" for rank, other in enumerate(records)]
@@ -283,7 +283,7 @@ def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
     Collective: yes, with their plan().   Host sync: yes.
     """
     with suppress(ConfigError):
-        group.collectives.agree({_ERROR: str(error)}, what="plan")
+        group.calls.agree({_ERROR: str(error)}, what="plan")
     raise error
 
 

@@ -15,9 +15,10 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.call_shape import call_shape
 from epcomm.buffers.sizes import max_slots_of
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.group import EPGroup

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from epcomm import EPGroup
-from epcomm.buffers.base import AddsBias, DispatchCall
+from epcomm.buffers.base import AddsBias
+from epcomm.calls.call import DispatchCall
 from epcomm.ops import select
 from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec

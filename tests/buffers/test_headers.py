@@ -15,16 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPError, EPGroup, EPTimeout, HandleError, ShapeError, TopKOutput
-from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.base import Buffer
 from epcomm.buffers.collective.all_gather import AllGatherBuffer
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.collective.replicated import ReplicatedBuffer
-from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import DeviceFaults
+from epcomm.calls.header import CHECK, FAULT, FLAGS, HEADER_WORDS, ROWS
+from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.bounded import BoundedWait, FailureBoard
-from epcomm.collectives.call_order import CHECK, FAULT, FLAGS, HEADER_WORDS, ROWS, CallOrder
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.spec import BufferSpec
@@ -116,14 +118,15 @@ def dispatch_with(
         hidden_format=FP32,
         max_tokens_per_rank=6,
     )
-    buffer = BUFFERS[kind](mirror, spec)
+    calls = Calls(mirror)
+    buffer = BUFFERS[kind](calls, spec)
     buffer.prepare()
     call = DispatchCall(
         hidden_states=torch.ones(4, 8),
         topk_ids=torch.tensor([[0, 1], [2, num_local], [3, num_local + 1], [1, 2]]),
         topk_weights=torch.ones(4, 2),
         flags=BatchFlags.NONE,
-        dispatcher=mirror.calls.add_dispatcher(KINDS["collective"].dispatcher.mode),
+        dispatcher=calls.add_dispatcher(KINDS["collective"].dispatcher.mode),
     )
     with suppress(RowsWereSentError):
         buffer.dispatch(call)
@@ -225,15 +228,15 @@ class Flip:
 
 def flip_word(patched: pytest.MonkeyPatch, flip: Flip) -> None:
     """Let rank 0 receive one word of rank 1 with another value, once."""
-    exchange, numbers = CallOrder.exchange, iter(range(100))
+    exchange, numbers = Calls.exchange, iter(range(100))
 
-    def changing(self: CallOrder, message: Tensor, phase: str) -> Tensor:
+    def changing(self: Calls, message: Tensor, phase: str) -> Tensor:
         received = exchange(self, message, phase)
         if next(numbers) == flip.number:
             received[1, flip.place] ^= 1 << 1
         return received
 
-    patched.setattr(CallOrder, "exchange", changing)
+    patched.setattr(Calls, "exchange", changing)
 
 
 def flip_table(patched: pytest.MonkeyPatch) -> None:

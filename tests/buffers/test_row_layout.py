@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from epcomm import WireDtype, WireFormat, WireTensor
-from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.row_layout import RowLayout
+from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import KNOWN_FORMATS
 

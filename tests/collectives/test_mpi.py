@@ -166,12 +166,12 @@ def test_disagreement_names_field_values_and_ranks_on_every_rank(ep_ranks: MPI.C
     with EPGroup(ep_ranks) as group:
         size = 128 if group.rank == 1 else 64
         with pytest.raises(ConfigError) as caught:
-            group.collectives.agree({"top_k": 2, "hidden_size": size}, what="open_buffer")
+            group.calls.agree({"top_k": 2, "hidden_size": size}, what="open_buffer")
         assert str(caught.value) == (
             "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1 "
             f"(this is {group.where}); make them equal on all ranks"
         )
-        group.collectives.agree({"top_k": 2}, what="the group is usable")
+        group.calls.agree({"top_k": 2}, what="the group is usable")
 
 
 @pytest.mark.mpi_ranks(NUM_RANKS)

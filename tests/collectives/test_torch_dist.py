@@ -171,12 +171,12 @@ def test_disagreement_names_field_values_and_ranks_on_every_rank() -> None:
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_closed_group_lets_go_of_its_process_group() -> None:
     group = EPGroup()
-    group.collectives.gather_records({})
+    group.calls.gather_records({})
     group.close()
     # The caller destroys it, which ends its threads only if nobody else holds it.
     assert group.collectives.process_group is None
     with pytest.raises(HandleError, match="collective: the EPGroup is closed"):
-        group.collectives.gather_records({})
+        group.calls.gather_records({})
 
 
 def test_the_end_of_a_program_waits_until_gloo_has_let_go_of_tensors() -> None:

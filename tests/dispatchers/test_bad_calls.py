@@ -505,7 +505,7 @@ def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
                 dispatcher.dispatch(x, topk)
             else:
                 # A rank in another call sends no counts.
-                group.collectives.gather_records({})
+                group.calls.gather_records({})
 
         with pytest.raises(HandleError, match="rank 0 is in dispatch"):
             call()

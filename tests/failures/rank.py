@@ -111,7 +111,7 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
         y.sum().backward()
 
     call(None)
-    group.collectives.gather_records({})
+    group.calls.gather_records({})
     message = _message_of(lambda: call(scenario.phase))
     (folder / f"gave_up{group.rank}").touch()
     elapsed_s, again_start_s = time.monotonic() - wait_start_s, time.monotonic()

@@ -66,12 +66,12 @@ def test_a_dispatcher_goes_on_without_a_dead_rank(
             with pytest.raises(EPTimeout, match="rank 1"):
                 exchange(dispatcher, x)
         # The dead rank is alive here, to end with the others; it takes no part in between.
-        group.collectives.gather_records({}, phase="the living have given up")
+        group.calls.gather_records({}, phase="the living have given up")
         if group.rank != DEAD:
             group.exclude_ranks([DEAD])
             for _ in range(2):
                 assert torch.equal(exchange(dispatcher, x), 0.5 * x)
-        group.collectives.gather_records({}, phase="the living have gone on")
+        group.calls.gather_records({}, phase="the living have gone on")
     with pytest.raises(HandleError, match="exclude_ranks: the EPGroup is closed"):
         group.exclude_ranks([DEAD])
 

@@ -339,7 +339,7 @@ def test_tokens_that_chose_an_expert_are_counted(layout: str, mode: str, folder:
         train(model, parts[dist.get_rank() * len(parts) // NUM_RANKS])
         recorder.end_window()
         with EPGroup() as group:
-            load_ = recorder.gather(group.collectives)
+            load_ = recorder.gather(group.calls)
         assert list(load_.windows_by_layer) == [f"model.layers.{n}.mlp.experts" for n in range(2)]
         # Replicated tokens are counted on each rank.
         times = NUM_RANKS if (layout, mode) == ("one_batch", "auto") else 1

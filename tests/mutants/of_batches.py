@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
+from epcomm.calls.call import DispatchCall
 from epcomm.records import ExchangePlan
 from tests.mutants.base import Mutant
 

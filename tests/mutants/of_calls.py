@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.order import Calls
 from epcomm.errors import EPError
 from epcomm.ops.members import Members, MemberTable
 from epcomm.ops.slots import members_of, slots_by_row
@@ -72,8 +73,8 @@ class BadCallIsKeptQuiet(CollectiveBuffer):
 class AsManyInFlightAsUsual(NVLinkBuffer):
     """The number of batches in flight that the caller asks for is not heard."""
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, replace(spec, batches_in_flight=None))
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, replace(spec, batches_in_flight=None))
 
 
 class NegativeIdsAreHoles(CollectiveBuffer):
@@ -86,10 +87,10 @@ class NegativeIdsAreHoles(CollectiveBuffer):
 class BudgetOfOneMore(StaticCollectiveBuffer):
     """There is place for one slot more than the budget says."""
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         budget = spec.max_recv_slots
         super().__init__(
-            collectives, replace(spec, max_recv_slots=None if budget is None else budget + 1)
+            calls, replace(spec, max_recv_slots=None if budget is None else budget + 1)
         )
 
 

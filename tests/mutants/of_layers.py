@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from epcomm import EPGroup, ExpertParallelExperts, TopKOutput
-from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.calls.call import DispatchCall
 from epcomm.weights.unquantized import Activation, ExpertWeights
 from tests.mutants.base import Mutant
 from tests.testing.test_suites_catch_faults import OtherSlotOrder

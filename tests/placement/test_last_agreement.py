@@ -45,7 +45,7 @@ def test_survivors_have_one_placement(reaches: str, monkeypatch: pytest.MonkeyPa
     old = layer.placement
     assert old is not None
     new = replace(old, physical_to_logical=old.physical_to_logical[::-1])
-    gather, agree = collectives.all_gather, collectives.agree
+    gather, agree = collectives.all_gather, group.calls.agree
     is_lost = group.rank == LOST_RANK
 
     def gathered(tensor: Tensor, *, phase: str = "") -> Tensor:
@@ -66,7 +66,7 @@ def test_survivors_have_one_placement(reaches: str, monkeypatch: pytest.MonkeyPa
             bounded.timeout_s = TIMEOUT_S
         return agree(record, what=what, findings=findings)
 
-    monkeypatch.setattr(collectives, "agree", agreed)
+    monkeypatch.setattr(group.calls, "agree", agreed)
     monkeypatch.setattr(collectives, "all_gather", gathered)
     with pytest.raises(SystemExit if is_lost else EPTimeout):
         layer.rebalance(new)

@@ -232,10 +232,10 @@ def test_failure_on_the_way_leaves_the_old_placement(
                 raise EPTimeout("rebalance: rank 1 did not arrive")
             return ask(record, what=what, **others)  # type: ignore[arg-type]
 
-        ask = collectives.agree
+        ask = layer.group.calls.agree
         with monkeypatch.context() as patched:
             patched.setattr(collectives, "all_to_all", fail)
-            patched.setattr(collectives, "agree", agree)
+            patched.setattr(layer.group.calls, "agree", agree)
             with pytest.raises(EPTimeout):
                 layer.rebalance(exchanged)
         assert layer.placement == old

@@ -46,7 +46,7 @@ def test_windows_of_all_ranks_hold_what_was_routed(router: str) -> None:
             counts = Counter(expert for ids in seen for expert in ids or ())
             expected.append(tuple(counts[expert] for expert in range(NUM_EXPERTS)))
         moe(tokens(group.rank, 3, group.device))
-        load = recorder.gather(group.collectives)
+        load = recorder.gather(group.calls)
         # The first window has made way, and the last has not ended.
         assert load == ExpertLoad(
             num_ranks=NUM_RANKS, windows_by_layer={"block": tuple(expected[1:])}
@@ -81,11 +81,11 @@ def test_stats_tell_the_imbalance_of_ranks_and_only_where_load_is_recorded() -> 
 def test_ranks_with_other_windows_are_refused_on_all() -> None:
     with EPGroup() as group:
         recorder = LoadRecorder({"block": load_table(4, CPU)})
-        assert recorder.gather(group.collectives).windows_by_layer == {"block": ()}
+        assert recorder.gather(group.calls).windows_by_layer == {"block": ()}
         for _ in range(group.rank):
             recorder.end_window()
         with pytest.raises(ConfigError, match="windows"):
-            recorder.gather(group.collectives)
+            recorder.gather(group.calls)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -99,7 +99,7 @@ def test_tables_that_were_zeroed_are_refused_on_all_ranks() -> None:
             table.zero_()
         recorder.end_window()
         with pytest.raises(ConfigError, match="counts of a window are below 0"):
-            recorder.gather(group.collectives)
+            recorder.gather(group.calls)
 
 
 def test_copies_share_the_load_of_their_expert() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from epcomm import EPConfig, EPGroup, EPTimeout, HandleError
-from epcomm.collectives.call_order import _operation_of, operation_sign
+from epcomm.calls.header import operation_of, operation_sign
 from epcomm.sharding.expert_tensor import ExpertTensor
 from tests.cases.expert_models import OverRanks, tokens
 
@@ -44,7 +44,7 @@ def parameter_of(model: OverRanks) -> Tensor:
 
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", COMMUNICATING)
-def test_an_operation_of_one_rank_is_named_on_all_and_the_group_goes_on(name: str) -> None:
+def test_anoperation_of_one_rank_is_named_on_all_and_the_group_goes_on(name: str) -> None:
     with EPGroup() as group:
         model = OverRanks(group)
         loss = model(tokens(group.rank)).detach()
@@ -100,7 +100,7 @@ def test_an_operation_that_no_other_rank_joins_ends() -> None:
 def test_a_number_names_an_operation(name: str) -> None:
     sign = operation_sign(name)
     assert 0 < sign.size < 2**63
-    assert _operation_of(sign.size) == name
+    assert operation_of(sign.size) == name
 
 
 @pytest.mark.ranks(2)

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPGroup, EPTimeout
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.deep_ep.normal import DeepEPExchangePlan, Received
 from epcomm.buffers.deep_ep.rows import ElasticHandle, LegacyHandle, Rows
 from epcomm.buffers.deep_ep.v1 import DeepEPV1Buffer, DeepEPV1StaticBuffer, LegacyPackage
 from epcomm.buffers.deep_ep.v1_low_latency import DeepEPV1LowLatencyBuffer, LowLatencyExchangePlan
 from epcomm.buffers.deep_ep.v2 import DeepEPV2Buffer, DeepEPV2StaticBuffer, ElasticPackage
 from epcomm.buffers.deep_ep.v2_low_latency import DeepEPV2LowLatencyBuffer
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.order import Calls
 from epcomm.quantization.scale_layout import pack_scales
 from epcomm.records import ExchangePlan, Pending
 from epcomm.registry import buffer_class
@@ -227,8 +228,8 @@ class V2StaticKeepsFirstHandle(_KeepsFirstHandle, DeepEPV2StaticBuffer):
 class _KeepsFaults(Buffer):
     """Ranks do not compare their calls, though they are asked to."""
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, replace(spec, compares_calls=False))
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, replace(spec, compares_calls=False))
 
 
 class V1KeepsFaults(_KeepsFaults, DeepEPV1Buffer):

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, Mode
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective import all_to_all
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan
 from epcomm.buffers.traffic import TrafficMeter
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.order import Calls
 from epcomm.ops.members import Members, MemberTable
 from epcomm.ops.slots import members_of, slots_by_row
 from epcomm.records import ExchangePlan
@@ -131,8 +132,8 @@ class CombineReadsPadding(CollectiveBuffer):
 class CachedDispatchReturnsOldRows(CollectiveBuffer):
     """The rows of the dispatch come again, whatever is sent."""
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec)
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec)
         self._old_rows: dict[int, Tensor] = {}
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -175,9 +176,9 @@ class _MeterOfAllRows(TrafficMeter):
 class TrafficCountsLocalRows(CollectiveBuffer):
     """Rows that stay on the rank count as sent."""
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec)
-        self._traffic = _MeterOfAllRows(collectives.rank)
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec)
+        self._traffic = _MeterOfAllRows(calls.collectives.rank)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable
 from epcomm.ops.masked_entries import fill_masked_entries

@@ -13,6 +13,7 @@ from torch import Tensor
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, describe_ranks
@@ -52,6 +53,7 @@ class AscendCalls:
     # The Buffer of the package, which has no type here.
     _buffer: Any
     # As VendorCalls sets them.
+    _calls: Calls
     _collectives: Collectives
     _spec: BufferSpec
     _rank: int
@@ -121,7 +123,7 @@ class AscendCalls:
             except BackendUnavailable as error:
                 reasons.append(str(error))
         self._raise_reasons(reasons)
-        self._collectives.agree(_settings(machine.environment), what=self.name)
+        self._calls.agree(_settings(machine.environment), what=self.name)
         self._buffer = package.Buffer(group=process_group, **arguments)
 
     def _signature_reasons(self, buffer: type) -> list[str]:
@@ -132,8 +134,7 @@ class AscendCalls:
         """Raise on every rank if some rank has reasons."""
         mine = {"reasons": "; ".join(reasons)}
         texts = [
-            str(record["reasons"])
-            for record in self._collectives.gather_records(mine, phase="prepare")
+            str(record["reasons"]) for record in self._calls.gather_records(mine, phase="prepare")
         ]
         faults = [
             f"{describe_ranks([r for r, other in enumerate(texts) if other == text])}: {text}"

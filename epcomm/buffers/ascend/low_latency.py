@@ -24,8 +24,9 @@ from epcomm.buffers.ascend.base import (
     slots_from_ranks,
 )
 from epcomm.buffers.ascend.calls import slot_bytes
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.sizes import Region
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.ops.masked_entries import has_no_expert
 from epcomm.platforms.ascend.chip import Soc, current_soc

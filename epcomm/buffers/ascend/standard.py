@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import NEEDS, device_types
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredExchangePlan
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, max_slots_of, rows_region
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine

@@ -14,10 +14,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.counts import Counts, CountsMessage, counts_bytes
-from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -27,7 +25,10 @@ from epcomm.buffers.sizes import (
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.call_order import CallKind, CallSign
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import Counts, counts_bytes, make_headers
+from epcomm.calls.faults import guard_ids
+from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
@@ -177,10 +178,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
         # Packing comes before the header, which can tell other ranks of a failure.
         layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
-        header = CountsMessage.make(
+        headers = make_headers(
             self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
         )
-        counts, _ = self._tell_counts(call, header)
+        counts = self._exchange_counts(call, headers)
         max_tokens = max(counts.rows_from_rank)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         return Gathered(
@@ -194,7 +195,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
-        self._compare_call(CallKind.COMBINE_BACKWARD, exchange_plan.call)
+        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call)
         return self._gather(hidden_states, exchange_plan.max_tokens, phase="backward of combine")
 
     def combine(
@@ -217,11 +218,11 @@ class AllGatherBuffer(OverCollectives, Buffer):
         rows = _tokens_of(rows, exchange_plan)
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars[exchange_plan.row_of_token])
-        self._compare_call(CallKind.DISPATCH_BACKWARD, exchange_plan.call)
+        self._announce(CallKind.DISPATCH_BACKWARD, exchange_plan.call)
         returned = self._send_sums(packed, exchange_plan, phase="backward of dispatch").flatten(
             0, 1
         )
-        shape = (self._collectives.world_size, exchange_plan.num_tokens)
+        shape = (self._world_size, exchange_plan.num_tokens)
         return Combined(
             y=sum_parts(layout.data(returned).unflatten(0, shape), rows.dtype),
             scalars=sum_parts(layout.scalars(returned).unflatten(0, shape), row_scalars.dtype),
@@ -229,7 +230,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
         """Gather [T, ...] of each rank into [W * max_tokens, ...]; bytes of padding are 255."""
-        world_size = self._collectives.world_size
+        world_size = self._world_size
         if rows.shape[0] < max_tokens:
             padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
             # In a message, these are ids of -1.
@@ -241,7 +242,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def _sum_returned(self, rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
         """Reduce partial sums [W * max T, H] of each rank to this rank's totals [T, H]."""
         rows = _tokens_of(rows, exchange_plan).contiguous()
-        self._compare_call(CallKind.COMBINE, exchange_plan.call)
+        self._announce(CallKind.COMBINE, exchange_plan.call)
         returned = self._send_sums(rows, exchange_plan, phase="combine")
         return sum_parts(returned, rows.dtype)
 
@@ -250,7 +251,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
     ) -> Tensor:
         """Exchange partial sums; return those of all ranks for this rank's tokens, [W, T, ...]."""
         self._traffic.combine(exchange_plan.tokens_of_rank, row_bytes_of(rows))
-        world_size = self._collectives.world_size
+        world_size = self._world_size
         returned = self._collectives.all_to_all(
             rows,
             send_splits=exchange_plan.tokens_of_rank,

@@ -15,10 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
-from epcomm.buffers.counts import Counts, counts_bytes
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -28,7 +27,9 @@ from epcomm.buffers.sizes import (
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.call_order import CallKind, CallSign
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import Counts, counts_bytes
+from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
@@ -148,8 +149,9 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
-        message = sending.message(self._calls, batch, has_rest=self._has_rest)
-        counts, send_splits = self._tell_counts(call, message, meanwhile=sending.run_ahead)
+        headers = sending.headers(self._calls, batch, has_rest=self._has_rest)
+        counts = self._exchange_counts(call, headers, sending.run_ahead)
+        send_splits = counts.rows_to_rank
         sends = sending.order(sum(send_splits))
         self._traffic.dispatch(send_splits, layout.row_bytes)
         received = self._send_rows(
@@ -204,7 +206,7 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
-        self._compare_rows(CallKind.COMBINE_BACKWARD, exchange_plan.call, hidden_states)
+        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
         self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(hidden_states))
         return self._send_rows(
             partial(exchange_plan.sends.copy_tokens, hidden_states),
@@ -297,7 +299,7 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
         """
         width, dtype = shape
         rows = make(slice(0, exchange_plan.num_rows))
-        self._compare_call(kind, exchange_plan.call)
+        self._announce(kind, exchange_plan.call)
         self._traffic.combine(exchange_plan.recv_splits, row_bytes_of(rows))
         return self._collectives.all_to_all(
             rows,

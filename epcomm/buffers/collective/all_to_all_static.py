@@ -17,15 +17,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import Indexed
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
-from epcomm.collectives.call_order import ANY, CallKind, CallSign
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
+from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.members import AnyMembers
@@ -124,7 +125,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
     def __init__(
         self,
-        collectives: Collectives,
+        calls: Calls,
         spec: BufferSpec,
         origins: Sequence[Sequence[int]] | None = None,
     ) -> None:
@@ -132,7 +133,8 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
         origins: of faults that ranks pass on, see DeviceFaults.
         """
-        super().__init__(collectives, spec)
+        super().__init__(calls, spec)
+        collectives = calls.collectives
         self._faults = DeviceFaults(collectives.names, collectives.device, origins)
         self._rows_per_rank = 1 + _max_tokens(spec)
         self._num_rows = self._rows_per_rank * collectives.world_size
@@ -156,7 +158,14 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         # a combine and a backward that this rank does not make.
         error = call.error
         is_heard = error is not None and (error.fault_word is not None or error.was_raised)
-        self._compare_call(CallKind.DISPATCH, batch, error if is_heard else None, call=call)
+        if self._compares_calls:
+            self._calls.announce(
+                CallKind.DISPATCH,
+                batch,
+                error=error if is_heard else None,
+                flags=int(call.flags),
+                expert_names=call.expert_names,
+            )
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
@@ -204,7 +213,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         rows = hidden_states.new_empty(self._rows_per_rank, hidden_states.shape[1])
         rows[1 : 1 + hidden_states.shape[0]] = hidden_states
-        self._compare_rows(CallKind.COMBINE_BACKWARD, exchange_plan.call, hidden_states)
+        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
         return self._gather(rows, phase="backward of combine")
 
     def refuse_combine(self, error: EPError) -> None:
@@ -217,10 +226,8 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         rows[:: self._rows_per_rank, :1] = int(
             unpack_fault(fault_word(error, in_combine=True), 0)[0]
         )
-        batch = CallSign(
-            kind=CallKind.COMBINE, buffer=self._number, dispatcher=ANY, batch=ANY, size=ANY
-        )
-        self._compare_call(CallKind.COMBINE, batch)
+        batch = replace(ANY_BATCH, buffer=self._number)
+        self._announce(CallKind.COMBINE, batch)
         returned = self._send_sums(rows, phase="combine")
         self._faults.record_combine(_read_faults(returned[:, 0]), error)
 
@@ -246,7 +253,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             rows = rows.contiguous()
             if exchange_plan.fault is not None:
                 _write_fault(rows[:: self._rows_per_rank], exchange_plan.fault)
-            self._compare_call(kind, exchange_plan.call)
+            self._announce(kind, exchange_plan.call)
             returned = self._send_sums(rows, phase="combine")
             faults = self._faults.record_combine(_read_faults(returned[:, 0]), None)
             has_failed = exchange_plan.has_failed | (faults[:, 0] != 0).any()
@@ -254,7 +261,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             return Combined(y=y, scalars=None, faults=faults)
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
-        self._compare_call(kind, exchange_plan.call)
+        self._announce(kind, exchange_plan.call)
         returned = self._send_sums(packed, phase=kind.text).flatten(0, 1)
         y, scalars = (
             _sum_returned(
@@ -285,18 +292,18 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         """Return the slots that each rank needs for this call, [W], int64, with alignment."""
         counts = count_experts(all_ids, self._num_experts)
         occupied = aligned_counts(counts, self._spec.expert_alignment)
-        return occupied.view(self._collectives.world_size, -1).sum(1)
+        return occupied.view(self._world_size, -1).sum(1)
 
     def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
         """Gather [1 + M, ...] of each rank into [W * (1 + M), ...]."""
-        ranks = self._collectives.world_size
+        ranks = self._world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
 
     def _send_sums(self, rows: Tensor, *, phase: str) -> Tensor:
         """Exchange partial sums [W * (1 + M), ...]; return those for this rank, [W, 1 + M, ...]."""
-        ranks = self._collectives.world_size
+        ranks = self._world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         returned = self._collectives.all_to_all(rows, phase=phase)

@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.collective.scratch import Scratch
-from epcomm.buffers.counts import Counts, CountsMessage, read_counts
-from epcomm.buffers.faults import check_gradients, raise_faults
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
-from epcomm.collectives.base import Collectives
-from epcomm.collectives.call_order import (
-    ANY,
-    FAULT,
-    FLAGS,
-    HEADER_WORDS,
-    ROWS,
-    CallKind,
-    CallSign,
-    rows_size,
-)
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import Counts, exchange_counts
+from epcomm.calls.header import ANY_BATCH, CallKind, CallSign, rows_size
+from epcomm.calls.order import Calls
 from epcomm.errors import EPError
 from epcomm.ops.select import row_ops_of
 from epcomm.platforms.machine import Machine
-from epcomm.protocol import fault_word
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
 
@@ -55,12 +43,15 @@ class OverCollectives:
     def probe(cls, machine: Machine) -> Availability:
         return Availability(ok=True)
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives = collectives
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        collectives = calls.collectives
+        self._calls, self._collectives = calls, collectives
         self._spec = spec
+        self._rank, self._world_size = collectives.rank, collectives.world_size
+        self._num_experts = spec.num_local_experts * self._world_size
+        self._first_expert = spec.num_local_experts * self._rank
         self._traffic = TrafficMeter(collectives.rank, spec.hosts)
-        self._waits = collectives.bounded is not None
-        self._calls = collectives.calls
+        self._waits = calls.waits
         self._number = self._calls.add_buffer(self.name)
         # Where the host does not wait in collectives, a header of its own would make it wait.
         self._compares_calls = self._waits or spec.compares_calls
@@ -79,111 +70,59 @@ class OverCollectives:
 
     def refuse_combine(self, error: EPError) -> None:
         # This rank does not know which batch the other ranks combine, nor through which buffer.
-        anything = CallSign(kind=CallKind.COMBINE, buffer=ANY, dispatcher=ANY, batch=ANY, size=ANY)
-        self._compare_call(CallKind.COMBINE, anything, error)
+        self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
         """Return the sign that all ranks give this dispatch and the calls along its plan."""
         return CallSign(
-            kind=CallKind.DISPATCH,
             buffer=self._number,
             dispatcher=call.dispatcher,
             batch=self._calls.next_batch,
             size=call.size,
         )
 
-    def _compare_rows(self, kind: CallKind, batch: CallSign, rows: Tensor) -> None:
-        """Compare as _compare_call() does, and the columns and dtype of rows that will travel."""
-        if self._compares_calls:
-            size = rows_size(rows.shape[1], rows.dtype)
-            self._compare_call(kind, replace(batch, size=size))
-
-    def _compare_call(
+    def _announce(
         self,
         kind: CallKind,
         batch: CallSign,
-        error: EPError | None = None,
         *,
-        call: DispatchCall | None = None,
+        rows: Tensor | None = None,
+        error: EPError | None = None,
     ) -> None:
-        """Tell all ranks which call this rank makes, and whether it refuses the call.
+        """Compare the call on all ranks before rows travel; see Calls.announce().
 
-        Local work comes before: where it fails, no rank waits for rows of this rank, and the header
-        of its next call tells the others. These headers are not counted as traffic.
+        Where the host does not wait in collectives, and spec.compares_calls is not set, it returns:
+        the header would make the host wait. These headers are not counted as traffic.
 
-        Args:
-            kind: kind of the call.
-            batch: sign of the batch that the call belongs to.
-            error: why this rank refuses to combine.
-            call: the dispatch whose flags are compared; None where others carry them.
-
-        Raises:
-            HandleError: some ranks make another call; on every rank.
-            ConfigError: see check_gradients(); on every rank.
-            HandleError, ShapeError: some rank refuses; on every rank.
+        rows: that will travel, whose columns and dtype are compared too.
         """
-        if not self._compares_calls:
-            return
-        fault = fault_word(error, in_combine=kind is not CallKind.DISPATCH)
-        mine = 0 if call is None else int(call.flags)
-        headers = self._calls.exchange_headers(
-            replace(batch, kind=kind), error=error, fault=fault, flags=mine
-        )
-        codes = [words[FAULT] for words in headers]
-        function = "dispatch" if kind is CallKind.DISPATCH else "combine"
-        names = self._collectives.names
-        raise_faults(codes, names, error, function=function)
-        if call is not None and any(flags := [words[FLAGS] for words in headers]):
-            check_gradients(flags, names, call.expert_names)
+        if self._compares_calls:
+            size = None if rows is None else rows_size(rows.shape[1], rows.dtype)
+            self._calls.announce(kind, batch, size=size, error=error)
 
-    def _tell_counts(
+    def _exchange_counts(
         self,
         call: DispatchCall,
-        message: CountsMessage,
-        *,
+        headers: tuple[Tensor, Tensor],
         meanwhile: Callable[[], None] | None = None,
-    ) -> tuple[Counts, tuple[int, ...]]:
-        """Exchange row and slot counts: the only host sync of a dispatch.
-
-        Args:
-            call: this rank's part of the dispatch.
-            message: for each rank.
-            meanwhile: launches work that needs no answer; the device does it while the host reads.
-
-        Returns: the counts that this rank will receive, and the number of rows for each rank.
-        """
-        self._traffic.control([1] * self._collectives.world_size, message.row_bytes)
-        received = self._exchange_headers(message.header, call)
-        end = HEADER_WORDS + self._spec.num_local_experts - message.rest.shape[1]
-        both = torch.stack([message.header[:, :end], received[:, :end]])
-        read = both.tolist if self._row_ops is None else self._row_ops.start_read(both)
-        if meanwhile is not None:
-            meanwhile()
-        sent, received_headers = read()
-        has_rest = message.rest.numel() > 0
-        self._calls.compare(received_headers, received, call.error)
-        slots = received[:, HEADER_WORDS:end]
-        if has_rest:
-            # CHECK excludes these counts, because a rank in a different call does not send them.
-            # read_counts() rejects counts that are out of range.
-            rest = self._collectives.all_to_all(message.rest, phase="dispatch counts")
-            slots = torch.cat([slots, rest], dim=1)
-            received_headers = [
-                [*words, *more] for words, more in zip(received_headers, rest.tolist(), strict=True)
-            ]
-        found = read_counts(
-            received_headers,
-            slots,
-            call,
-            self._spec,
+    ) -> Counts:
+        """Exchange row and slot counts: the only host sync of a dispatch; see exchange_counts()."""
+        words_to_rank = headers[0].shape[1] + headers[1].shape[1]
+        self._traffic.control([1] * self._world_size, 8 * words_to_rank)
+        return exchange_counts(
             self._calls,
+            call,
+            headers,
+            self._spec,
             rows_have_slots=self._rows_have_slots,
+            exchange=self._exchange_headers(call),
+            start_read=None if self._row_ops is None else self._row_ops.start_read,
+            meanwhile=meanwhile,
         )
-        return found, tuple(words[ROWS] for words in sent)
 
-    def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
-        """Send header row r of [W, words] to rank r, and return the rows from all ranks."""
-        return self._calls.exchange(header, CallKind.DISPATCH.phase)
+    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
+        """Return what exchanges the headers of a dispatch in place of the calls, if anything."""
+        return None
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()
@@ -194,14 +133,6 @@ class OverCollectives:
     def close(self) -> None:
         self._sent.free()
         self._returned.free()
-
-    @property
-    def _num_experts(self) -> int:
-        return self._spec.num_local_experts * self._collectives.world_size
-
-    @property
-    def _first_expert(self) -> int:
-        return self._spec.num_local_experts * self._collectives.rank
 
     def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
         """Return the layout of the rows of a combine that bring scalars of `dtype` along."""

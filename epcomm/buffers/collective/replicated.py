@@ -15,9 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.faults import any_flags, check_gradients, guard_ids, ids_error, raise_faults
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -27,7 +26,9 @@ from epcomm.buffers.sizes import (
     slot_regions,
 )
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.call_order import FAULT, FLAGS, ROWS, CallKind, CallSign
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import any_flags, guard_ids, ids_error
+from epcomm.calls.header import FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import ShapeError
 from epcomm.ops.members import AnyMembers
@@ -147,18 +148,17 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             if own_error is not None:
                 raise own_error
             return call.flags
-        headers = self._calls.exchange_headers(
+        headers = self._calls.announce(
+            CallKind.DISPATCH,
             batch,
             error=own_error,
             fault=code,
             flags=call.flags,
             num_rows=call.topk_ids.shape[0],
+            expert_names=call.expert_names,
         )
-        raise_faults([words[FAULT] for words in headers], names, own_error)
         _check_same_tokens([words[ROWS] for words in headers], names.own)
-        flags = [words[FLAGS] for words in headers]
-        check_gradients(flags, names, call.expert_names)
-        return any_flags(flags)
+        return any_flags([words[FLAGS] for words in headers])
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         return hidden_states
@@ -181,11 +181,11 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
-            self._compare_call(kind, exchange_plan.call)
+            self._announce(kind, exchange_plan.call)
             return Combined(y=self._sum_over_ranks(rows, rows.dtype), scalars=None)
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
-        self._compare_call(kind, exchange_plan.call)
+        self._announce(kind, exchange_plan.call)
         parts = self._scatter(packed, phase=kind.text)
         shape, flat = parts.shape[:2], parts.flatten(0, 1)
         total = layout.pack_rows(
@@ -207,7 +207,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
 
         The parts are [W, T' / W, ...], where T' is T rounded up to a multiple of W.
         """
-        world_size = self._collectives.world_size
+        world_size = self._world_size
         padding = align_up(rows.shape[0], world_size) - rows.shape[0]
         if padding:
             rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
@@ -218,7 +218,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
 
     def _gather(self, share: Tensor, *, phase: str) -> Tensor:
         """Gather the shares [T' / W, ...] of all ranks into [T', ...]."""
-        world_size = self._collectives.world_size
+        world_size = self._world_size
         self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
         return self._collectives.all_gather(share, phase=phase).flatten(0, 1)
 

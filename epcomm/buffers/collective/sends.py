@@ -15,12 +15,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
 from epcomm.buffers.collective.scratch import Scratch
-from epcomm.buffers.counts import CountsMessage
-from epcomm.buffers.faults import guard_ids
 from epcomm.buffers.row_layout import RowLayout
-from epcomm.collectives.call_order import ROWS, CallOrder, CallSign, seal
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import empty_headers, make_headers
+from epcomm.calls.faults import guard_ids
+from epcomm.calls.header import ROWS, CallKind, CallSign, seal
+from epcomm.calls.order import Calls
 from epcomm.ops.members import AnyMembers, MemberTable
 from epcomm.ops.select import RowOps
 from epcomm.ops.slots import count_experts, members_of
@@ -54,8 +55,8 @@ class SendPlan(ABC):
         self._call, self._layout, self._num_local = call, layout, num_local
 
     @abstractmethod
-    def message(self, calls: CallOrder, sign: CallSign, *, has_rest: bool) -> CountsMessage:
-        """Count, and make the headers of the dispatch, without a host sync.
+    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
+        """Count, and make the headers of the dispatch, see make_headers(), without a host sync.
 
         Memory is allocated and tokens are converted here, before the header, which can tell other
         ranks of a failure.
@@ -76,7 +77,7 @@ class SendPlan(ABC):
 class PlainSendPlan(SendPlan):
     """Plans in plain torch."""
 
-    def message(self, calls: CallOrder, sign: CallSign, *, has_rest: bool) -> CountsMessage:
+    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
         call, num_local = self._call, self._num_local
         num_experts = num_local * calls.world_size
         self._topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
@@ -85,7 +86,7 @@ class PlainSendPlan(SendPlan):
         # Each token is converted once, not once a copy: rows are gathered from the result.
         self._hidden_states = call.wire_tensor(self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
-        return CountsMessage.make(calls, sign, call.flags, counts, has_rest=has_rest)
+        return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
 
     def order(self, num_sends: int) -> SendOrder:
         return _order_sends(self._needed, self._destination, num_sends)
@@ -118,7 +119,7 @@ class KernelSendPlan(SendPlan):
         super().__init__(call, layout, num_local)
         self._ops, self._memory = ops, memory
 
-    def message(self, calls: CallOrder, sign: CallSign, *, has_rest: bool) -> CountsMessage:
+    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
         call, num_local = self._call, self._num_local
         self._topk_ids = call.topk_ids.contiguous()
         num_tokens, top_k = self._topk_ids.shape
@@ -126,23 +127,23 @@ class KernelSendPlan(SendPlan):
         # The most rows that there can be: how many are sent is known when they are packed.
         most = num_tokens * min(top_k, calls.world_size)
         self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)
-        words = calls.header(sign, flags=int(call.flags))[:ROWS]
+        words = calls.header(CallKind.DISPATCH, sign, flags=int(call.flags))[:ROWS]
         words[-2] = fault_word(call.error)
-        self._message = CountsMessage.empty(calls, num_local, has_rest=has_rest)
+        self._header, rest = empty_headers(calls, num_local, has_rest=has_rest)
         self._ops.count_sends(
             self._topk_ids,
-            self._message.header,
-            self._message.rest,
+            self._header,
+            rest,
             tuple(words),
             wrong_ids=int(FaultCode.IDS),
             num_local=num_local,
         )
-        seal(self._message.header)
-        return self._message
+        seal(self._header)
+        return self._header, rest
 
     def run_ahead(self) -> None:
         self._row_of_rank, self._row_of_topk = self._ops.order_sends(
-            self._topk_ids, self._message.header, rows_at=ROWS, num_local=self._num_local
+            self._topk_ids, self._header, rows_at=ROWS, num_local=self._num_local
         )
         layout, rows, hidden_states = self._layout, self._rows, self._hidden_states
         self._ops.scatter_tokens(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.deep_ep.rows import (
     Rows,
     as_argument,
@@ -36,6 +36,7 @@ from epcomm.buffers.sizes import (
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (

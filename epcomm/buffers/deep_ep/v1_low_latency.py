@@ -18,11 +18,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.ops.slots import count_experts

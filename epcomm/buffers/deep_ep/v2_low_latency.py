@@ -15,11 +15,12 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.deep_ep.normal import DeepEPCalls
 from epcomm.buffers.deep_ep.rows import row_bytes_of
 from epcomm.buffers.deep_ep.v2 import ElasticPackage
 from epcomm.buffers.sizes import Region, max_slots_of
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.ops.static_slots import aligned_counts
 from epcomm.records import SlotIndex

@@ -22,10 +22,9 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.faults import pass_on
 from epcomm.buffers.hierarchical.inner import inner_buffer_class
 from epcomm.buffers.hierarchical.outer import HostRowsBuffer
 from epcomm.buffers.hierarchical.sizes import (
@@ -38,6 +37,9 @@ from epcomm.buffers.hierarchical.sizes import (
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import pass_on
+from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError, EPTimeout, describe_ranks
@@ -123,9 +125,9 @@ class HierarchicalBuffer(Buffer):
         inside = CollectiveBuffer.wire_bytes(inner_spec(spec), by_link.inner, backward=backward)
         return between.all_between() + inside
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        self._collectives, self._spec = collectives, spec
-        self._expert_places = _expert_places(spec, collectives.device)
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        self._calls, self._collectives, self._spec = calls, calls.collectives, spec
+        self._expert_places = _expert_places(spec, calls.collectives.device)
 
     def prepare(self) -> None:
         """Divide the ranks, and open a buffer between hosts and one inside each host.
@@ -134,12 +136,12 @@ class HierarchicalBuffer(Buffer):
         Raises:
             BackendUnavailable: not enough memory on some rank; on every rank.
         """
-        whole, hosts = self._collectives, hosts_of(self._spec)
+        whole, hosts = self._calls, hosts_of(self._spec)
         same_places = tuple(zip(*hosts.ranks_of_host, strict=True))
         between = whole.split(same_places, scope=", between hosts", counts_calls=True)
         inside = whole.split(hosts.ranks_of_host, scope=", inside hosts")
         self._outer, self._inner = self._make_buffers(between, inside)
-        self._calls_between, self._calls_inside = between.calls, inside.calls
+        self._calls_between, self._calls_inside = between, inside
         self.counts_calls = self._outer.counts_calls
         self._outer.prepare()
         self._prepare_inside()
@@ -154,7 +156,7 @@ class HierarchicalBuffer(Buffer):
         except EPError as error:
             problem = error
         mine = {"error": str(problem or "")}
-        found = self._collectives.gather_records(mine, phase="open hierarchical")
+        found = self._calls.gather_records(mine, phase="open hierarchical")
         failed = [rank for rank, each in enumerate(found) if each["error"]]
         if problem is not None or failed:
             self.close()
@@ -163,10 +165,10 @@ class HierarchicalBuffer(Buffer):
                 f"(this is {self._collectives.names.where}): {found[failed[0]]['error']}"
             )
 
-    def _make_buffers(self, between: Collectives, inside: Collectives) -> tuple[Buffer, Buffer]:
+    def _make_buffers(self, between: Calls, inside: Calls) -> tuple[Buffer, Buffer]:
         """Make the buffers over the ranks of one place, and over those of this host."""
         inner = inner_spec(self._spec)
-        kind = inner_buffer_class(self._collectives, inside, hosts_of(self._spec), inner)
+        kind = inner_buffer_class(self._calls, inside, hosts_of(self._spec), inner)
         return HostRowsBuffer(between, outer_spec(self._spec)), kind(inside, inner)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

@@ -6,7 +6,7 @@ from epcomm.buffers.base import Buffer
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.requirements import carrying_reasons
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
@@ -17,29 +17,31 @@ _HOST, _REACH = "host", "reach"
 
 
 def inner_buffer_class(
-    collectives: Collectives, inside: Collectives, hosts: HostLayout, spec: BufferSpec
+    calls: Calls, inside: Calls, hosts: HostLayout, spec: BufferSpec
 ) -> type[Buffer]:
     """Return the fastest buffer that serves every host, so that all ranks open the same.
 
-    collectives: of all ranks.   inside: of this host's.   spec: of the buffer inside a host.
+    calls: of all ranks.   inside: of this host's.   spec: of the buffer inside a host.
 
     Collective: yes.   Host sync: yes.
     """
+    collectives = calls.collectives
     mine = {_HOST: host_of_this_process(), _REACH: ""}
     if collectives.device.type == "cuda":
         mine[_REACH] = reach_of(collectives.device).as_text()
-    found = collectives.gather_records(mine, phase="open hierarchical")
+    found = calls.gather_records(mine, phase="open hierarchical")
     if collectives.device.type == "cuda":
         reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
         joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]
         # Memory of peers is mapped with the help of a process group, which parts of gloo lack.
-        is_mapped = inside.process_group is not None and not any(map(reach_reasons, joined))
+        is_mapped = inside.collectives.process_group is not None and not any(
+            map(reach_reasons, joined)
+        )
         return _over_nvlink(spec) if is_mapped else CollectiveBuffer
     # Ranks said to share a host may not see one another's memory, as in two containers.
     shared = [{found[rank][_HOST] for rank in ranks} for ranks in hosts.ranks_of_host]
     shares = all(len(each) == 1 and "" not in each for each in shared)
-    waits = collectives.bounded is not None
-    return SharedMemoryBuffer if shares and waits else CollectiveBuffer
+    return SharedMemoryBuffer if shares and calls.waits else CollectiveBuffer
 
 
 def _over_nvlink(spec: BufferSpec) -> type[Buffer]:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, Indexed
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
-from epcomm.buffers.counts import Counts
 from epcomm.buffers.sizes import Region
-from epcomm.collectives.base import Collectives
+from epcomm.calls.counts import Counts
+from epcomm.calls.order import Calls
 from epcomm.ops.slots import localize
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
@@ -44,7 +44,7 @@ class StaticHostRowsBuffer(StaticCollectiveBuffer):
 
     def __init__(
         self,
-        collectives: Collectives,
+        calls: Calls,
         spec: BufferSpec,
         *,
         origins: Sequence[Sequence[int]],
@@ -56,7 +56,7 @@ class StaticHostRowsBuffer(StaticCollectiveBuffer):
         num_slots, has_budget: of the buffer inside a host, whose overflows this one reports to
             other hosts.
         """
-        super().__init__(collectives, spec, origins)
+        super().__init__(calls, spec, origins)
         self._num_slots, self._has_budget = num_slots, has_budget
 
     @classmethod

@@ -19,13 +19,13 @@ from epcomm.buffers.collective.all_to_all_static import (
     StaticExchangePlan,
     num_static_slots,
 )
-from epcomm.buffers.faults import new_faults, pass_on
 from epcomm.buffers.hierarchical.buffer import HierarchicalBuffer, HierarchicalExchangePlan
 from epcomm.buffers.hierarchical.outer import StaticHostRowsBuffer
 from epcomm.buffers.hierarchical.sizes import hosts_of, inner_spec, num_places, outer_spec
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
+from epcomm.calls.faults import new_faults, pass_on
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError
 from epcomm.records import ExchangePlan
@@ -86,7 +86,7 @@ class HierarchicalStaticBuffer(HierarchicalBuffer):
         if problems:
             raise problems[0]
 
-    def _make_buffers(self, between: Collectives, inside: Collectives) -> tuple[Buffer, Buffer]:
+    def _make_buffers(self, between: Calls, inside: Calls) -> tuple[Buffer, Buffer]:
         hosts, inner = hosts_of(self._spec), _static_inner_spec(self._spec)
         same_places = tuple(zip(*hosts.ranks_of_host, strict=True))
         return (

@@ -15,12 +15,12 @@ from typing import ClassVar, Generic
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.faults import DeviceFaults
 from epcomm.buffers.nvlink.excluded_ranks import LivingRanks
 from epcomm.buffers.nvlink.memory import SymmetricMemory, open_symmetric_memory, received_rows
 from epcomm.buffers.nvlink.waits import WaitReport
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import DeviceFaults
+from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, describe_ranks
 from epcomm.kernels.nvlink.common.exchange import LayoutT, PeerBlocks
 from epcomm.platforms.cuda import cuda_reasons, symmetric_memory_reasons, triton_reasons
@@ -57,8 +57,9 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     _living: LivingRanks
     _report: WaitReport
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec, num_counters: int) -> None:
-        self._collectives, self._spec = collectives, spec
+    def __init__(self, calls: Calls, spec: BufferSpec, num_counters: int) -> None:
+        collectives = calls.collectives
+        self._calls, self._collectives, self._spec = calls, collectives, spec
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._device = collectives.device
         self._faults = DeviceFaults(collectives.names, self._device)
@@ -218,7 +219,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
             )
         flags_at, size = align_up(layout.num_bytes, _LINE_BYTES), self._world_size
         self._memory = memory = open_symmetric_memory(
-            self._collectives, flags_at + _WORD_BYTES * size, phase=f"open {self.name}"
+            self._calls, flags_at + _WORD_BYTES * size, phase=f"open {self.name}"
         )
         # Not before: where memory cannot grow, that of the old layout stays in use.
         self._layout, addresses, device = layout, memory.addresses, memory.block.device
@@ -240,7 +241,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     def _host_barrier(self) -> None:
         """Wait until the devices of all ranks have done what was launched.   Collective: yes."""
         self._synchronize()
-        self._collectives.gather_records({}, phase=f"open {self.name}")
+        self._calls.gather_records({}, phase=f"open {self.name}")
 
     def _empty_call(self, dtype: torch.dtype) -> DispatchCall:
         """Return a batch without tokens, by which kernels are compiled and loaded."""

@@ -18,8 +18,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
-from epcomm.buffers.faults import assume_all_need_grad
+from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
@@ -38,7 +37,9 @@ from epcomm.buffers.nvlink.sizes import (
 )
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import assume_all_need_grad
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
@@ -129,8 +130,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     ) -> BufferTraffic:
         return low_latency_traffic(spec, cls.layout_for(spec, call.world_size), call)
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec, num_counters=4)
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec, num_counters=4)
         self._receive_buffers: list[ReceiveBuffer] = []
         self._num_batches = 0
         # The batch in the first receive buffer: a later one after exclude_ranks().

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.shared_memory.memory import HostMemory
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels.nvlink.common.layout import MemoryLayout
 from epcomm.platforms.cuda import on_device
@@ -35,9 +35,7 @@ class SymmetricMemory:
     keeps: object
 
 
-def open_symmetric_memory(
-    collectives: Collectives, num_bytes: int, *, phase: str
-) -> SymmetricMemory:
+def open_symmetric_memory(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
     """Allocate this rank's block and map those of all others.
 
     Collective: yes; num_bytes is equal on all ranks.   Host sync: yes.
@@ -45,17 +43,18 @@ def open_symmetric_memory(
     Raises:
         BackendUnavailable: no memory, or a rank whose memory cannot be mapped.
     """
-    if collectives.device.type == "cuda":
-        return _open_cuda(collectives, num_bytes, phase=phase)
-    memory = HostMemory(collectives, num_bytes, phase=phase)
+    if calls.collectives.device.type == "cuda":
+        return _open_cuda(calls, num_bytes, phase=phase)
+    memory = HostMemory(calls, num_bytes, phase=phase)
     return SymmetricMemory(
-        block=memory.blocks[collectives.rank],
+        block=memory.blocks[calls.collectives.rank],
         addresses=tuple(block.data_ptr() for block in memory.blocks),
         keeps=memory,
     )
 
 
-def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> SymmetricMemory:
+def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
+    collectives = calls.collectives
     group = collectives.process_group
     if group is None:
         raise BackendUnavailable(
@@ -76,15 +75,15 @@ def _open_cuda(collectives: Collectives, num_bytes: int, *, phase: str) -> Symme
     except RuntimeError as own_error:
         # That of an allocator has many lines; the first one says it.
         error = str(own_error).partition("\n")[0] or type(own_error).__name__
-    agree_on_memory(collectives, error, num_bytes, phase=phase)
+    agree_on_memory(calls, error, num_bytes, phase=phase)
     assert block is not None, "some rank would have raised"
     with on_device(collectives.device):
         mapped = _symmetric_memory.rendezvous(block, group)
-    collectives.gather_records({}, phase=phase)
+    calls.gather_records({}, phase=phase)
     return SymmetricMemory(block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped))
 
 
-def agree_on_memory(collectives: Collectives, error: str, num_bytes: int, *, phase: str) -> None:
+def agree_on_memory(calls: Calls, error: str, num_bytes: int, *, phase: str) -> None:
     """Raise on every rank if some rank has no block: mapping would wait for it.
 
     error: of this rank, or empty.
@@ -93,12 +92,12 @@ def agree_on_memory(collectives: Collectives, error: str, num_bytes: int, *, pha
     Raises:
         BackendUnavailable: some rank has an error.
     """
-    records = collectives.gather_records({"error": error}, phase=phase)
+    records = calls.gather_records({"error": error}, phase=phase)
     faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(records) if each["error"]]
     if faults:
         raise BackendUnavailable(
             f"{phase}: no block of {num_bytes} bytes, {'; '.join(faults)} (this is rank "
-            f"{collectives.rank} of {collectives.world_size}); lower max_tokens_per_rank or free "
+            f"{calls.collectives.rank} of {calls.world_size}); lower max_tokens_per_rank or free "
             "memory of the GPU"
         )
 

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Combined, DispatchCall, Dispatched
-from epcomm.buffers.faults import assume_all_need_grad, overwritten_error, raise_faults
+from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import as_words, region_rows
 from epcomm.buffers.nvlink.normal_counts import Counts, IndexSizes, Totals
@@ -40,7 +39,9 @@ from epcomm.buffers.nvlink.sizes import (
 )
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.collectives.base import Collectives
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import assume_all_need_grad, overwritten_error, raise_faults
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.nvlink.common.layout import NormalLayout
@@ -117,8 +118,8 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             return most_slots_of(spec, num_rows)
         return spec.max_recv_slots or max_slots_of(spec, num_rows)
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec, num_counters=5)
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec, num_counters=5)
         self._num_dispatches = 0
         # Memory for counts that no kernel will write any more.
         self._spare_totals: Totals | None = None
@@ -523,7 +524,7 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
         can = self._kernels.can_dispatch_cpp(self._layout, self._spec, self._device)
         if can:
             self._kernels.prepare_cpp(self._layout, self._spec, self._device)
-        records = self._collectives.gather_records({"can": can}, phase=f"open {self.name}")
+        records = self._calls.gather_records({"can": can}, phase=f"open {self.name}")
         return all(each["can"] for each in records)
 
     def _grow(self, num_tokens: int) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from epcomm.buffers.base import DispatchCall
-from epcomm.buffers.counts import check_headers
-from epcomm.buffers.faults import any_flags
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import check_headers
+from epcomm.calls.faults import any_flags
 from epcomm.errors import RankNames
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.protocol import (

@@ -13,8 +13,8 @@ from torch import Tensor
 from epcomm.buffers.shared_memory.growable import line_aligned
 from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
-from epcomm.collectives.base import Collectives
-from epcomm.collectives.call_order import MESSAGE_WORDS
+from epcomm.calls.header import MESSAGE_WORDS
+from epcomm.calls.order import Calls
 
 # Two places alternate. Writing the header of call e is safe because every rank has reached call
 # e - 1, so nobody reads headers of call e - 2 any more.
@@ -24,19 +24,19 @@ _NUM_PLACES = 2
 class HostBoard:
     """A HeaderBoard in shared memory."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, calls: Calls) -> None:
         """Attach the boards of all ranks.
 
         Collective: yes.   Host sync: yes.
         Raises:
             BackendUnavailable: not enough shared memory on some rank; on every rank.
         """
-        bounded, size = collectives.bounded, collectives.world_size
+        bounded, size = calls.collectives.bounded, calls.world_size
         assert bounded is not None, "the host waits in the collectives of a CPU group"
         start, shape = line_aligned(signal_bytes(size)), (_NUM_PLACES, size, MESSAGE_WORDS)
         num_bytes = 8 * torch.Size(shape).numel()
-        memory = HostMemory(collectives, start + num_bytes, phase="open call board")
-        self._rank, self._bounded = collectives.rank, bounded
+        memory = HostMemory(calls, start + num_bytes, phase="open call board")
+        self._rank, self._bounded = calls.collectives.rank, bounded
         # Each rank's block has the headers of all ranks.
         self._headers = [
             block[start : start + num_bytes].view(torch.int64).view(shape)

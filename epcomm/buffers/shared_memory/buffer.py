@@ -19,23 +19,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan, RowTable
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.faults import overwritten_error
 from epcomm.buffers.requirements import batches_in_flight_of
 from epcomm.buffers.shared_memory.board import HostBoard
 from epcomm.buffers.shared_memory.growable import MIN_CAPACITY_BYTES, HostRegion, line_aligned
 from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
-from epcomm.collectives.base import Collectives
-from epcomm.collectives.call_order import HEADER_WORDS, ROWS, CallKind, CallSign, seal
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import overwritten_error
+from epcomm.calls.header import HEADER_WORDS, ROWS, CallKind, CallSign, seal
+from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.machine import Machine
@@ -108,14 +110,13 @@ class SharedMemoryBuffer(CollectiveBuffer):
             found[name] = Region(name=name, bytes_per_token=per_token, max_bytes=max_bytes)
         return tuple(found.values())
 
-    def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
-        super().__init__(collectives, spec)
-        self._rank, self._world_size = collectives.rank, collectives.world_size
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec)
         self._widest_row, self._widest_sum = _widest_bytes(spec)
         self._num_batches = num_batches(spec)
         rows, sums = _most_bytes(spec, self._world_size)
-        self._rows = HostRegion(collectives, "rows", self._num_batches, rows)
-        self._sums = HostRegion(collectives, "sums", _NUM_BUFFERS, sums)
+        self._rows = HostRegion(calls, "rows", self._num_batches, rows)
+        self._sums = HostRegion(calls, "sums", _NUM_BUFFERS, sums)
         self._num_dispatches = 0
         # Headers in shared memory hold all counts, so that no second message carries the rest.
         self._has_rest = False
@@ -133,9 +134,9 @@ class SharedMemoryBuffer(CollectiveBuffer):
         table_shape = _table_shape(self._spec, size)
         table_at = line_aligned(signal_bytes(size))
         if not self._calls.has_board:
-            self._calls.use(HostBoard(self._collectives))
+            self._calls.use(HostBoard(self._calls))
         num_bytes = _opening_bytes(self._spec, size)
-        memory = HostMemory(self._collectives, num_bytes, phase="open shared_memory")
+        memory = HostMemory(self._calls, num_bytes, phase="open shared_memory")
 
         def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
             count = torch.Size(shape).numel()
@@ -186,7 +187,10 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._rows.free()
         self._sums.free()
 
-    def _exchange_headers(self, header: Tensor, call: DispatchCall) -> Tensor:
+    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor]:
+        return partial(self._share_headers, call)
+
+    def _share_headers(self, call: DispatchCall, header: Tensor) -> Tensor:
         self._bounded.check()
         buffer_index = (self._num_dispatches + 1) % _NUM_BUFFERS
         for table in self._headers:
@@ -196,7 +200,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         of_call = self._calls.message(())
         of_call[:, :HEADER_WORDS] = header[:, :HEADER_WORDS]
         seal(of_call)
-        call_headers = super()._exchange_headers(of_call, call)
+        call_headers = self._calls.exchange(of_call, CallKind.DISPATCH.phase)
         self._calls.compare(call_headers[:, :HEADER_WORDS].tolist(), call_headers, call.error)
         # A refused call leaves the receive buffer to the next call, which writes the same memory.
         self._num_dispatches += 1
@@ -264,23 +268,23 @@ class SharedMemoryBuffer(CollectiveBuffer):
             for part in _parts(num_rows, row_bytes):
                 out[part] = make(slice(first + part.start, first + part.stop))
             first += num_rows
-        self._compare_call(kind, exchange_plan.call)
+        self._announce(kind, exchange_plan.call)
         self._traffic.combine(exchange_plan.recv_splits, row_bytes)
         self._signals.next_epoch(Signal.SUMS_READY)
         self._signals.publish(Signal.SUMS_READY)
         self._signals.wait(Signal.SUMS_READY, kind.text)
         return self._sums.rows(self._rank, epoch, slice(0, sum(exchange_plan.send_splits)), *shape)
 
-    def _compare_call(
+    def _announce(
         self,
         kind: CallKind,
         batch: CallSign,
-        error: EPError | None = None,
         *,
-        call: DispatchCall | None = None,
+        rows: Tensor | None = None,
+        error: EPError | None = None,
     ) -> None:
         self._check_open()
-        super()._compare_call(kind, batch, error, call=call)
+        super()._announce(kind, batch, rows=rows, error=error)
 
     def _check_views(self, exchange_plan: ExchangePlan) -> None:
         """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
@@ -297,7 +301,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         )
         # Ranks may differ in grad mode, and a rank in grad mode has copies, which stay valid: that
         # rank must hear of the error.
-        self._compare_call(CallKind.COMBINE, exchange_plan.call, error)
+        self._announce(CallKind.COMBINE, exchange_plan.call, error=error)
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.shared_memory.memory import HostMemory
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.types import align_up
 
 _logger = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ class HostRegion:
     """A region of rows that other ranks write; views keep old memory alive when it grows."""
 
     def __init__(
-        self, collectives: Collectives, name: str, num_buffers: int, most_bytes: int | None = None
+        self, calls: Calls, name: str, num_buffers: int, most_bytes: int | None = None
     ) -> None:
         """Make a region without memory.
 
         num_buffers: number of receive buffers, used in turn; equal on all ranks.
         most_bytes: most bytes that a receive buffer can need, if known; equal on all ranks.
         """
-        self._collectives, self._name = collectives, name
+        self._calls, self._name = calls, name
         self._num_buffers, self._most_bytes = num_buffers, most_bytes
         self._memory: HostMemory | None = None
         self._capacity = 0
@@ -51,15 +51,13 @@ class HostRegion:
         if self._most_bytes is not None:
             capacity = max(num_bytes, min(capacity, self._most_bytes))
         capacity = line_aligned(capacity)
-        memory = HostMemory(
-            self._collectives, self._num_buffers * capacity, phase=f"grow {self._name}"
-        )
+        memory = HostMemory(self._calls, self._num_buffers * capacity, phase=f"grow {self._name}")
         # The views keep the memory, so the files can be closed.
         memory.close()
         self._memory, self._capacity = memory, capacity
         _logger.debug(
             "rank %d: %s has %d B a receive buffer now",
-            self._collectives.rank,
+            self._calls.collectives.rank,
             self._name,
             capacity,
         )

@@ -18,7 +18,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.host import memory_left
 
@@ -36,7 +36,7 @@ class HostMemory:
     blocks: one uint8 tensor [num_bytes] for each rank, page-aligned, zero at first.
     """
 
-    def __init__(self, collectives: Collectives, num_bytes: int, *, phase: str) -> None:
+    def __init__(self, calls: Calls, num_bytes: int, *, phase: str) -> None:
         """Allocate this rank's block and attach all others.
 
         Collective: yes; num_bytes is equal on all ranks.   Host sync: yes.
@@ -44,8 +44,8 @@ class HostMemory:
             BackendUnavailable: some rank has not enough memory, or cannot attach; on every rank.
         """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
-        self._rank, self._world_size = collectives.rank, collectives.world_size
-        self.names = collectives.names
+        self._rank, self._world_size = calls.collectives.rank, calls.world_size
+        self.names = calls.names
         # Descriptors of the files of all ranks, and of this rank's locked one. Nobody may come to
         # close a buffer, and descriptors are few.
         self._files: list[int] = []
@@ -53,10 +53,10 @@ class HostMemory:
         finalizer = weakref.finalize(self, _close_all, self._own_files, self._files)
         finalizer.atexit = False
         place, error = self._create()
-        places = self._agree(collectives, place, error, phase)
+        places = self._agree(calls, place, error, phase)
         maps, error = self._attach(places)
         # No rank closes its file before all ranks have attached it.
-        self._agree(collectives, "", error, phase)
+        self._agree(calls, "", error, phase)
         self.maps: tuple[mmap.mmap, ...] = tuple(maps)
         self.blocks: tuple[Tensor, ...] = tuple(
             torch.frombuffer(each, dtype=torch.uint8) for each in maps
@@ -106,9 +106,9 @@ class HostMemory:
                 return [], f"{path}: {error.strerror}"
         return maps, ""
 
-    def _agree(self, collectives: Collectives, text: str, error: str, phase: str) -> list[str]:
+    def _agree(self, calls: Calls, text: str, error: str, phase: str) -> list[str]:
         """Gather the texts of all ranks, or raise the errors of all ranks on every rank."""
-        records = collectives.gather_records({"text": text, "error": error}, phase=phase)
+        records = calls.gather_records({"text": text, "error": error}, phase=phase)
         faults = [
             f"{self.names.describe([rank])}: {record['error']}"
             for rank, record in enumerate(records)

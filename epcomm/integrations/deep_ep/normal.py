@@ -15,7 +15,8 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Dispatched
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks

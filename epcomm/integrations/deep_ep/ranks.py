@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.base import Buffer
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.header import CallKind
 from epcomm.collectives.base import Scalar
-from epcomm.collectives.call_order import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import (
     BackendUnavailable,
@@ -259,9 +260,8 @@ class Ranks:
             f"({self.where}); pass what its dispatch() returned, or on all ranks a handle of the "
             "other Buffer"
         )
-        sign = CallSign(kind=CallKind.RECORDS, size=_FOREIGN_SIZE)
         try:
-            self._group.collectives.calls.exchange_headers(sign)
+            self._group.calls.announce(CallKind.RECORDS, size=_FOREIGN_SIZE)
         finally:
             self._foreign = None
 
@@ -343,12 +343,12 @@ class Ranks:
         kind = self._classes.get(self._names(mode, is_static=is_static))
         if kind is not None and kind.needs_nvlink:
             return
-        collectives = self._group.collectives
-        if collectives.bounded is None:
+        calls = self._group.calls
+        if not calls.waits:
             # Hosts compare nothing, but choose a class before the first call.
-            collectives.gather_records(_refusal(error), phase=_CHOICE)
+            calls.gather_records(_refusal(error), phase=_CHOICE)
         else:
-            collectives.calls.exchange_headers(CallSign(kind=CallKind.REFUSAL), error=error)
+            calls.announce(CallKind.REFUSAL, error=error, fault=0)
         raise error
 
     def _explain(self, kinds: Sequence[CallKind], error: EPError | None) -> None:
@@ -358,7 +358,7 @@ class Ranks:
 
         Collective: yes.   Host sync: yes.
         """
-        collectives, along = self._group.collectives, self._asked_along
+        calls, along = self._group.calls, self._asked_along
         foreign, self._foreign = self._foreign, None
         error = error or foreign
         is_new = {kind in (CallKind.DISPATCH, CallKind.RECORDS) for kind in kinds}
@@ -371,14 +371,14 @@ class Ranks:
             asked = {"mode": mode.value, **shape, **asdict(options)}
         elif is_new == {False} and along is not None:
             function, asked = along.function, along.as_record()
-        everyone = collectives.gather_records(
+        everyone = calls.gather_records(
             {"function": function, **_refusal(error)}, phase="different calls"
         )
         if error is not None:
             raise error
         _raise_refusal(everyone, self.where)
         if function is not None and all(each["function"] == function for each in everyone):
-            collectives.agree(asked, what=function)
+            calls.agree(asked, what=function)
 
     def _new_group(self, device: torch.device | None = None) -> EPGroup:
         group, this = EPGroup(self._ranks, device=device), weakref.ref(self)
@@ -390,7 +390,7 @@ class Ranks:
             if ranks is not None:
                 ranks._explain(kinds, error)
 
-        group.collectives.calls.explain_by(explain)
+        group.calls.explain_by(explain)
         return group
 
     def exclude(self, ranks: Sequence[int]) -> None:
@@ -413,14 +413,14 @@ class Ranks:
         """
         mine = {"counts": " ".join(map(str, counts.tolist()))}
         # As a record: ranks that make another call hear of that, and meet no foreign sizes.
-        everyone = self._group.collectives.gather_records(mine, phase="dispatch counts")
+        everyone = self._group.calls.gather_records(mine, phase="dispatch counts")
         counts_of_rank = [list(map(int, str(each["counts"]).split())) for each in everyone]
         rows = torch.tensor(counts_of_rank, dtype=torch.int64, device="cpu")
         return tuple(rows.sum(0).view(self.size, -1)[self.rank].tolist())
 
     def largest(self, number: int) -> int:
         """Return the largest of the numbers of all ranks. Collective: yes.   Host sync: yes."""
-        everyone = self._group.collectives.gather_records({"rows": number}, phase="dispatch counts")
+        everyone = self._group.calls.gather_records({"rows": number}, phase="dispatch counts")
         return max(int(each["rows"] or 0) for each in everyone)
 
     def close(self) -> None:
@@ -461,7 +461,7 @@ class Ranks:
                 *transport.reasons(kind, kind.caps(mode)),
             ]
             found[name] = "; ".join(reasons)
-        everyone = self._group.collectives.gather_records(found, phase=_CHOICE)
+        everyone = self._group.calls.gather_records(found, phase=_CHOICE)
         _raise_refusal(everyone, self.where)
         hosts = {str(each["host"]) for each in everyone}
         is_one_host = len(hosts) == 1 and bool(machine.host())

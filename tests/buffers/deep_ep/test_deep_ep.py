@@ -18,7 +18,7 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
-from epcomm.buffers.base import DispatchCall
+from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.registry import buffer_class

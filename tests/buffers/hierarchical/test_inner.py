@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.hierarchical import inner
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.collectives.base import Collectives
+from epcomm.calls.order import Calls
 from epcomm.platforms.nvlink import PeerReach
 from epcomm.spec import BufferSpec, HostLayout
 from epcomm.types import WireFormat
@@ -27,11 +27,17 @@ def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: o
     """Return what four GPUs on two hosts take, of which the first reaches these."""
     found = [{"reach": PeerReach(device=each, reached=("a", "b")).as_text()} for each in "abab"]
     found[0]["reach"] = PeerReach(device="a", reached=tuple(reached)).as_text()
-    whole = SimpleNamespace(device=torch.device("cuda", 0), gather_records=lambda *_, **__: found)
+    whole = SimpleNamespace(
+        collectives=SimpleNamespace(device=torch.device("cuda", 0)),
+        gather_records=lambda *_, **__: found,
+    )
     monkeypatch.setattr(inner, "reach_of", lambda _: PeerReach(device="a"))
     return inner.inner_buffer_class(
-        cast(Collectives, whole),
-        cast(Collectives, SimpleNamespace(process_group=process_group)),
+        cast(Calls, whole),
+        cast(
+            Calls,
+            SimpleNamespace(collectives=SimpleNamespace(process_group=process_group)),
+        ),
         HostLayout.of([0, 0, 1, 1]),
         SPEC,
     )

@@ -85,4 +85,4 @@ def test_a_bad_call_is_named_by_its_rank_on_all_and_the_group_goes_on(faulty: in
             out = dispatcher.dispatch(x, topk)
             y = dispatcher.combine(out.combine_input(torch.ones(out.num_slots, 16)))
         assert y.eq(2).all()
-        group.collectives.agree({}, what="the end")
+        group.calls.agree({}, what="the end")

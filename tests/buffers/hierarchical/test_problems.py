@@ -72,7 +72,7 @@ def test_a_rank_without_memory_is_no_reason_to_wait(
             _expect_told(step, dispatcher.check)
         assert step().eq(2).all(), "the group goes on"
         dispatcher.check()
-        group.collectives.agree({}, what="the end")
+        group.calls.agree({}, what="the end")
 
 
 def _fail_once(buffer: object, function: str) -> None:
@@ -133,7 +133,7 @@ def test_a_rank_in_another_call_is_told_to_ranks_that_share_no_part_with_it() ->
                 dispatcher.dispatch(x, topk)
             else:
                 # Rank 3 is on the other host and in another place than rank 0.
-                group.collectives.gather_records({})
+                group.calls.gather_records({})
 
         with pytest.raises(HandleError, match=r"rank 0 "):
             call()

@@ -26,8 +26,9 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.bench.check import CheckError
-from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
+from epcomm.calls.call import DispatchCall
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
 from epcomm.platforms.machine import this_machine
@@ -355,7 +356,7 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
 )
 def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> None:
     with EPGroup() as group:
-        buffer = kind(group.collectives, spec_of())
+        buffer = kind(group.calls, spec_of())
         buffer.prepare()
         run_rounds(buffer, range(6), group)
         buffer.close()
@@ -379,7 +380,7 @@ def start_at(buffer: NVLinkLowLatencyBuffer, epoch: int) -> None:
 def test_epochs_may_wrap(epoch: int) -> None:
     with EPGroup() as group:
         # Batches in lines, then in bulk, with memory that was not used before.
-        buffer = MixedSingleBuffer(group.collectives, spec_of())
+        buffer = MixedSingleBuffer(group.calls, spec_of())
         buffer.prepare()
         start_at(buffer, epoch)
         run_rounds(buffer, range(5), group)
@@ -394,7 +395,7 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
     kind: type[NVLinkLowLatencyBuffer],
 ) -> None:
     with EPGroup() as group:
-        buffer = kind(group.collectives, spec_of())
+        buffer = kind(group.calls, spec_of())
         buffer.prepare()
         rank, world_size = group.rank, group.world_size
         for number in (2, 3):
@@ -442,7 +443,7 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
 @pytest.mark.ranks(2)
 def test_rounds_that_load_all_kernels_leave_the_buffer_as_it_was() -> None:
     with EPGroup() as group:
-        buffer = SingleReceiveBuffer(group.collectives, spec_of())
+        buffer = SingleReceiveBuffer(group.calls, spec_of())
         buffer.prepare()
         # As prepare() does on a GPU: in bulk, then in lines.
         buffer._warm_up()
@@ -453,7 +454,7 @@ def test_rounds_that_load_all_kernels_leave_the_buffer_as_it_was() -> None:
 @pytest.mark.ranks(2)
 def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
     with EPGroup() as group:
-        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer = ImpatientBuffer(group.calls, spec_of())
         buffer.prepare()
         call = call_of(1, group.rank, group.world_size, group.device)
         sent = buffer.dispatch_async(call) if group.rank == 0 else None
@@ -466,7 +467,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
                 EPTimeout, match=f"rank 1 did not arrive in dispatch, use {number} "
             ):
                 buffer.check()
-        group.collectives.gather_records({}, phase="rank 0 gave up")
+        group.calls.gather_records({}, phase="rank 0 gave up")
         if sent is None:
             # Its kernels return at once, and its host hears of it.
             out = buffer.dispatch(call)
@@ -482,7 +483,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         with pytest.raises(EPTimeout):
             buffer.dispatch(call)
         buffer.close()
-        again = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        again = NVLinkLowLatencyBuffer(group.calls, spec_of())
         again.prepare()
         run_rounds(again, range(1), group)
         again.close()
@@ -491,7 +492,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
 @pytest.mark.ranks(2)
 def test_nobody_lets_go_of_memory_before_all_have_come() -> None:
     with EPGroup() as group:
-        buffer = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        buffer = NVLinkLowLatencyBuffer(group.calls, spec_of())
         buffer.prepare()
         begin = time.monotonic()
         if group.rank == 1:
@@ -505,14 +506,14 @@ def test_nobody_lets_go_of_memory_before_all_have_come() -> None:
 @pytest.mark.parametrize("way", ["close", "abandon"])
 def test_end_does_not_wait_for_a_rank_that_is_gone(way: str) -> None:
     with EPGroup() as group:
-        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer = ImpatientBuffer(group.calls, spec_of())
         buffer.prepare()
         begin = time.monotonic()
         if group.rank == 0:
             getattr(buffer, way)()
         # 200 polls of an interpreter, 0.2 s of a GPU.
         assert time.monotonic() - begin < 10
-        group.collectives.gather_records({}, phase="rank 0 has closed")
+        group.calls.gather_records({}, phase="rank 0 has closed")
 
 
 class HastyBuffer(NVLinkLowLatencyBuffer):
@@ -551,7 +552,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
 def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
     dead = 1
     with EPGroup() as group:
-        buffer = HastyBuffer(group.collectives, spec_of())
+        buffer = HastyBuffer(group.calls, spec_of())
         buffer.prepare()
         # A batch of all, which leaves the rows and words of the dead rank behind.
         run_rounds(buffer, range(1), group)
@@ -564,7 +565,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
                 buffer.check()
             with pytest.raises(ConfigError, match="expected other ranks of 0 to"):
                 buffer.exclude_ranks([group.rank])
-        group.collectives.gather_records({}, phase="the living have given up")
+        group.calls.gather_records({}, phase="the living have given up")
         if exchange_plan is not None:
             buffer.exclude_ranks([dead])
             with pytest.raises(HandleError, match="dispatch again"):
@@ -574,7 +575,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
             buffer.dispatch(call)
             sent = buffer.traffic().control_bytes - before.control_bytes
             assert (sent > 0) == (num_ranks > 2), "nothing is sent to the dead"
-        group.collectives.gather_records({}, phase="the living have gone on")
+        group.calls.gather_records({}, phase="the living have gone on")
         if is_dead:
             # It comes late, hears of it, and disturbs nobody.
             buffer.dispatch(call)
@@ -588,7 +589,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
 @pytest.mark.ranks(2)
 def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> None:
     with EPGroup() as group:
-        buffer = NVLinkLowLatencyBuffer(group.collectives, spec_of())
+        buffer = NVLinkLowLatencyBuffer(group.calls, spec_of())
         buffer.prepare()
         calls = [call_of(number, group.rank, group.world_size, group.device) for number in BUSY]
         homes = []

@@ -16,9 +16,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels
+from epcomm.calls.call import DispatchCall
 from epcomm.errors import HandleError
 from epcomm.records import Pending
 from epcomm.types import RowsPer
@@ -164,7 +165,7 @@ def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
 ) -> None:
     with EPGroup() as group:
         rank, world_size, device = group.rank, group.world_size, group.device
-        buffer = kind(group.collectives, replace(spec_of(), returns_slots=returns_slots))
+        buffer = kind(group.calls, replace(spec_of(), returns_slots=returns_slots))
         buffer.prepare()
         num_slots = NUM_LOCAL * buffer._layout.num_rows
         run = Run(

@@ -16,6 +16,7 @@ from epcomm.buffers.nvlink import base as nvlink_host
 from epcomm.buffers.nvlink import memory
 from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
+from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives, Scalar
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels import launch
@@ -32,21 +33,26 @@ SPEC = BufferSpec(
 )
 
 
-def collectives_beside(other_error: str) -> Collectives:
+def calls_beside(other_error: str) -> Calls:
     """Rank 0 of 2; rank 1 tells this."""
 
     def gather_records(record: Mapping[str, Scalar], *, phase: str) -> list[Mapping[str, Scalar]]:
         return [record, {"error": other_error}]
 
-    return cast(Collectives, SimpleNamespace(rank=0, world_size=2, gather_records=gather_records))
+    return cast(
+        Calls,
+        SimpleNamespace(
+            collectives=SimpleNamespace(rank=0), world_size=2, gather_records=gather_records
+        ),
+    )
 
 
 def test_all_ranks_hear_of_one_without_memory() -> None:
-    agree_on_memory(collectives_beside(""), "", 64, phase="open")
+    agree_on_memory(calls_beside(""), "", 64, phase="open")
     with pytest.raises(BackendUnavailable, match=r"open: .*rank 1: out of memory .*rank 0 of 2"):
-        agree_on_memory(collectives_beside("out of memory"), "", 64, phase="open")
+        agree_on_memory(calls_beside("out of memory"), "", 64, phase="open")
     with pytest.raises(BackendUnavailable, match="rank 0: none left"):
-        agree_on_memory(collectives_beside(""), "none left", 64, phase="open")
+        agree_on_memory(calls_beside(""), "none left", 64, phase="open")
 
 
 def test_memory_that_cannot_grow_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,7 +63,7 @@ def test_memory_that_cannot_grow_keeps_its_layout(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(launch, "IS_INTERPRETED", True)
     buffer = object.__new__(NVLinkBuffer)
     buffer._spec, buffer._world_size = SPEC, 2
-    buffer._device, buffer._collectives = torch.device("cpu"), collectives_beside("")
+    buffer._device, buffer._calls = torch.device("cpu"), calls_beside("")
     buffer._layout = old = NVLinkBuffer.layout_for(SPEC, 2)
     with pytest.raises(BackendUnavailable):
         buffer._open(512)
@@ -87,12 +93,12 @@ def test_memory_is_that_of_the_device_of_the_group(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(_symmetric_memory, "rendezvous", rendezvous)
     monkeypatch.setattr(memory, "on_device", on_device)
     group = cast(
-        Collectives,
+        Calls,
         SimpleNamespace(
-            rank=0,
+            collectives=SimpleNamespace(
+                rank=0, world_size=1, device=torch.device("cuda", 1), process_group=object()
+            ),
             world_size=1,
-            device=torch.device("cuda", 1),
-            process_group=object(),
             gather_records=lambda record, *, phase: [record],
         ),
     )
@@ -133,7 +139,7 @@ def test_calls_of_all_buffers_of_a_group_have_one_order(monkeypatch: pytest.Monk
     part.streams = whole.streams
     buffers = []
     for collectives in (whole, whole, part):
-        buffer = NVLinkBuffer(collectives, SPEC)
+        buffer = NVLinkBuffer(Calls(collectives), SPEC)
         buffer._is_cuda, buffer._device = True, torch.device("cuda", 0)
         buffers.append(buffer)
     for buffer, number in zip((*buffers, buffers[0]), (1, 2, 1, 1), strict=True):

@@ -17,9 +17,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
+from epcomm.calls.call import DispatchCall
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout, HandleError
 from epcomm.kernels.nvlink.dispatch_cuda import launch
@@ -173,7 +174,7 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
 @pytest.mark.parametrize("kind", [SingleReceiveBuffer, SingleReceiveBufferStatic])
 def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
     with EPGroup() as group:
-        buffer = kind(group.collectives, spec_of())
+        buffer = kind(group.calls, spec_of())
         buffer.prepare()
         run_rounds(buffer, range(6), group)
         buffer.close()
@@ -182,7 +183,7 @@ def test_slots_are_used_again_and_again(kind: type[Buffer]) -> None:
 @pytest.mark.ranks(2)
 def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
     with EPGroup() as group:
-        buffer = SingleReceiveBufferStatic(group.collectives, spec_of())
+        buffer = SingleReceiveBufferStatic(group.calls, spec_of())
         buffer.prepare()
         call = call_of(2, group.rank, group.world_size, group.device)
         out = buffer.dispatch(call)
@@ -204,7 +205,7 @@ def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
 @pytest.mark.parametrize("epoch", [2**31 - 3, 2**32 - 3])
 def test_epochs_may_wrap(epoch: int) -> None:
     with EPGroup() as group:
-        buffer = SingleReceiveBuffer(group.collectives, spec_of())
+        buffer = SingleReceiveBuffer(group.calls, spec_of())
         buffer.prepare()
         exchange, layout = buffer._exchange, buffer._layout
         words = buffer._block.view(torch.int32)
@@ -230,7 +231,7 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
     world_tokens = 300
     with EPGroup() as group:
         spec = replace(spec_of(), max_tokens_per_rank=None)
-        buffer = NVLinkBuffer(group.collectives, spec)
+        buffer = NVLinkBuffer(group.calls, spec)
         buffer.prepare()
         call = call_of(2, group.rank, group.world_size, group.device)
         early = buffer.dispatch(call)
@@ -264,19 +265,19 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
 @pytest.mark.ranks(2)
 def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
     with EPGroup() as group:
-        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer = ImpatientBuffer(group.calls, spec_of())
         buffer.prepare()
         call = call_of(2, group.rank, group.world_size, group.device)
         if group.rank == 0:
             with pytest.raises(EPTimeout, match="rank 1 did not arrive in the beginning of disp"):
                 buffer.dispatch(call)
-        group.collectives.gather_records({}, phase="rank 0 gave up")
+        group.calls.gather_records({}, phase="rank 0 gave up")
         if group.rank == 1:
             with pytest.raises(EPTimeout, match="rank 0 gave up"):
                 buffer.dispatch(call)
         buffer.close()
         # The process lives on, and so does the group.
-        again = NVLinkBuffer(group.collectives, spec_of())
+        again = NVLinkBuffer(group.calls, spec_of())
         again.prepare()
         run_rounds(again, range(1, 2), group)
         again.close()
@@ -285,7 +286,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
 @pytest.mark.ranks(2)
 def test_rank_that_misses_a_combine_is_named() -> None:
     with EPGroup() as group:
-        buffer = ImpatientBuffer(group.collectives, spec_of())
+        buffer = ImpatientBuffer(group.calls, spec_of())
         buffer.prepare()
         impatient = buffer._exchange
         # An interpreter may need longer than its patience until the first kernel runs on both.
@@ -299,7 +300,7 @@ def test_rank_that_misses_a_combine_is_named() -> None:
                 buffer.check()
             assert y.numel() > 0
             assert y.isnan().all()
-        group.collectives.gather_records({}, phase="rank 0 gave up")
+        group.calls.gather_records({}, phase="rank 0 gave up")
         buffer.close()
 
 
@@ -389,7 +390,7 @@ def go_on_without_the_dead(
     kind: type[NVLinkBuffer | NVLinkStaticBuffer], num_ranks: int, *, missed: str, flags: BatchFlags
 ) -> None:
     with EPGroup() as group:
-        buffer = kind(group.collectives, spec_of())
+        buffer = kind(group.calls, spec_of())
         buffer.prepare()
         call = call_of(2, group.rank, num_ranks, group.device)
         # A batch of all, whose exchange plan names the dead rank.
@@ -400,12 +401,12 @@ def go_on_without_the_dead(
         buffer.combine(
             early.rows.data, early.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars
         )
-        group.collectives.gather_records({}, phase="all have combined")
+        group.calls.gather_records({}, phase="all have combined")
         if group.rank == 0:
             # The other living ones are told, and have come to other numbers.
             with pytest.raises(EPTimeout, match=r"ranks? 1.* did not arrive"):
                 call_in_vain(buffer, missed, call, early)
-        group.collectives.gather_records({}, phase="rank 0 has given up")
+        group.calls.gather_records({}, phase="rank 0 has given up")
         if group.rank == 2:
             with pytest.raises(EPTimeout, match="too late: rank 0 gave up waiting for ranks 1, 2"):
                 call_in_vain(buffer, missed, call, early)
@@ -418,7 +419,7 @@ def go_on_without_the_dead(
             check_new_exchange_plans(buffer, range(3, 5), group)
             assert (buffer.traffic() != before) == (num_ranks > 2), "nothing is sent to the dead"
         left = rows_of_the_dead(buffer)
-        group.collectives.gather_records({}, phase="the living have gone on")
+        group.calls.gather_records({}, phase="the living have gone on")
         if group.rank == DEAD:
             # It comes late, hears of it, and disturbs nobody.
             with pytest.raises(EPTimeout, match="gave up waiting"):
@@ -435,7 +436,7 @@ def go_on_without_the_dead(
                 with pytest.raises(CapacityError, match=r"without rank 1 .* max_tokens_per_rank"):
                     buffer.dispatch(large)
             check_new_exchange_plans(buffer, range(5, 6), group)
-        group.collectives.gather_records({}, phase="the dead has heard of it")
+        group.calls.gather_records({}, phase="the dead has heard of it")
         if group.rank != DEAD:
             assert torch.equal(rows_of_the_dead(buffer), left)
         buffer.close()

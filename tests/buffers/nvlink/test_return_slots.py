@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import ConfigError, EPGroup, Mode, ShapeError
-from epcomm.buffers.base import DispatchCall, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.low_latency import (
     NVLinkLowLatency,
     NVLinkLowLatencyBuffer,
@@ -18,6 +18,7 @@ from epcomm.buffers.nvlink.low_latency import (
 )
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.buffers.sizes import CallShape
+from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, dequantize, quantize
 from epcomm.spec import BufferSpec

@@ -10,8 +10,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup
-from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.base import Buffer
 from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.calls.call import DispatchCall
 from epcomm.errors import CapacityError
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags

@@ -51,13 +51,13 @@ def env_of(group: EPGroup) -> BufferEnv:
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_block_of_each_rank_is_seen_by_all_and_has_no_name() -> None:
     with EPGroup() as group:
-        memory = HostMemory(group.collectives, 100, phase="test")
+        memory = HostMemory(group.calls, 100, phase="test")
         links = [os.fstat(file).st_nlink for file in memory._files]
         assert links == [0] * NUM_RANKS, "names that a process which is killed would leave"
         assert [int(block.sum()) for block in memory.blocks] == [0, 0], "zero at first"
-        group.collectives.gather_records({})
+        group.calls.gather_records({})
         memory.blocks[1 - group.rank][5] = 7 + group.rank
-        group.collectives.gather_records({})
+        group.calls.gather_records({})
         assert int(memory.blocks[group.rank][5]) == 7 + (1 - group.rank)
 
 
@@ -89,29 +89,29 @@ def test_a_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(host_memory.os, "posix_fallocate", full)
         wanted = r"rank 1: \d+ B of shared memory: No space left"
         with pytest.raises(BackendUnavailable, match=wanted):
-            HostMemory(group.collectives, 100, phase="test")
+            HostMemory(group.calls, 100, phase="test")
         monkeypatch.undo()
         # Beyond the limit of a container the kernel would end a rank.
         monkeypatch.setattr(host_memory, "memory_left", lambda: 2**25 - group.rank)
         with pytest.raises(BackendUnavailable, match=rf"rank 1: .* memory: {2**25 - 1} B are left"):
-            HostMemory(group.collectives, 2**24, phase="test")
+            HostMemory(group.calls, 2**24, phase="test")
 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_the_memory_of_another_process_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
     """Imitate ranks that number processes in different ways."""
     with EPGroup() as group:
-        pids = [each["pid"] for each in group.collectives.gather_records({"pid": os.getpid()})]
+        pids = [each["pid"] for each in group.calls.gather_records({"pid": os.getpid()})]
         if group.rank == 1:
             monkeypatch.setattr(host_memory.os, "getpid", lambda: pids[0])
         with pytest.raises(BackendUnavailable, match=rf"rank 0: /proc/{pids[0]}/fd/\d+: "):
-            HostMemory(group.collectives, 100, phase="test")
+            HostMemory(group.calls, 100, phase="test")
 
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_what_was_handed_out_survives_growth() -> None:
     with EPGroup() as group:
-        region = HostRegion(group.collectives, "rows", 2)
+        region = HostRegion(group.calls, "rows", 2)
         region.require(100)
         first = region.rows(group.rank, 0, slice(0, 3), 4, torch.float32)
         first.fill_(3)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPError
-from epcomm.buffers.base import DispatchCall
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap

@@ -13,7 +13,8 @@ from typing import NoReturn, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, DispatchCall, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
+from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks

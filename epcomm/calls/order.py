@@ -16,116 +16,46 @@ a rank that reads one ends the group's waits on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
-from functools import lru_cache
-from typing import NoReturn, Protocol
-from zlib import crc32
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from epcomm.collectives.bounded import BoundedWait
+from epcomm.calls.faults import check_gradients, raise_faults
+from epcomm.calls.header import (
+    ANY,
+    BATCH,
+    BUFFER,
+    CHECK,
+    DISPATCHER,
+    DTYPE_BITS,
+    FAULT,
+    FLAGS,
+    HEADER_WORDS,
+    KIND,
+    MESSAGE_WORDS,
+    NO_BUFFER,
+    NUMBER,
+    ROWS,
+    SIZE,
+    CallKind,
+    CallSign,
+    operation_of,
+)
+from epcomm.collectives.base import Collectives, Scalar
 from epcomm.config import Mode
-from epcomm.errors import EPError, HandleError, RankNames
-from epcomm.protocol import MAX_FLAGS, FaultCode, is_fault_word, is_passed_on, pack_fault
+from epcomm.errors import EPError, EPTimeout, HandleError
+from epcomm.protocol import (
+    MAX_FLAGS,
+    FaultCode,
+    fault_word,
+    is_fault_word,
+    is_passed_on,
+    pack_fault,
+)
 
-# The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
-KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
-HEADER_WORDS = 10
-# Followed by the slot counts of up to 128 experts of the receiving rank; more take a second
-# exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
-# make 1104 B, which one Ethernet packet carries.
-COUNTS_IN_HEADER = 128
-MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
-MESSAGE_BYTES = 8 * MESSAGE_WORDS
-# Wildcard in place of a number: a rank that refuses a combine does not know the batch.
-ANY = -1
-
-# Of a number that stands for a dtype.
-_DTYPE_BITS = 16
-
-
-class CallKind(IntEnum):
-    """The call that a rank is about to make with all others."""
-
-    RECORDS = 1
-    DISPATCH = 2
-    COMBINE = 3
-    COMBINE_BACKWARD = 4
-    DISPATCH_BACKWARD = 5
-    REFUSAL = 6
-    PARAMETERS = 7
-
-    @property
-    def text(self) -> str:
-        """The kind in words, such as `backward of combine`, for messages."""
-        return _TEXTS[self]
-
-    @property
-    def phase(self) -> str:
-        """Return the name of the exchange of headers in messages about a timeout."""
-        return "dispatch counts" if self is CallKind.DISPATCH else f"{self.text} calls"
-
-
-_TEXTS = {
-    CallKind.RECORDS: "an agreement of all ranks (plan, open_buffer or gather_records)",
-    CallKind.DISPATCH: "dispatch",
-    CallKind.COMBINE: "combine",
-    CallKind.COMBINE_BACKWARD: "backward of combine",
-    CallKind.DISPATCH_BACKWARD: "backward of dispatch",
-    CallKind.PARAMETERS: "an operation on an expert parameter",
-    CallKind.REFUSAL: "a call that it refuses",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallSign:
-    """One call, as all ranks must make it.
-
-    buffer, dispatcher: numbers of CallOrder.add_buffer() and add_dispatcher(), 0 for none.
-    batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
-    size: of the call or its rows, see DispatchCall.size and rows_size(), or the name of an
-        operation, see operation_sign(); 0 for none.
-    """
-
-    kind: CallKind
-    buffer: int = 0
-    dispatcher: int = 0
-    batch: int = 0
-    size: int = 0
-
-
-@lru_cache(maxsize=64)
-def rows_size(num_columns: int, dtype: torch.dtype) -> int:
-    """Return the word that describes rows of `num_columns` elements of `dtype` in a header."""
-    return num_columns << _DTYPE_BITS | crc32(str(dtype).encode()) & ((1 << _DTYPE_BITS) - 1)
-
-
-# Characters of the names of operations, of which a number holds twelve.
-_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_"
-_MAX_LETTERS = 12
-
-
-def operation_sign(name: str) -> CallSign:
-    """Return the sign of an operation on an expert parameter, such as `norm`, whose SIZE names it.
-
-    name: lower case; its first twelve characters count.
-    """
-    size = 0
-    for letter in reversed(name[:_MAX_LETTERS]):
-        size = size * (len(_LETTERS) + 1) + _LETTERS.find(letter) + 1
-    return CallSign(kind=CallKind.PARAMETERS, size=size)
-
-
-def _operation_of(size: int) -> str:
-    name = ""
-    while size > 0:
-        size, letter = divmod(size, len(_LETTERS) + 1)
-        name += _LETTERS[letter - 1] if letter else "?"
-    return name
-
+T = TypeVar("T")
 
 Explain = Callable[[Sequence[CallKind], EPError | None], None]
 
@@ -142,32 +72,14 @@ class HeaderBoard(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """The part of Collectives that CallOrder needs."""
-
-    world_size: int
-    device: torch.device
-
-    bounded: BoundedWait | None
-
-    @property
-    def names(self) -> RankNames:
-        """The numbers of the ranks for messages."""
-        ...
-
-    def all_to_all(self, send: Tensor, *, phase: str = ...) -> Tensor:
-        """Exchange equal parts."""
-        ...
-
-
-class CallOrder:
-    """The calls of one rank in a group, numbered alike on all ranks."""
+class Calls:
+    """The calls of one rank in a group, numbered alike on all ranks, over its collectives."""
 
     def __init__(
         self,
-        collectives: Transport,
+        collectives: Collectives,
         *,
-        whole: CallOrder | None = None,
+        whole: Calls | None = None,
         counts_in_whole: bool = False,
     ) -> None:
         """Begin without a call, over `collectives`.
@@ -175,7 +87,12 @@ class CallOrder:
         whole: the calls of a group of which these ranks are a part, whose dispatchers call here.
         counts_in_whole: what is called here counts there too.
         """
-        self._collectives = collectives
+        self.collectives = collectives
+        self.world_size = collectives.world_size
+        # The numbers of the ranks for messages; in a part of a group, those in the group.
+        self.names = collectives.names
+        # The host waits in the collectives, so that it can compare calls without a wait more.
+        self.waits = collectives.bounded is not None
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
         # The number of the next call, equal on all ranks.
@@ -185,16 +102,7 @@ class CallOrder:
         self._buffers: list[str] = []
         # The mode of each.
         self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks, W."""
-        return self._collectives.world_size
-
-    @property
-    def names(self) -> RankNames:
-        """The numbers of the ranks for messages."""
-        return self._collectives.names
+        self._parts: dict[tuple[tuple[int, ...], ...], Calls] = {}
 
     @property
     def has_board(self) -> bool:
@@ -218,8 +126,31 @@ class CallOrder:
         """
         self._explain = explain
 
+    def split(
+        self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
+    ) -> Calls:
+        """Return the calls of the ranks that share a part with this one.
+
+        Args:
+            parts, scope: see Collectives.split().
+            counts_calls: calls of the part count as calls of the whole too.
+
+        Collective: yes, the first time for these parts.   Host sync: yes.
+        Lifetime: until close(); whoever asks for the same parts has the same.
+        """
+        key = tuple(map(tuple, parts))
+        if key not in self._parts:
+            if self.waits:
+                self._records_phase("dividing the ranks")
+            found = self.collectives.split(parts, scope=scope)
+            self._parts[key] = Calls(found, whole=self, counts_in_whole=counts_calls)
+        return self._parts[key]
+
     def close(self) -> None:
-        """Close the board, if there is one. Local, idempotent."""
+        """Close the boards of the group and its parts. Local, idempotent."""
+        for part in self._parts.values():
+            part.close()
+        self._parts.clear()
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -234,25 +165,24 @@ class CallOrder:
         self._dispatchers.append(mode)
         return len(self._dispatchers)
 
-    def header(self, sign: CallSign, *, flags: int = 0, num_rows: int = 0) -> list[int]:
+    def header(
+        self, kind: CallKind, sign: CallSign, *, flags: int = 0, num_rows: int = 0
+    ) -> list[int]:
         """Return the header of this rank's next call, without a fault and a CHECK. Local.
 
         flags, num_rows: words that may differ between ranks.
         """
-        who = (int(sign.kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
+        who = (int(kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
         return [*who, sign.size, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
         """Return `words`, then zeros, as [W, num_words], int64, on the device. Host sync: none."""
-        collectives = self._collectives
-        message = torch.zeros(
-            collectives.world_size, num_words, dtype=torch.int64, device=collectives.device
-        )
-        if not words:
-            return message
-        # The device is named, for models are built with meta as the default one.
-        values = torch.tensor(words, device="cpu").to(collectives.device, non_blocking=True)
-        message[:, : len(words)] = values
+        device = self.collectives.device
+        message = torch.zeros(self.world_size, num_words, dtype=torch.int64, device=device)
+        if words:
+            # The device is named, for models are built with meta as the default one.
+            values = torch.tensor(words, device="cpu").to(device, non_blocking=True)
+            message[:, : len(words)] = values
         return message
 
     def exchange(self, message: Tensor, phase: str) -> Tensor:
@@ -263,45 +193,132 @@ class CallOrder:
         Collective: yes; of one size in all calls of the group.
         Host sync: as a collective.
         """
-        self._count()
-        if self._board is not None:
-            return self._board.exchange(message, phase=phase)
-        return self._collectives.all_to_all(message, phase=phase)
-
-    def _count(self) -> None:
         self.next_batch += 1
         if self._counted_in is not None:
-            self._counted_in._count()
+            self._counted_in.next_batch += 1
+        if self._board is not None:
+            return self._board.exchange(message, phase=phase)
+        return self.collectives.all_to_all(message, phase=phase)
 
-    def exchange_headers(
+    def announce(
         self,
-        sign: CallSign,
+        kind: CallKind,
+        sign: CallSign = NO_BUFFER,
         *,
+        size: int | None = None,
         error: EPError | None = None,
-        fault: int = 0,
+        fault: int | None = None,
         flags: int = 0,
         num_rows: int = 0,
+        expert_names: Sequence[str] = (),
         phase: str | None = None,
     ) -> list[list[int]]:
-        """Begin a call that has nothing for one rank alone, and return all headers.
+        """Begin a call that has nothing for one rank alone, and return the headers of all ranks.
+
+        Local work comes before: where it fails, no rank waits for rows of this rank, and the header
+        of its next call tells the others. A rank that refuses the call passes its error, and no
+        rank sends rows.
 
         Args:
-            sign: the call.
-            error: this rank's own fault, which it raises if its call differs as well.
-            fault, flags, num_rows: words that may differ.
+            kind, sign: the call.
+            size: of its rows, see rows_size(); None: that of the sign.
+            error: why this rank refuses it.
+            fault: what tells the other ranks of that; None: as the error says.
+            flags: BatchFlags of this rank's batch, where ranks compare them.
+            num_rows: a word that may differ.
+            expert_names: of the tensors of the experts, in the order of their bits in the flags.
             phase: the name of the exchange in messages about a timeout; None: as the kind says.
 
         Collective: yes.   Host sync: yes.
         Raises:
             HandleError: some ranks make another call; on every rank.
+            ConfigError: see check_gradients(); on every rank.
+            EPError: some rank refuses; on every rank.
         """
-        words = self.header(sign, flags=flags, num_rows=num_rows)
+        if fault is None:
+            fault = fault_word(error, in_combine=kind is not CallKind.DISPATCH)
+        words = self.header(kind, sign, flags=flags, num_rows=num_rows)
         words[FAULT] = fault
+        if size is not None:
+            words[SIZE] = size
         words[CHECK] = -sum(words)
-        received = self.exchange(self.message(words), phase or sign.kind.phase)
+        received = self.exchange(self.message(words), phase or kind.phase)
         headers = received[:, :HEADER_WORDS].tolist()
         self.compare(headers, received, error)
+        function = "dispatch" if kind is CallKind.DISPATCH else "combine"
+        raise_faults([words[FAULT] for words in headers], self.names, error, function=function)
+        found = [words[FLAGS] for words in headers]
+        if any(found):
+            check_gradients(found, self.names, expert_names)
         return headers
+
+    def announced(self, call: Callable[[], T], report: Callable[[Exception], object] | None) -> T:
+        """Return `call()`; report an exception of which the other ranks do not know yet.
+
+        report: reports it to the other ranks, which wait for this one; None: they do not, because
+            they know, or because the call has no header that the host sends.
+        """
+        number = self.next_batch
+        try:
+            return call()
+        except Exception as problem:
+            if report is not None and self.next_batch == number:
+                report(problem)
+            raise
+
+    def gather_records(
+        self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
+    ) -> list[dict[str, Scalar]]:
+        """Return the small records of all ranks, by rank, behind a header that compares calls.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            HandleError: some ranks make another call; on every rank.
+        """
+        return self.collectives.gather_records(record, phase=self._records_phase(phase))
+
+    def agree(
+        self,
+        record: Mapping[str, Scalar],
+        *,
+        what: str,
+        findings: Mapping[str, Scalar] | None = None,
+    ) -> list[dict[str, Scalar]]:
+        """Compare a record over all ranks; see Collectives.agree(). As gather_records()."""
+        return self.collectives.agree(
+            record, what=what, findings=findings, phase=self._records_phase(what)
+        )
+
+    def _records_phase(self, phase: str) -> str:
+        """Compare calls where the host waits; return the name of the exchange that follows."""
+        if not self.waits:
+            return phase
+        self.announce_to_parts(CallKind.RECORDS, phase=phase)
+        return f"{phase}, records"
+
+    def announce_to_parts(self, kind: CallKind, sign: CallSign = NO_BUFFER, *, phase: str) -> None:
+        """Begin a call of the whole group, with a header to the ranks of each part first.
+
+        There the ranks may be in a call of a buffer made of parts, and would wait for this one.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            HandleError: some ranks make another call; on every rank.
+        """
+        problem: EPError | None = None
+        for part in self._parts.values():
+            # As a buffer made of parts does, relay the fault of another part.
+            try:
+                part.announce(
+                    kind, sign, fault=fault_word(problem), phase=phase + part.collectives.scope
+                )
+            except EPTimeout:
+                raise
+            except EPError as error:
+                problem = problem or error
+        if problem is not None:
+            raise problem
+        self.announce(kind, sign, phase=phase)
 
     def check_words(
         self, headers: Sequence[Sequence[int]], messages: Tensor | Sequence[Sequence[int]]
@@ -338,7 +355,7 @@ class CallOrder:
 
     def _check_words_apart(self, headers: Sequence[Sequence[int]]) -> None:
         """Raise if some rank cannot have sent its header in this rank's call; see check_words()."""
-        number = headers[self._collectives.names.place][NUMBER]
+        number = headers[self.names.place][NUMBER]
         for rank, words in enumerate(headers):
             problem = self._wrong_word(words, number)
             if problem is not None:
@@ -360,7 +377,7 @@ class CallOrder:
         for name, place, least, largest in most:
             if not least <= words[place] <= largest:
                 return f"{name} {words[place]}, expected {least} to {largest}"
-        if not is_fault_word(words[FAULT], self._collectives.names.world_size):
+        if not is_fault_word(words[FAULT], self.names.world_size):
             return f"fault {words[FAULT]}, expected a FaultCode and a rank of the group"
         return None
 
@@ -376,15 +393,15 @@ class CallOrder:
         Raises:
             EPError: always.
         """
-        names = self._collectives.names
+        names = self.names
         error = EPError(
             f"call {self.next_batch - 1} of the group: the header of {names.describe([rank])} has "
             f"{problem} (this is {names.where}); see whether all ranks run one version of epcomm, "
             "and whether memory or network of the rank named is defective, then make an EPGroup "
             "over a new process group or communicator"
         )
-        if self._collectives.bounded is not None:
-            self._collectives.bounded.fail(error)
+        if self.collectives.bounded is not None:
+            self.collectives.bounded.fail(error)
         raise error
 
     def compare(
@@ -414,7 +431,7 @@ class CallOrder:
             raise error
         problem = HandleError(self._describe(calls))
         fewest = min(calls, key=calls.count)
-        rank = self._collectives.names.numbers[calls.index(fewest)]
+        rank = self.names.numbers[calls.index(fewest)]
         problem.fault_word = pack_fault(FaultCode.CALLS, rank)
         problem.was_passed_on = was_passed_on
         raise problem
@@ -425,7 +442,7 @@ class CallOrder:
             ranks_of.setdefault(call, []).append(rank)
         # The fewest first: it is they who differ.
         groups = sorted(ranks_of.items(), key=lambda group: len(group[1]))
-        names = self._collectives.names
+        names = self.names
         parts = [
             f"{names.describe(ranks)} {'are' if len(ranks) > 1 else 'is'} in {self._name(call)}"
             for call, ranks in groups
@@ -452,7 +469,7 @@ class CallOrder:
         """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
         kind, buffer, dispatcher, batch, _, size = call
         if kind == CallKind.PARAMETERS:
-            return f"{_operation_of(size)} of an expert parameter"
+            return f"{operation_of(size)} of an expert parameter"
         mode, details = self._mode_of(dispatcher), []
         if mode is not None:
             details.append(str(mode))
@@ -461,7 +478,7 @@ class CallOrder:
         if batch > 0 and kind != CallKind.DISPATCH:
             details.append(f"the batch of call {batch}")
         if size > 0 and kind == CallKind.COMBINE_BACKWARD:
-            details.append(f"rows of {size >> _DTYPE_BITS} elements")
+            details.append(f"rows of {size >> DTYPE_BITS} elements")
         name = CallKind(kind).text
         if dispatcher > 0:
             name += f" of dispatcher {dispatcher}"
@@ -469,8 +486,3 @@ class CallOrder:
 
     def _mode_of(self, dispatcher: int) -> Mode | None:
         return self._dispatchers[dispatcher - 1] if dispatcher > 0 else None
-
-
-def seal(header: Tensor) -> None:
-    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none."""
-    header[:, CHECK] -= header.sum(1)

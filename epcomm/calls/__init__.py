@@ -1,0 +1,1 @@
+"""The protocol of calls: every rank announces each call to all others before rows travel."""

@@ -1,0 +1,214 @@
+"""The counts message of exact-size buffers: what it holds and what a rank reads from it.
+
+It is the header of the call, with what each rank needs to know alone: the rows and the slots of
+each of its experts. It goes out before the rows, so that sizes, faults and flags cost one small
+message and one host sync together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import any_flags, check_gradients, ids_error, raise_faults
+from epcomm.calls.header import (
+    COUNTS_IN_HEADER,
+    FAULT,
+    FLAGS,
+    HEADER_WORDS,
+    MESSAGE_BYTES,
+    MESSAGE_WORDS,
+    ROWS,
+    CallKind,
+    CallSign,
+    seal,
+)
+from epcomm.calls.order import Calls
+from epcomm.errors import RankNames, shown
+from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.spec import BufferSpec
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Counts:
+    """The counts of what this rank sends and receives in a dispatch.
+
+    rows_to_rank, rows_from_rank: [W].
+    tokens_per_expert: [L], and the same as an int64 tensor on the device.
+    any_flags: the flags of all ranks, or-ed.
+    """
+
+    rows_to_rank: tuple[int, ...]
+    rows_from_rank: tuple[int, ...]
+    tokens_per_expert: tuple[int, ...]
+    device_tokens_per_expert: Tensor
+    any_flags: BatchFlags
+
+
+def make_headers(
+    calls: Calls,
+    sign: CallSign,
+    flags: BatchFlags,
+    counts: tuple[Tensor, Tensor, Tensor],
+    *,
+    has_rest: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the headers of a dispatch and the counts that do not fit. Host sync: none.
+
+    Args:
+        calls: of the group.
+        sign: of the dispatch.
+        flags: of this rank's batch.
+        counts: FaultCode, a scalar; rows for each rank, [W] or one number for all; slots of all
+            experts, [P].
+        has_rest: headers have one size in every call, as where the host waits in collectives, and
+            the counts that do not fit take a second exchange; else the header is longer.
+
+    Returns: the header for each rank with the slots of its first COUNTS_IN_HEADER experts,
+        [W, words], int64, and those of its other experts, [W, L - COUNTS_IN_HEADER].
+    """
+    fault, rows, slots = counts
+    by_rank = slots.view(calls.world_size, -1)
+    num_here = min(by_rank.shape[1], COUNTS_IN_HEADER) if has_rest else by_rank.shape[1]
+    words = calls.header(CallKind.DISPATCH, sign, flags=int(flags))
+    header = calls.message(words, max(MESSAGE_WORDS, HEADER_WORDS + num_here))
+    header[:, FAULT] = fault
+    header[:, ROWS] = rows
+    header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
+    seal(header)
+    return header, by_rank[:, num_here:].contiguous()
+
+
+def empty_headers(calls: Calls, num_experts: int, *, has_rest: bool) -> tuple[Tensor, Tensor]:
+    """Return zeros that a kernel writes, as make_headers() returns them; num_experts is L."""
+    num_here = min(num_experts, COUNTS_IN_HEADER) if has_rest else num_experts
+    header = calls.message((), max(MESSAGE_WORDS, HEADER_WORDS + num_here))
+    return header, header.new_zeros(calls.world_size, num_experts - num_here)
+
+
+def counts_bytes(num_local_experts: int) -> int:
+    """Return the bytes of the message for one rank, in one exchange or two."""
+    return MESSAGE_BYTES + 8 * max(num_local_experts - COUNTS_IN_HEADER, 0)
+
+
+def exchange_counts(
+    calls: Calls,
+    call: DispatchCall,
+    headers: tuple[Tensor, Tensor],
+    spec: BufferSpec,
+    *,
+    rows_have_slots: bool = True,
+    exchange: Callable[[Tensor], Tensor] | None = None,
+    start_read: Callable[[Tensor], Callable[[], list]] | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> Counts:
+    """Exchange the headers of a dispatch with row and slot counts, the only host sync of it.
+
+    Args:
+        calls: of the group.
+        call: this rank's part of the dispatch.
+        headers: of make_headers() or empty_headers().
+        spec: of the buffer.
+        rows_have_slots: a rank sends a row only where it has a slot.
+        exchange: sends header row r to rank r and returns those from all ranks; None: the calls
+            do.
+        start_read: begins to read a tensor on the host; None: tolist().
+        meanwhile: launches work that needs no answer; the device does it while the host reads.
+
+    Collective: yes.   Host sync: yes.
+    Raises:
+        HandleError: some ranks make another call; on every rank.
+        ShapeError, CapacityError, ConfigError, EPError: see read_counts().
+    """
+    sent, sent_rest = headers
+    received = calls.exchange(sent, CallKind.DISPATCH.phase) if exchange is None else exchange(sent)
+    end = HEADER_WORDS + spec.num_local_experts - sent_rest.shape[1]
+    both = torch.stack([sent[:, :end], received[:, :end]])
+    read = both.tolist if start_read is None else start_read(both)
+    if meanwhile is not None:
+        meanwhile()
+    sent_words, received_words = read()
+    calls.compare(received_words, received, call.error)
+    slots = received[:, HEADER_WORDS:end]
+    if sent_rest.numel() > 0:
+        # CHECK excludes these counts, because a rank in a different call does not send them.
+        # read_counts() rejects counts that are out of range.
+        rest = calls.collectives.all_to_all(sent_rest, phase=CallKind.DISPATCH.phase)
+        slots = torch.cat([slots, rest], dim=1)
+        received_words = [
+            [*words, *more] for words, more in zip(received_words, rest.tolist(), strict=True)
+        ]
+    rows_to_rank = tuple(words[ROWS] for words in sent_words)
+    return read_counts(
+        received_words, slots, call, spec, calls, rows_to_rank, rows_have_slots=rows_have_slots
+    )
+
+
+def read_counts(
+    headers: Sequence[Sequence[int]],
+    device_slots: Tensor,
+    call: DispatchCall,
+    spec: BufferSpec,
+    calls: Calls,
+    rows_to_rank: tuple[int, ...],
+    *,
+    rows_have_slots: bool,
+) -> Counts:
+    """Read the headers from all ranks, which make the same call and have passed check_words().
+
+    Args:
+        headers: by rank, on the host; the slots behind them are those of this rank's experts.
+        device_slots: [W, L], the same slots on the device.
+        call: this rank's call.
+        spec: of the buffer.
+        calls: of the group.
+        rows_to_rank: the rows that this rank sends to each.
+        rows_have_slots: a rank sends a row only where it has a slot.
+
+    Raises:
+        ShapeError, CapacityError: some rank reported a fault; on every rank.
+        ConfigError: some ranks need gradients, others run under no_grad; on every rank.
+        EPError: counts that no rank can have sent; then the group ends, see Calls.reject().
+    """
+    codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
+    check_headers(codes, flags, call, spec.num_local_experts * calls.world_size, calls.names)
+    num_slots = device_slots.shape[1]
+    slots_from_rank = [words[HEADER_WORDS : HEADER_WORDS + num_slots] for words in headers]
+    for rank, (words, slots) in enumerate(zip(headers, slots_from_rank, strict=True)):
+        num_rows, most = words[ROWS], spec.max_tokens_per_rank
+        if most is not None and num_rows > most:
+            calls.reject(rank, f"rows {num_rows}, expected at most max_tokens_per_rank = {most}")
+        least = num_rows if rows_have_slots else 0
+        if min(slots) < 0 or not least <= sum(slots) <= num_rows * spec.top_k:
+            expected = f"{least} to {num_rows * spec.top_k} for {num_rows} rows"
+            calls.reject(rank, f"slots {shown(slots)}, expected {expected}")
+    return Counts(
+        rows_to_rank=rows_to_rank,
+        rows_from_rank=tuple(words[ROWS] for words in headers),
+        tokens_per_expert=tuple(map(sum, zip(*slots_from_rank, strict=True))),
+        device_tokens_per_expert=device_slots.sum(0),
+        any_flags=any_flags(flags),
+    )
+
+
+def check_headers(
+    codes: Sequence[int],
+    flags: Sequence[int],
+    call: DispatchCall,
+    num_experts: int,
+    names: RankNames,
+) -> None:
+    """Raise what the headers of a dispatch say is wrong: a fault word and BatchFlags a rank.
+
+    Raises:
+        ShapeError, CapacityError, ConfigError: as read_counts().
+    """
+    own_error = call.error
+    if codes[names.place] == FaultCode.IDS:
+        own_error = ids_error(call.topk_ids, num_experts, names)
+    raise_faults(codes, names, own_error)
+    check_gradients(flags, names, call.expert_names)

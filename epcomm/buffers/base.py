@@ -353,17 +353,13 @@ class Buffer(Backend):
         )
 
     @abstractmethod
-    def refuse_combine(self, error: EPError) -> None:
-        """Take part in the combine() of the other ranks without rows, so that they hear of `error`.
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
+        """Report `error` to the ranks that combine: a header with its status, and no rows.
+
+        exchange_plan: of the batch that the other ranks combine; None: not known. Buffers whose
+            batches have memory of their own then take the oldest.
 
         Collective: yes, in place of combine().   Host sync: as combine().
         Raises:
             error: where the others raise too.
         """
-
-    def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
-        """Refuse as refuse_combine() does, where it is known which batch the other ranks combine.
-
-        Buffers whose batches have memory of their own need it, if several are in flight.
-        """
-        self.refuse_combine(error)

@@ -124,28 +124,13 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 self._buffer, batch.hidden_states, batch.topk_weights, batch.call
             )
 
-        batch, out = self._announced(send, None if refusal is not None else self.refuse_for)
+        is_reported = refusal is not None or not self._buffer.counts_calls
+        batch, out = self._calls.announced(send, None if is_reported else self.refuse_for)
         if batch.refusal is not None:
             # A static buffer has not raised. No combine will come of this call, so end it here.
             self._refuse_combine(batch.refusal, out.exchange_plan)
         self._num_calls += 1
         return self._record(out, batch.num_tokens, batch.dtype, self._num_calls)
-
-    def _announced(
-        self, call: Callable[[], ResultT], report: Callable[[Exception], None] | None
-    ) -> ResultT:
-        """Return `call()`; report an exception of which the other ranks do not know yet.
-
-        report: reports it to the other ranks; None: they know of it already.
-        """
-        number = self._calls.next_batch
-        try:
-            return call()
-        except Exception as problem:
-            is_unknown = self._buffer.counts_calls and self._calls.next_batch == number
-            if report is not None and is_unknown:
-                report(problem)
-            raise
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
@@ -163,7 +148,9 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             batch = self._prepare(hidden_states, topk, experts_need_grad)
             return batch, self._buffer.dispatch_async(batch.call)
 
-        batch, pending = self._announced(begin, self.refuse_for)
+        batch, pending = self._calls.announced(
+            begin, self.refuse_for if self._buffer.counts_calls else None
+        )
         if batch.refusal is not None:
             self._refuse_combine(batch.refusal, pending.wait().exchange_plan)
         self._num_calls += 1
@@ -254,7 +241,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             rows = cast_results(as_rows(combine_input), self._dtype)
             return combine_rows(self._buffer, rows, self._dtype)
 
-        y = self._announced(send, partial(self.refuse_results, combine_input.handle))
+        y = self._calls.announced(send, self._report_results(combine_input.handle))
         combine_input.handle.spend("was combined before")
         return self._finished(y, combine_input.handle)
 
@@ -273,7 +260,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 slot_weights=rows.slot_weights,
             )
 
-        pending = self._announced(begin, partial(self.refuse_results, combine_input.handle))
+        pending = self._calls.announced(begin, self._report_results(combine_input.handle))
         combine_input.handle.spend("was combined before")
         return Pending(partial(self._receive_sums, pending, combine_input.handle))
 
@@ -307,6 +294,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         # As in refuse_for().
         with suppress(EPError, RuntimeError):
             self._refuse_combine(error, handle.exchange_plan)
+
+    def _report_results(self, handle: Handle) -> Callable[[Exception], None] | None:
+        """Return what reports a failure before the header of combine, where a header is sent."""
+        return partial(self.refuse_results, handle) if self._buffer.counts_calls else None
 
     def _check_combine(self, combine_input: CombineT) -> None:
         """Refuse a bad call, before all ranks."""
@@ -403,10 +394,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """
         error.was_raised = True
         try:
-            if exchange_plan is None:
-                self._buffer.refuse_combine(error)
-            else:
-                self._buffer.refuse_combine_of(exchange_plan, error)
+            self._buffer.refuse_combine(error, exchange_plan)
             if self._checks_calls:
                 # Faults of other ranks, which would hide that of this one.
                 with suppress(EPError):

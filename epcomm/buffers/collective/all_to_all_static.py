@@ -216,7 +216,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
         return self._gather(rows, phase="backward of combine")
 
-    def refuse_combine(self, error: EPError) -> None:
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         rows = torch.zeros(
             self._num_rows,
             self._spec.hidden_size,

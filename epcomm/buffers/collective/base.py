@@ -18,6 +18,7 @@ from epcomm.calls.order import Calls
 from epcomm.errors import EPError
 from epcomm.ops.select import row_ops_of
 from epcomm.platforms.machine import Machine
+from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
 
@@ -68,7 +69,7 @@ class OverCollectives:
     def prepare(self) -> None:
         """Allocate nothing: sizes are known only with the calls."""
 
-    def refuse_combine(self, error: EPError) -> None:
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         # This rank does not know which batch the other ranks combine, nor through which buffer.
         self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
 

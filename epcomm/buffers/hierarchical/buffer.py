@@ -197,19 +197,19 @@ class HierarchicalBuffer(Buffer):
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
         """Dispatch inside the host; what fails before any rank knows of the call is told to all."""
-        number = self._calls_inside.next_batch
-        try:
-            return self._inner.dispatch(call)
-        except EPError:
-            raise
-        except Exception as problem:
-            if self._inner.counts_calls and self._calls_inside.next_batch == number:
-                error = _as_error(problem, "dispatch", self._collectives)
-                with suppress(EPError):
-                    self._inner.dispatch(_without_tokens(call, error, self._spec))
-                    # With static sizes nobody raised, and the others go on to their combine.
-                    self._inner.refuse_combine(error)
-            raise
+
+        def report(problem: Exception) -> None:
+            if isinstance(problem, EPError):
+                return
+            error = _as_error(problem, "dispatch", self._collectives)
+            with suppress(EPError):
+                self._inner.dispatch(_without_tokens(call, error, self._spec))
+                # With static sizes nobody raised, and the others go on to their combine.
+                self._inner.refuse_combine(error)
+
+        return self._calls_inside.announced(
+            lambda: self._inner.dispatch(call), report if self._inner.counts_calls else None
+        )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, HierarchicalExchangePlan), (
@@ -266,7 +266,7 @@ class HierarchicalBuffer(Buffer):
         """Return the plan along which the sums of this host go to the others."""
         return exchange_plan.outer
 
-    def refuse_combine(self, error: EPError) -> None:
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         with suppress(type(error)):
             self._inner.refuse_combine(error)
         self._outer.refuse_combine(error)

@@ -11,7 +11,6 @@ combined any number of times, each time in an epoch of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import ClassVar, NoReturn
 
@@ -412,29 +411,23 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
         receive_buffer.take_sums(self._kernels, y, topk_weights)
         return Combined(y=y, scalars=None)
 
-    def refuse_combine(self, error: EPError) -> None:
-        """Refuse the combine of the oldest batch that awaits it; see Buffer.refuse_combine.
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
+        """Send only the fault, in the combine of a batch; see Buffer.refuse_combine.
 
-        Which batch the other ranks combine is not known here; if it is another, they wait in vain.
-        Raises:
-            error: no batch awaits its combine.
-        """
-        self._refuse(error, lambda each: each.is_open)
-
-    def refuse_combine_of(self, exchange_plan: ExchangePlan, error: EPError) -> None:
-        """Refuse the combine of one batch, or another combine; see Buffer.refuse_combine_of.
+        Without an exchange plan that is the oldest batch that awaits its combine; ranks that
+        combine another one wait until the timeout.
 
         Raises:
-            error: the batch was ended.
+            error: the batch was ended, or none awaits its combine.
         """
-        assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
-        batch, kernels = exchange_plan.batch, self._kernels
-        self._refuse(error, lambda each: each.batch == batch and each.reopen(kernels))
-
-    def _refuse(self, error: EPError, is_meant: Callable[[ReceiveBuffer], bool]) -> None:
-        """Send only the fault, in the combine of the oldest batch that may be meant."""
         self._begin_call()
-        meant = [each for each in self._receive_buffers if is_meant(each)]
+        if exchange_plan is None:
+            meant = [each for each in self._receive_buffers if each.is_open]
+        else:
+            assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
+            batch, kernels = exchange_plan.batch, self._kernels
+            of_batch = (each for each in self._receive_buffers if each.batch == batch)
+            meant = [each for each in of_batch if each.reopen(kernels)]
         if not meant:
             raise error
         self._faults.note_own(error)

@@ -218,7 +218,7 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
             bias=bias,
         )
 
-    def refuse_combine(self, error: EPError) -> None:
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         """Refuse a combine; unless ranks compare their calls, y is NaN on the others."""
         self._compare_combine(error)
         self._begin_call()

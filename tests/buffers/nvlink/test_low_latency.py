@@ -422,7 +422,7 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
             assert torch.equal(early.wait().y, wanted * 2)
         # One rank refuses to combine again: all hear of it, and may try once more.
         if rank == 0:
-            buffer.refuse_combine_of(out.exchange_plan, ShapeError("bad rows here"))
+            buffer.refuse_combine(ShapeError("bad rows here"), out.exchange_plan)
         else:
             y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT).y
             assert y.isnan().all()

@@ -206,7 +206,7 @@ def test_a_refusal_reaches_all_and_the_next_batch_is_right(
         for refuses in (True, False):
             out = buffer.dispatch(batch.call)
             if refuses and group.rank == 1:
-                buffer.refuse_combine_of(out.exchange_plan, ShapeError("bad rows here"))
+                buffer.refuse_combine(ShapeError("bad rows here"), out.exchange_plan)
             else:
                 results = results_of(out, group.rank)
                 y = buffer.combine_slots(results, out.exchange_plan, batch.topk_weights).y

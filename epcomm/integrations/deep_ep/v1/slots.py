@@ -73,7 +73,7 @@ class SlotsHandle(LowLatencyHandle):
         return pending.record.y, lambda: _forget(pending.wait())
 
     def refuse_combine(self, error: EPError) -> NoReturn:
-        self.buffer.refuse_combine_of(self.exchange_plan, error)
+        self.buffer.refuse_combine(error, self.exchange_plan)
         raise error
 
 

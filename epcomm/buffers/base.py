@@ -52,8 +52,6 @@ class DispatchCall:
     dispatcher: number of the dispatcher that calls, see CallOrder.add_dispatcher(); 0 for none.
     num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
         those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
-    fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
-        between hosts, as pass_on() of epcomm/buffers/faults.py makes it.
     size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
         for nothing. Read where hosts compare calls.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
@@ -71,7 +69,6 @@ class DispatchCall:
     num_sms: int | None = None
     size: int = 0
     wants_row_topk: bool = False
-    fault: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -111,8 +108,6 @@ class Dispatched:
     any_flags: the flags of all ranks, or-ed.
     row_topk: what row_topk() of epcomm/ops/slots.py makes of the index, where a kernel of the
         dispatch has written it already, as DispatchCall.wants_row_topk asks; else None.
-    faults: [ranks, 2], int64, on the device, of static buffers that take DispatchCall.fault: the
-        fault of each rank or 0, and the slots that an overflow needs.
     """
 
     rows: WireTensor
@@ -121,7 +116,6 @@ class Dispatched:
     exchange_plan: ExchangePlan
     any_flags: BatchFlags
     row_topk: tuple[Tensor, Tensor] | None = None
-    faults: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -129,12 +123,10 @@ class Combined:
     """The result of Buffer.combine().
 
     y: [T, H].   scalars: [T, K], float32, where row scalars were given.
-    faults: of combine, as Dispatched.faults.
     """
 
     y: Tensor
     scalars: Tensor | None
-    faults: Tensor | None = None
 
 
 class Backend(ABC):

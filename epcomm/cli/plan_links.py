@@ -115,9 +115,7 @@ def _notes_of(phase: PhasePlan, options: LinkOptions) -> list[str]:
     """Say on what the numbers rest, a sentence each."""
     limit, most = options.limit, phase.buffer_spec.max_tokens_per_rank
     if phase.caps.is_static:
-        notes = [
-            f"static sizes send M = {most} rows to every host, flat to every rank, used or not"
-        ]
+        notes = [f"static sizes send M = {most} rows to every rank, used or not"]
     elif limit is None:
         notes = ["expected: experts drawn at random; redundant experts break up groups"]
     elif limit.topk_groups < limit.num_groups:

@@ -8,11 +8,11 @@ ranks of its host. Rows a token, W ranks on h hosts of n = W / h ranks, at most:
     flat            min(K, c, a * n)                min(K, c, n - 1)
     hierarchical    min(K, a)                       min(K, c, b * (n - 1))
     flat, static    W - n                           n - 1
-    hier., static   h - 1                           h * (n - 1)
 
 a of the h - 1 other hosts, b of all h, and c of all W ranks are as many as one token may need: all,
 unless its routing is limited to groups of experts, see GroupLimit.max_reached(). Static sizes send
-M rows to every rank or host, whatever tokens need. A row has the bytes of dispatch and of combine.
+M rows to every rank, whatever tokens need; the hierarchical exchange has exact sizes alone. A row
+has the bytes of dispatch and of combine.
 
 Expected, with p(X) the chance that a token needs some expert of the set X, Er of rank r and Eh of
 host h: (W - n) / W * sum p(Er) and (n - 1) / W * sum p(Er) flat, (h - 1) / h * sum p(Eh) and
@@ -112,7 +112,9 @@ class ExchangeCost:
 
 
 def exchange_costs(phase: PhasePlan, limit: GroupLimit) -> Mapping[str, ExchangeCost]:
-    """Return the costs of the flat exchange, and of the hierarchical one where hosts are even.
+    """Return the costs of the flat exchange, and of the hierarchical one where sizes are exact.
+
+    Nothing where hosts are uneven.
 
     phase: its specification says the hosts, and its capabilities whether sizes are static.
     """
@@ -123,34 +125,33 @@ def exchange_costs(phase: PhasePlan, limit: GroupLimit) -> Mapping[str, Exchange
     if not hosts.is_even:
         return {}
     places, top_k = num_ranks // num_hosts, spec.top_k
-    if phase.caps.is_static:
-        flat = expected_flat = (num_ranks - places, places - 1)
-        hierarchical = expected_hierarchical = (num_hosts - 1, num_hosts * (places - 1))
-    else:
-        num_experts = spec.num_local_experts * num_ranks
-        ranks = [(rank,) for rank in range(num_ranks)]
-        reached = min(limit.max_reached(num_experts, num_ranks, hosts.ranks_of_host), num_hosts)
-        # A token sends at most one row to each rank.
-        most = min(top_k, limit.max_reached(num_experts, num_ranks, ranks))
-        others = min(reached, num_hosts - 1)
-        flat = min(most, others * places), min(most, places - 1)
-        hierarchical = min(top_k, others), min(most, reached * (places - 1))
-        need_rank = _chances(ranks, num_ranks, num_experts, top_k, limit)
-        need_host = _chances(hosts.ranks_of_host, num_ranks, num_experts, top_k, limit)
-        expected_flat = (
-            need_rank * (num_ranks - places) / num_ranks,
-            need_rank * (places - 1) / num_ranks,
-        )
-        expected_hierarchical = (
-            need_host * (num_hosts - 1) / num_hosts,
-            need_rank * (places - 1) / places,
-        )
     row = RowBytes.of(spec)
 
     def in_bytes(rows: tuple[float, float]) -> LinkBytes:
         between, inside = (number * (row.dispatch + row.combine) for number in rows)
         return LinkBytes(between=between, inside=inside)
 
+    if phase.caps.is_static:
+        every = in_bytes((num_ranks - places, places - 1))
+        return {"flat": ExchangeCost(most=every, expected=every, takes_turns=False)}
+    num_experts = spec.num_local_experts * num_ranks
+    ranks = [(rank,) for rank in range(num_ranks)]
+    reached = min(limit.max_reached(num_experts, num_ranks, hosts.ranks_of_host), num_hosts)
+    # A token sends at most one row to each rank.
+    most = min(top_k, limit.max_reached(num_experts, num_ranks, ranks))
+    others = min(reached, num_hosts - 1)
+    flat = min(most, others * places), min(most, places - 1)
+    hierarchical = min(top_k, others), min(most, reached * (places - 1))
+    need_rank = _chances(ranks, num_ranks, num_experts, top_k, limit)
+    need_host = _chances(hosts.ranks_of_host, num_ranks, num_experts, top_k, limit)
+    expected_flat = (
+        need_rank * (num_ranks - places) / num_ranks,
+        need_rank * (places - 1) / num_ranks,
+    )
+    expected_hierarchical = (
+        need_host * (num_hosts - 1) / num_hosts,
+        need_rank * (places - 1) / places,
+    )
     return {
         "flat": ExchangeCost(
             most=in_bytes(flat), expected=in_bytes(expected_flat), takes_turns=False

@@ -15,8 +15,6 @@ pytestmark = pytest.mark.slow
 BUFFERS = {
     ("CollectiveBuffer", Mode.NORMAL): ("uneven", "faults", "traffic"),
     ("HierarchicalBuffer", Mode.NORMAL): tuple(buffer_suite.SCENARIOS),
-    ("HierarchicalStaticBuffer", Mode.NORMAL): ("uneven", "budget"),
-    ("HierarchicalStaticBuffer", Mode.LOW_LATENCY): ("uneven", "faults", "combine_faults"),
 }
 LAYERS = {
     "collective": ("uneven", "checkpointing"),

@@ -25,7 +25,6 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Combined, DispatchCall, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.faults import pass_on
 from epcomm.buffers.hierarchical.inner import inner_buffer_class
 from epcomm.buffers.hierarchical.outer import HostRowsBuffer
 from epcomm.buffers.hierarchical.sizes import (
@@ -138,9 +137,11 @@ class HierarchicalBuffer(Buffer):
         same_places = tuple(zip(*hosts.ranks_of_host, strict=True))
         between = whole.split(same_places, scope=", between hosts", counts_calls=True)
         inside = whole.split(hosts.ranks_of_host, scope=", inside hosts")
-        self._outer, self._inner = self._make_buffers(between, inside)
         self._calls_between, self._calls_inside = between.calls, inside.calls
-        self.counts_calls = self._outer.counts_calls
+        inner = inner_spec(self._spec)
+        kind = inner_buffer_class(whole, inside, hosts, inner)
+        self._outer = HostRowsBuffer(between, outer_spec(self._spec))
+        self._inner: Buffer = kind(inside, inner)
         self._outer.prepare()
         self._prepare_inside()
 
@@ -162,12 +163,6 @@ class HierarchicalBuffer(Buffer):
                 f"open_buffer: {describe_ranks(failed)} cannot open what moves rows inside a host "
                 f"(this is {self._collectives.names.where}): {found[failed[0]]['error']}"
             )
-
-    def _make_buffers(self, between: Collectives, inside: Collectives) -> tuple[Buffer, Buffer]:
-        """Make the buffers over the ranks of one place, and over those of this host."""
-        inner = inner_spec(self._spec)
-        kind = inner_buffer_class(self._collectives, inside, hosts_of(self._spec), inner)
-        return HostRowsBuffer(between, outer_spec(self._spec)), kind(inside, inner)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         came = _tried(lambda: self._outer.dispatch(self._call_between(call)))
@@ -205,8 +200,6 @@ class HierarchicalBuffer(Buffer):
                 error = _as_error(problem, "dispatch", self._collectives)
                 with suppress(EPError):
                     self._inner.dispatch(_without_tokens(call, error, self._spec))
-                    # With static sizes nobody raised, and the others go on to their combine.
-                    self._inner.refuse_combine(error)
             raise
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -248,21 +241,16 @@ class HierarchicalBuffer(Buffer):
             raise
         number = self._calls_between.next_batch
         try:
-            way_home = self._way_home(exchange_plan, sums)
             return self._outer.combine(
-                sums.y, way_home, rows_per=RowsPer.ROW, row_scalars=sums.scalars
+                sums.y, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=sums.scalars
             )
         except EPError:
             raise
         except Exception as problem:
             # The ranks of this host have combined.
-            if self._outer.counts_calls and self._calls_between.next_batch == number:
+            if self._calls_between.next_batch == number:
                 self._refuse_between(problem)
             raise
-
-    def _way_home(self, exchange_plan: HierarchicalExchangePlan, sums: Combined) -> ExchangePlan:
-        """Return the plan along which the sums of this host go to the others."""
-        return exchange_plan.outer
 
     def refuse_combine(self, error: EPError) -> None:
         with suppress(type(error)):
@@ -335,7 +323,6 @@ def _call_inside(call: DispatchCall, came: Dispatched) -> DispatchCall:
         topk_ids=topk_ids,
         topk_weights=topk_weights,
         flags=flags,
-        fault=None if came.faults is None else pass_on(came.faults),
     )
 
 

@@ -214,6 +214,8 @@ class Backend(ABC):
     ) -> BufferTraffic:
         """Return the bytes that one rank sends to others in one call: what traffic() will count.
 
+        Where ranks relay rows, which the shape of a call does not say, as many as they can be.
+
         Args:
             spec: as for the constructor.
             call: this rank's part.

@@ -106,9 +106,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             dispatch_bytes=num_others * num_rows * row.dispatch,
             combine_bytes=num_others * num_rows * row.combine,
             control_bytes=num_others * header_bytes,
-            dispatch_bytes_between=num_elsewhere * num_rows * row.dispatch,
-            combine_bytes_between=num_elsewhere * num_rows * row.combine,
-            control_bytes_between=num_elsewhere * header_bytes,
+            bytes_between=num_elsewhere * num_rows * (row.dispatch + row.combine),
         )
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:

@@ -114,13 +114,24 @@ class HierarchicalBuffer(Buffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        by_link = call.by_link
-        assert by_link is not None, "where hosts are known, the call tells what goes between"
-        assert by_link.outer is not None, "hosts are even"
-        assert by_link.inner is not None, "hosts are even"
-        between = HostRowsBuffer.wire_bytes(outer_spec(spec), by_link.outer, backward=backward)
-        inside = CollectiveBuffer.wire_bytes(inner_spec(spec), by_link.inner, backward=backward)
-        return between.all_between() + inside
+        """Return the bytes of tokens that need as many hosts and ranks as they can.
+
+        A token needs min(K, hosts - 1) other hosts, and on all hosts together min(K, W - hosts)
+        ranks beside those that receive it between hosts. `call` has the number of tokens.
+        """
+        hosts, num_tokens = hosts_of(spec), call.tokens_of_rank[call.rank]
+        num_hosts, top_k = hosts.num_hosts, spec.top_k
+        num_forwarded = num_tokens * min(top_k, call.world_size - num_hosts)
+        inner_call = CallShape(
+            rank=0,
+            tokens_of_rank=(num_tokens * min(top_k, num_hosts),) * num_places(hosts),
+            rows_sent=num_forwarded,
+            rows_received=num_forwarded,
+        )
+        outer, inner = outer_spec(spec), inner_spec(spec)
+        outer_call = CallShape.most(num_tokens, top_k, num_hosts, outer.hosts)
+        between = HostRowsBuffer.wire_bytes(outer, outer_call, backward=backward)
+        return between + CollectiveBuffer.wire_bytes(inner, inner_call, backward=backward)
 
     def __init__(self, collectives: Collectives, spec: BufferSpec) -> None:
         self._collectives, self._spec = collectives, spec
@@ -262,7 +273,7 @@ class HierarchicalBuffer(Buffer):
         self._inner.check()
 
     def traffic(self) -> BufferTraffic:
-        return self._outer.traffic().all_between() + self._inner.traffic()
+        return self._outer.traffic() + self._inner.traffic()
 
     def close(self) -> None:
         self._outer.close()

@@ -46,7 +46,7 @@ class FaultCode(IntEnum):
         return cls.ROWS if in_combine else cls.SHAPE
 
 
-# Above the code of a fault that is passed on lies 1 + the rank of the EP group that has it.
+# In the fault word of a relayed fault, above its code: 1 + the rank of the EP group that has it.
 _FAULTY_RANK_SHIFT = 8
 
 
@@ -68,14 +68,28 @@ def pack_fault(code: FaultCode, rank: int) -> int:
     return int(code) | (rank + 1) << _FAULTY_RANK_SHIFT
 
 
+# In the fault byte of a relayed fault, which has no bits for a rank, beside its code.
+_RELAYED = 1 << 7
+
+
 def fault_byte(error: EPError | None) -> int:
-    """Return what tells other ranks of `error` in a byte: its code, and whether it is passed on."""
+    """Return the byte that reports `error`: its FaultCode, and a bit if the fault is relayed."""
     if error is None:
         # Fast path: almost every call succeeds.
         return int(FaultCode.NONE)
     word = fault_word(error)
     code, _ = unpack_fault(word, 0)
-    return int(code) | MAX_VIA << CODE_BITS if is_passed_on(word) else int(code)
+    return int(code) | _RELAYED if is_passed_on(word) else int(code)
+
+
+def fault_word_of_byte(byte: int, rank: int) -> int:
+    """Return the fault word of a byte from `rank`, which stands for the rank that has the fault."""
+    return pack_fault(FaultCode(byte & ~_RELAYED), rank) if byte & _RELAYED else byte
+
+
+def is_fault_byte(byte: int) -> bool:
+    """Return whether a rank can have reported this fault byte."""
+    return 0 <= byte & ~_RELAYED < len(FaultCode)
 
 
 def is_passed_on(word: int) -> bool:
@@ -94,27 +108,6 @@ def is_fault_word(word: int, world_size: int) -> bool:
     code = word & (1 << _FAULTY_RANK_SHIFT) - 1
     ranks = range(world_size + 1 if code else 1)
     return code < len(FaultCode) and word >> _FAULTY_RANK_SHIFT in ranks
-
-
-# On the device, where a fault takes a byte, a code has 4 bits, and above it lies 1 + the number of
-# the rank, or host, that it came from in the exchange before.
-CODE_BITS = 4
-MAX_VIA = 15
-
-
-def unpack_device_fault(byte: int) -> tuple[FaultCode, int]:
-    """Return the code of a fault that came from the device, and 1 + where it came from, 0 if new.
-
-    MAX_VIA stands for all numbers from there on.
-    """
-    return FaultCode(byte & (1 << CODE_BITS) - 1), byte >> CODE_BITS
-
-
-def is_device_fault(byte: int, num_origins: int) -> bool:
-    """Return whether a rank can have reported this fault, which it may have from num_origins."""
-    via = byte >> CODE_BITS
-    is_code = byte & (1 << CODE_BITS) - 1 < len(FaultCode)
-    return is_code and (0 <= via <= num_origins or via == MAX_VIA)
 
 
 # Where bits of tensors of the experts begin, and how many code and flags leave in an int32.

@@ -43,10 +43,7 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.ascend.standard:AscendStandardBuffer",
         ),
         "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
-        "hierarchical": (
-            "epcomm.buffers.hierarchical.buffer:HierarchicalBuffer",
-            "epcomm.buffers.hierarchical.static:HierarchicalStaticBuffer",
-        ),
+        "hierarchical": ("epcomm.buffers.hierarchical.buffer:HierarchicalBuffer",),
         "collective": (
             "epcomm.buffers.collective.all_to_all:CollectiveBuffer",
             "epcomm.buffers.collective.all_to_all_static:StaticCollectiveBuffer",

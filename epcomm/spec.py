@@ -140,10 +140,6 @@ class HostLayout:
         """Tell whether all hosts have as many ranks."""
         return len({len(ranks) for ranks in self.ranks_of_host}) == 1
 
-    def place(self, rank: int) -> int:
-        """Return the number of `rank` among the ranks of its host."""
-        return self.ranks_of_host[self.host_of_rank[rank]].index(rank)
-
     def ranks_elsewhere(self, rank: int) -> tuple[int, ...]:
         """Return the ranks of other hosts than that of `rank`, in ascending order."""
         own = self.host_of_rank[rank]

@@ -32,8 +32,6 @@ class Dispatched:
     any_flags: the flags of all ranks, or-ed.
     row_topk: what row_topk() of epcomm/ops/slots.py makes of the index, where a kernel of the
         dispatch has written it already, as DispatchCall.wants_row_topk asks; else None.
-    faults: [ranks, 2], int64, on the device, of static buffers that take DispatchCall.fault: the
-        fault of each rank or 0, and the slots that an overflow needs.
     """
 
     rows: WireTensor
@@ -42,7 +40,6 @@ class Dispatched:
     exchange_plan: ExchangePlan
     any_flags: BatchFlags
     row_topk: tuple[Tensor, Tensor] | None = None
-    faults: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,12 +47,10 @@ class Combined:
     """The result of Buffer.combine().
 
     y: [T, H].   scalars: [T, K], float32, where row scalars were given.
-    faults: of combine, as Dispatched.faults.
     """
 
     y: Tensor
     scalars: Tensor | None
-    faults: Tensor | None = None
 
 
 class Backend(ABC):
@@ -142,6 +137,8 @@ class Backend(ABC):
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         """Return the bytes that one rank sends to others in one call: what traffic() will count.
+
+        Where ranks relay rows, which the shape of a call does not say, as many as they can be.
 
         Args:
             spec: as for the constructor.

@@ -10,7 +10,7 @@ so that a plan needs no group and no device. Worked example, rows of 144 B, W = 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epcomm.buffers.row_layout import RowLayout
@@ -58,7 +58,8 @@ class CallShape:
     rows_sent: rows from this rank to other ranks, where a token goes only to those that need it.
     rows_received: rows from other ranks to this one, likewise.
     slots_sent, slots_received: (token, expert) pairs, likewise.
-    by_link: the same by link, where ranks are known to be on several hosts; else None.
+    rows_sent_between, rows_received_between: of the rows, those to and from ranks of other hosts,
+        where hosts are known.
     """
 
     rank: int
@@ -67,7 +68,8 @@ class CallShape:
     rows_received: int
     slots_sent: int = 0
     slots_received: int = 0
-    by_link: CallByLink | None = None
+    rows_sent_between: int = 0
+    rows_received_between: int = 0
 
     @property
     def world_size(self) -> int:
@@ -84,6 +86,8 @@ class CallShape:
             of other hosts as it can need.
         """
         num_rows = num_tokens * min(top_k, world_size - 1)
+        num_elsewhere = 0 if hosts is None else len(hosts.ranks_elsewhere(0))
+        num_between = num_tokens * min(top_k, num_elsewhere)
         return cls(
             rank=0,
             tokens_of_rank=(num_tokens,) * world_size,
@@ -91,53 +95,9 @@ class CallShape:
             rows_received=num_rows,
             slots_sent=num_tokens * top_k,
             slots_received=num_tokens * top_k,
-            by_link=None if hosts is None else CallByLink.most(num_tokens, top_k, hosts),
+            rows_sent_between=num_between,
+            rows_received_between=num_between,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CallByLink:
-    """One rank's part of a call by link, where ranks are on several hosts.
-
-    rows_sent_between, rows_received_between: of the rows of CallShape, one a (token, rank), those
-        to and from ranks of other hosts.
-    outer: the part of this rank in an exchange of the ranks with its place in their hosts, in which
-        each stands for its host and all experts there: a row a (token, host). All of it goes
-        between hosts. rank: the number of this host.   tokens_of_rank: T of those ranks.
-    inner: its part in an exchange of the ranks of its host, whose tokens are the rows that the
-        outer exchange brought, with the tokens of each rank that need its own host: a row a
-        (row, rank). None of it leaves the host. rank: the place of this rank.
-        outer and inner are None where hosts have different numbers of ranks.
-    """
-
-    rows_sent_between: int
-    rows_received_between: int
-    outer: CallShape | None = None
-    inner: CallShape | None = None
-
-    @classmethod
-    def most(cls, num_tokens: int, top_k: int, hosts: HostLayout) -> CallByLink:
-        """Return the parts of a call of T tokens on each rank that need as much as they can.
-
-        Each token needs min(K, ranks of other hosts) of these flat, min(K, hosts - 1) other hosts
-        in the outer exchange, and in the inner ones of all hosts together min(K, W - hosts) ranks
-        beside those that the outer exchange brings it to.
-        """
-        num_rows = num_tokens * min(top_k, len(hosts.ranks_elsewhere(0)))
-        flat = cls(rows_sent_between=num_rows, rows_received_between=num_rows)
-        if not hosts.is_even:
-            return flat
-        num_hosts = hosts.num_hosts
-        num_forwarded = num_tokens * min(top_k, hosts.world_size - num_hosts)
-        inner = CallShape(
-            rank=0,
-            tokens_of_rank=(num_tokens * min(top_k, num_hosts),) * (hosts.world_size // num_hosts),
-            rows_sent=num_forwarded,
-            rows_received=num_forwarded,
-            slots_sent=num_tokens * top_k,
-            slots_received=num_tokens * top_k,
-        )
-        return replace(flat, outer=CallShape.most(num_tokens, top_k, num_hosts), inner=inner)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -169,10 +169,9 @@ class VendorCalls:
             header = pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
             values = torch.stack([header, header * 0]).repeat(self._world_size, 1)
             values[self._rank] = torch.stack([value.to(torch.int64) for value in own])
-        faults = self._faults.record(
+        return self._faults.record(
             values[:, 0].to(torch.int32), values[:, 1] > max_slots, values[:, 1], call.error
         )
-        return (faults[:, 0] != 0).any()
 
     def _gather_values(self, *values: Tensor) -> Tensor:
         """Gather `values` of all ranks, [W, number of values], int64, on the device."""

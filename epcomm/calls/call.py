@@ -37,8 +37,6 @@ class DispatchCall:
     dispatcher: number of the dispatcher that calls, see Calls.add_dispatcher(); 0 for none.
     num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
         those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
-    fault: [2], int64, on the device: for a static buffer inside a host, what this rank heard
-        between hosts, as pass_on() of epcomm/calls/faults.py makes it.
     size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
         for nothing. Read where hosts compare calls.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
@@ -56,7 +54,6 @@ class DispatchCall:
     num_sms: int | None = None
     size: int = 0
     wants_row_topk: bool = False
-    fault: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -23,18 +23,16 @@ from epcomm.errors import (
     describe_ranks,
 )
 from epcomm.protocol import (
-    CODE_BITS,
     COMPARED_FLAGS,
     FLAGS_SHIFT,
-    MAX_VIA,
     TRAINED_SHIFT,
     BatchFlags,
     FaultCode,
     fault_word,
-    is_device_fault,
+    fault_word_of_byte,
+    is_fault_byte,
     is_passed_on,
     pack_fault,
-    unpack_device_fault,
     unpack_fault,
 )
 
@@ -230,23 +228,6 @@ def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
-def pass_on(faults: Tensor) -> Tensor:
-    """Return what tells of the first of these faults in another exchange; zeros if there is none.
-
-    faults: [N, 2], int64, on the device, of the ranks of an exchange in their order: fault, and the
-        slots that an overflow needs.
-
-    Returns: [2], int64: a fault of at most a byte, and the slots.
-
-    Host sync: none.   Graph capture: yes.
-    """
-    first = (faults[:, 0] != 0).long().argmax()
-    found = faults.index_select(0, first.unsqueeze(0))[0]
-    code = found[:1] & ((1 << CODE_BITS) - 1)
-    via = (first + 1).clamp(max=MAX_VIA)
-    return torch.where(code == 0, 0, torch.cat([code | via << CODE_BITS, found[1:]]))
-
-
 def _codes_of(error: EPError) -> set[FaultCode]:
     """Return the codes by which dispatch and combine report an error."""
     words = (fault_word(error), fault_word(error, in_combine=True))
@@ -255,26 +236,12 @@ def _codes_of(error: EPError) -> set[FaultCode]:
     return codes | {FaultCode.REPEATED_IDS} if isinstance(error, ShapeError) else codes
 
 
-def new_faults(faults: Tensor) -> Tensor:
-    """Return faults [N, 2] that ranks did not pass on, and zeros for others. Host sync: none."""
-    return torch.where(faults[:, :1] >> CODE_BITS == 0, faults, 0)
-
-
 class DeviceFaults:
     """The faults that wait on the device: the first one of each rank since the last check."""
 
-    def __init__(
-        self,
-        names: RankNames,
-        device: torch.device,
-        origins: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Begin without a fault, for the ranks that `names` names.
-
-        origins: for each of them the ranks of which it may pass on a fault, by the number that
-            pass_on() gives them.
-        """
-        self._names, self._origins = names, origins
+    def __init__(self, names: RankNames, device: torch.device) -> None:
+        """Begin without a fault, for the ranks that `names` names."""
+        self._names = names
         self._own_error: EPError | None = None
         # [W, 2]: FaultCode, and the slots that an overflow would have needed.
         self._entries = torch.zeros(len(names.numbers), 2, dtype=torch.int64, device=device)
@@ -292,17 +259,13 @@ class DeviceFaults:
     def record(
         self, headers: Tensor, overflows: Tensor, required: Tensor, own_error: EPError | None
     ) -> Tensor:
-        """Note the faults of one dispatch.
+        """Note the faults of one dispatch, and return whether it has failed, a bool scalar.
 
         Args:
             headers: [W], int32, as pack_header() made them.
             overflows: [W], bool: the slots of a rank exceed its budget.
             required: [W], int64: the slots it would need.
             own_error: the detailed error of this rank, if it has one.
-
-        Returns:
-            [W, 2], int64, on the device: the fault of each rank, and the slots that an overflow
-            needs; the call has failed if any fault is not 0.
 
         Host sync: none.
         """
@@ -313,18 +276,19 @@ class DeviceFaults:
         is_mixed = (compared != compared.amax()) & (codes == 0)
         mixed = torch.where(compared == 0, int(FaultCode.GRAD_MODE), int(FaultCode.FROZEN))
         codes = torch.where(is_mixed, mixed, codes)
-        return self._note(torch.stack([codes, required], dim=1), own_error)
+        return self._note(codes, required, own_error)
 
-    def record_combine(self, entries: Tensor, own_error: EPError | None) -> Tensor:
-        """Note the faults of one combine, [W, 2] as record() returns them. Costs as record."""
-        return self._note(entries, own_error)
+    def record_combine(self, codes: Tensor, own_error: EPError | None) -> Tensor:
+        """Note the FaultCode of each rank in one combine, [W], int64; returns as record()."""
+        return self._note(codes, torch.zeros_like(codes), own_error)
 
-    def _note(self, entries: Tensor, own_error: EPError | None) -> Tensor:
+    def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
-        is_first = self._entries[:, :1] == 0
+        entries, has_fault = torch.stack([codes, required], dim=1), codes != 0
+        is_new = has_fault & (self._entries[:, 0] == 0)
         # In place: a captured graph keeps writing to this memory.
-        self._entries.copy_(torch.where(is_first & (entries[:, :1] != 0), entries, self._entries))
-        return entries
+        self._entries.copy_(torch.where(is_new.unsqueeze(1), entries, self._entries))
+        return has_fault.any()
 
     def check(
         self, max_slots: int | None, *, max_rows: int | None = None, has_budget: bool = True
@@ -339,21 +303,20 @@ class DeviceFaults:
         if not any(code for code, _ in entries):
             return
         self._entries.zero_()
+        words = [self._fault_word(place, byte) for place, (byte, _) in enumerate(entries)]
         if own_error is not None and own_error.was_raised:
             # The faults of other ranks remain, and an older one of this rank.
-            code = entries[self._names.place][0] & ((1 << CODE_BITS) - 1)
-            if code in _codes_of(own_error):
-                entries[self._names.place] = [0, 0]
+            place = self._names.place
+            if unpack_fault(words[place], 0)[0] in _codes_of(own_error):
+                words[place], entries[place] = int(FaultCode.NONE), [0, 0]
             own_error = None
-        if not any(code for code, _ in entries):
+        if not any(words):
             return
-        words = [self._fault_word(place, entry[0]) for place, entry in enumerate(entries)]
         numbers = self._names.numbers
         found = [unpack_fault(word, rank) for word, rank in zip(words, numbers, strict=True)]
         overflowed = [rank for code, rank in found if code is FaultCode.OVERFLOW]
         required = max(slots for _, slots in entries)
-        # Rows of a few elements do not tell other hosts how many slots an overflow needs.
-        if overflowed and required:
+        if overflowed:
             who, where = describe_ranks(overflowed), self._names.where
             if max_rows is not None:
                 raise CapacityError(
@@ -384,15 +347,11 @@ class DeviceFaults:
         Raises:
             EPError: no rank can have reported it.
         """
-        origins = () if self._origins is None else self._origins[place]
-        if not is_device_fault(byte, len(origins)):
+        if not is_fault_byte(byte):
             raise EPError(
                 f"check: the status of {self._names.describe([place])} has fault {byte}, expected "
                 f"a FaultCode (this is {self._names.where}); y was set to NaN; see whether all "
                 "ranks run one version of epcomm, and whether memory or network of the rank named "
                 "is defective"
             )
-        code, via = unpack_device_fault(byte)
-        if not via or self._origins is None or via == MAX_VIA:
-            return int(code)
-        return pack_fault(code, self._origins[place][via - 1])
+        return fault_word_of_byte(byte, self._names.numbers[place])

@@ -42,15 +42,13 @@ _NAMES = {
     ),
     "dtype": ("dtype", "torch_dtype"),
 }
-# Of DeepSeek-V3 and its like. Other families write 0 or nothing where they have no groups.
-_GROUPS = {"num_groups": "n_group", "topk_groups": "topk_group"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """The sizes that a file names; None for what it does not name.
 
-    model_type: the family.   num_groups, topk_groups: of the routing, see RoutingSpec.
+    model_type: the family.
     """
 
     model_type: str
@@ -59,8 +57,6 @@ class ModelShape:
     top_k: int | None
     intermediate_size: int | None
     dtype: str | None
-    num_groups: int | None = None
-    topk_groups: int | None = None
 
 
 def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
@@ -104,13 +100,11 @@ def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
             f"epcomm plan: {path} gives dtype as {describe_kind(dtype)}, expected text; "
             "pass --dtype"
         )
-    groups = {name: n if is_size(n := values.get(said)) else None for name, said in _GROUPS.items()}
     model_type = values.get("model_type")
     return ModelShape(
         model_type=model_type if isinstance(model_type, str) else "unknown",
         dtype=dtype if isinstance(dtype, str) else None,
         **numbers,
-        **groups,
     )
 
 

@@ -18,11 +18,9 @@ from epcomm.cli.numbers import bytes_text
 from epcomm.cli.one_line import BadInput
 from epcomm.cli.plan_fused import fused_table
 from epcomm.cli.plan_json import as_json
-from epcomm.cli.plan_links import LinkOptions, links_table
 from epcomm.cli.plan_rebalance import Rebalance, rebalance_table
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown
-from epcomm.planning.links import GroupLimit
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.platforms.assumed import DEVICES, AssumedMachine, deep_ep_of
@@ -67,16 +65,6 @@ def plan_command(
         int | None,
         typer.Option(min=1, help="Hosts of the ranks, the same number of ranks on each."),
     ] = None,
-    gb_per_s_between: Annotated[
-        float | None, typer.Option(help="That a rank sends to other hosts, in 10**9 bytes.")
-    ] = None,
-    gb_per_s_inside: Annotated[
-        float | None, typer.Option(help="That a rank sends inside its host, likewise.")
-    ] = None,
-    num_groups: Annotated[
-        int | None, typer.Option(min=1, help="Groups of experts, of which routing chooses some.")
-    ] = None,
-    topk_groups: Annotated[int | None, typer.Option(min=1, help="Groups of a token.")] = None,
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
     ] = None,
@@ -158,15 +146,7 @@ def plan_command(
         spec = replace(spec, num_experts=spec.num_experts + redundant)
         if intermediate_size is None and shape is not None:
             intermediate_size = shape.intermediate_size
-        limit = _limit_of(num_groups, topk_groups, shape)
-        limit.check(spec.num_experts - redundant, spec.top_k)
-        links = LinkOptions(
-            gb_per_s_between=gb_per_s_between,
-            gb_per_s_inside=gb_per_s_inside,
-            limit=None if redundant else limit,
-            num_tokens=settings.max_tokens_per_rank,
-        )
-        links.check(hosts, ranks)
+        _check_hosts(hosts, ranks)
         assumed = None if device is None else _assumed(device, settings, hosts, ranks)
         layout = None
         if hosts is not None and assumed is None:
@@ -183,16 +163,12 @@ def plan_command(
     except EPError as error:
         raise BadInput(str(error)) from None
     if json:
-        sys.stdout.write(as_json(chosen, spec, ranks, rebalance, links))
+        sys.stdout.write(as_json(chosen, spec, ranks, rebalance))
         return
     console = Console()
     _print_plan(console, chosen, spec, ranks, shape)
     if rebalance is not None:
         console.print(rebalance_table(rebalance))
-    for name, phase in chosen.phases().items():
-        table = links_table(name, phase, links)
-        if table is not None:
-            console.print(table)
 
 
 def _given(fields: dict[str, T | None]) -> dict[str, T]:
@@ -216,15 +192,12 @@ def _torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[short]
 
 
-def _limit_of(
-    num_groups: int | None, topk_groups: int | None, shape: ModelShape | None
-) -> GroupLimit:
-    """Return the groups of the options, else of the model file, else one of all experts."""
-    groups = num_groups or (shape and shape.num_groups) or 1
-    return GroupLimit(
-        num_groups=groups,
-        topk_groups=topk_groups or (shape and shape.topk_groups) or groups,
-    )
+def _check_hosts(hosts: int | None, ranks: int) -> None:
+    if hosts is not None and ranks % hosts:
+        raise ConfigError(
+            f"epcomm plan: --ranks is {ranks}, expected a multiple of --hosts {hosts}; correct one "
+            "of them"
+        )
 
 
 def _assumed(device: str, config: EPConfig, hosts: int | None, ranks: int) -> AssumedMachine:
@@ -332,6 +305,9 @@ def _choice(phase: PhasePlan) -> dict[str, str]:
         "bytes a token, combine": bytes_text(per_token["combine"]),
         "headers a dispatch": bytes_text(phase.header_bytes()),
     }
+    between = phase.max_bytes_between_hosts()
+    if between is not None:
+        row["bytes a token, between hosts"] = bytes_text(between)
     if caps.trainable:
         backward = phase.max_bytes_per_token(backward=True)
         row["backward a token, dispatch"] = bytes_text(backward["dispatch"])

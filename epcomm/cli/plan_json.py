@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from epcomm.cli.plan_links import LinkOptions, links_json
 from epcomm.cli.plan_rebalance import Rebalance
 from epcomm.cli.version import version
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
@@ -13,9 +12,7 @@ from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
 
 
-def as_json(
-    chosen: EPPlan, spec: MoESpec, ranks: int, rebalance: Rebalance | None, links: LinkOptions
-) -> str:
+def as_json(chosen: EPPlan, spec: MoESpec, ranks: int, rebalance: Rebalance | None) -> str:
     """Return the plan of a layer on `ranks` ranks, as text that ends with a line break."""
     values = {
         "version": version(),
@@ -27,7 +24,7 @@ def as_json(
             "ranks": ranks,
         },
         "assumed": list(chosen.assumed),
-        "phases": {name or "all": _phase(phase, links) for name, phase in chosen.phases().items()},
+        "phases": {name or "all": _phase(phase) for name, phase in chosen.phases().items()},
         "decode_lacks": chosen.decode_lacks,
         "runner": chosen.runner,
         "rejected_runners": _rejections(chosen.rejected_runners),
@@ -36,7 +33,7 @@ def as_json(
     return json.dumps(values, indent=1) + "\n"
 
 
-def _phase(phase: PhasePlan, links: LinkOptions) -> dict[str, object]:
+def _phase(phase: PhasePlan) -> dict[str, object]:
     spec, caps = phase.buffer_spec, phase.caps
     return {
         "mode": phase.mode.value,
@@ -55,7 +52,7 @@ def _phase(phase: PhasePlan, links: LinkOptions) -> dict[str, object]:
             dict(phase.max_bytes_per_token(backward=True)) if caps.trainable else None
         ),
         "header_bytes": phase.header_bytes(),
-        "links": links_json(phase, links),
+        "max_bytes_between_hosts": phase.max_bytes_between_hosts(),
         "limits": dict(phase.limits()),
         "memory": [
             {

@@ -59,10 +59,7 @@ class PhasePlan:
         return backend_class(self.buffer).region_bytes(self.buffer_spec, self.world_size)
 
     def wire_bytes(self, call: CallShape, *, backward: bool = False) -> BufferTraffic:
-        """Return the bytes that one rank sends to other ranks in `call`, or in its backward.
-
-        Where buffer_spec.hosts is known, the call says what of it goes by which link (by_link).
-        """
+        """Return the bytes that one rank sends to other ranks in `call`, or in its backward."""
         return backend_class(self.buffer).wire_bytes(self.buffer_spec, call, backward=backward)
 
     def header_bytes(self) -> int:
@@ -79,6 +76,14 @@ class PhasePlan:
             "dispatch": -(-most.dispatch_bytes // num_tokens),
             "combine": -(-most.combine_bytes // num_tokens),
         }
+
+    def max_bytes_between_hosts(self) -> int | None:
+        """Return the most bytes that a token costs between hosts, of its rows and their sums.
+
+        Without headers; rounded up. None on one host, and where a package crosses hosts by itself.
+        """
+        most = self._full_call(backward=False)
+        return -(-most.bytes_between // self._full_tokens) or None
 
     @property
     def is_capturable(self) -> bool:
@@ -123,6 +128,9 @@ class PhasePlan:
             "combine, and "
             f"{self.header_bytes()} B of headers a dispatch",
         ]
+        between = self.max_bytes_between_hosts()
+        if between is not None:
+            lines.append(f"at most {between} B a token between hosts, in dispatch and combine")
         lines += [f"{name}: {limit}" for name, limit in self.limits().items()]
         lines += [f"memory of {region.name}: {region}" for region in self.regions()]
         lines.append(f"backend chosen by {self.chosen_by}")

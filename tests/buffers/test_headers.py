@@ -208,8 +208,8 @@ def test_rows_without_slots_are_found_where_each_row_has_one() -> None:
 
 @pytest.mark.parametrize("byte", [14, 15, -1, 1 | 3 << 4, 2**40])
 def test_a_status_from_the_device_that_is_no_fault_is_named(byte: int) -> None:
-    faults = DeviceFaults(RankNames.of_all(0, 2), torch.device("cpu"), [[0, 2], [1, 3]])
-    faults.record_combine(torch.tensor([[0, 0], [byte, 0]]), None)
+    faults = DeviceFaults(RankNames.of_all(0, 2), torch.device("cpu"))
+    faults.record_combine(torch.tensor([0, byte]), None)
     with pytest.raises(EPError, match=rf"status of rank 1 has fault {byte}, expected a FaultCode"):
         faults.check(8)
     faults.check(8)
@@ -298,7 +298,7 @@ def test_an_older_fault_of_this_rank_remains_when_the_call_has_raised_a_later_on
     faults.record(headers, torch.zeros(2, dtype=torch.bool), torch.zeros(2).long(), None)
     later = HandleError("combine: the handle is used twice")
     later.was_raised = True
-    faults.record_combine(torch.tensor([[int(FaultCode.HANDLE), 0], [0, 0]]), later)
+    faults.record_combine(torch.tensor([int(FaultCode.HANDLE), 0]), later)
     with pytest.raises(ShapeError, match="rank 0"):
         faults.check(8)
     faults.check(8)

@@ -226,8 +226,8 @@ REGIONS = {
         "received rows": (None, 9792),
         # 68 x 16 + 128 x 16 + 32, one place and one offset more.
         "slot index": (None, 3180),
-        # A flag for each row and one for all; two int64 for each of 4 ranks.
-        "row flags": (None, 69 + 64),
+        # A flag for each row and one for all.
+        "row flags": (None, 69),
         "packed slots": (None, 18432),
         "expert results": (None, 16384),
         "partial sums": (None, 8704),

@@ -94,18 +94,9 @@ KINDS = {
 }
 
 # On two hosts with two ranks each.
-ON_HOSTS = {
-    "normal": replace(
-        KINDS["collective"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
-    ),
-    "budget": replace(
-        KINDS["budget"],
-        config=EPConfig(max_tokens_per_rank=M, backend="hierarchical", max_recv_slots=4 * M * K),
-    ),
-    "low_latency": replace(
-        KINDS["low_latency"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
-    ),
-}
+ON_HOSTS = replace(
+    KINDS["collective"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
+)
 
 
 @dataclass(kw_only=True)

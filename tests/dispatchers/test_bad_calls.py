@@ -117,8 +117,7 @@ def check_told_on_hosts(play: Play, bad: Bad) -> None:
     found = refusal_of(play, bad)
     error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
     assert isinstance(found, error), found
-    is_notified = not play.is_faulty or (bad.reads_ids and play.kind.is_static)
-    if is_notified or bad.id in {each.id for each in ORDER_FAULTS}:
+    if not play.is_faulty or bad.id in {each.id for each in ORDER_FAULTS}:
         assert re.search(others if bad.told != "ranks disagree on" else bad.told, str(found))
     else:
         assert bad.own.replace("rank 1 of 2", "rank 1 of 4") in str(found)
@@ -168,9 +167,9 @@ def test_fault_of_one_rank_is_told_to_all(play: Play, bad: Bad) -> None:
 
 
 @pytest.fixture
-def play_on_hosts(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
+def play_on_hosts(plays: Plays) -> Iterator[Play]:
     mesh = mesh_of((2, 2), ("host", "place"))
-    with plays.on(ON_HOSTS[request.param], mesh) as play:
+    with plays.on(ON_HOSTS, mesh) as play:
         yield play
 
 
@@ -179,19 +178,11 @@ QUICK_ON_HOSTS = OF_EACH_CODE | {bad.id for bad in LAYER_FAULTS} | {"sums cannot
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
-    ("play_on_hosts", "bad"),
+    "bad",
     [
-        pytest.param(
-            name,
-            bad,
-            id=f"{name}-{bad.id}",
-            marks=[pytest.mark.slow] * (bad.id not in QUICK_ON_HOSTS),
-        )
-        for name, kind in ON_HOSTS.items()
+        pytest.param(bad, id=bad.id, marks=[pytest.mark.slow] * (bad.id not in QUICK_ON_HOSTS))
         for bad in BAD_CALLS
-        if kind.trains or not bad.trains
     ],
-    indirect=["play_on_hosts"],
 )
 def test_fault_of_one_rank_is_told_to_all_hosts(play_on_hosts: Play, bad: Bad) -> None:
     check_told_on_hosts(play_on_hosts, bad)
@@ -232,7 +223,6 @@ def test_a_rank_that_does_not_train_hears_of_it_before_its_backward(play: Play, 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("fault", ["frozen", "no_grad"])
-@pytest.mark.parametrize("play_on_hosts", ON_HOSTS, indirect=True)
 def test_a_rank_that_does_not_train_is_told_to_all_hosts(play_on_hosts: Play, fault: str) -> None:
     check_gradients_told(play_on_hosts, fault)
 

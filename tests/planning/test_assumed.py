@@ -62,7 +62,7 @@ CASES = [
         device="h200",
         ranks=16,
         prefill="HierarchicalBuffer",
-        decode="HierarchicalStaticBuffer",
+        decode="StaticCollectiveBuffer",
         runner="fp8_wgmma",
         no_nvlink=HOSTS,
     ),

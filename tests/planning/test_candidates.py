@@ -26,7 +26,6 @@ from epcomm import (
 )
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
-from epcomm.buffers.sizes import CallShape
 from epcomm.ops.slots import gather_rows
 from epcomm.planning import candidates
 from epcomm.runners.grouped_mm import GroupedMMRunner
@@ -92,11 +91,10 @@ def test_hosts_of_ranks_are_found_where_they_differ(
         assert {phase.buffer_spec.hosts for phase in chosen.phases().values()} == {expected}
         lacks = "hosts have one rank each" if expected else "needs ranks on several hosts"
         assert f"rejected hierarchical: {lacks}" in chosen.explain()
-        # All goes between two hosts of one rank each, and nobody says so of one host.
-        sent = chosen.prefill.wire_bytes(CallShape.most(2, 2, NUM_RANKS, expected))
-        assert sent.bytes_between == (expected is not None) * (
-            sent.bytes_between + sent.bytes_inside
-        )
+        # All rows go between two hosts of one rank each, and no plan says so of one host.
+        per_token = sum(chosen.prefill.max_bytes_per_token().values())
+        between = None if expected is None else per_token
+        assert chosen.prefill.max_bytes_between_hosts() == between
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -94,6 +94,9 @@ def test_choice_needs_no_group(choice: Choice) -> None:
             for backend in BUFFERS
             if any(phase.mode in buffer_class(name).modes for name in class_names(backend))
         }
+        # A backend of exact sizes is a candidate for decode on CPU ranks.
+        is_exact_decode = phase is chosen.decode and phase is not chosen.prefill
+        serving |= {"hierarchical"} if is_exact_decode else set()
         # Nothing is rejected for another mode than this.
         assert {rejection.name for rejection in phase.rejected} == serving - {phase.backend}
         assert all(rejection.reasons for rejection in phase.rejected)

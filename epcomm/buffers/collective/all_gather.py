@@ -128,13 +128,12 @@ class AllGatherBuffer(OverCollectives, Buffer):
         row, tokens = RowBytes.of(spec, backward=backward), call.tokens_of_rank
         header_bytes = 0 if backward else counts_bytes(spec.num_local_experts)
         num_others, elsewhere = call.world_size - 1, spec.ranks_elsewhere(call.rank)
+        num_summed = sum(tokens[other] for other in elsewhere)
         return BufferTraffic(
             dispatch_bytes=num_others * max(tokens) * row.dispatch,
             combine_bytes=(sum(tokens) - tokens[call.rank]) * row.combine,
             control_bytes=num_others * header_bytes,
-            dispatch_bytes_between=len(elsewhere) * max(tokens) * row.dispatch,
-            combine_bytes_between=sum(tokens[other] for other in elsewhere) * row.combine,
-            control_bytes_between=len(elsewhere) * header_bytes,
+            bytes_between=len(elsewhere) * max(tokens) * row.dispatch + num_summed * row.combine,
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

@@ -8,7 +8,7 @@ the reference for other buffers. What leaves a rank is planned in sends.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
@@ -132,19 +132,12 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
     ) -> BufferTraffic:
         row = RowBytes.of(spec, backward=backward)
         header_bytes = 0 if backward else counts_bytes(spec.num_local_experts)
-        sent = BufferTraffic(
+        sent_between = call.rows_sent_between * row.dispatch
+        return BufferTraffic(
             dispatch_bytes=call.rows_sent * row.dispatch,
             combine_bytes=call.rows_received * row.combine,
             control_bytes=(call.world_size - 1) * header_bytes,
-        )
-        if spec.hosts is None:
-            return sent
-        assert call.by_link is not None, "where hosts are known, the call tells what goes between"
-        return replace(
-            sent,
-            dispatch_bytes_between=call.by_link.rows_sent_between * row.dispatch,
-            combine_bytes_between=call.by_link.rows_received_between * row.combine,
-            control_bytes_between=len(spec.hosts.ranks_elsewhere(call.rank)) * header_bytes,
+            bytes_between=sent_between + call.rows_received_between * row.combine,
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

@@ -10,7 +10,6 @@ the call NaN everywhere, and waits on the device for check().
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
-from epcomm.buffers.collective.all_to_all import Indexed
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
@@ -44,10 +42,6 @@ from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
-# How header rows of sums write a number of slots: in elements of their own, so many bits in each.
-_DIGIT_BITS = 7
-_DIGIT_SHIFTS = range(0, 32, _DIGIT_BITS)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaticExchangePlan(ExchangePlan):
@@ -56,20 +50,16 @@ class StaticExchangePlan(ExchangePlan):
     slots_by_row: the slots of each row, in k order.
     has_no_slot: [R], bool, rows that no expert of this rank computes.
     has_failed: bool scalar on the device; the call was refused, on every rank.
-    faults: [W, 2], int64, on the device, of the ranks in dispatch, see Dispatched.
-    fault: [2], int64, on the device, what this rank tells of its call in combine; None: nothing.
     call: the sign of the dispatch that all ranks compare.
     """
 
     num_tokens: int
     num_rows: int
     index: SlotIndex
-    slots_by_row: AnyMembers | None
+    slots_by_row: AnyMembers
     has_no_slot: Tensor
     has_failed: Tensor
-    faults: Tensor
     call: CallSign
-    fault: Tensor | None = None
 
 
 class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
@@ -98,8 +88,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             # One more slot (4 B) takes entries without a slot, and one more offset (8 B) closes the
             # tail.
             "slot index": index + 4 + 8,
-            # A fault and a number of slots of each rank, int64.
-            "row flags": num_rows + 1 + 16 * world_size,
+            "row flags": num_rows + 1,
             "packed slots": num_slots * row.dispatch,
             "expert results": num_slots * row.combine,
             "partial sums": num_rows * row.combine,
@@ -118,27 +107,15 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             dispatch_bytes=num_others * num_rows * row.dispatch,
             combine_bytes=num_others * num_rows * row.combine,
             control_bytes=num_others * header_bytes,
-            dispatch_bytes_between=num_elsewhere * num_rows * row.dispatch,
-            combine_bytes_between=num_elsewhere * num_rows * row.combine,
-            control_bytes_between=num_elsewhere * header_bytes,
+            bytes_between=num_elsewhere * num_rows * (row.dispatch + row.combine),
         )
 
-    def __init__(
-        self,
-        calls: Calls,
-        spec: BufferSpec,
-        origins: Sequence[Sequence[int]] | None = None,
-    ) -> None:
-        """Take the ranks and what they must carry, as Buffer does.
-
-        origins: of faults that ranks pass on, see DeviceFaults.
-        """
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec)
-        collectives = calls.collectives
-        self._faults = DeviceFaults(collectives.names, collectives.device, origins)
+        self._faults = DeviceFaults(calls.names, calls.collectives.device)
         self._rows_per_rank = 1 + _max_tokens(spec)
-        self._num_rows = self._rows_per_rank * collectives.world_size
-        self._num_slots = num_static_slots(spec, collectives.world_size)
+        self._num_rows = self._rows_per_rank * self._world_size
+        self._num_slots = num_static_slots(spec, self._world_size)
         self._has_budget = spec.max_recv_slots is not None
 
     def check(self) -> None:
@@ -148,21 +125,17 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         num_local = self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        if call.fault is not None:
-            fault = torch.where(call.fault[0] != 0, call.fault[0], fault)
         # Packing comes before the header, which can tell other ranks of a failure.
         message = self._message(layout, call, topk_ids, fault)
         batch = self._new_batch(call)
-        # Faults that other ranks have raised on the host are raised on the host here too.
-        # An error that the call raises here is raised there too, where the others would go on to
-        # a combine and a backward that this rank does not make.
-        error = call.error
-        is_heard = error is not None and (error.fault_word is not None or error.was_raised)
+        # An error that this call raises is raised on all ranks: else the others would go on to a
+        # combine and a backward that this rank does not make.
+        error = call.error if call.error is not None and call.error.was_raised else None
         if self._compares_calls:
             self._calls.announce(
                 CallKind.DISPATCH,
                 batch,
-                error=error if is_heard else None,
+                error=error,
                 flags=int(call.flags),
                 expert_names=call.expert_names,
             )
@@ -171,42 +144,27 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
 
         all_ids = layout.ids(rows)
         required = self._slots_required(all_ids)
-        faults = self._faults.record(headers, required > self._num_slots, required, call.error)
-        has_failed = (faults[:, 0] != 0).any()
+        overflows = required > self._num_slots
+        has_failed = self._faults.record(headers, overflows, required, call.error)
         local_ids = localize(torch.where(has_failed, -1, all_ids), self._first_expert, num_local)
-        indexed = self._index_rows(rows, local_ids)
+        index = build_static_slot_index(
+            local_ids, num_local, self._num_slots, expert_alignment=self._spec.expert_alignment
+        )
         exchange_plan = StaticExchangePlan(
             num_tokens=topk_ids.shape[0],
             num_rows=self._num_rows,
-            index=indexed.index,
-            slots_by_row=indexed.slots_by_row,
+            index=index,
+            slots_by_row=slots_by_row(index),
             has_no_slot=(local_ids < 0).all(dim=1),
             has_failed=has_failed,
-            faults=faults,
             call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),
-            index=indexed.index,
-            slot_weights=indexed.slot_weights,
+            index=index,
+            slot_weights=spread_to_slots(layout.scalars(rows), index),
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags),
-            row_topk=indexed.row_topk,
-            faults=faults,
-        )
-
-    def _index_rows(self, rows: Tensor, local_ids: Tensor) -> Indexed:
-        """Make the index over received rows, whose experts here are local_ids [R, K]."""
-        index = build_static_slot_index(
-            local_ids,
-            self._spec.num_local_experts,
-            self._num_slots,
-            expert_alignment=self._spec.expert_alignment,
-        )
-        return Indexed(
-            index=index,
-            slot_weights=spread_to_slots(self._dispatch_layout.scalars(rows), index),
-            slots_by_row=slots_by_row(index),
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -223,13 +181,11 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
             dtype=self._spec.hidden_format.dtype.torch_dtype,
             device=self._collectives.device,
         )
-        rows[:: self._rows_per_rank, :1] = int(
-            unpack_fault(fault_word(error, in_combine=True), 0)[0]
-        )
-        batch = replace(ANY_BATCH, buffer=self._number)
-        self._announce(CallKind.COMBINE, batch)
+        code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
+        rows[:: self._rows_per_rank, :1] = int(code)
+        self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
         returned = self._send_sums(rows, phase="combine")
-        self._faults.record_combine(_read_faults(returned[:, 0]), error)
+        self._faults.record_combine(_read_codes(returned), error)
 
     def _combine_onto(
         self,
@@ -244,21 +200,17 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         # Either way header rows become zeros, which say that this rank has no fault.
         if rows_per is RowsPer.SLOT:
-            assert exchange_plan.slots_by_row is not None, "slots are of this rank"
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            rows = rows.contiguous()
-            if exchange_plan.fault is not None:
-                _write_fault(rows[:: self._rows_per_rank], exchange_plan.fault)
             self._announce(kind, exchange_plan.call)
-            returned = self._send_sums(rows, phase="combine")
-            faults = self._faults.record_combine(_read_faults(returned[:, 0]), None)
-            has_failed = exchange_plan.has_failed | (faults[:, 0] != 0).any()
+            returned = self._send_sums(rows.contiguous(), phase="combine")
+            has_failed = self._faults.record_combine(_read_codes(returned), None)
+            has_failed = has_failed | exchange_plan.has_failed
             y = _sum_returned(returned, exchange_plan.num_tokens, has_failed, bias)
-            return Combined(y=y, scalars=None, faults=faults)
+            return Combined(y=y, scalars=None)
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
         self._announce(kind, exchange_plan.call)
@@ -310,26 +262,12 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         return returned.unflatten(0, (ranks, self._rows_per_rank))
 
 
-def _write_fault(headers: Tensor, fault: Tensor) -> None:
-    """Write a fault [2] into header rows [W, H] of sums, which other ranks read.
+def _read_codes(returned: Tensor) -> Tensor:
+    """Return the FaultCode of each rank, [W], int64, from the header rows of sums [W, 1 + M, H].
 
-    Small whole numbers survive every dtype, so the slots are written digit by digit; a row of fewer
-    elements tells the fault alone.
+    Every dtype of sums holds these small whole numbers exactly.
     """
-    digits = [fault[1] >> shift & (1 << _DIGIT_BITS) - 1 for shift in _DIGIT_SHIFTS]
-    values = torch.stack([fault[0], *digits]).to(headers.dtype)
-    width = len(values) if headers.shape[1] >= len(values) else 1
-    headers[:, :width] = values[:width]
-
-
-def _read_faults(headers: Tensor) -> Tensor:
-    """Read the faults [W, 2] of all ranks from the header rows [W, H] of their sums."""
-    values = headers[:, : 1 + len(_DIGIT_SHIFTS)].long()
-    slots = torch.zeros_like(values[:, 0])
-    if values.shape[1] > len(_DIGIT_SHIFTS):
-        for place, shift in enumerate(_DIGIT_SHIFTS):
-            slots = slots + (values[:, 1 + place] << shift)
-    return torch.stack([values[:, 0], slots], dim=1)
+    return returned[:, 0, 0].long()
 
 
 def _sum_returned(

@@ -99,7 +99,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         share_bytes = 2 * share * RowBytes.of(spec, backward=backward).combine
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),
-            combine_bytes_between=share_bytes * len(spec.ranks_elsewhere(call.rank)),
+            bytes_between=share_bytes * len(spec.ranks_elsewhere(call.rank)),
         )
 
     def dispatch(self, call: DispatchCall) -> Dispatched:

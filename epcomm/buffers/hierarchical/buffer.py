@@ -38,7 +38,6 @@ from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.faults import pass_on
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -117,13 +116,24 @@ class HierarchicalBuffer(Buffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        by_link = call.by_link
-        assert by_link is not None, "where hosts are known, the call tells what goes between"
-        assert by_link.outer is not None, "hosts are even"
-        assert by_link.inner is not None, "hosts are even"
-        between = HostRowsBuffer.wire_bytes(outer_spec(spec), by_link.outer, backward=backward)
-        inside = CollectiveBuffer.wire_bytes(inner_spec(spec), by_link.inner, backward=backward)
-        return between.all_between() + inside
+        """Return the bytes of tokens that need as many hosts and ranks as they can.
+
+        A token needs min(K, hosts - 1) other hosts, and on all hosts together min(K, W - hosts)
+        ranks beside those that receive it between hosts. `call` has the number of tokens.
+        """
+        hosts, num_tokens = hosts_of(spec), call.tokens_of_rank[call.rank]
+        num_hosts, top_k = hosts.num_hosts, spec.top_k
+        num_forwarded = num_tokens * min(top_k, call.world_size - num_hosts)
+        inner_call = CallShape(
+            rank=0,
+            tokens_of_rank=(num_tokens * min(top_k, num_hosts),) * num_places(hosts),
+            rows_sent=num_forwarded,
+            rows_received=num_forwarded,
+        )
+        outer, inner = outer_spec(spec), inner_spec(spec)
+        outer_call = CallShape.most(num_tokens, top_k, num_hosts, outer.hosts)
+        between = HostRowsBuffer.wire_bytes(outer, outer_call, backward=backward)
+        return between + CollectiveBuffer.wire_bytes(inner, inner_call, backward=backward)
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         self._calls, self._collectives, self._spec = calls, calls.collectives, spec
@@ -140,9 +150,11 @@ class HierarchicalBuffer(Buffer):
         same_places = tuple(zip(*hosts.ranks_of_host, strict=True))
         between = whole.split(same_places, scope=", between hosts", counts_calls=True)
         inside = whole.split(hosts.ranks_of_host, scope=", inside hosts")
-        self._outer, self._inner = self._make_buffers(between, inside)
         self._calls_between, self._calls_inside = between, inside
-        self.counts_calls = self._outer.counts_calls
+        inner = inner_spec(self._spec)
+        kind = inner_buffer_class(whole, inside, hosts, inner)
+        self._outer = HostRowsBuffer(between, outer_spec(self._spec))
+        self._inner: Buffer = kind(inside, inner)
         self._outer.prepare()
         self._prepare_inside()
 
@@ -164,12 +176,6 @@ class HierarchicalBuffer(Buffer):
                 f"open_buffer: {describe_ranks(failed)} cannot open what moves rows inside a host "
                 f"(this is {self._collectives.names.where}): {found[failed[0]]['error']}"
             )
-
-    def _make_buffers(self, between: Calls, inside: Calls) -> tuple[Buffer, Buffer]:
-        """Make the buffers over the ranks of one place, and over those of this host."""
-        inner = inner_spec(self._spec)
-        kind = inner_buffer_class(self._calls, inside, hosts_of(self._spec), inner)
-        return HostRowsBuffer(between, outer_spec(self._spec)), kind(inside, inner)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         came = _tried(lambda: self._outer.dispatch(self._call_between(call)))
@@ -204,8 +210,6 @@ class HierarchicalBuffer(Buffer):
             error = _as_error(problem, "dispatch", self._collectives)
             with suppress(EPError):
                 self._inner.dispatch(_without_tokens(call, error, self._spec))
-                # With static sizes nobody raised, and the others go on to their combine.
-                self._inner.refuse_combine(error)
 
         return self._calls_inside.announced(
             lambda: self._inner.dispatch(call), report if self._inner.counts_calls else None
@@ -250,15 +254,14 @@ class HierarchicalBuffer(Buffer):
             raise
         number = self._calls_between.next_batch
         try:
-            way_home = self._way_home(exchange_plan, sums)
             return self._outer.combine(
-                sums.y, way_home, rows_per=RowsPer.ROW, row_scalars=sums.scalars
+                sums.y, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=sums.scalars
             )
         except EPError:
             raise
         except Exception as problem:
             # The ranks of this host have combined.
-            if self._outer.counts_calls and self._calls_between.next_batch == number:
+            if self._calls_between.next_batch == number:
                 self._refuse_between(problem)
             raise
 
@@ -276,7 +279,7 @@ class HierarchicalBuffer(Buffer):
         self._inner.check()
 
     def traffic(self) -> BufferTraffic:
-        return self._outer.traffic().all_between() + self._inner.traffic()
+        return self._outer.traffic() + self._inner.traffic()
 
     def close(self) -> None:
         self._outer.close()
@@ -337,7 +340,6 @@ def _call_inside(call: DispatchCall, came: Dispatched) -> DispatchCall:
         topk_ids=topk_ids,
         topk_weights=topk_weights,
         flags=flags,
-        fault=None if came.faults is None else pass_on(came.faults),
     )
 
 

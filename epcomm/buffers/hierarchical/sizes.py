@@ -19,14 +19,17 @@ def num_places(hosts: HostLayout) -> int:
 
 
 def outer_spec(spec: BufferSpec) -> BufferSpec:
-    """Return the specification between hosts, where a rank has the experts of its whole host."""
+    """Return the specification between hosts, where a rank has the experts of its whole host.
+
+    Each of its ranks is on another host.
+    """
+    hosts = hosts_of(spec)
     return replace(
         spec,
-        num_local_experts=spec.num_local_experts * num_places(hosts_of(spec)),
-        max_recv_slots=None,
+        num_local_experts=spec.num_local_experts * num_places(hosts),
         expert_alignment=1,
         batches_in_flight=None,
-        hosts=None,
+        hosts=HostLayout.of(range(hosts.num_hosts)),
     )
 
 

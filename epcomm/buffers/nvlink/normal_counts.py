@@ -18,8 +18,7 @@ from epcomm.protocol import (
     FLAGS_SHIFT,
     BatchFlags,
     FaultCode,
-    pack_fault,
-    unpack_device_fault,
+    fault_word_of_byte,
     unpack_status,
 )
 from epcomm.types import align_up
@@ -106,13 +105,8 @@ class Counts:
             # They agree with everybody.
             headers[other] = FaultCode.NONE, call.flags
         codes, flags = zip(*headers, strict=True)
-        # Of a fault that is passed on, a byte does not tell whose it is.
-        found = [unpack_device_fault(code) for code in codes]
-        codes = [
-            pack_fault(code, number) if via else int(code)
-            for (code, via), number in zip(found, names.numbers, strict=True)
-        ]
-        check_headers(codes, flags, call, layout.num_local_experts * size, names)
+        words = list(map(fault_word_of_byte, codes, names.numbers))
+        check_headers(words, flags, call, layout.num_local_experts * size, names)
         return any_flags(flags)
 
 

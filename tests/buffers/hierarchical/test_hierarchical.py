@@ -7,10 +7,14 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from torch import Tensor
 
 from epcomm import EPGroup, Mode
+from epcomm.buffers.sizes import CallShape, RowBytes
 from epcomm.spec import HostLayout
 from epcomm.testing import buffer_suite
+from epcomm.testing.data import BatchSpec
+from epcomm.types import RowsPer
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,56 +25,57 @@ LAYOUTS = MappingProxyType(
 )
 
 
-CASES = MappingProxyType(
-    {
-        "exact": ("HierarchicalBuffer", Mode.NORMAL),
-        "budget": ("HierarchicalStaticBuffer", Mode.NORMAL),
-        "low_latency": ("HierarchicalStaticBuffer", Mode.LOW_LATENCY),
-    }
-)
-
-
-def env_of(group: EPGroup, case: str, layout: str) -> buffer_suite.BufferEnv:
-    backend, mode = CASES[case]
+def env_of(group: EPGroup, layout: str) -> buffer_suite.BufferEnv:
     # Between GPUs NVLink carries no other rows inside a host.
     dtype = torch.bfloat16 if group.device.type == "cuda" else None
     return buffer_suite.BufferEnv(
-        group=group, backend=backend, mode=mode, hosts=LAYOUTS[layout], dtype=dtype
+        group=group,
+        backend="HierarchicalBuffer",
+        mode=Mode.NORMAL,
+        hosts=LAYOUTS[layout],
+        dtype=dtype,
     )
 
 
 @pytest.mark.mpi_ranks(4)
 @pytest.mark.parametrize("scenario", ["uneven", "faults", "combine_faults"])
-@pytest.mark.parametrize("case", ["exact", "low_latency"])
-def test_two_hosts_over_mpi_keep_the_contract(case: str, scenario: str, ep_ranks: MPI.Comm) -> None:
+def test_two_hosts_over_mpi_keep_the_contract(scenario: str, ep_ranks: MPI.Comm) -> None:
     with EPGroup(ep_ranks) as group:
-        buffer_suite.run_scenario(scenario, env_of(group, case, "neighbours"))
+        buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
 
 
-# What static sizes may get wrong beside exact ones.
-OF_STATIC = ("uneven", "holes", "faults", "combine_faults", "ids_out_of_range", "budget", "traffic")
-QUICK = [
-    (case, scenario)
-    for case in CASES
-    for scenario in (buffer_suite.SCENARIOS if case == "exact" else OF_STATIC)
-]
+# A plan predicts the bytes of the largest call, and "traffic" sends another.
+SCENARIOS = tuple(name for name in buffer_suite.SCENARIOS if name != "traffic")
 
 
-def run(case: str, scenario: str) -> None:
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_two_hosts_of_two_ranks_keep_the_contract(scenario: str) -> None:
     with EPGroup() as group:
-        env = env_of(group, case, "apart" if scenario in ("uneven", "traffic") else "neighbours")
+        env = env_of(group, "apart" if scenario == "uneven" else "neighbours")
         buffer_suite.run_scenario(scenario, env)
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("case", "scenario"), QUICK)
-def test_two_hosts_of_two_ranks_keep_the_contract(case: str, scenario: str) -> None:
-    run(case, scenario)
+def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Generator) -> Tensor:
+    """Choose the first expert of each of K ranks, for all tokens."""
+    ids = torch.arange(0, num_experts, num_experts // top_k, device="cpu")
+    return ids.repeat(num_tokens, 1)
 
 
-@pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("scenario", sorted(set(buffer_suite.SCENARIOS) - set(OF_STATIC)))
-@pytest.mark.parametrize("case", ["budget", "low_latency"])
-def test_static_sizes_on_two_hosts_keep_the_contract(case: str, scenario: str) -> None:
-    run(case, scenario)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str) -> None:
+    with EPGroup() as group:
+        env = env_of(group, layout)
+        spec = env.adapted(
+            BatchSpec(top_k=4, tokens_of_rank=lambda *_: 3, choose_ids=on_every_rank)
+        )
+        buffer, batches = env.open(spec), env.batches(spec)
+        out = buffer_suite.dispatch(env, buffer, batches[group.rank], spec)
+        buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
+        call = CallShape.most(3, 4, group.world_size, env.hosts)
+        predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
+        # Of 3 tokens, one row to the other host and its sum back.
+        row = RowBytes.of(env.buffer_spec(spec))
+        assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
+        assert buffer.traffic() == predicted

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from epcomm import (
+    BackendUnavailable,
     DeepEPNormalDispatcher,
     EPConfig,
     EPError,
@@ -22,17 +23,7 @@ from epcomm import (
 from epcomm.testing import layer_suite
 from tests.cases.meshes import mesh_of
 
-CONFIGS = {
-    "normal": EPConfig(mode="normal"),
-    "budget": EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256),
-    "low_latency": EPConfig(mode="low_latency", max_tokens_per_rank=32),
-}
-SCENARIOS = [
-    (scenario, config)
-    for config in CONFIGS
-    for scenario in ("uneven", "holes", "interleaved")
-    + (("checkpointing", "rank_without_gradients", "frozen_experts") * (config != "low_latency"))
-]
+CONFIG = EPConfig(mode="normal")
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 
@@ -44,22 +35,51 @@ def two_hosts() -> Iterator[EPGroup]:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("scenario", "config"), SCENARIOS)
-def test_layer_on_two_hosts_equals_the_oracle(scenario: str, config: str) -> None:
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "uneven",
+        "holes",
+        "interleaved",
+        "checkpointing",
+        "rank_without_gradients",
+        "frozen_experts",
+    ],
+)
+def test_layer_on_two_hosts_equals_the_oracle(scenario: str) -> None:
     with two_hosts() as group:
-        chosen = plan(CONFIGS[config], SPEC, group=group)
+        chosen = plan(CONFIG, SPEC, group=group)
         assert chosen.prefill.backend == "hierarchical", chosen.explain()
-        # Exact sizes are read between hosts and inside.
-        num_syncs = 2 if config == "normal" else 0
-        assert f"host syncs a dispatch: {num_syncs}" in chosen.explain()
-        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIGS[config]))
+        # Sizes are read between hosts and inside.
+        assert "host syncs a dispatch: 2" in chosen.explain()
+        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIG))
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("config", CONFIGS)
-def test_tokens_are_quantized_once_for_both_ways(config: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (EPConfig(mode="low_latency", max_tokens_per_rank=32), "has no mode low_latency"),
+        (
+            EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256),
+            "has exact sizes and no slot budget; leave max_recv_slots None",
+        ),
+    ],
+    ids=["low_latency", "budget"],
+)
+def test_static_sizes_are_refused_by_name_and_flat_in_auto(config: EPConfig, reason: str) -> None:
     with two_hosts() as group:
-        chosen = replace(CONFIGS[config], dispatch_dtype=WireDtype("fp8_e4m3"))
+        with pytest.raises(BackendUnavailable) as caught:
+            plan(replace(config, backend="hierarchical"), SPEC, group=group)
+        refusal = f"plan: backend hierarchical cannot serve this layer: {reason}; change the "
+        assert str(caught.value).startswith(refusal)
+        assert plan(config, SPEC, group=group).prefill.buffer == "StaticCollectiveBuffer"
+
+
+@pytest.mark.ranks(4)
+def test_tokens_are_quantized_once_for_both_ways() -> None:
+    with two_hosts() as group:
+        chosen = replace(CONFIG, dispatch_dtype=WireDtype("fp8_e4m3"))
         layer_suite.run_scenario("holes", layer_suite.pipeline_env(group, chosen))
 
 
@@ -67,7 +87,7 @@ def test_tokens_are_quantized_once_for_both_ways(config: str) -> None:
 @pytest.mark.parametrize("faulty", [1, 2])
 def test_a_bad_call_is_named_by_its_rank_on_all_and_the_group_goes_on(faulty: int) -> None:
     with two_hosts() as group:
-        dispatcher = DeepEPNormalDispatcher(group, SPEC, CONFIGS["normal"])
+        dispatcher = DeepEPNormalDispatcher(group, SPEC, CONFIG)
         ids = torch.tensor([[0, 7], [3, 4]])
         topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 2))
         wrong = replace(topk, topk_ids=ids + 90) if group.rank == faulty else topk

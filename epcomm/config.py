@@ -58,24 +58,7 @@ def environment() -> Mapping[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WireChoices:
-    """Wire options of EPConfig, which documents them."""
-
-    dispatch_dtype: WireDtype | None = None
-    dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
-    int8_profile: Int8Profile | Int8ProfileName | None = None
-
-    def __post_init__(self) -> None:
-        for name, kind in _OPTIONAL_ENUMS.items():
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _enum_member(name, kind, value))
-        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
-        _check_scales(self.dispatch_dtype, scales)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EPConfig(WireChoices):
+class EPConfig:
     """Every choice of one expert-parallel layer; equal on all ranks.
 
     mode: how tokens travel; `auto` takes normal, or low latency where the caller says so (on CPU
@@ -126,6 +109,9 @@ class EPConfig(WireChoices):
     runner: str = "auto"
     router: Router | RouterName = Router.AUTO
     measurements: str | Path | None = None
+    dispatch_dtype: WireDtype | None = None
+    dispatch_scales: ScaleDtype | ScaleDtypeName | None = None
+    int8_profile: Int8Profile | Int8ProfileName | None = None
     max_tokens_per_rank: int | None = None
     max_recv_slots: int | None = None
     replicated: bool = False
@@ -139,10 +125,15 @@ class EPConfig(WireChoices):
     record_load: bool = False
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         # Plain strings are welcome (files, command lines); the fields hold the enums.
         object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
         object.__setattr__(self, "router", _enum_member("router", Router, self.router))
+        for name, kind in _OPTIONAL_ENUMS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _enum_member(name, kind, value))
+        scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
+        _check_scales(self.dispatch_dtype, scales)
         for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
             value = getattr(self, name)
             _expect(name, value, value is None or is_size(value), f"1 to {MAX_SIZE}, or None")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
 from benchmarks.bench_quantize import CheckError
-from benchmarks.readme_table import RESULTS
 from benchmarks.routing.bench_gate import (
     SHAPES,
     Finding,
@@ -19,7 +16,6 @@ from benchmarks.routing.bench_gate import (
     routers_of,
     table_of,
 )
-from benchmarks.routing.tables import render_gate
 from epcomm.bench.timing import Percentiles
 from epcomm.records import TopKOutput
 
@@ -53,18 +49,3 @@ def test_a_wrong_router_gets_no_number() -> None:
     times = Percentiles(p50=1.0, p95=1.0, p99=2.0)
     timed = Finding(router="gate", shape="qwen3", tokens=3, us=times, alone_us=times)
     assert table_of([finding, timed]).row_count == 2
-
-
-def test_a_router_without_a_number_leaves_its_cell_empty() -> None:
-    result = json.loads((RESULTS / "h200_gate.json").read_text("utf-8"))
-    findings = [
-        each | ({"us": None, "fault": "no"} if each["router"] == "sglang" else {})
-        for each in result["findings"]
-    ]
-    lines = render_gate(result | {"findings": findings}).splitlines()
-    assert lines[-1].count("SGLang's Triton gate, deepseek v3, 128 tokens: no;") == 1
-    rows = lines[2:-2]
-    assert len(rows) == 2 * len(SHAPES)
-    cells = [cell.strip() for cell in rows[0].strip("|").split("|")]
-    assert cells[0] == "deepseek v3, 128 tokens"
-    assert [not cell for cell in cells] == [False] * 5 + [True, False]

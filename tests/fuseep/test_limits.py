@@ -20,7 +20,6 @@ from epcomm.fuseep.limits import (
     max_received_rows,
 )
 from epcomm.platforms.ascend.chip import Soc
-from epcomm.platforms.ascend.limits import Limits
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireDtype, WireFormat
@@ -168,21 +167,6 @@ def test_mode_1_ends_where_its_tiling_says(edge: Edge) -> None:
     assert found(edge.breaks) == [edge.reason]
 
 
-def test_limits_of_sizes_are_an_argument() -> None:
-    small = replace(SPEC, hidden_size=64, intermediate_size=192)
-    assert len(reasons_of("mode 1", small)) == 2
-    limits = replace(FUSED_DEEP_MOE_LIMITS, hidden=(32, 128), gate_up_columns=None)
-    found = fused_deep_moe_reasons(small, WORLD_SIZE, soc=None, environment={}, limits=limits)
-    assert found == []
-    # A tile is no size that can be lifted with them.
-    odd = replace(small, intermediate_size=100)
-    found = fused_deep_moe_reasons(odd, WORLD_SIZE, soc=None, environment={}, limits=limits)
-    assert found == ["2 * intermediate_size is 200, expected a multiple of 128"]
-    few = Limits(top_k=4)
-    found = dispatch_ffn_combine_reasons(SPEC, WORLD_SIZE, soc=None, environment={}, limits=few)
-    assert found == ["top_k is 8, at most 4"]
-
-
 def test_windows_by_hand() -> None:
     # 8 ranks * 128 tokens * 16 experts * 2048 elements * 2 B, in dispatch and combine.
     assert fused_deep_moe_window_bytes(SPEC, 8) == 134_217_728
@@ -256,15 +240,6 @@ def test_variables_that_contradict_are_named(mode: str, name: str, value: str, w
         f"{name} is {value}, expected {wanted}; unset it"
     ]
     assert reasons_of(mode, environment={name: wanted}) == []
-
-
-def test_reasons_add_up() -> None:
-    spec = replace(SPEC, hidden_size=8000, top_k=16, max_tokens_per_rank=256)
-    found = reasons_of("mode 1", spec, soc=Soc.A2, environment={"DEEP_USE_MODE": "ops"})
-    beginnings = ["the processor", "hidden_size", "top_k", "needs a window", "DEEP_USE_MODE"]
-    assert [reason.startswith(text) for reason, text in zip(found, beginnings, strict=True)] == [
-        True
-    ] * 5
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from epcomm import (
     EPConfig,
     EPPlan,
     ExpertWeights,
-    Fp8BlockWeights,
     Int8ChannelWeights,
     MoESpec,
     WireDtype,
@@ -58,12 +57,6 @@ def w8a8(
 BF16 = ExpertWeights(
     gate_up_proj=empty(2 * I, H, dtype=torch.bfloat16),
     down_proj=empty(H, I, dtype=torch.bfloat16),
-)
-FP8 = Fp8BlockWeights(
-    gate_up_proj=empty(2 * I, H, dtype=torch.float8_e4m3fn),
-    gate_up_scale=empty(2 * I // 128, H // 128),
-    down_proj=empty(H, I, dtype=torch.float8_e4m3fn),
-    down_scale=empty(H // 128, I // 128),
 )
 
 
@@ -108,12 +101,6 @@ REFUSALS = [
         reason="computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; quantise them",
     ),
     Refusal(
-        id="fp8 weights",
-        operators=ALL,
-        arguments={"weights": FP8},
-        reason="computes W8A8 experts, Int8ChannelWeights, not Fp8BlockWeights; quantise them",
-    ),
-    Refusal(
         id="hidden states",
         arguments=layer(dtype=torch.float16),
         reason="returns bf16, not fp16",
@@ -132,55 +119,10 @@ REFUSALS = [
         reason="the processor is A5, expected A3: fused_deep_moe takes MX weights there, not INT8",
     ),
     Refusal(
-        id="A5, mode 2",
-        operators=(MODE_2,),
-        chip="A5",
-        reason="the processor is A5, expected A3: dispatch_ffn_combine does not exist there",
-    ),
-    Refusal(
         id="H",
         operators=(MODE_1,),
         arguments=layer(hidden_size=496),
         reason="hidden_size is 496, expected 512 to 7168",
-    ),
-    Refusal(
-        id="2I",
-        operators=(MODE_1,),
-        arguments={"weights": w8a8(inner=448)},
-        reason="2 * intermediate_size is 896, expected 1024 to 6144",
-    ),
-    Refusal(
-        id="2I in tiles",
-        operators=(MODE_1,),
-        arguments={"weights": w8a8(inner=544)},
-        reason="2 * intermediate_size is 1088, expected a multiple of 128",
-    ),
-    Refusal(
-        id="K", operators=(MODE_1,), arguments=layer(top_k=13), reason="top_k is 13, at most 12"
-    ),
-    Refusal(
-        id="E",
-        operators=(MODE_1,),
-        arguments={**layer(num_experts=544), "world_size": 32, "max_tokens_per_rank": 32},
-        reason="num_experts is 544, at most 512",
-    ),
-    Refusal(
-        id="L",
-        operators=(MODE_1,),
-        arguments=layer(num_experts=200),
-        reason="num_local_experts is 25, at most 24",
-    ),
-    Refusal(
-        id="window, mode 1",
-        operators=(MODE_1,),
-        variables={"HCCL_BUFFSIZE": "15"},
-        reason="needs a window of 16 MiB, but HCCL_BUFFSIZE is 15; set it to 16 on all ranks",
-    ),
-    Refusal(
-        id="window, mode 2",
-        operators=(MODE_2,),
-        variables={"HCCL_BUFFSIZE": "900", "DEEPEP_HCCL_BUFFSIZE": "11"},
-        reason="a window of 12 MiB, but DEEPEP_HCCL_BUFFSIZE is 11; set it to 12 on all ranks",
     ),
     Refusal(
         id="window that is not set",
@@ -194,38 +136,9 @@ REFUSALS = [
         reason="has static sizes; set max_tokens_per_rank",
     ),
     Refusal(
-        id="budget, mode 1",
-        operators=(MODE_1,),
-        arguments={"max_recv_slots": 10**6},
-        reason="has capacity for any routing and no slot budget; leave max_recv_slots None",
-    ),
-    Refusal(
-        id="budget, mode 2",
-        operators=(MODE_2,),
-        # Tokens of a rank, which another framework passes for these rows.
-        arguments={"max_recv_slots": 128},
-        reason="max_recv_slots is 128, but a rank may receive 4096 rows (128 tokens * 8 ranks * 4 "
-        "experts of a rank), and rows beyond it would vanish silently; set it to 4096",
-    ),
-    Refusal(
         id="other operators",
         variables={"DEEP_USE_MODE": "alltoall"},
         reason="DEEP_USE_MODE is alltoall, expected default; unset it",
-    ),
-    Refusal(
-        id="shared expert ranks",
-        variables={"MOE_SHARED_EXPERT_RANK_NUM": "1"},
-        reason="MOE_SHARED_EXPERT_RANK_NUM is 1, expected 0; unset it",
-    ),
-    Refusal(
-        id="sums for counts",
-        variables={"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"},
-        reason="MOE_EXPERT_TOKEN_NUMS_TYPE is 0, expected 1; unset it",
-    ),
-    Refusal(
-        id="what only A5 has",
-        variables={"MOE_ENABLE_CCU": "1"},
-        reason="MOE_ENABLE_CCU is 1, but only A5 has it and this is A3; unset it",
     ),
     Refusal(
         id="runner",

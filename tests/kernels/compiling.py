@@ -27,7 +27,8 @@ def compiled_by(program: Path, cache: Path) -> dict[str, Any]:
         text=True,
         check=False,
         env=environment,
-        timeout=300,
+        # A minute and a half of processor time, on a loaded machine.
+        timeout=1200,
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

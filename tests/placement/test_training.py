@@ -31,8 +31,9 @@ from epcomm.training.gradients import (
 )
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, tokens
 from tests.cases.meshes import mesh_of
+from tests.cases.shared_folder import shared_folder
 from tests.placement.layers import gather_local
-from tests.training.test_checkpoints import LOSS_TOLERANCE, shared_folder
+from tests.training.test_checkpoints import LOSS_TOLERANCE
 
 # The relative error of a sum in float32 whose order differs.
 SAME = 1e-6

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +32,7 @@ from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from epcomm.training.gradients import sum_expert_gradients, sum_replicated_gradients
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
 from tests.cases.meshes import mesh_of
+from tests.cases.shared_folder import shared_folder
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
 
 if TYPE_CHECKING:
@@ -41,16 +40,6 @@ if TYPE_CHECKING:
 
 # Relative, of losses after a checkpoint was loaded on other ranks: the promise of the library.
 LOSS_TOLERANCE = 1e-5
-
-
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """One folder for all ranks."""
-    with tempfile.TemporaryDirectory() as own:
-        name = [own]
-        dist.broadcast_object_list(name)
-        yield Path(name[0])
-        dist.barrier()
 
 
 class Training:

@@ -16,10 +16,8 @@ from epcomm import (
     ExpertParallelExperts,
     Int8ChannelWeights,
     Mode,
-    MoESpec,
     TopKOutput,
     WireDtype,
-    plan,
 )
 from epcomm.buffers.ascend import base as ascend_base
 from epcomm.platforms.ascend import limits as ascend_limits
@@ -216,37 +214,3 @@ def test_what_lies_in_padding_does_not_matter(backend: str, wire: str) -> None:
         layer.check()
         assert not y[:1].any()
         assert torch.equal(y, expected)
-
-
-@pytest.mark.ranks(2)
-def test_a_small_window_is_an_error_that_names_the_setting(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("HCCL_BUFFSIZE")
-    spec = MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=2)
-    with EPGroup() as group:
-        with pytest.raises(
-            BackendUnavailable, match="needs a window of 560 MiB, but HCCL_BUFFSIZE"
-        ):
-            plan(EPConfig(mode="normal", backend="ascend"), spec, group)
-        monkeypatch.setenv("DEEPEP_HCCL_BUFFSIZE", "560")
-        chosen = plan(EPConfig(mode="normal", backend="ascend"), spec, group)
-        assert chosen.prefill.backend == "ascend"
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("name", "value", "wanted"),
-    [
-        ("DEEP_NORMAL_MODE_USE_INT8_QUANT", "1", "rows were to travel as bf16"),
-        ("MOE_EXPERT_TOKEN_NUMS_TYPE", "0", "expected 1; unset it"),
-        ("DEEP_USE_MODE", "alltoall", "expected default; unset it"),
-    ],
-)
-def test_variables_that_contradict_the_configuration_are_errors(
-    name: str, value: str, wanted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(name, value)
-    spec = MoESpec(hidden_size=HIDDEN, num_experts=4, top_k=2)
-    with EPGroup() as group, pytest.raises(BackendUnavailable, match=wanted):
-        plan(EPConfig(mode="normal", backend="ascend"), spec, group)

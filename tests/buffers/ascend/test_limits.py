@@ -21,8 +21,6 @@ from epcomm import (
     DeepEPNormalDispatcher,
     EPConfig,
     EPGroup,
-    ExpertParallelExperts,
-    Int8ChannelWeights,
     MoESpec,
     ShapeError,
     TopKOutput,
@@ -35,8 +33,6 @@ from epcomm.dispatchers.dispatcher import RowsDispatcher
 from epcomm.quantization import INT8_PER_TOKEN, dequantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
-from epcomm.testing import buffer_suite
-from epcomm.testing.data import make_batch, make_weights
 from epcomm.types import WireFormat
 from fakes.ascend import limits, registry
 from fakes.deep_ep import install
@@ -106,23 +102,12 @@ LIMITS = [
         ),
         reason="top_k is 17, at most 16",
     ),
-    Limit(
-        id="experts",
-        layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=514)),
-        reason="num_experts is 514, at most 512",
-    ),
     Limit(id="smallest H", layers=hidden(1024, 1023), reason="is 1023, expected 1024 to"),
     Limit(
         id="largest H, normal",
         backends=(NORMAL,),
         layers=hidden(7168, 7169),
         reason="hidden_size is 7169, expected 1024 to 7168 on A3",
-    ),
-    Limit(
-        id="largest H, low latency",
-        backends=(LOW_LATENCY,),
-        layers=hidden(8192, 8193),
-        reason="hidden_size is 8193, expected 1024 to 8192 on A3",
     ),
     Limit(
         id="H on A2, normal",
@@ -132,37 +117,11 @@ LIMITS = [
         reason="hidden_size is 7136, expected 7168 on A2",
     ),
     Limit(
-        id="H on A2, low latency",
-        backends=(LOW_LATENCY,),
-        chip="A2",
-        layers=hidden(7168, 7200),
-        reason="hidden_size is 7200, expected 1024 to 7168 on A2",
-    ),
-    Limit(
         id="unit of H on A2",
         backends=(LOW_LATENCY,),
         chip="A2",
         layers=hidden(1056, 1040),
         reason="hidden_size is 1040, expected a multiple of 32 on A2",
-    ),
-    Limit(
-        id="no unit of H on A3",
-        backends=(LOW_LATENCY,),
-        layers=(replace(LAYER, hidden_size=1040), replace(LAYER, hidden_size=1000)),
-        reason="hidden_size is 1000, expected 1024 to 8192 on A3",
-    ),
-    Limit(
-        id="A5 is as A3",
-        backends=(NORMAL,),
-        chip="A5",
-        layers=hidden(1024, 7169),
-        reason="hidden_size is 7169, expected 1024 to 7168 on A5",
-    ),
-    Limit(
-        id="tokens, normal",
-        backends=(NORMAL,),
-        changes=tokens(8192, 8193),
-        reason="max_tokens_per_rank is 8193, at most 8192",
     ),
     Limit(
         id="tokens of rounds",
@@ -177,53 +136,13 @@ LIMITS = [
         changes=tokens(512, 513),
         reason="max_tokens_per_rank is 513, at most 512",
     ),
-    Limit(
-        id="tokens on A2, low latency",
-        backends=(LOW_LATENCY,),
-        chip="A2",
-        changes=tokens(256, 257),
-        reason="max_tokens_per_rank is 257, at most 256",
-    ),
     Limit(id="fewest ranks", world_size=(2, 1), reason="serves 2 to"),
-    Limit(
-        id="most ranks, normal",
-        backends=(NORMAL,),
-        world_size=(384, 385),
-        layers=(replace(LAYER, num_experts=384), replace(LAYER, num_experts=385)),
-        reason="serves 2 to 384 ranks on A3, not 385",
-    ),
-    Limit(
-        id="most ranks, low latency",
-        backends=(LOW_LATENCY,),
-        world_size=(512, 769),
-        layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=769)),
-        reason="serves 2 to 768 ranks on A3, not 769",
-    ),
     Limit(
         id="hosts on A2",
         chip="A2",
         world_size=(8, 16),
         layers=(A2_LAYER, replace(A2_LAYER, num_experts=16)),
         reason="serves 2 to 8 ranks on A2, not 16",
-    ),
-    Limit(
-        id="experts of one rank * ranks",
-        backends=(LOW_LATENCY,),
-        world_size=(16, 128),
-        layers=(replace(LAYER, num_experts=512), replace(LAYER, num_experts=128 * 17)),
-        reason="experts of one rank * ranks is 2176, at most 2048",
-    ),
-    Limit(
-        id="budget in low latency",
-        backends=(LOW_LATENCY,),
-        changes=({}, {"max_recv_slots": 64}),
-        reason="has capacity for any routing and no slot budget",
-    ),
-    Limit(
-        id="budget of exact sizes",
-        backends=(NORMAL,),
-        changes=({}, {"max_recv_slots": 64}),
-        reason="has exact sizes and no slot budget",
     ),
     Limit(
         id="no limit in low latency",
@@ -237,11 +156,6 @@ LIMITS = [
         reason="carries ['bf16', 'int8'], not fp8_e4m3",
     ),
     Limit(
-        id="combine",
-        layers=(LAYER, replace(LAYER, dtype=torch.float16)),
-        reason="combine carries bf16, not fp16",
-    ),
-    Limit(
         id="window of low latency, INT8 as BF16",
         backends=(LOW_LATENCY,),
         # 2 * 16 * (8 * 2560 + 2 * 2048) B are 0.75 MiB, and for 22 tokens 1.03.
@@ -251,14 +165,6 @@ LIMITS = [
             {"max_tokens_per_rank": 22, "dispatch_dtype": WireDtype.INT8},
         ),
         reason="needs a window of 2 MiB, but DEEPEP_HCCL_BUFFSIZE is 1",
-    ),
-    Limit(
-        id="window of one round",
-        backends=(NORMAL,),
-        # 2 * (32 * 2 * 4608 B + 208 MiB) are 416.6 MiB; 8192 tokens need 560.
-        variables={"HCCL_BUFFSIZE": "417", **ROUNDS},
-        changes=({}, {"max_tokens_per_rank": 33}),
-        reason="max_tokens_per_rank is 33, at most 32",
     ),
 ]
 
@@ -296,11 +202,6 @@ def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
     # Prefill has no limit of the configuration, and still one.
     assert chosen.prefill.limits()["tokens a rank"] == "at most 8192"
     assert chosen.decode.limits()["tokens a rank"] == "at most 512"
-
-
-def test_experts_are_spread_evenly() -> None:
-    with pytest.raises(ConfigError, match="num_experts is 8, expected a multiple of the 3 ranks"):
-        plan(config_of(NORMAL), LAYER, world_size=3)
 
 
 SPECS = {
@@ -347,22 +248,6 @@ def test_buffers_opened_without_a_plan_look_at_the_variables_too() -> None:
             assert f"this is rank {group.rank} of 2" in str(caught.value)
             # Nothing was opened, and the group is as it was.
             group.open_buffer(backend, spec)
-
-
-@pytest.mark.ranks(2)
-def test_buffers_opened_without_a_plan_know_their_limits() -> None:
-    changes: list[tuple[str, dict[str, Any], str]] = [
-        (NORMAL, {"top_k": 17, "num_local_experts": 16}, "ranks 0, 1: top_k is 17, at most 16"),
-        (NORMAL, {"max_tokens_per_rank": 8193}, "max_tokens_per_rank is 8193, at most 8192"),
-        (NORMAL, {"hidden_size": 512}, "hidden_size is 512, expected 1024 to 7168 on A3"),
-        (NORMAL, {"dispatch_format": WireFormat.of(torch.float16)}, "not fp16"),
-        (LOW_LATENCY, {"max_tokens_per_rank": None}, "set max_tokens_per_rank"),
-        (LOW_LATENCY, {"max_tokens_per_rank": 513}, "max_tokens_per_rank is 513, at most 512"),
-    ]
-    with EPGroup() as group:
-        for backend, changed, wanted in changes:
-            with pytest.raises(BackendUnavailable, match=wanted):
-                group.open_buffer(backend, replace(SPECS[backend], **changed))
 
 
 @pytest.mark.ranks(2)
@@ -552,27 +437,6 @@ def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.Monk
 
 
 @pytest.mark.ranks(2)
-def test_two_layers_take_turns_on_one_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each dispatch has its own layout right before it, whatever waits for its combine."""
-    with EPGroup() as group, torch.no_grad():
-        adapter = buffer_class(NORMAL)
-        assert issubclass(adapter, AscendBuffer)
-        seen = record_calls(monkeypatch, adapter)
-        layers = [DeepEPNormalDispatcher(group, LAYER, config_of(NORMAL)) for _ in range(2)]
-        assert layers[0]._buffer is layers[1]._buffer
-        batches = [topk_of([[0, 7], [5, 2]]), topk_of([[6, 1]] * 3)]
-        outs = [
-            layer.dispatch(rows(len(topk.topk_ids)), topk)
-            for layer, topk in zip(layers, batches, strict=True)
-        ]
-        for layer, out, number in zip(layers, outs, (2.0, 4.0), strict=True):
-            y = layer.combine(out.combine_input(number * out.hidden_states.data))
-            assert torch.equal(y, number * rows(len(y)))
-    order = ["get_dispatch_layout", "dispatch"] * 2 + ["combine"] * 2
-    assert [method for method, _ in seen] == order
-
-
-@pytest.mark.ranks(2)
 def test_a_rank_without_tokens_sends_one_to_itself() -> None:
     """Releases of the package keep in their Buffer that the newest batch was empty."""
     empty = TopKOutput(
@@ -611,42 +475,6 @@ def test_a_rank_without_tokens_sends_one_to_itself() -> None:
         )
         sent = 2 * slot_bytes(SPECS[backend])[0]
         assert sent_before == (sent if group.rank == 0 else 0)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("chip", ["A2", "A5"])
-def test_both_modes_run_on_the_other_chips(chip: str) -> None:
-    """Check the modes with the imitation's limits, which has its own list of them."""
-    with limits.soc(chip), EPGroup() as group, torch.no_grad():
-        layers: list[RowsDispatcher[Any, Any]] = [
-            DeepEPNormalDispatcher(group, A2_LAYER, config_of(NORMAL)),
-            DeepEPLowLatencyDispatcher(group, A2_LAYER, config_of(LOW_LATENCY)),
-        ]
-        x = torch.ones(2, A2_LAYER.hidden_size, dtype=torch.bfloat16)
-        for layer in layers:
-            out = layer.dispatch(x, topk_of([[0, 7], [5, 2]]))
-            assert torch.equal(layer.combine(out.combine_input(out.hidden_states.data)), x)
-
-
-@pytest.mark.ranks(2)
-def test_zero_rows_stay_zero_in_int8() -> None:
-    """The device divides by 0 for them, and their codes are undefined."""
-    spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
-    with EPGroup() as group, torch.no_grad():
-        plain = make_weights(spec, group.world_size, intermediate_size=128)
-        weights = Int8ChannelWeights.from_unquantized(plain)
-        batch = make_batch(spec, group.rank, group.world_size)
-        batch.x[1] = 0.0
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        for backend in BOTH:
-            config = config_of(backend, runner="ascend")
-            top_k = spec.num_topk(group.world_size)
-            layer = ExpertParallelExperts(weights, group, config, top_k=top_k)
-            y = layer(batch.x, topk)
-            layer.check()
-            assert bool((y[1] == 0.0).all())
-            assert bool(y.isfinite().all())
-            assert bool(y[0].any())
 
 
 @pytest.mark.ranks(2)

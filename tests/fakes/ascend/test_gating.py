@@ -8,11 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from epcomm.routing.reference import route
 from epcomm.routing.spec import CorrectionBias, EpsilonMode, RoutingSpec, ScoreFunction
-from fakes.ascend import limits, registry
+from fakes.ascend import limits
 from fakes.ascend.undefined import UNDEFINED_INT
 from tests.fakes.ascend.recorded import assert_equals, golden, optional_tensor, tensor_of
 
@@ -105,18 +104,6 @@ def test_gating_agrees_with_the_reference(
     torch.testing.assert_close(y, expected.topk_weights, rtol=RTOL, atol=0.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_softmax_agrees_with_the_reference(dtype: torch.dtype) -> None:
-    # Distinct by more than a rounding, so that the cast makes no ties.
-    order = torch.rand(7, 16, generator=torch.Generator().manual_seed(0)).argsort(1)
-    logits = (order / 4).to(dtype)
-    expected = route(logits, RoutingSpec(top_k=3))
-    y, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=3)
-    assert torch.equal(ids.long(), expected.topk_ids)
-    rtol = RTOL if dtype == torch.float32 else 2**-8
-    torch.testing.assert_close(y.float(), expected.topk_weights, rtol=rtol, atol=0.0)
-
-
 def test_rows_with_nan_are_undefined_and_others_are_not() -> None:
     logits = torch.zeros(3, 8)
     logits[1, 5] = float("nan")
@@ -130,79 +117,3 @@ def test_rows_with_nan_are_undefined_and_others_are_not() -> None:
     y, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=2)
     assert y.isnan().any(1).tolist() == [False, True, False]
     assert (ids == UNDEFINED_INT).all(1).tolist() == [False, True, False]
-
-
-def gate(x: Tensor, k: int = 2, **options: Any) -> None:  # noqa: ANN401
-    torch.ops.npu.npu_moe_gating_top_k(x, k, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k": 0}, "k is 0, expected 1 to 16"),
-        ({"k": 9, "group_count": 2}, "k is 9, expected 1 to 8, the experts of 1 groups"),
-        ({"group_count": 3}, "group_count is 3, expected a divisor of 16"),
-        ({"k_group": 3, "group_count": 2}, "k_group is 3, expected 1 to 2"),
-        ({"group_select_mode": 2}, "group_select_mode is 2"),
-        ({"k": 1, "group_select_mode": 1, "group_count": 16}, "group_select_mode is 1, expected 0"),
-        ({"renorm": 2}, "renorm is 2"),
-        ({"norm_type": 2}, "norm_type is 2, expected 0 or 1"),
-        ({"bias": torch.zeros(16, dtype=torch.bfloat16)}, "bias is .* expected .16. torch.float32"),
-        ({"bias": torch.zeros(15)}, r"bias is \[15\]"),
-        ({"x": torch.zeros(4, 16, dtype=torch.float64)}, "x is .*float64"),
-        ({"x": torch.zeros(16)}, r"x is \[16\]"),
-    ],
-    ids=str,
-)
-def test_gating_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        gate(**{"x": torch.zeros(4, 16), **options})
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "options", "message"),
-    [
-        (2080, {}, "x has 2080 experts, expected 2048 at most"),
-        (16, {"group_count": 8}, "groups have 2 experts, expected 3 at least"),
-        (330, {"group_count": 66}, "66 groups of 5 take 2112 places"),
-    ],
-)
-def test_sizes_beyond_the_chip(num_experts: int, options: dict[str, int], message: str) -> None:
-    x = torch.zeros(1, num_experts)
-    gate(x, **options)
-    with limits.soc("A3"), pytest.raises(RuntimeError, match=message):
-        gate(x, **options)
-
-
-@pytest.mark.parametrize(
-    ("x", "options", "message"),
-    [
-        (torch.zeros(2, 4), {"k": 5}, "k is 5, expected 0 to 4"),
-        (torch.zeros(2, 4), {"finished": torch.zeros(3, dtype=torch.bool)}, r"expected \[2\] bool"),
-        (torch.zeros(2, 4), {"finished": torch.zeros(2)}, r"expected \[2\] bool"),
-        (torch.zeros(4), {}, r"x is \[4\]"),
-    ],
-)
-def test_softmax_refuses(x: Tensor, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        torch.ops.npu.npu_moe_gating_top_k_softmax(x, **options)
-
-
-def test_softmax_selects_at_most_1024() -> None:
-    x = torch.zeros(1, 1030)
-    torch.ops.npu.npu_moe_gating_top_k_softmax(x, k=1025)
-    with limits.soc("A2"), pytest.raises(RuntimeError, match="k is 1025, expected 1024 at most"):
-        torch.ops.npu.npu_moe_gating_top_k_softmax(x, k=1025)
-
-
-def test_unmodelled_features_give_no_result() -> None:
-    with pytest.raises(NotImplementedError, match="routing by token ids is not modelled"):
-        gate(torch.zeros(2, 4), input_ids=torch.zeros(2))
-    with pytest.raises(NotImplementedError, match="three dimensions"):
-        torch.ops.npu.npu_moe_gating_top_k_softmax(torch.zeros(2, 2, 4))
-
-
-def test_renorm_may_be_a_bool() -> None:
-    assert "int renorm=0" in registry.schemas()["npu_moe_gating_top_k"]
-    y, _, _ = torch.ops.npu.npu_moe_gating_top_k(torch.zeros(1, 4), 2, renorm=True)
-    assert y.tolist() == [[0.5, 0.5]]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from fakes.ascend.formats import (
     ACL_FORMAT_ND,
@@ -19,9 +17,7 @@ from fakes.ascend.formats import (
 )
 from fakes.ascend.limits import Soc, soc
 from fakes.ascend.operators.grouped_matmul import scale_values
-from fakes.ascend.operators.groups import GroupListType, groups_of
 from fakes.ascend.registry import register
-from fakes.ascend.undefined import UNDEFINED_INT8
 from tests.fakes.ascend.recorded import assert_equals, golden, tensor_of
 
 register()
@@ -32,7 +28,6 @@ INPUTS = GOLDEN["grouped_matmul_inputs"]
 # How far a scale may be that went through exp.
 SCALE_RTOL = 1e-6
 UNALIGNED = (6, 6)
-ONE_TENSOR = {"split_item": 2, "group_type": 0}
 
 
 def ids(cases: list[dict[str, Any]]) -> list[str]:
@@ -81,17 +76,6 @@ def test_int64_scales_keep_the_upper_19_bits() -> None:
     assert cut[3] == 1.0
 
 
-def test_sums_are_exact_beyond_float32() -> None:
-    # 127 * 127 * 2049 and one less differ, which float32 does not see.
-    x = torch.full((1, 2049), 127, dtype=torch.int8)
-    w = torch.full((1, 2049, 2), 127, dtype=torch.int8)
-    w[0, 0, 1] = 126
-    (y,) = npu.npu_grouped_matmul(
-        [x], [w], group_list=torch.tensor([1]), output_dtype=torch.int32, **ONE_TENSOR
-    )
-    assert y.tolist() == [[127 * 127 * 2049, 127 * 127 * 2049 - 127]]
-
-
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -115,36 +99,6 @@ def test_grouped_matmul_refuses(call: dict[str, Any], match: str) -> None:
     plain = grouped_call(GOLDEN["grouped_matmul"][0]) | {"group_list": torch.tensor([3, 3, 7])}
     with pytest.raises(RuntimeError, match=match):
         npu.npu_grouped_matmul(**plain | call)
-
-
-@pytest.mark.parametrize(
-    ("scale", "result"),
-    [
-        (torch.float16, torch.bfloat16),
-        (torch.bfloat16, torch.float16),
-        (torch.int64, torch.float16),
-        (torch.float32, torch.float32),
-    ],
-)
-def test_a5_refuses_scales_beside_results(scale: torch.dtype, result: torch.dtype) -> None:
-    plain = grouped_call(GOLDEN["grouped_matmul"][0]) | {"group_list": torch.tensor([3, 3, 7])}
-    call = plain | {"scale": [torch.ones(3, 6).to(scale)], "output_dtype": result}
-    rule = "A5 takes a bfloat16, float32 or int64 scale for bfloat16 and a float32 one for float16"
-    with soc("A5"), pytest.raises(RuntimeError, match=f"{rule}, got {scale} for {result}"):
-        npu.npu_grouped_matmul(**call)
-
-
-def test_unknown_keywords_are_refused_by_the_schema() -> None:
-    with pytest.raises((RuntimeError, TypeError), match="group_index"):
-        npu.npu_grouped_matmul([], [], group_index=None)
-
-
-def test_one_list_type_for_another_is_nonsense_where_it_fits() -> None:
-    grows = torch.tensor([1, 2, 3])
-    assert [group.last for group in groups_of("op", grows, 0, 3, 6)] == [1, 2, 3]
-    assert [group.last for group in groups_of("op", grows, 1, 3, 6)] == [1, 3, 6]
-    with pytest.raises(RuntimeError, match="within the rows"):
-        groups_of("op", torch.tensor([3, 3, 7]), GroupListType.COUNTS, 3, 9)
 
 
 @pytest.mark.parametrize(
@@ -198,90 +152,6 @@ def test_codes_of_the_fused_operator_are_quotients_by_the_scale() -> None:
         assert (y_scale / 64).view(torch.int32).item() == wanted
 
 
-@pytest.mark.parametrize(
-    ("width", "groups", "rule"),
-    [
-        (96, torch.tensor([1]), "2I is a multiple of 64, at most 10496, .* got 96"),
-        (10560, torch.tensor([1]), "2I is a multiple of 64, at most 10496, .* got 10560"),
-        (10496, torch.tensor([1]), None),
-        (96, None, None),
-    ],
-)
-def test_widths_that_are_activated(width: int, groups: torch.Tensor | None, rule: str) -> None:
-    x, scale = torch.ones(1, width, dtype=torch.int32), torch.ones(1, width)
-    options = {"weight_scale": scale, "group_index": groups, "quant_mode": 1}
-    with soc("A3"), nullcontext() if rule is None else pytest.raises(RuntimeError, match=rule):
-        npu.npu_dequant_swiglu_quant(x, **options)
-
-
-def test_rows_of_more_dimensions_are_not_modelled() -> None:
-    x = torch.ones(1, 1, 4, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match=r"x \[1, 1, 4\], which is not 2-D, is not mod"):
-        npu.npu_dequant_swiglu_quant(x, weight_scale=torch.ones(1, 4), quant_mode=1)
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "rule"),
-    [
-        (("int32", "bfloat16", "float32"), "weight_scale is torch.float32, got torch.bfloat16"),
-        (("int32", "float32", "bfloat16"), "activation_scale is torch.float32, got torch.bfl"),
-        (("float32", None, "float32"), "bfloat16 or float16 without, got torch.float32"),
-    ],
-)
-def test_sums_and_their_scales_have_dtypes(dtypes: tuple[str | None, ...], rule: str) -> None:
-    shapes = ((1, 4), (1, 4), (1,))
-    x, weight_scale, rows = (
-        None if name is None else torch.ones(shape, dtype=getattr(torch, name))
-        for shape, name in zip(shapes, dtypes, strict=True)
-    )
-    with pytest.raises(RuntimeError, match=rule):
-        npu.npu_dequant_swiglu_quant(
-            x, weight_scale=weight_scale, activation_scale=rows, quant_mode=1
-        )
-
-
-@pytest.mark.parametrize(
-    ("dtypes", "rule"),
-    [
-        (("int64", "float32"), "weight_scale is torch.float32 or torch.bfloat16, got torch.int64"),
-        (("bfloat16", "bfloat16"), "x_scale is torch.float32, got torch.bfloat16"),
-    ],
-)
-def test_scales_of_the_fused_operator_have_dtypes(dtypes: tuple[str, str], rule: str) -> None:
-    codes, groups = torch.ones(1, 1, dtype=torch.int8), torch.tensor([1])
-    scales = [
-        torch.ones(shape, dtype=getattr(torch, name))
-        for shape, name in zip(((1, 4), (1,)), dtypes, strict=True)
-    ]
-    with pytest.raises(RuntimeError, match=rule):
-        npu.npu_grouped_matmul_swiglu_quant(codes, codes.expand(1, 1, 4), groups, *scales)
-
-
-def test_the_fused_operator_has_a_largest_width() -> None:
-    x, groups = torch.ones(1, 1, dtype=torch.int8), torch.tensor([1])
-    for width, rule in ((10240, None), (10304, "2I is at most 10240, got 10304")):
-        weight = torch.ones(1, 1, width, dtype=torch.int8)
-        refusal = nullcontext() if rule is None else pytest.raises(RuntimeError, match=rule)
-        with soc("A3"), refusal:
-            npu.npu_grouped_matmul_swiglu_quant(x, weight, groups, weight[0].float(), torch.ones(1))
-
-
-def test_swiglu() -> None:
-    x = torch.randn(3, 8).bfloat16()
-    gate, up = x.float().chunk(2, dim=-1)
-    assert torch.equal(npu.npu_swiglu(x), (F.silu(gate) * up).bfloat16())
-    assert torch.equal(npu.npu_swiglu(x.T.contiguous(), 0), npu.npu_swiglu(x).T)
-    with pytest.raises(RuntimeError, match="even"):
-        npu.npu_swiglu(x[:, :3])
-
-
-def test_a_row_of_zeros_dequantises_to_zeros() -> None:
-    x = torch.zeros(1, 4, dtype=torch.int32)
-    y, scale = npu.npu_dequant_swiglu_quant(x, weight_scale=torch.ones(1, 4), quant_mode=1)
-    assert (y == UNDEFINED_INT8).all()
-    assert scale.tolist() == [0.0]
-
-
 @pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
 @pytest.mark.parametrize("shape", [UNALIGNED, (3, 17, 33), (2, 16, 32), (16, 16)])
 def test_values_survive_nz_and_row_major_readers_get_nonsense(
@@ -299,19 +169,3 @@ def test_values_survive_nz_and_row_major_readers_get_nonsense(
     assert format_of(tiled.clone()) == ACL_FORMAT_ND
     with pytest.raises(RuntimeError, match="not as a view"):
         npu.npu_format_cast(tiled[:1], ACL_FORMAT_ND)
-
-
-def test_formats_are_forgotten_with_their_memory() -> None:
-    for _ in range(100):
-        tiled = npu.npu_format_cast(torch.ones(16, 32, dtype=torch.int8), ACL_FORMAT_NZ)
-        del tiled
-        assert format_of(torch.ones(16, 32, dtype=torch.int8)) == ACL_FORMAT_ND
-
-
-def test_unaligned_weights_in_nz_are_refused() -> None:
-    call = grouped_call(GOLDEN["grouped_matmul"][0])
-    call["weight"] = [npu.npu_format_cast(call["weight"][0], ACL_FORMAT_NZ)]
-    with soc("A3"), pytest.raises(RuntimeError, match="K % 16 == 0 and N % 32 == 0"):
-        npu.npu_grouped_matmul(group_list=torch.tensor([3, 3, 7]), **call)
-    with pytest.raises(RuntimeError, match="acl_format"):
-        npu.npu_format_cast(call["x"][0], 3)

@@ -86,84 +86,9 @@ def test_rows_against_loops(
     assert (scattered[1][len(wanted) :] == UNDEFINED_INT).all()
 
 
-def test_rows_come_back_through_finalize() -> None:
-    """Check that drop_pad_mode 2 reads the positions that row_idx_type 0 returns."""
-    rows, positions, _, _ = init_routing()
-    weights = torch.full((4, 2), 0.5)
-    back = torch.ops.npu.npu_moe_finalize_routing(
-        rows, None, None, None, weights, positions, None, drop_pad_mode=2
-    )
-    assert torch.equal(back, X)
-
-
 def test_int8_rows_without_a_defined_result() -> None:
     x = torch.tensor([[0.0, 0.0], [1.0, -127.0]])
     ids = torch.tensor([[0], [0]], dtype=torch.int32)
     rows, _, _, scales = init_routing(x, ids, quant_mode=1)
     assert rows.tolist() == [[UNDEFINED_INT8] * 2, [1, -127]]
     assert scales.tolist() == [0.0, 1.0]
-
-
-def test_int8_rows_pass_through_without_quantisation() -> None:
-    rows, *_ = init_routing(X.to(torch.int8))
-    assert rows.dtype == torch.int8
-    assert rows[0].tolist() == X[0].tolist()
-
-
-def test_scales_do_not_travel_beside_int8_rows() -> None:
-    scale = torch.arange(1.0, 5.0)
-    assert init_routing(scale=scale)[3].tolist() == [1.0, 3.0, 2.0, 3.0, 4.0, 1.0, 2.0, 4.0]
-    assert init_routing(X.to(torch.int8), scale=scale)[3].isnan().all()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"expert_num": 2}, "expert_idx holds ids outside 0 to 1"),
-        ({"expert_idx": IDS - 1}, "expert_idx holds ids outside 0 to 3"),
-        ({"expert_idx": IDS.long()}, "expert_idx is .*int64, expected .4, K. int32"),
-        ({"expert_idx": IDS[:3]}, r"expert_idx is \[3, 2\]"),
-        ({"x": X[0]}, r"x is \[3\]"),
-        ({"x": X.to(torch.int8), "quant_mode": 1}, "x is .*int8, expected"),
-        ({"scale": torch.ones(3)}, r"scale is \[3\] torch.float32, expected \[4\] float32"),
-        ({"scale": torch.ones(4).half()}, "scale is .*float16"),
-        ({"expert_num": -1}, "expert_num is -1"),
-        ({"active_expert_range": [2, 2]}, "active_expert_range is .2, 2."),
-        ({"active_expert_range": [0, 5]}, "active_expert_range is .0, 5."),
-        ({"expert_tokens_num_type": 3}, "expert_tokens_num_type is 3"),
-        ({"row_idx_type": 2}, "row_idx_type is 2"),
-        ({"quant_mode": 3}, "quant_mode=3 runs on A5, this is A3"),
-    ],
-    ids=str,
-)
-def test_init_routing_refuses(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RuntimeError, match=message):
-        init_routing(**options)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"expert_tokens_num_flag": False},
-        {"quant_mode": 0},
-        {"drop_pad_mode": 1},
-        {"active_num": 5},
-        {"offset": torch.zeros(1)},
-        {"x_dtype": torch.bfloat16},
-        {"quant_mode": 1, "scale": torch.ones(1, 3)},
-    ],
-    ids=str,
-)
-def test_unmodelled_features_give_no_result(options: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match="is not modelled"):
-        init_routing(**options)
-    with limits.soc("A5"), pytest.raises(NotImplementedError, match="quant_mode=2"):
-        init_routing(quant_mode=2)
-
-
-@pytest.mark.parametrize(("expert_num", "kind"), [(10240, 1), (5120, 2)])
-def test_sizes_beyond_the_chip(expert_num: int, kind: int) -> None:
-    options: dict[str, Any] = {"expert_num": expert_num + 1, "expert_tokens_num_type": kind}
-    init_routing(**options)
-    with limits.soc("A2"), pytest.raises(RuntimeError, match=f"expected {expert_num} at most"):
-        init_routing(**options)

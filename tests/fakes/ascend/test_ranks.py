@@ -15,7 +15,6 @@ from torch import Tensor
 from fakes.ascend.deep_ep import Buffer
 from fakes.ascend.limits import soc
 from fakes.ascend.registry import register
-from fakes.deep_ep.limits import limits_off
 from tests.fakes.ascend.recorded import assert_equals, golden, group_for, is_poison, tensor_of
 
 pytestmark = pytest.mark.ranks(4)
@@ -219,25 +218,6 @@ def test_normal_mode_refuses_bad_ids_on_all_ranks() -> None:
         dispatch_normal(buffer, inputs)
 
 
-def test_a_layout_comes_before_each_dispatch() -> None:
-    buffer, inputs = normal_buffer(), my_inputs()
-    per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, E)
-    options: dict[str, Any] = {
-        "num_tokens_per_rank": per_rank,
-        "is_token_in_rank": is_in_rank,
-        "num_tokens_per_expert": per_expert,
-        "topk_weights": inputs.weights,
-    }
-    # Two layers take turns: the layout of the second is in the way of the first.
-    buffer.get_dispatch_layout(inputs.ids.flip(1).clone(), E)
-    with refused("latest get_dispatch_layout|refuse"):
-        buffer.dispatch(inputs.x, topk_idx=inputs.ids, **options)
-    with refused("comes before each dispatch"):
-        buffer.dispatch(inputs.x, topk_idx=inputs.ids, **options)
-    with pytest.raises(NotImplementedError, match="cached handle"):
-        buffer.dispatch(inputs.x, handle=(per_rank,))
-
-
 def test_multiplying_by_weights_before_combine_squares_them() -> None:
     inputs = Inputs(
         torch.ones(2, H).bfloat16(), torch.tensor([[0, 5, 2]] * 2), torch.full((2, K), 0.5)
@@ -247,75 +227,6 @@ def test_multiplying_by_weights_before_combine_squares_them() -> None:
     assert bool((buffer.combine(data, handle)[0] == 1.5).all())
     buffer.get_dispatch_layout(inputs.ids, E)
     assert bool((buffer.combine(0.5 * data, handle)[0] == 0.75).all())
-
-
-@pytest.mark.parametrize("argument", [None, "bf16", "int8"])
-def test_the_argument_wins_over_the_environment(
-    argument: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DEEP_NORMAL_MODE_USE_INT8_QUANT", "1")
-    recv_x, *_ = dispatch_normal(normal_buffer(), my_inputs(), quant_mode=argument)
-    assert isinstance(recv_x, tuple) is (argument != "bf16")
-    monkeypatch.setenv("DEEP_USE_MODE", "alltoall")
-    # A documented defect: this mode forgets the environment.
-    recv_x, *_ = dispatch_normal(normal_buffer(), my_inputs(), quant_mode=argument)
-    assert isinstance(recv_x, tuple) is (argument == "int8")
-
-
-def test_defects_of_alltoall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_USE_MODE", "alltoall")
-    buffer, inputs = normal_buffer(), my_inputs()
-    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, E)
-    assert not is_in_rank.any()
-    _, _, _, counts, _, _ = dispatch_normal(buffer, inputs)
-    assert per_expert.tolist() == counts
-    ids = torch.tensor([[0, 1, 2]])
-    few = Inputs(torch.ones(1, H).bfloat16(), ids, torch.ones(1, K))
-    with pytest.raises(UnboundLocalError, match="dynamic_scale_after_routing"):
-        dispatch_normal(buffer, few, 4, quant_mode="int8")
-
-
-def test_the_ops_strategy_looks_at_use_fp8_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEP_USE_MODE", "ops")
-    buffer, inputs = low_latency_buffer(), my_inputs()
-    with refused("needs topk_weights"):
-        buffer.low_latency_dispatch(inputs.x, inputs.ids, M, E)
-    recv_x, *_ = buffer.low_latency_dispatch(
-        *(inputs.x, inputs.ids, M, E),
-        use_fp8=False,
-        quant_mode="int8",
-        topk_weights=inputs.weights,
-    )
-    # Codes without their scales.
-    assert isinstance(recv_x, Tensor)
-    assert recv_x.dtype == torch.int8
-
-
-def test_rounds_lengthen_the_layout_and_keep_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = Inputs(torch.randn(40, H).bfloat16(), torch.arange(40)[:, None] % E, torch.ones(40, 1))
-    data, *_ = dispatch_normal(normal_buffer(), inputs)
-    monkeypatch.setenv("DEEPEP_NORMAL_LONG_SEQ_ROUND", "2")
-    monkeypatch.setenv("DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS", "32")
-    buffer = normal_buffer()
-    per_expert = buffer.get_dispatch_layout(inputs.ids, E)[2]
-    assert per_expert.tolist() == [4] * E + [1] * E
-    assert torch.equal(dispatch_normal(buffer, inputs)[0], data)
-    many = torch.zeros(65, H).bfloat16(), torch.zeros(65, 1).long(), torch.ones(65, 1)
-    with refused("65 tokens, of 64 at most"):
-        dispatch_normal(buffer, Inputs(*many))
-
-
-def test_combine_has_one_round_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DEEPEP_NORMAL_LONG_SEQ_ROUND", "2")
-    monkeypatch.setenv("DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS", "8192")
-    num_tokens = 8193 if dist.get_rank() == 1 else 1
-    ids, x = torch.zeros(num_tokens, 1).long(), torch.ones(num_tokens, H).bfloat16()
-    buffer = normal_buffer()
-    data, _, _, _, handle, _ = dispatch_normal(buffer, Inputs(x, ids, torch.ones(num_tokens, 1)))
-    with refused("8193 tokens, of 8192" if dist.get_rank() == 1 else r"ranks \[1\] refuse"):
-        buffer.combine(data, handle)
-    monkeypatch.setenv("DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ", "1")
-    assert torch.equal(buffer.combine(data, handle)[0], x)
 
 
 def test_combine_refuses_a_handle_or_ids_of_another_dispatch() -> None:
@@ -333,34 +244,6 @@ def test_combine_refuses_a_handle_or_ids_of_another_dispatch() -> None:
         buffer.low_latency_combine(slabs, inputs.ids, inputs.weights, handle)
     with refused("low_latency_mode"):
         normal_buffer().low_latency_dispatch(inputs.x, inputs.ids, M, E)
-
-
-def test_limits_of_sizes_apply_unless_they_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    inputs = my_inputs()
-    tall = Inputs(torch.zeros(inputs.x.shape[0], 2048).bfloat16(), inputs.ids, inputs.weights)
-    with soc("A3"):
-        buffer, low_latency = normal_buffer(), low_latency_buffer()
-        with refused("H is 1024 to 7168"):
-            dispatch_normal(buffer, inputs)
-        with refused("H is 1024 to 8192"):
-            low_latency.low_latency_dispatch(inputs.x, inputs.ids, M, E)
-        with refused("1 to 512 tokens"):
-            low_latency.low_latency_dispatch(tall.x, tall.ids, 513, E)
-        # Normal mode needs twice 208 MiB for a start, and HCCL gives 200.
-        with refused("set DEEPEP_HCCL_BUFFSIZE"):
-            dispatch_normal(buffer, tall)
-        monkeypatch.setenv("HCCL_BUFFSIZE", "600")
-        dispatch_normal(buffer, tall)
-        low_latency.low_latency_dispatch(tall.x, tall.ids, M, E)
-        monkeypatch.setenv("DEEPEP_HCCL_BUFFSIZE", "1")
-        with refused("set DEEPEP_HCCL_BUFFSIZE"):
-            low_latency.low_latency_dispatch(tall.x, tall.ids, 512, E)
-        with limits_off():
-            dispatch_normal(buffer, inputs)
-    with soc("A2"), refused("A2: 7168"):
-        dispatch_normal(buffer, tall)
-    with soc("A2"), refused("1 to 256 tokens"):
-        low_latency.low_latency_dispatch(tall.x, tall.ids, 257, E)
 
 
 def test_ranks_in_different_calls_all_raise() -> None:

@@ -14,7 +14,6 @@ import torch
 from epcomm.integrations.deep_ep import EventOverlap
 from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
 from fakes.deep_ep import install
-from fakes.deep_ep.limits import limits_off
 from fakes.deep_ep.strict_v2 import ElasticBuffer
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
@@ -25,13 +24,11 @@ from tests.integrations.deep_ep.golden_v2 import (
     num_messages,
 )
 from tests.integrations.deep_ep.v2_ranks import (
-    TWO_MB,
     UNEVEN,
     BufferMaker,
     buffers_of,
     dispatch,
     run_recorded_case,
-    world,
 )
 
 
@@ -225,17 +222,6 @@ def test_what_combine_refuses(make_buffer: BufferMaker) -> None:
 
 
 @pytest.mark.ranks(4)
-def test_limits_of_devices_can_be_off(make_buffer: BufferMaker) -> None:
-    buffer = make_buffer()
-    x, _, _ = inputs_of(UNEVEN[buffer.rank_idx], buffer.rank_idx)
-    narrow = x[:, :4].contiguous()
-    with limits_off():
-        recv_x, _, _, handle, _ = dispatch(buffer, narrow)
-        combined, _, _ = buffer.combine(recv_x, handle)
-    assert combined.shape == narrow.shape
-
-
-@pytest.mark.ranks(4)
 def test_an_expert_chosen_twice_and_ranks_that_disagree_are_found(make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     x = torch.ones(1, HIDDEN, dtype=torch.bfloat16)
@@ -244,15 +230,3 @@ def test_an_expert_chosen_twice_and_ranks_that_disagree_are_found(make_buffer: B
         dispatch(buffer, x, topk_idx=torch.tensor([[own, own, -1]]), topk_weights=None)
     with pytest.raises(RuntimeError, match="same on all ranks"):
         dispatch(buffer, num_max_tokens_per_rank=MAX_TOKENS + buffer.rank_idx % 2)
-
-
-@pytest.mark.ranks(4)
-def test_sizes_without_a_buffer_are_refused() -> None:
-    with pytest.raises(RuntimeError, match="hidden > 0"):
-        ElasticBuffer.get_buffer_size_hint(world(), 8, 0)
-    with pytest.raises(RuntimeError, match="kNumAlignmentBytes"):
-        ElasticBuffer(world(), num_bytes=TWO_MB + 1)
-    buffer = ElasticBuffer(world(), num_bytes=TWO_MB, explicitly_destroy=True)
-    buffer.destroy()
-    with pytest.raises(AttributeError):
-        dispatch(buffer)

@@ -19,26 +19,14 @@ from epcomm.platforms.ascend.environment import (
     variable_reasons,
 )
 from epcomm.platforms.ascend.limits import (
-    low_latency_window_bytes,
-    normal_window_bytes,
     window_reasons,
 )
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.spec import BufferSpec
 from fakes.ascend.limits import soc
-from fakes.ascend.windows import low_latency_bytes, normal_bytes
 from fakes.deep_ep import install
 
 BF16 = WireFormat.of(torch.bfloat16)
-SPEC = BufferSpec(
-    hidden_size=7168,
-    top_k=8,
-    num_local_experts=4,
-    dispatch_format=BF16,
-    hidden_format=BF16,
-    max_tokens_per_rank=2,
-)
 ROUND = "DEEPEP_NORMAL_LONG_SEQ_ROUND"
 TOKENS = "DEEPEP_NORMAL_LONG_SEQ_PER_ROUND_TOKENS"
 COMBINE = "DEEPEP_NORMAL_COMBINE_ENABLE_LONG_SEQ"
@@ -92,18 +80,6 @@ def test_the_chip_is_that_of_torch_npu_or_of_the_stand_in(
                 assert current_soc() is chip
     with install("v1"):
         assert current_soc() is Soc.A2
-
-
-@pytest.mark.parametrize("wire", [BF16, INT8_PER_TOKEN], ids=["bf16", "int8"])
-def test_windows_by_hand_and_as_the_stand_in_counts_them(wire: WireFormat) -> None:
-    spec = BufferSpec(**{**vars(SPEC), "dispatch_format": wire})
-    # 2 * 7168 bytes are 28 times 512, and with 44 more 29 times; INT8 reserves as much.
-    assert low_latency_window_bytes(spec, 8) == 2 * 2 * (32 * 29 * 512 + 8 * 28 * 512)
-    assert normal_window_bytes(spec, 3) == 2 * (3 * 8 * 57 * 512 + (208 << 20))
-    for hidden_size in (1024, 1040, 7168):
-        other = BufferSpec(**{**vars(spec), "hidden_size": hidden_size})
-        assert low_latency_window_bytes(other, 8) == low_latency_bytes(2, 8, hidden_size, 32)
-        assert normal_window_bytes(other, 5) == normal_bytes(5, 8, hidden_size)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,20 @@
+"""A temporary folder that all ranks of a test use."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One folder for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        name = [own]
+        dist.broadcast_object_list(name)
+        yield Path(name[0])
+        dist.barrier()

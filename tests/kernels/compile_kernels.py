@@ -1,0 +1,582 @@
+"""Compile what the launchers of kernels pass for sm_90, without a GPU; print code as JSON.
+
+A program of its own: kernels of the test process are interpreted, and those cannot be compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
+from epcomm.kernels import launch
+from epcomm.kernels.gemm import fp8 as gemm_fp8
+from epcomm.kernels.gemm import int8 as gemm_int8
+from epcomm.kernels.launch import DeviceLimits
+from epcomm.kernels.nvlink import (
+    ll_combine,
+    ll_combine_slots,
+    ll_dispatch_recv,
+    ll_dispatch_send,
+    normal_combine,
+    normal_dispatch_copy_out,
+    normal_dispatch_recv,
+    normal_dispatch_send,
+)
+from epcomm.kernels.nvlink.common import barrier, dependent_launch
+from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
+from epcomm.kernels.nvlink.normal_exchange import NormalExchange
+from epcomm.kernels.quantize import fp8 as quantize_fp8
+from epcomm.kernels.quantize.int8 import quantize_int8_triton
+from epcomm.kernels.routing.gate import GateForm, route_tokens
+from epcomm.kernels.rows.gather import gather_rows
+from epcomm.kernels.rows.scatter import scatter_tokens
+from epcomm.kernels.rows.sends import count_sends, order_sends
+from epcomm.kernels.rows.slot_index import number_slots
+from epcomm.kernels.rows.sums import sum_parts, sum_rows
+from epcomm.kernels.rows.token_layout import write_token_layout
+from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
+from epcomm.records import ReplicaTable, SlotIndex
+from epcomm.spec import BufferSpec
+from epcomm.types import WireFormat
+
+HOPPER = GPUTarget("cuda", 90, 32)
+# Blackwell of workstations, whose blocks have 99 KB of shared memory.
+WORKSTATION = GPUTarget("cuda", 120, 32)
+PLAIN = WireFormat.of(torch.bfloat16)
+HIDDEN, INNER = 7168, 2048
+# A row with scales, ids and weights after it, in 16 bits.
+MESSAGE = HIDDEN + 144
+BF16, I32, I64, U8, I8 = torch.bfloat16, torch.int32, torch.int64, torch.uint8, torch.int8
+
+
+class Device:
+    """Stands in for Triton's driver of a GPU that is not here."""
+
+    target = HOPPER
+
+    def get_current_device(self) -> int:
+        return self.target.arch if isinstance(self.target.arch, int) else 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+
+DEVICE = Device()
+
+
+def code_of(call: Callable[[], None], target: GPUTarget = HOPPER) -> dict[str, Any]:
+    """Return the code of the kernel that a call of a launcher launches last."""
+    made: list[Any] = []
+
+    def warm_up(kernel: triton.JITFunction, grid: object) -> Callable[..., None]:
+        return lambda *arguments, **named: made.append(
+            kernel.run(*arguments, grid=grid, warmup=True, **named)
+        )
+
+    DEVICE.target = target
+    triton.JITFunction.__getitem__ = warm_up  # type: ignore[method-assign]
+    call()
+    kernel = made[-1]
+    # The disassembler need not know newer targets.
+    sass = disassembled(kernel.asm["cubin"]) if target is HOPPER else ""
+    return {
+        "ptx": kernel.asm["ptx"],
+        "ttgir": kernel.asm["ttgir"],
+        "sass": sass,
+        "shared_bytes": kernel.metadata.shared,
+    }
+
+
+def disassembled(cubin: bytes) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def rows(num: int, columns: int, dtype: torch.dtype, stride: int = 0) -> Tensor:
+    """Return memory that nobody reads, with rows `stride` elements apart."""
+    return torch.empty(num, stride or columns, dtype=dtype)[:, :columns]
+
+
+def i32(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=I32)
+
+
+def f32(*shape: int) -> Tensor:
+    return torch.empty(shape)
+
+
+def blocks_of(layout: LayoutT, num_programs: int, num_counters: int) -> PeerBlocks[LayoutT]:
+    """Return blocks as a rank of an H200 has them; their addresses are never used."""
+    size = layout.world_size
+    return PeerBlocks(
+        rank=0,
+        num_programs=num_programs,
+        max_polls=2**20,
+        own_address=2**40,
+        table=torch.zeros(size, dtype=I64),
+        layout=layout,
+        excluded=i32(size),
+        counters=torch.zeros(num_counters, dtype=I64),
+        faults=torch.zeros(size, 2, dtype=I64),
+        report=i32(4 + size),
+    )
+
+
+def spec_of(wire: WireFormat, hidden_size: int, world_size: int) -> BufferSpec:
+    return BufferSpec(
+        hidden_size=hidden_size,
+        top_k=8,
+        num_local_experts=256 // world_size,
+        dispatch_format=wire,
+        hidden_format=PLAIN,
+    )
+
+
+def low_latency_exchange(
+    wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8, *, returns_slots: bool = False
+) -> LowLatencyExchange:
+    spec = spec_of(wire, hidden, world)
+    spec = replace(spec, max_tokens_per_rank=128, returns_slots=returns_slots)
+    layout = NVLinkLowLatencyBuffer.layout_for(spec, world)
+    return LowLatencyExchange.of(blocks_of(layout, num_programs=128, num_counters=4), 0)
+
+
+def normal_exchange(
+    wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8
+) -> NormalExchange:
+    layout = NVLinkBuffer.layout_for(spec_of(wire, hidden, world), world, 4096)
+    layout = replace(layout, item_rows=32)
+    return NormalExchange.of(blocks_of(layout, num_programs=32, num_counters=5))
+
+
+KINDS: Mapping[WireFormat, int] = {
+    PLAIN: ll_dispatch_send.PLAIN,
+    FP8_FLOAT32_SCALES: ll_dispatch_send.FP8,
+    INT8_PER_TOKEN: ll_dispatch_send.INT8,
+}
+
+
+def send_dispatch(
+    send: Callable[..., None], wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8
+) -> None:
+    send(
+        low_latency_exchange(wire, hidden, world),
+        rows(2, hidden, BF16),
+        rows(2, 8, I64),
+        f32(2, 8),
+        rows(128, world, U8),
+        status=0,
+        batch=0,
+        is_captured=False,
+        kind=KINDS[wire],
+        scale_block=wire.scale_block or hidden,
+        profile="rint127",
+    )
+
+
+def send_words(send: Callable[..., None]) -> None:
+    """Send rows that are quantised already."""
+    send(
+        low_latency_exchange(FP8_FLOAT32_SCALES, returns_slots=True),
+        i32(2, HIDDEN // 4),
+        rows(2, 8, I64),
+        None,
+        rows(128, 8, U8),
+        status=0,
+        batch=0,
+        is_captured=False,
+        kind=ll_dispatch_send.PLAIN,
+        scale_block=128,
+        profile="rint127",
+        scales=i32(2, 56),
+    )
+
+
+def receive_dispatch(*, is_masked: bool) -> None:
+    slabs = ll_dispatch_recv.Slabs(
+        data=i32(8),
+        scales=i32(8),
+        scale_strides=(56 * 1024, 1, 1024),
+        token_of_slot=i32(8),
+        source_ranges=torch.empty(8, dtype=I64),
+    )
+    ll_dispatch_recv.receive_dispatch(
+        low_latency_exchange(FP8_FLOAT32_SCALES if is_masked else PLAIN, returns_slots=is_masked),
+        None if is_masked else i32(8192),
+        i32(8),
+        None if is_masked else f32(8),
+        i32(8),
+        i32(8),
+        expert_alignment=1,
+        is_captured=False,
+        slabs=slabs if is_masked else None,
+    )
+
+
+def meet() -> None:
+    table = torch.empty(8, dtype=I64)
+    barrier.device_barrier(
+        table, i32(8), i32(8), flags_address=2**40, rank=0, number=1, max_polls=2**20
+    )
+
+
+Y, SLOTS, IS_SENT = rows(2, HIDDEN, BF16), i32(2, 8), rows(128, 8, U8)
+LOW_LATENCY: Mapping[str, Callable[[], None]] = {
+    "send dispatch bf16": partial(send_dispatch, ll_dispatch_send.send_dispatch),
+    "send dispatch fp8": partial(
+        send_dispatch, ll_dispatch_send.send_dispatch, FP8_FLOAT32_SCALES, HIDDEN, 2
+    ),
+    "send dispatch int8": partial(
+        send_dispatch, ll_dispatch_send.send_dispatch, INT8_PER_TOKEN, HIDDEN, 2
+    ),
+    # Three ranks, and rows of 16 bytes more than a power of two.
+    "send dispatch odd": partial(send_dispatch, ll_dispatch_send.send_dispatch, PLAIN, 2056, 3),
+    "send dispatch words": partial(send_words, ll_dispatch_send.send_dispatch),
+    "send lines bf16": partial(send_dispatch, dispatch_send.send_dispatch_lines),
+    "send lines fp8": partial(
+        send_dispatch, dispatch_send.send_dispatch_lines, FP8_FLOAT32_SCALES, HIDDEN, 2
+    ),
+    "send lines words": partial(send_words, dispatch_send.send_dispatch_lines),
+    "receive dispatch": partial(receive_dispatch, is_masked=False),
+    "receive dispatch masked": partial(receive_dispatch, is_masked=True),
+    "release buffer": lambda: ll_dispatch_recv.release_buffer(low_latency_exchange()),
+    "barrier": meet,
+    "send combine": lambda: ll_combine.send_combine(
+        low_latency_exchange(), Y, f32(2), SLOTS, per_row=False, batch=0, status=0
+    ),
+    "send combine slots": lambda: ll_combine_slots.send_slots(
+        low_latency_exchange(returns_slots=True), Y, SLOTS, batch=0, status=0
+    ),
+    "receive combine": lambda: ll_combine.receive_combine(
+        low_latency_exchange(), Y, IS_SENT, batch=0
+    ),
+    "receive combine slots": lambda: ll_combine.receive_combine(
+        low_latency_exchange(returns_slots=True), Y, IS_SENT, f32(2, 8), batch=0
+    ),
+    "receive lines": lambda: combine_recv.receive_combine_lines(
+        low_latency_exchange(), Y, IS_SENT, 2, batch=0
+    ),
+}
+
+
+def arrivals_of(world: int) -> Arrivals:
+    return Arrivals(rows_from=i32(world), row_base=i32(world), has_failed=i32(2))
+
+
+def push(wire: WireFormat, hidden: int = HIDDEN, world: int = 8) -> None:
+    num_scales = wire.num_scales(hidden) if wire.scale_dtype else 0
+    normal_dispatch_send.push_rows(
+        normal_exchange(wire, hidden, world),
+        i32(2, wire.data_bytes(hidden) // 4),
+        f32(2, num_scales) if num_scales else None,
+        Sends(places=i32(2, world), positions=i32(2, 8)),
+        buffer_index=0,
+        topk=(rows(2, 8, I64), f32(2, 8)),
+        totals=i32(3 * world + 256 // world),
+    )
+
+
+def index() -> None:
+    normal_dispatch_recv.index_rows(
+        normal_exchange(),
+        SlotIndex(
+            row_of_slot=i32(64),
+            slots_of_row=i32(64, 8),
+            num_tokens_per_expert=i32(32),
+            first_slot=i32(33),
+            host_num_tokens_per_expert=None,
+            is_dense=True,
+        ),
+        f32(64),
+        arrivals_of(8),
+        buffer_index=0,
+        is_compact=True,
+        has_budget=False,
+    )
+
+
+def combine(hidden: int = HIDDEN, world: int = 8) -> None:
+    normal_combine.combine_rows(
+        normal_exchange(PLAIN, hidden, world),
+        rows(2, hidden, BF16),
+        Sends(places=i32(2, world), positions=i32(2, 8)),
+        arrivals_of(world),
+        i32(2, 8),
+        rows(2, hidden, BF16),
+        slot_weights=f32(2),
+        row_scalars=None,
+        out_scalars=None,
+    )
+
+
+NORMAL: Mapping[str, Callable[[], None]] = {
+    "push bf16": partial(push, PLAIN),
+    "push odd": partial(push, PLAIN, 2056, 3),
+    "push fp8": partial(push, FP8_FLOAT32_SCALES, HIDDEN, 2),
+    "index": index,
+    "collect": lambda: normal_dispatch_copy_out.collect_rows(
+        normal_exchange(), arrivals_of(8), buffer_index=0, out=i32(2, HIDDEN // 2)
+    ),
+    "combine": combine,
+    "combine odd": partial(combine, 2056, 3),
+}
+
+
+def scatter(dtype: torch.dtype, *, num_scales: int) -> None:
+    tokens = (
+        rows(4, HIDDEN, dtype),
+        f32(4, num_scales) if num_scales else None,
+        rows(4, 8, I64),
+        f32(4, 8),
+    )
+    received = (
+        rows(4, HIDDEN, dtype, MESSAGE),
+        rows(4, num_scales, torch.float32, MESSAGE // 2) if num_scales else None,
+        rows(4, 8, I32, MESSAGE // 2),
+        rows(4, 8, torch.float32, MESSAGE // 2),
+    )
+    scatter_tokens(tokens, i32(4, 2), received)
+
+
+def write_layout() -> None:
+    write_token_layout(rows(4, 8, I64), i32(8), i32(256), torch.empty(4, 8, dtype=torch.bool))
+
+
+HEADER = torch.empty(2, 138, dtype=I64)
+ROWS: Mapping[str, Callable[[], None]] = {
+    "gather bf16": lambda: gather_rows(
+        rows(4, HIDDEN, BF16, MESSAGE), i32(8), rows(8, HIDDEN, BF16)
+    ),
+    "gather fp8": lambda: gather_rows(
+        rows(4, HIDDEN, U8, 2 * MESSAGE), i32(8), rows(8, HIDDEN, U8)
+    ),
+    "sums bf16 weighted": lambda: sum_rows(rows(8, HIDDEN, BF16), i32(2, 8), Y, f32(8)),
+    "sums fp32": lambda: sum_rows(f32(8, HIDDEN), i32(2, 8), f32(2, HIDDEN)),
+    "sums of parts": lambda: sum_parts(torch.empty(8, 2, HIDDEN, dtype=BF16), Y),
+    "scatter bf16": partial(scatter, BF16, num_scales=0),
+    "scatter fp8": partial(scatter, U8, num_scales=56),
+    "slots": lambda: number_slots(
+        rows(4, 8, I32, MESSAGE // 2),
+        rows(4, 8, torch.float32, MESSAGE // 2),
+        torch.empty(128, dtype=I64),
+        (i32(32), i32(4, 8), f32(32), i32(128), i32(129)),
+        first_expert=0,
+        expert_alignment=1,
+    ),
+    "counts": lambda: count_sends(
+        rows(4, 8, I64), HEADER, HEADER[:, :0], (1,) * 9, wrong_ids=2, num_local=128
+    ),
+    "order": lambda: order_sends(
+        rows(4, 8, I64), HEADER, i32(4, 2), i32(4, 8), rows_at=9, num_local=128
+    ),
+    "layout": write_layout,
+}
+
+
+def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool = True) -> None:
+    quantize_fp8.has_e4m3 = lambda device: has_e4m3
+    codes = rows(4, HIDDEN, torch.float8_e4m3fn, 2 * MESSAGE)
+    quantize_fp8.quantize_fp8_triton(
+        rows(4, HIDDEN, dtype), codes, rows(4, 56, scales, MESSAGE), scale_block=128
+    )
+
+
+def quantize_to_int8(dtype: torch.dtype, profile: str) -> None:
+    codes, scales = rows(4, HIDDEN, I8, 2 * MESSAGE), rows(4, 1, torch.float32, MESSAGE)
+    quantize_int8_triton(rows(4, HIDDEN, dtype), codes, scales, profile=profile)
+
+
+QUANTIZE: Mapping[str, Callable[[], None]] = {
+    "fp8 bf16": partial(quantize_to_fp8, BF16, torch.float32),
+    "fp8 fp32": partial(quantize_to_fp8, torch.float32, torch.float32),
+    "fp8 powers of two": partial(quantize_to_fp8, BF16, torch.float8_e8m0fnu),
+    "fp8 without hardware": partial(quantize_to_fp8, BF16, torch.float32, has_e4m3=False),
+    "int8 rint127": partial(quantize_to_int8, BF16, "rint127"),
+    "int8 div": partial(quantize_to_int8, torch.float32, "div"),
+    "int8 triton": partial(quantize_to_int8, BF16, "triton"),
+}
+
+
+def form_of(**options: object) -> GateForm:
+    plain: dict[str, Any] = {
+        **{"num_experts": 128, "top_k": 8, "score": "softmax", "bias": "none", "softcap": None},
+        **{"num_groups": 1, "topk_groups": 1, "group_top_n": 1, "fills_zero": False},
+        **{"renormalizes": True, "epsilon_mode": "none", "epsilon": 0.0, "scale": 1.0},
+    }
+    plain |= options
+    return GateForm(**plain)
+
+
+def route(form: GateForm, dtype: torch.dtype = torch.float32, *, has_tables: bool = True) -> None:
+    num_experts = form.num_experts
+    table = ReplicaTable(
+        replicas=i32(num_experts, 4),
+        num_replicas=i32(num_experts),
+        calls=torch.empty((), dtype=I64),
+    )
+    route_tokens(
+        rows(4, num_experts, dtype),
+        None if form.bias == "none" else f32(num_experts),
+        form,
+        load=torch.empty(16, num_experts, dtype=I64) if has_tables else None,
+        replicas=table if has_tables else None,
+    )
+
+
+DEEPSEEK_V3 = form_of(
+    **{"num_experts": 256, "score": "sigmoid", "bias": "selection", "scale": 2.5},
+    **{"num_groups": 8, "topk_groups": 4, "group_top_n": 2},
+    **{"epsilon_mode": "added", "epsilon": 1e-20},
+)
+LARGEST = form_of(
+    **{"num_experts": 1024, "top_k": 32, "score": "sqrt_softplus", "bias": "score"},
+    **{"num_groups": 16, "topk_groups": 4, "group_top_n": 4, "fills_zero": True},
+    **{"softcap": 30.0, "epsilon_mode": "clamp", "epsilon": 1e-12},
+)
+GATES: Mapping[str, Callable[[], None]] = {
+    "gate deepseek v3": partial(route, DEEPSEEK_V3),
+    "gate qwen3": partial(route, form_of(), BF16, has_tables=False),
+    "gate largest": partial(route, LARGEST),
+}
+
+
+EXPERTS = 4
+INDEX = (i32(EXPERTS), i32(EXPERTS + 1))
+
+
+def matrices(columns: int, depth: int, dtype: torch.dtype) -> Tensor:
+    return torch.empty(EXPERTS, columns, depth, dtype=dtype)
+
+
+def gate_up_fp8() -> None:
+    dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
+    gemm_fp8.gate_up_fp8(
+        rows(8, HIDDEN, dtype),
+        f32(8, HIDDEN // 128),
+        i32(slots),
+        *INDEX,
+        matrices=matrices(2 * INNER, HIDDEN, dtype),
+        matrix_scales=f32(EXPERTS, 2 * INNER // 128, HIDDEN // 128),
+        out_codes=rows(slots, INNER, dtype),
+        out_scales=f32(slots, INNER // 128),
+    )
+
+
+def down_fp8() -> None:
+    dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
+    gemm_fp8.down_fp8(
+        rows(slots, INNER, dtype),
+        f32(slots, INNER // 128),
+        *INDEX,
+        matrices=matrices(HIDDEN, INNER, dtype),
+        matrix_scales=f32(EXPERTS, HIDDEN // 128, INNER // 128),
+        slot_weights=f32(slots),
+        out=rows(slots, HIDDEN, BF16),
+    )
+
+
+def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
+    slots = rows_per_expert * EXPERTS
+    gemm_int8.gate_up_int8(
+        rows(8, hidden, I8),
+        f32(8, 1),
+        i32(slots),
+        *INDEX,
+        matrices=matrices(2 * inner, hidden, I8),
+        matrix_scales=f32(EXPERTS, 2 * inner),
+        out=f32(slots, inner),
+    )
+
+
+def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
+    slots = rows_per_expert * EXPERTS
+    gemm_int8.down_int8(
+        rows(slots, inner, I8),
+        f32(slots, 1),
+        *INDEX,
+        matrices=matrices(hidden, inner, I8),
+        matrix_scales=f32(EXPERTS, hidden),
+        slot_weights=f32(slots),
+        is_packed=True,
+        out=rows(slots, hidden, BF16),
+    )
+
+
+def quantize_hidden() -> None:
+    codes = rows(8, INNER, I8)
+    gemm_int8.quantize_hidden_int8(
+        f32(8, INNER), *INDEX, profile="rint127", out_codes=codes, out_scales=f32(8, 1)
+    )
+
+
+# Rows of an expert that take tiles of 32, 64 and 128 rows; hidden sizes whose last block is short.
+PRODUCTS: Mapping[str, Callable[[], None]] = {
+    "fp8 gate_up": gate_up_fp8,
+    "fp8 down": down_fp8,
+    "int8 gate_up 32": partial(gate_up_int8, 16),
+    "int8 gate_up 64": partial(gate_up_int8, 64),
+    "int8 gate_up 128": partial(gate_up_int8, 256),
+    "int8 gate_up odd": partial(gate_up_int8, 256, HIDDEN + 16, INNER + 16),
+    "int8 down 32": partial(down_int8, 16),
+    "int8 down 64": partial(down_int8, 64),
+    "int8 down 128": partial(down_int8, 256),
+    "int8 down odd": partial(down_int8, 256, HIDDEN + 16, INNER + 16),
+}
+
+
+KERNELS = {
+    **LOW_LATENCY,
+    **NORMAL,
+    **ROWS,
+    **QUANTIZE,
+    **GATES,
+    **PRODUCTS,
+    "int8 hidden": quantize_hidden,
+    **{f"sm_120 {name}": PRODUCTS[name] for name in ("fp8 gate_up", "int8 gate_up 128")},
+}
+
+
+def compiled(name: str) -> dict[str, Any]:
+    is_workstation = name.startswith("sm_120")
+    limits = DeviceLimits(shared_bytes=99 * 1024, major=12) if is_workstation else DeviceLimits()
+    gemm_fp8.device_limits = gemm_int8.device_limits = lambda device: limits
+    return code_of(KERNELS[name], WORKSTATION if is_workstation else HOPPER)
+
+
+def main() -> None:
+    driver.set_active(cast(Any, DEVICE))
+    # Launchers check for memory of a GPU, and ask what the GPU can do.
+    launch.IS_INTERPRETED = True
+    for module in (ll_dispatch_send, dispatch_send, quantize_fp8):
+        vars(module)["has_e4m3"] = lambda device: True
+    dependent_launch.has_dependent_launch = lambda device: True
+    # A compiler takes one core.
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        print(json.dumps(dict(zip(KERNELS, pool.map(compiled, KERNELS, chunksize=1), strict=True))))
+
+
+if __name__ == "__main__":
+    main()

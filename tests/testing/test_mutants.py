@@ -1,0 +1,411 @@
+"""The suites fail on each of these mutants: buffers and layers with one small fault.
+
+A mutant changes what its methods are given or return, so that it does not depend on how the buffer
+works inside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, Mode, TopKOutput
+from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
+from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.order import Calls
+from epcomm.records import ExchangePlan
+from epcomm.spec import BufferSpec
+from epcomm.testing import buffer_suite, layer_suite
+
+# Seconds that a rank waits for one that has failed.
+PATIENCE_S = 2.0
+
+
+class WrongExpert(CollectiveBuffer):
+    """Swap each even expert with the next one."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        ids = call.topk_ids
+        return super().dispatch(replace(call, topk_ids=torch.where(ids < 0, ids, ids ^ 1)))
+
+
+class LosesTheLastRow(CollectiveBuffer):
+    """Receive zeros in place of the last row."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        data = out.rows.data.clone()
+        data[-1:] = 0
+        return replace(out, rows=replace(out.rows, data=data))
+
+
+class CopiesFourElements(CollectiveBuffer):
+    """Copy rows four elements at a time, and leave out the rest."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        data = out.rows.data.clone()
+        data[:, data.shape[1] // 4 * 4 :] = 0
+        return replace(out, rows=replace(out.rows, data=data))
+
+
+class CountsFourExperts(CollectiveBuffer):
+    """Send the counts of four experts of a rank at most."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        counts = out.index.num_tokens_per_expert.clone()
+        counts[4:] = 0
+        return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
+
+
+class CountsOneBlock(CollectiveBuffer):
+    """Count one block of aligned slots for each expert."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        size, counts = out.index.expert_alignment, out.index.num_tokens_per_expert
+        counts = counts if size == 1 else counts.clamp(max=size)
+        return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
+
+
+class WeightsOfOtherSlots(CollectiveBuffer):
+    """Leave the weights unsorted."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        assert out.slot_weights is not None
+        return replace(out, slot_weights=out.slot_weights.flip(0))
+
+
+class RepeatsHaveTheFirstWeight(CollectiveBuffer):
+    """Take the first weight where two entries of a token name one expert."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        weights, ids = call.topk_weights.clone(), call.topk_ids
+        for k in range(1, ids.shape[1]):
+            is_repeat = (ids[:, k] == ids[:, k - 1]) & (ids[:, k] >= 0)
+            weights[:, k] = torch.where(is_repeat, weights[:, k - 1], weights[:, k])
+        return super().dispatch(replace(call, topk_weights=weights))
+
+
+class IgnoresWeights(CollectiveBuffer):
+    """Sum rows without the weights that combine is given."""
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        options["slot_weights"] = None
+        return super().combine(rows, exchange_plan, **options)
+
+
+class TokensBackwards(CollectiveBuffer):
+    """Send the last token first, and turn y around."""
+
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec)
+        self._turned: list[ExchangePlan] = []
+
+    def turns(self) -> bool:
+        return True
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        if not self.turns():
+            return super().dispatch(call)
+        out = super().dispatch(
+            replace(
+                call,
+                hidden_states=call.unquantized.flip(0),
+                topk_ids=call.topk_ids.flip(0),
+                topk_weights=call.topk_weights.flip(0),
+            )
+        )
+        self._turned.append(out.exchange_plan)
+        return out
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        done = super().combine(rows, exchange_plan, **options)
+        scalars = None if done.scalars is None else self._in_order(done.scalars, exchange_plan)
+        return replace(done, y=self._in_order(done.y, exchange_plan), scalars=scalars)
+
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        return super().cached_dispatch(self._in_order(hidden_states, exchange_plan), exchange_plan)
+
+    def _in_order(self, rows: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        return rows.flip(0) if any(exchange_plan is each for each in self._turned) else rows
+
+
+class ReadsPadding(CollectiveBuffer):
+    """Read every row in combine, and multiply most by zero."""
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        return super().combine(rows + 0 * rows.sum(0), exchange_plan, **options)
+
+
+class AddsARowTwice(CollectiveBuffer):
+    """Add the rows of the first token twice."""
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        done = super().combine(rows, exchange_plan, **options)
+        return replace(done, y=torch.cat([2 * done.y[:1], done.y[1:]]))
+
+
+class LosesPrecision(CollectiveBuffer):
+    """Return rows to their source in bfloat16."""
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        return super().combine(rows.bfloat16().to(rows.dtype), exchange_plan, **options)
+
+
+class SumsDiffer(CollectiveBuffer):
+    """Round every other sum differently, as a sum in order of arrival does."""
+
+    _is_odd = False
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        done = super().combine(rows, exchange_plan, **options)
+        self._is_odd = not self._is_odd
+        return replace(done, y=done.y * (1 + torch.finfo(done.y.dtype).eps * self._is_odd))
+
+
+class LeavesYUnwritten(CollectiveBuffer):
+    """Leave y unwritten on a rank whose tokens go to no expert."""
+
+    _goes_nowhere = False
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._goes_nowhere = bool((call.topk_ids < 0).all())
+        return super().dispatch(call)
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        done = super().combine(rows, exchange_plan, **options)
+        return replace(done, y=done.y * float("nan")) if self._goes_nowhere else done
+
+
+class CombinesTheLastBatch(CollectiveBuffer):
+    """Combine along the last dispatch, whatever batch is given."""
+
+    _last: ExchangePlan
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        self._last = out.exchange_plan
+        return out
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        is_forward = options.get("row_scalars") is None
+        return super().combine(rows, self._last if is_forward else exchange_plan, **options)
+
+
+class CachedRowsAreStale(CollectiveBuffer):
+    """Return the rows of the dispatch again, whatever is sent along its plan."""
+
+    _rows: Tensor
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(call)
+        self._rows = out.rows.data.clone()
+        return out
+
+    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+        super().cached_dispatch(hidden_states, exchange_plan)
+        return self._rows
+
+
+class ScalarsToOtherK(CollectiveBuffer):
+    """Return the gradient of weight k as that of another k."""
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        done = super().combine(rows, exchange_plan, **options)
+        return replace(done, scalars=None if done.scalars is None else done.scalars.flip(1))
+
+
+class CountsNoBytes(CollectiveBuffer):
+    """Leave out of traffic() what dispatch sends."""
+
+    def traffic(self) -> BufferTraffic:
+        return replace(super().traffic(), dispatch_bytes=0)
+
+
+class KeepsFaultsQuiet(CollectiveBuffer):
+    """Raise the error of a bad call on its rank alone."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        out = super().dispatch(replace(call, error=None))
+        if call.error is not None:
+            raise call.error
+        return out
+
+
+class NegativeIdsAreHoles(CollectiveBuffer):
+    """Take every negative id for -1."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        return super().dispatch(replace(call, topk_ids=call.topk_ids.clamp(min=-1)))
+
+
+class BudgetOfOneMore(StaticCollectiveBuffer):
+    """Allow one slot more than the budget."""
+
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        budget = spec.max_recv_slots
+        one_more = None if budget is None else budget + 1
+        super().__init__(calls, replace(spec, max_recv_slots=one_more))
+
+
+class RaisesFaultsTwice(StaticCollectiveBuffer):
+    """Raise a fault of the device in every check()."""
+
+    _fault: EPError | None = None
+
+    def check(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        try:
+            super().check()
+        except EPError as error:
+            self._fault = error
+            raise
+
+
+class RefusedCombineIsZero(StaticCollectiveBuffer):
+    """Return zeros from a combine that another rank refused."""
+
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+        done = super().combine(rows, exchange_plan, **options)
+        return replace(done, y=done.y.nan_to_num(0)) if done.y.isnan().all() else done
+
+
+class OrderInTurns(TokensBackwards):
+    """Send every other batch backwards, so that recomputation gives other rows."""
+
+    _is_odd = False
+
+    def turns(self) -> bool:
+        self._is_odd = not self._is_odd
+        return self._is_odd
+
+
+class OwnFlagsAlone(CollectiveBuffer):
+    """Need gradients where this rank needs them, not where any rank does."""
+
+    def dispatch(self, call: DispatchCall) -> Dispatched:
+        return replace(super().dispatch(call), any_flags=call.flags)
+
+
+def _without_gradient(y: Tensor) -> Tensor:
+    """Return the same values, whose gradient arrives as zeros."""
+    return y * 0 + y.detach()
+
+
+class RemembersOneBatch(ExpertParallelExperts):
+    """Give no gradients to a batch that comes before the backward of the last one."""
+
+    _is_waiting = False
+
+    def forward(self, x: Tensor, topk: TopKOutput, **options: Any) -> Tensor:
+        y = super().forward(x, topk, **options)
+        if not y.requires_grad:
+            return y
+        if self._is_waiting:
+            return _without_gradient(y)
+        self._is_waiting = True
+        y.register_hook(lambda gradient: setattr(self, "_is_waiting", False))
+        return y
+
+
+class FrozenExpertsStopGradients(ExpertParallelExperts):
+    """Give inputs no gradient where no expert needs one."""
+
+    def forward(self, x: Tensor, topk: TopKOutput, **options: Any) -> Tensor:
+        y = super().forward(x, topk, **options)
+        is_frozen = not any(parameter.requires_grad for parameter in self.parameters())
+        return _without_gradient(y) if is_frozen and y.requires_grad else y
+
+
+# Mutant -> the scenario that is run: of the buffer suite.
+BUFFERS: dict[type[CollectiveBuffer | StaticCollectiveBuffer], str] = {
+    WrongExpert: "uneven",
+    LosesTheLastRow: "uneven",
+    CopiesFourElements: "odd_hidden",
+    CountsFourExperts: "many_experts",
+    CountsOneBlock: "aligned",
+    WeightsOfOtherSlots: "uneven",
+    RepeatsHaveTheFirstWeight: "repeated_ids",
+    IgnoresWeights: "uneven",
+    TokensBackwards: "uneven",
+    ReadsPadding: "aligned",
+    AddsARowTwice: "uneven",
+    LosesPrecision: "uneven",
+    SumsDiffer: "stand_alone",
+    LeavesYUnwritten: "nowhere",
+    CombinesTheLastBatch: "stand_alone",
+    CachedRowsAreStale: "uneven",
+    ScalarsToOtherK: "uneven",
+    CountsNoBytes: "traffic",
+    KeepsFaultsQuiet: "faults",
+    NegativeIdsAreHoles: "ids_out_of_range",
+    BudgetOfOneMore: "budget",
+    RaisesFaultsTwice: "faults",
+    RefusedCombineIsZero: "combine_faults",
+}
+# Of the layer suite: layers, and buffers below a whole layer.
+LAYERS: dict[type[CollectiveBuffer | ExpertParallelExperts], str] = {
+    OrderInTurns: "checkpointing",
+    OwnFlagsAlone: "rank_without_gradients",
+    RemembersOneBatch: "two_batches",
+    FrozenExpertsStopGradients: "frozen_experts",
+}
+MUTANTS = {**BUFFERS, **LAYERS}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_layer() -> None:
+    """Run a layer without a fault: its imports take longer than ranks with a mutant wait."""
+    with EPGroup() as group:
+        config = EPConfig(mode="normal", backend="collective")
+        layer_suite.run_scenario("uneven", layer_suite.pipeline_env(group, config))
+
+
+def run(mutant: type[Any], group: EPGroup) -> None:
+    """Run the scenario of a mutant. Collective."""
+    whole = next(base for base in mutant.__mro__ if base.__module__.startswith("epcomm."))
+    is_layer = whole is ExpertParallelExperts
+    with pytest.MonkeyPatch.context() as patch:
+        if not is_layer:
+            # The registry finds the mutant under the name of the buffer.
+            patch.setattr(import_module(whole.__module__), whole.__name__, mutant)
+        if mutant in BUFFERS:
+            env = buffer_suite.BufferEnv(group=group, backend=whole.__name__, mode=Mode.NORMAL)
+            buffer_suite.run_scenario(MUTANTS[mutant], env)
+            return
+        config = EPConfig(mode="normal", backend="collective", timeout_s=PATIENCE_S)
+        kind = mutant if is_layer else ExpertParallelExperts
+        layer_env = replace(
+            layer_suite.pipeline_env(group, config),
+            make_layer=lambda weights, top_k: kind(weights, group, config, top_k=top_k),
+        )
+        layer_suite.run_scenario(MUTANTS[mutant], layer_env)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_suite_fails_on_this_mutant(mutant: type[Any]) -> None:
+    is_noticed = False
+    try:
+        with EPGroup(dist.new_group()) as group:
+            group.limit_waits(PATIENCE_S)
+            run(mutant, group)
+    # EPError: one that the suite did not expect, or a wait for a rank that has failed. IndexError:
+    # rows of one batch and the exchange plan of another.
+    except (AssertionError, EPError, IndexError):
+        is_noticed = True
+    of_ranks: list[bool] = [False, False]
+    dist.all_gather_object(of_ranks, is_noticed)
+    assert any(of_ranks)

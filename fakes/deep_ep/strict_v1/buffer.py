@@ -172,7 +172,7 @@ class Buffer(drop_in.Buffer):
         )
         assert made is not None, "no handle came"
         num_rows = int(made[0][-1, self.rank])
-        for tensor in (*_tensors(received), *([] if weights is None else [weights]), made[3]):
+        for tensor in (*_tensors(received), *([] if weights is None else [weights])):
             poison(tensor[num_rows:])
         outputs = [*_tensors(received), *(each for each in (ids, weights) if each is not None)]
         own = [tensor for tensor in made if tensor is not is_token_in_rank]

@@ -20,7 +20,7 @@ from epcomm.integrations.deep_ep.normal import (
 from epcomm.integrations.deep_ep.v1 import checks
 from epcomm.integrations.deep_ep.v1.base import Opened, XTensors
 from epcomm.integrations.deep_ep.v1.config import Config, dispatch_config
-from epcomm.integrations.deep_ep.v1.handle import Batch, NormalHandle, handle_error
+from epcomm.integrations.deep_ep.v1.handle import NormalBatch, NormalHandle, handle_error
 from epcomm.integrations.deep_ep.v1.normal import dispatch_v1, is_static, shape_of, with_length
 
 DispatchResult = tuple[
@@ -242,7 +242,7 @@ class NormalCalls(Opened):
         """Refuse: ranks are of one host."""
         raise NotImplementedError(f"internode_combine: {_ONE_HOST}")
 
-    def _batch_of(self, handle: object, function: str) -> Batch:
+    def _batch_of(self, handle: object, function: str) -> NormalBatch:
         """Return the batch of a handle, or refuse the call on all ranks."""
         batch = self._saved_handles.find(handle)
         if batch is None:
@@ -251,7 +251,7 @@ class NormalCalls(Opened):
         self._ranks.compare_owner(function, batch.way.buffer)
         return batch
 
-    def _known(self, handle: object, rows: Rows, error: EPError | None) -> Batch:
+    def _known(self, handle: object, rows: Rows, error: EPError | None) -> NormalBatch:
         """Return the batch along which to send rows, or refuse the call on all ranks.
 
         error: what else is wrong with the call, or None.

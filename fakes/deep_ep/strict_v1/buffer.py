@@ -11,9 +11,7 @@ from torch import Tensor
 
 from epcomm.integrations.deep_ep import Config, EventOverlap
 from epcomm.integrations.deep_ep.v1 import buffer as drop_in
-from epcomm.integrations.deep_ep.v1.base import XTensors
-from epcomm.integrations.deep_ep.v1.low_latency_calls import LowLatencyResult
-from epcomm.integrations.deep_ep.v1.normal_calls import DispatchResult
+from epcomm.integrations.deep_ep.v1.buffer import DispatchResult, LowLatencyResult, XTensors
 from fakes.deep_ep.limits import is_enforced, require, require_size
 from fakes.deep_ep.strict_v1 import low_latency_checks, normal_checks
 from fakes.deep_ep.strict_v1.event import DeferredWork

@@ -595,7 +595,7 @@ def test_what_a_handle_stands_for_is_freed_with_its_tensors() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
     handle = batch.dispatch(buffer)[2]
-    tensors, plan = tuple(handle), weakref.ref(handle.batch.way.exchange_plan)  # type: ignore[attr-defined]
+    tensors, plan = tuple(handle), weakref.ref(handle.batch.exchange.exchange_plan)  # type: ignore[attr-defined]
     del handle
     batch.dispatch(buffer)
     assert plan() is not None

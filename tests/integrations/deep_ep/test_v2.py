@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
-from epcomm.integrations.deep_ep.normal import RowWay, send_columns
+from epcomm.integrations.deep_ep.normal import RowExchange, send_columns
 from epcomm.integrations.deep_ep.v2 import exchange
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
@@ -250,9 +250,9 @@ def test_sources_are_sent_when_they_are_read(
 ) -> None:
     sent: list[int] = []
 
-    def counted(way: RowWay, columns: Tensor) -> Tensor:
+    def counted(exchange_of_rows: RowExchange, columns: Tensor) -> Tensor:
         sent.append(columns.shape[1])
-        return send_columns(way, columns)
+        return send_columns(exchange_of_rows, columns)
 
     monkeypatch.setattr(exchange, "send_columns", counted)
     buffer = make_buffer()

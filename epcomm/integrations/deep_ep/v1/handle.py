@@ -1,7 +1,7 @@
-"""The handle of a normal dispatch of V1: six tensors, and the way of the rows of the dispatch.
+"""The handle of a normal dispatch of V1: six tensors, and the exchange of its rows of the dispatch.
 
 A program may keep the six tensors in place of the handle, for instance by
-`ctx.save_for_backward(*handle)`. `SavedHandles` finds the way of the rows by their memory.
+`ctx.save_for_backward(*handle)`. `SavedHandles` finds the exchange of its rows by their memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from epcomm.errors import HandleError
-from epcomm.integrations.deep_ep.normal import Received, RowWay
+from epcomm.integrations.deep_ep.normal import ReceivedRows, RowExchange
 
 _NUM_TENSORS = 6
 # The position of the tensor whose memory stands for the handle.
@@ -32,7 +32,7 @@ class NormalBatch:
     sizes: R with rows that nobody sent, H, T.
     """
 
-    way: RowWay
+    exchange: RowExchange
     sizes: tuple[int, int, int]
 
 
@@ -96,7 +96,7 @@ class NormalHandle(tuple[Tensor, ...]):
     @classmethod
     def of(
         cls,
-        received: Received,
+        received: ReceivedRows,
         is_in_rank: Tensor,
         saved: SavedHandles,
         *,
@@ -109,17 +109,17 @@ class NormalHandle(tuple[Tensor, ...]):
         """
         handle = cls()
         sizes = (received.rows.x.shape[0], hidden_size, is_in_rank.shape[0])
-        handle.batch = NormalBatch(way=received.way, sizes=sizes)
+        handle.batch = NormalBatch(exchange=received.exchange, sizes=sizes)
         handle.is_in_rank, handle.channels, handle._saved = is_in_rank, channels, saved
         return handle
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The six tensors. Local."""
-        way, is_in_rank = self.batch.way, self.is_in_rank
+        exchange, is_in_rank = self.batch.exchange, self.is_in_rank
         num_ranks = is_in_rank.shape[1]
         rank_prefix = is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
-        rank_prefix[:, way.rank] = way.exchange_plan.rows_from_ranks().cumsum(0)
+        rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
         prefix, send_head = _channels(is_in_rank, self.channels)
         before = torch.full_like(prefix, UNKNOWN)
         src_idx = is_in_rank.new_full((self.batch.sizes[0],), UNKNOWN, dtype=torch.int32)
@@ -145,21 +145,13 @@ class NormalHandle(tuple[Tensor, ...]):
         return self is not other
 
     def __repr__(self) -> str:
-        return f"<NormalHandle of R, H, T = {self.batch.sizes} on rank {self.batch.way.rank}>"
+        return f"<NormalHandle of R, H, T = {self.batch.sizes} on rank {self.batch.exchange.rank}>"
 
     def __reduce__(self) -> NoReturn:
         raise HandleError(
             f"{self!r} cannot be pickled or copied: it belongs to the memory of one Buffer; pass "
             "the handle itself"
         )
-
-
-def handle_error(handle: object, function: str, where: str) -> HandleError:
-    """Return the error for a handle that no dispatch of normal mode made. Local."""
-    return HandleError(
-        f"{function}: handle is {type(handle).__name__}, expected what dispatch() of this Buffer "
-        f"returned, or its six tensors ({where}); pass the handle, or the tensors without a copy"
-    )
 
 
 def _channels(is_in_rank: Tensor, channels: int) -> tuple[Tensor, Tensor]:

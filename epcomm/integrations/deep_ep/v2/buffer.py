@@ -351,12 +351,7 @@ class ElasticBuffer(NotThere):
         self, like: Tensor, events: Sequence[EventHandle | None], is_async: bool
     ) -> Iterator[AsyncCall]:
         """Run a call on its stream, after all of these events or the current stream."""
-        first, *others = [event for event in events if event is not None] or [None]
-        previous = None if first is None else EventOverlap(first)
-        with self._comm_stream.call(like.device, previous, is_async=is_async) as call:
-            for event in others:
-                if event is not None:
-                    event.current_stream_wait()
+        with self._comm_stream.call(like.device, events, is_async=is_async) as call:
             yield call
 
 

@@ -150,7 +150,7 @@ class ElasticCalls:
         if not way.buffer.needs_nvlink:
             self._ranks.refuse_combine(Mode.NORMAL, error)
         if topk_weights is not None:
-            shape = (way.num_tokens, way.top_k)
+            shape = (way.num_tokens, way.spec.top_k)
             send_weights(way, torch.full(shape, torch.nan, dtype=torch.float32, device=way.device))
         refuse_along(way, error)
 
@@ -166,7 +166,7 @@ class ElasticCalls:
         way = handle.arrived.way
         if not way.buffer.needs_nvlink:
             self._ranks.refuse_combine(Mode.NORMAL, error)
-        for _ in range(self._num_combines(way.top_k, do_expand=handle.do_expand)):
+        for _ in range(self._num_combines(way.spec.top_k, do_expand=handle.do_expand)):
             way.buffer.refuse_combine(error)
         raise error
 

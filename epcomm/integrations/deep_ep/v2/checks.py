@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.checks import Check
 from epcomm.integrations.deep_ep.events import EventHandle
 from epcomm.integrations.deep_ep.normal import Rows, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
-from epcomm.integrations.deep_ep.v1.checks import Expected
 from epcomm.integrations.deep_ep.v2.exchange import DispatchRequest
 from epcomm.integrations.deep_ep.v2.handle import EPHandle
 from epcomm.types import is_size
@@ -235,7 +235,7 @@ def check_along(rows: Rows, weights: object, handle: EPHandle, ranks: Ranks) -> 
     if fault is not None:
         raise ShapeError(f"dispatch: {fault} ({ranks.where}); convert it with .to()")
     if weights is not None:
-        shape = (way.num_tokens, way.top_k)
+        shape = (way.num_tokens, way.spec.top_k)
         _check(ranks, "dispatch", "topk_weights", weights, shape, torch.float32)
 
 
@@ -307,15 +307,4 @@ def _check(
     Raises:
         ShapeError: it is none.
     """
-    device = ranks.device
-    # What holds in right calls comes first: it takes the host least.
-    if (
-        isinstance(tensor, Tensor)
-        and tensor.dtype is dtype
-        and tensor.device.type == device.type
-        and len(tensor.shape) == len(shape)
-        and all(size in (None, found) for size, found in zip(shape, tensor.shape, strict=True))
-    ):
-        return
-    fault = Expected(name=name, shape=shape, dtypes=(dtype,)).fault(tensor, device)
-    raise ShapeError(f"{function}: {fault} ({ranks.where}); correct {name} on this rank")
+    Check(function, ranks).tensor(name, tensor, shape, dtype)

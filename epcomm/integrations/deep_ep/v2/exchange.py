@@ -11,14 +11,14 @@ from torch import Tensor
 
 from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.normal import (
-    Received,
+    ReceivedRows,
+    RowExchange,
     Rows,
-    RowWay,
-    Sizes,
     detached,
     dispatch_rows,
     return_rows,
     send_columns,
+    spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Options, Ranks
 from epcomm.records import SlotIndex
@@ -68,7 +68,7 @@ class Arrived:
     topk_weights: Tensor | None
     index: SlotIndex
     slot_weights: Tensor
-    way: RowWay
+    way: RowExchange
     rank: int
     num_ranks: int
     max_tokens: int
@@ -113,7 +113,7 @@ class Arrived:
 
 def exchange(
     ranks: Ranks, request: DispatchRequest, error: EPError | None, *, num_combines: int
-) -> tuple[Received, Arrived]:
+) -> tuple[ReceivedRows, Arrived]:
     """Send the tokens of a request.
 
     Weights of experts of other ranks, which rows that do not expand are handed out with, come in an
@@ -137,8 +137,10 @@ def exchange(
         rows,
         topk_idx,
         topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32) if weights is None else weights,
-        request.num_experts,
-        sizes=Sizes(
+        spec_of(
+            rows,
+            topk_idx.shape[1],
+            request.num_experts // ranks.size,
             expert_alignment=request.expert_alignment,
             max_tokens=request.max_tokens if is_static else None,
             num_sms=request.asked_sms,
@@ -150,7 +152,10 @@ def exchange(
         ),
         error=error,
     )
-    way, brings_weights = received.way, request.topk_weights is not None and not request.do_expand
+    way, brings_weights = (
+        received.exchange,
+        request.topk_weights is not None and not request.do_expand,
+    )
     if is_static and ranks.reads_faults:
         way.buffer.check()
     elif is_static and error is not None:
@@ -184,22 +189,22 @@ def exchange(
     )
 
 
-def send_weights(way: RowWay, topk_weights: Tensor) -> Tensor:
+def send_weights(way: RowExchange, topk_weights: Tensor) -> Tensor:
     """Send weights [T, K], float32, along a way; [R, K], those of experts of other ranks too.
 
     Collective: yes.   Host sync: none.
     """
     words = _send_words(way, detached(topk_weights).contiguous().view(torch.int32))
-    return words[:, : way.top_k].contiguous().view(torch.float32)
+    return words[:, : way.spec.top_k].contiguous().view(torch.float32)
 
 
-def _own_sources(way: RowWay, max_tokens: int) -> Tensor:
+def _own_sources(way: RowExchange, max_tokens: int) -> Tensor:
     """Return this rank * M + token of its tokens, [T, 1], int32."""
     tokens = torch.arange(way.num_tokens, dtype=torch.int32, device=way.device)
     return (tokens + way.rank * max_tokens).unsqueeze(1)
 
 
-def _send_words(way: RowWay, words: Tensor) -> Tensor:
+def _send_words(way: RowExchange, words: Tensor) -> Tensor:
     """Send [T, N], int32, along a way, in whole vectors, which every buffer carries; [R, N + gap].
 
     Collective: yes.   Host sync: none.

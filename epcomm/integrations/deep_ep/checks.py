@@ -37,6 +37,14 @@ class Check:
     def __init__(self, function: str, ranks: Ranks) -> None:
         self.function, self.ranks = function, ranks
 
+    @classmethod
+    def begin(cls, function: str, ranks: Ranks, like: object = None) -> Check:
+        """Begin a call whose tensors are where `like` is, if the buffer is not destroyed."""
+        ranks.check_open(function)
+        if isinstance(like, Tensor):
+            ranks.follow(like.device)
+        return cls(function, ranks)
+
     def error(
         self, kind: type[EPError], fault: str, remedy: str = "correct it on this rank"
     ) -> EPError:

@@ -529,10 +529,7 @@ class Buffer:
 
     def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:
         """Begin a call whose tensors are where `like` is; return the checks of its arguments."""
-        self._ranks.check_open(function)
-        if isinstance(like, Tensor):
-            self._ranks.follow(like.device)
-        check = Check(function, self._ranks)
+        check = Check.begin(function, self._ranks, like)
         if low_latency and not self.low_latency_mode:
             fault = "the Buffer was made without low_latency_mode, expected low_latency_mode=True"
             raise check.error(ConfigError, fault, "pass it to Buffer()")

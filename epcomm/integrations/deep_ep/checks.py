@@ -11,7 +11,7 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.normal import Rows, scale_block
+from epcomm.integrations.deep_ep.normal import RowExchange, Rows, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.types import is_size
 
@@ -80,6 +80,17 @@ class Check:
         if scale_block(hidden_size, num_scales) is None:
             fault = f"x has {num_scales} scales for {hidden_size} columns, expected blocks of one"
             raise self.error(ShapeError, f"{fault} length, such as a scale for each 128 columns")
+
+    def rows_along(
+        self, rows: Rows, exchange: RowExchange, plain: Dtypes, quantized: Dtypes
+    ) -> None:
+        """Require rows of the tokens of an exchange that fit into its memory."""
+        shape = (exchange.num_tokens, exchange.spec.hidden_size)
+        self.rows(rows, shape, plain, quantized)
+        if rows.row_bytes > exchange.row_bytes:
+            fault = f"x is {rows.x.dtype}, whose rows take {rows.row_bytes} bytes with their scales"
+            fault = f"{fault}, expected at most {exchange.row_bytes}, as in the dispatch"
+            raise self.error(ShapeError, fault, "convert it with .to()")
 
     def ids(self, topk_ids: Tensor, num_experts: int) -> None:
         """Require -1 or experts, where the host reads ids: on CPUs."""

@@ -25,8 +25,6 @@ from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
-# Rows and sums of combine, and rows along a handle, whose dispatch was quantised.
-_SUM_FORMAT = WireFormat.of(torch.bfloat16)
 # What the copy engine of a GPU moves.
 _VECTOR_BYTES = 16
 
@@ -38,6 +36,12 @@ class Rows:
     x: Tensor
     scales: Tensor | None = None
 
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row with its scales."""
+        scale_bytes = 0 if self.scales is None else self.scales.shape[1] * self.scales.itemsize
+        return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
+
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
         """Read the argument `x` of deep_ep."""
@@ -45,6 +49,12 @@ class Rows:
             return cls(x=x[0], scales=x[1])
         # The checks of the call report what is no tensor.
         return cls(x=cast("Tensor", x))
+
+    @property
+    def form(self) -> tuple[torch.dtype, int, int | None]:
+        """Dtype, H, and the number of scales of a row."""
+        num_scales = None if self.scales is None else self.scales.shape[1]
+        return self.x.dtype, self.x.shape[1], num_scales
 
     def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
         """Return them in the form of deep_ep."""
@@ -78,17 +88,6 @@ class RowExchange:
         """The dtype of the rows that combine takes."""
         return self.spec.hidden_format.dtype.torch_dtype
 
-    def fault(self, rows: Rows) -> str | None:
-        """Return why rows [T, H] are too wide for the memory of this exchange, or None. Local."""
-        scale_bytes = 0 if rows.scales is None else rows.scales.shape[1] * rows.scales.itemsize
-        row_bytes = align_up(rows.x.shape[1] * rows.x.itemsize + scale_bytes, _VECTOR_BYTES)
-        if row_bytes <= self.row_bytes:
-            return None
-        return (
-            f"x is {rows.x.dtype}, whose rows take {row_bytes} bytes with their scales, expected "
-            f"at most {self.row_bytes}, as in the dispatch"
-        )
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReceivedRows:
@@ -109,8 +108,9 @@ class ReceivedRows:
     exchange: RowExchange
 
 
+@lru_cache(maxsize=64)
 def spec_of(
-    rows: Rows,
+    form: tuple[torch.dtype, int, int | None],
     top_k: int,
     num_local_experts: int,
     *,
@@ -118,36 +118,22 @@ def spec_of(
     expert_alignment: int = 1,
     num_sms: int | None = None,
 ) -> BufferSpec:
-    """Return the specification of the epcomm buffer that carries such rows.
-
-    Calls of one shape get one object.
+    """Return the specification of the buffer for rows of Rows.form; one object for one shape.
 
     max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
     num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the buffer's
         choice; None for that.
     """
-    x, scales = rows.x, rows.scales
-    kind = None if scales is None else scales.shape[1]
-    sizes = (top_k, num_local_experts, max_tokens, expert_alignment, num_sms)
-    return _spec_of(x.dtype, x.shape[1], kind, sizes)
-
-
-@lru_cache(maxsize=64)
-def _spec_of(
-    dtype: torch.dtype,
-    hidden_size: int,
-    num_scales: int | None,
-    sizes: tuple[int, int, int | None, int, int | None],
-) -> BufferSpec:
-    wire = hidden = _SUM_FORMAT
+    dtype, hidden_size, num_scales = form
     if num_scales is None:
         wire = hidden = WireFormat.of(dtype)
     else:
         block = scale_block(hidden_size, num_scales)
         assert block is not None, "rows were checked"
         kind = WireDtype.INT8 if dtype == torch.int8 else WireDtype.FP8_E4M3
+        # Rows and sums of combine, and rows along a handle, are bfloat16.
         wire = WireFormat(dtype=kind, scale_block=block, scale_dtype=torch.float32)
-    top_k, num_local_experts, max_tokens, expert_alignment, num_sms = sizes
+        hidden = WireFormat.of(torch.bfloat16)
     return BufferSpec(
         hidden_size=hidden_size,
         top_k=top_k,
@@ -201,9 +187,13 @@ def dispatch_rows(
     Raises:
         ShapeError: the call of some rank cannot be; on every rank.
     """
-    buffer = ranks.open(Mode.NORMAL, spec, options)
+    buffer, sent = ranks.open(Mode.NORMAL, spec, options), detached(rows.x)
+    if rows.scales is not None:
+        # Four bytes of scale travel as a float32, whatever they are.
+        scales = _as_dtype(detached(rows.scales), torch.float32)
+        sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
     call = DispatchCall(
-        hidden_states=_as_sent(rows, spec.dispatch_format),
+        hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
         # Rows of batches with gradients are in memory of their own.
@@ -270,20 +260,51 @@ def send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
     return received[: exchange.num_rows]
 
 
-def refuse_along(exchange: RowExchange, error: EPError) -> NoReturn:
+def refuse_along(
+    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
+) -> NoReturn:
     """Take part in send_along() of the other ranks without rows, so that they learn of `error`.
 
     Over NVLink no host reads what others say: they receive NaN from this rank.
+
+    has_weights: weights [T, K], float32, are sent before the rows.
 
     Collective: in place of send_along().
     Raises:
         error: always.
     """
-    if exchange.buffer.needs_nvlink:
-        # As wide as any rows of other ranks: all bits set are NaN, in codes and scales too.
-        shape = (exchange.num_tokens, exchange.row_bytes)
+    _refuse_on_hosts(ranks, exchange, error)
+    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+    # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
+    for num_bytes in (*weight_bytes, exchange.row_bytes):
+        shape = (exchange.num_tokens, num_bytes)
         send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
-    else:
+    raise error
+
+
+def _refuse_on_hosts(ranks: Ranks, exchange: RowExchange, error: EPError) -> None:
+    """Raise `error` on every rank, whichever call it makes, where hosts compare calls."""
+    if exchange.buffer.needs_nvlink:
+        return
+    if exchange.spec.max_tokens_per_rank is None:
+        # In the group of the handle, which may be of an earlier Buffer.
+        exchange.buffer.refuse_combine(error)
+    ranks.refuse_combine(Mode.NORMAL, error)
+
+
+def refuse_return(
+    ranks: Ranks, exchange: RowExchange, error: EPError, *, num_combines: int = 1
+) -> NoReturn:
+    """Take part in return_rows() of the other ranks without rows, so that they learn of `error`.
+
+    Over NVLink no host reads what others say: their sums are NaN.
+
+    Collective: in place of this number of return_rows().
+    Raises:
+        error: always.
+    """
+    _refuse_on_hosts(ranks, exchange, error)
+    for _ in range(num_combines):
         exchange.buffer.refuse_combine(error)
     raise error
 
@@ -334,15 +355,6 @@ def _dense(rows: Tensor) -> Tensor:
     if rows.stride() == (rows.shape[1], 1):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
-
-
-def _as_sent(rows: Rows, wire: WireFormat) -> Tensor | WireTensor:
-    """Return rows as a call takes them: four bytes of scale travel as a float32, whatever it is."""
-    x = detached(rows.x)
-    if rows.scales is None:
-        return x
-    scales = _as_dtype(detached(rows.scales), torch.float32)
-    return WireTensor(data=x, format=wire, scales=scales)
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -598,4 +598,6 @@ def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(function: st
         return method(**(foreign if buffer.rank == FAULTY else own))
 
     check_refused(call, HandleError, "handle is of another Buffer on some ranks, expected", buffer)
+    wrong = foreign | ({"x": foreign["x"][1:]} if buffer.rank == FAULTY else {})
+    check_refused(lambda: method(**wrong), ShapeError, r"x is .*expected \[", buffer)
     assert torch.equal(method(**make(earlier))[0], method(**make(buffer))[0])

@@ -527,4 +527,6 @@ def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
         return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
 
     check_refused(dispatch_along, HandleError, "handle is of another Buffer", buffer)
+    wrong = foreign | ({"x": foreign["x"][1:]} if buffer.rank_idx == FAULTY else {})
+    check_refused(lambda: buffer.combine(**wrong), ShapeError, r"x is .*expected \[", buffer)
     assert torch.equal(buffer.combine(**foreign)[0], buffer.combine(**own)[0])

@@ -16,7 +16,14 @@ from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, Shap
 from epcomm.integrations.deep_ep.checks import IDS, Absent, Check
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.layout import layout_of
-from epcomm.integrations.deep_ep.normal import Rows, bias_of, refuse_along, return_rows, send_along
+from epcomm.integrations.deep_ep.normal import (
+    Rows,
+    bias_of,
+    refuse_along,
+    refuse_return,
+    return_rows,
+    send_along,
+)
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes, recommended_config
 from epcomm.integrations.deep_ep.v1.handle import NormalBatch, NormalHandle, SavedHandles
@@ -262,13 +269,10 @@ class Buffer:
             if batch is None:
                 request.check(check)
             else:
-                _, hidden_size, num_tokens = batch.sizes
-                check.rows(rows, (num_tokens, hidden_size), PLAIN, QUANTIZED)
-                if (fault := batch.exchange.fault(rows)) is not None:
-                    raise check.error(ShapeError, fault)
+                check.rows_along(rows, batch.exchange, PLAIN, QUANTIZED)
         except EPError as error:
             if batch is not None:
-                refuse_along(batch.exchange, error)
+                refuse_along(self._ranks, batch.exchange, error)
             spec, is_static = request.known_spec(check), request.is_static
             self._ranks.refuse(Mode.NORMAL, error, is_static=is_static, spec=spec)
         if batch is not None:
@@ -331,10 +335,7 @@ class Buffer:
                 check.tensor("topk_weights", topk_weights, shape, torch.float32)
             check.biases(biases, (num_tokens, hidden_size), exchange.sum_dtype)
         except EPError as error:
-            if not exchange.buffer.needs_nvlink:
-                self._ranks.refuse_combine(Mode.NORMAL, error)
-            exchange.buffer.refuse_combine(error)
-            raise
+            refuse_return(self._ranks, exchange, error)
         self._ranks.go_along("combine", x, has_weights=topk_weights is not None)
         with self._call(x, previous_event, async_finish) as call:
             combined, weights = return_rows(exchange, x, topk_weights, bias_of(biases))

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, Self, runtime_checkable
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, DispatchCall
+from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError
 from epcomm.integrations.deep_ep.normal import (
@@ -39,9 +40,6 @@ from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, ScaleLayout, WireFormat
 
-if TYPE_CHECKING:
-    from epcomm.buffers.nvlink.low_latency_state import SlotSources
-
 _BF16 = WireFormat.of(torch.bfloat16)
 # Rows of a column of scales: 16 bytes, at whose multiples the tensor memory access unit reads.
 _ALIGNMENT = 4
@@ -50,14 +48,6 @@ _COUNT_BITS = 32
 
 # Receives what was sent, once.
 Receive = Callable[[], None]
-
-
-@runtime_checkable
-class WithSources(Protocol):
-    """An exchange plan that knows where slots came from."""
-
-    @property
-    def sources(self) -> SlotSources | None: ...
 
 
 class LowLatencyShape(NamedTuple):
@@ -116,13 +106,13 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     layout_range [L, W], int64: first row of each source and, in the low half, how many.
 
     ranks: of the Buffer.   num_tokens: T.   slab_shape: L, W * M, H.
-    sent: what the dispatch sent.
+    sent: a buffer that returns slots and its exchange plan, or the pairs of the dispatch.
     """
 
     ranks: Ranks
     num_tokens: int
     slab_shape: tuple[int, int, int]
-    sent: SentSlots | SentPairs
+    sent: tuple[Buffer, ExchangePlan] | SentPairs
 
     @classmethod
     def of(
@@ -131,7 +121,7 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         num_tokens: int,
         shape: LowLatencyShape,
         sources: tuple[Tensor, Tensor],
-        sent: SentSlots | SentPairs,
+        sent: tuple[Buffer, ExchangePlan] | SentPairs,
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
@@ -152,14 +142,6 @@ class ReceivedSlabs:
     counts: Tensor
     handle: LowLatencyHandle
     receive: Receive
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SentSlots:
-    """A batch of a buffer that returns slots."""
-
-    buffer: Buffer
-    exchange_plan: ExchangePlan
 
 
 @dataclass(kw_only=True, eq=False)
@@ -229,11 +211,14 @@ class LowLatency:
         """
         if isinstance(handle.sent, SentPairs):
             return _combine_pairs(handle, handle.sent, x, (topk_ids, topk_weights), out)
-        pending = handle.sent.buffer.combine_slots_async(
-            x.flatten(0, 1), handle.sent.exchange_plan, topk_weights, out=out
-        )
+        buffer, plan = handle.sent
+        pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
         assert pending.record is not None, "y exists before it is received"
-        return pending.record.y, lambda: _forget(pending.wait())
+
+        def receive() -> None:
+            pending.wait()
+
+        return pending.record.y, receive
 
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
@@ -266,15 +251,14 @@ class LowLatency:
                 columns.copy_(travelled)
 
         plan = out.exchange_plan
-        assert isinstance(plan, WithSources), "buffers that return slots know their sources"
+        assert isinstance(plan, NVLinkLowLatencyExchangePlan), "the buffer returns slots"
         assert plan.sources is not None, "in the layout MASKED"
         sources = (plan.sources.token_of_slot, plan.sources.ranges)
-        sent = SentSlots(buffer=buffer, exchange_plan=plan)
         return ReceivedSlabs(
             x=out.rows.data,
             scales=columns,
             counts=out.index.num_tokens_per_expert,
-            handle=LowLatencyHandle.of(ranks, x.shape[0], shape, sources, sent),
+            handle=LowLatencyHandle.of(ranks, x.shape[0], shape, sources, (buffer, plan)),
             receive=receive,
         )
 
@@ -296,12 +280,9 @@ def refuse_low_latency_combine(handle: LowLatencyHandle, error: EPError) -> NoRe
     """
     if isinstance(handle.sent, SentPairs):
         handle.ranks.refuse_combine(Mode.LOW_LATENCY, error)
-    handle.sent.buffer.refuse_combine_of(handle.sent.exchange_plan, error)
+    buffer, plan = handle.sent
+    buffer.refuse_combine_of(plan, error)
     raise error
-
-
-def _forget(record: object) -> None:
-    del record
 
 
 def _dispatch_pairs(
@@ -338,7 +319,7 @@ def _dispatch_pairs(
             sent,
             pairs.experts[:, None],
             weights[:, None],
-            spec_of(sent, 1, num_local),
+            spec_of(sent.form, 1, num_local),
             options=Options(num_max_tokens_per_rank=shape.max_tokens),
             error=error,
         )

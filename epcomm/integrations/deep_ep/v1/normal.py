@@ -67,7 +67,7 @@ class NormalRequest:
         if self.topk_idx is not None and self.per_expert is not None:
             top_k, num_local = self.topk_idx.shape[1], self.per_expert.shape[0] // num_ranks
         most = self.num_worst_tokens if self.is_static else None
-        return spec_of(self.rows, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
+        return spec_of(self.rows.form, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
 
     def known_spec(self, check: Check) -> BufferSpec | None:
         """Return the specification of a refused call; None if its tensors do not tell."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,14 @@ from torch import Tensor
 
 from epcomm.config import Mode
 from epcomm.errors import ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.checks import Absent, Check
+from epcomm.integrations.deep_ep.checks import Absent, Check, Dtypes
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
     Rows,
     bias_of,
     detached,
     refuse_along,
+    refuse_return,
     return_rows,
     send_along,
 )
@@ -40,6 +41,8 @@ _QPS_HYBRID, _QPS_DIRECT = 129, 17
 # Of each SM, and the most without hybrid mode.
 _QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
 
+# Of x without scales, and with scales.
+_DTYPES: tuple[Dtypes, Dtypes] = (torch.bfloat16,), (torch.float8_e4m3fn,)
 _PEERS = "use torch.distributed.isend and irecv"
 _GATHER = "use torch.distributed.all_gather_into_tensor"
 _ENGRAM = "use the deep_ep package itself, on hosts with RDMA"
@@ -145,10 +148,10 @@ class ElasticBuffer:
         """Return the bytes that V2 would allocate, a multiple of 2 MB; num_topk 0 means 32."""
         del allow_hybrid_mode  # One host: there is nothing to be hybrid between.
         return sizes.buffer_bytes(
-            num_ranks=group.size(),
-            max_tokens=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
+            group.size(),
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
             use_fp8_dispatch=use_fp8_dispatch,
             allow_multiple_reduction=allow_multiple_reduction,
         )
@@ -284,11 +287,16 @@ class ElasticBuffer:
                     "num_max_tokens_per_rank": num_max_tokens_per_rank,
                 }
                 forbidden = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
-                _check_handle(check, handle, given, forbidden, do_expand=do_expand)
-                _check_along(check, rows, topk_weights, handle)
+                known = _check_handle(check, handle, given, forbidden, do_expand=do_expand)
+                exchange = known.exchange
+                check.rows_along(rows, exchange, *_DTYPES)
+                if topk_weights is not None:
+                    shape = (exchange.num_tokens, exchange.spec.top_k)
+                    check.tensor("topk_weights", topk_weights, shape, torch.float32)
         except EPError as error:
             if isinstance(handle, EPHandle):
-                self._refuse_along(handle, topk_weights, error)
+                has_weights = topk_weights is not None
+                refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
             if handle is not None:
                 ranks.refuse_combine(Mode.NORMAL, error)
             ranks.refuse(Mode.NORMAL, error, is_static=do_cpu_sync is False)
@@ -384,7 +392,9 @@ class ElasticBuffer:
             shape = (handle.topk_idx.shape[0], handle.exchange.spec.hidden_size)
             check.biases(biases, shape, torch.bfloat16)
         except EPError as error:
-            self._refuse_combine(handle, error)
+            exchange = handle.exchange
+            times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
+            refuse_return(ranks, exchange, error, num_combines=times)
         is_async = async_with_compute_stream
         with self._comm_stream.call(x.device, list(events.values()), is_async=is_async) as call:
             ranks.go_along("combine", x, has_weights=topk_weights is not None)
@@ -406,7 +416,7 @@ class ElasticBuffer:
         self, check: Check, rows: Rows, topk_idx: Tensor | None, num_experts: int | None
     ) -> None:
         """Raise why no rank could say how large the rows of a dispatch are."""
-        check.rows(rows, (None, None), (torch.bfloat16,), (torch.float8_e4m3fn,))
+        check.rows(rows, (None, None), *_DTYPES)
         dtype = topk_idx.dtype if isinstance(topk_idx, Tensor) else torch.int64
         check.tensor("topk_idx", topk_idx, (None, None), dtype)
         if topk_idx is not None and topk_idx.shape[1] == 0:
@@ -445,39 +455,6 @@ class ElasticBuffer:
         if weights is not None and do_expand:
             weights = spread_to_slots(weights, handle.index)
         return received, weights
-
-    def _refuse_along(self, handle: EPHandle, topk_weights: object, error: EPError) -> NoReturn:
-        """Take part in _send_along() of the other ranks, so that they learn of `error`.
-
-        Over NVLink no host reads what others say: they receive NaN from this rank.
-
-        Collective: in place of _send_along().
-        Raises:
-            error: always.
-        """
-        exchange = handle.exchange
-        if not exchange.buffer.needs_nvlink:
-            self._ranks.refuse_combine(Mode.NORMAL, error)
-        if topk_weights is not None:
-            shape, device = (exchange.num_tokens, exchange.spec.top_k), exchange.device
-            send_weights(exchange, torch.full(shape, torch.nan, dtype=torch.float32, device=device))
-        refuse_along(exchange, error)
-
-    def _refuse_combine(self, handle: EPHandle, error: EPError) -> NoReturn:
-        """Take part in combine() of the other ranks, so that they learn of `error`.
-
-        Over NVLink no host reads what others say: their sums are NaN.
-
-        Collective: in place of combine().
-        Raises:
-            error: always.
-        """
-        exchange = handle.exchange
-        if not exchange.buffer.needs_nvlink:
-            self._ranks.refuse_combine(Mode.NORMAL, error)
-        for _ in range(self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)):
-            exchange.buffer.refuse_combine(error)
-        raise error
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""
@@ -571,15 +548,15 @@ def _check_handle(
     forbidden: Mapping[str, object],
     *,
     do_expand: bool,
-) -> None:
-    """Raise if a dispatch along a handle asks for something else than the handle has.
+) -> EPHandle:
+    """Return the handle; raise if a dispatch along it asks for something else than it has.
 
     given: arguments by name, which are None or as the handle has them.   forbidden: arguments by
         name, which are None or False.   do_expand: the rows are to be returned by expert.
     """
-    handle = _known(check, handle)
+    known = _known(check, handle)
     for name, value in {**given, "do_expand": do_expand or None}.items():
-        kept = getattr(handle, name)
+        kept = getattr(known, name)
         if value is not None and value != kept:
             fault = f"{name} is {value}, expected {kept} as in the dispatch that made the handle"
             raise check.error(HandleError, fault, "pass the same")
@@ -587,18 +564,7 @@ def _check_handle(
         if value is not None and value is not False:
             fault = f"{name} came with a handle, expected {name}=None: the handle has routes and"
             raise check.error(HandleError, f"{fault} waits for no counts", "leave it out")
-
-
-def _check_along(check: Check, rows: Rows, weights: object, handle: EPHandle) -> None:
-    """Raise if rows and weights are not those of the tokens of a handle."""
-    exchange = handle.exchange
-    shape = (exchange.num_tokens, exchange.spec.hidden_size)
-    check.rows(rows, shape, (torch.bfloat16,), (torch.float8_e4m3fn,))
-    if (fault := exchange.fault(rows)) is not None:
-        raise check.error(ShapeError, fault, "convert it with .to()")
-    if weights is not None:
-        shape = (exchange.num_tokens, exchange.spec.top_k)
-        check.tensor("topk_weights", weights, shape, torch.float32)
+    return known
 
 
 def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:
@@ -627,13 +593,10 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
 
 
 def _events(
-    first: EventHandle | None, before_epilogue: EventHandle | None
+    first: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None
 ) -> dict[str, EventHandle | None]:
     """Return the events that a call waits for, by the names of its arguments."""
-    given: dict[str, EventHandle | EventOverlap | None] = {
-        "previous_event": first,
-        "previous_event_before_epilogue": before_epilogue,
-    }
+    given = {"previous_event": first, "previous_event_before_epilogue": before_epilogue}
     return {
         name: event.event if isinstance(event, EventOverlap) else event
         for name, event in given.items()

@@ -101,7 +101,7 @@ def send_request(
         rows, topk_idx, weights = Rows(x=rows.x[:0], scales=scales), topk_idx[:0].long(), None
     is_static = not request.do_cpu_sync
     spec = spec_of(
-        rows,
+        rows.form,
         topk_idx.shape[1],
         request.num_experts // ranks.size,
         expert_alignment=request.expert_alignment,

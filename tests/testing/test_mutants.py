@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, Mode, TopKOutput
-from epcomm.buffers.base import Combined, DispatchCall, Dispatched
+from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.traffic import BufferTraffic
+from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec

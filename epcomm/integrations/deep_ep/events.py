@@ -6,13 +6,11 @@ On a CPU a call has ended when it returns, so its event has nothing to wait for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Self
 
 import torch
 from torch import Tensor
-
-from epcomm.errors import ConfigError
 
 
 class EventHandle:
@@ -68,7 +66,7 @@ class EventOverlap:
         self.hook_after_wait = hook_after_wait
 
     def __call__(self, release_handle: bool = False) -> Self:
-        """Say whether `with` drops the event at its end."""
+        """Set whether `with` drops the event at its end."""
         self._releases_at_end = release_handle
         return self
 
@@ -82,13 +80,13 @@ class EventOverlap:
 
 
 class AsyncCall:
-    """A call under way, which hands out its event at the end."""
+    """A call under way; event() returns its event at the end."""
 
     def __init__(self, current: torch.cuda.Stream | None, *, is_async: bool) -> None:
         self._current, self._is_async = current, is_async
 
     def event(self, tensors: Sequence[Tensor | None]) -> EventOverlap:
-        """Return the event behind the call; without async_finish it holds none.
+        """Return the event at the end of the call; without async_finish it holds none.
 
         tensors: all that the call reads and writes, whose memory both streams use.
         """
@@ -101,6 +99,9 @@ class AsyncCall:
                     tensor.record_stream(self._current)
                     tensor.record_stream(stream)
         return EventOverlap(EventHandle())
+
+
+_ON_CURRENT_STREAM = nullcontext(AsyncCall(None, is_async=False))
 
 
 class CommStream:
@@ -118,44 +119,35 @@ class CommStream:
             self._stream = torch.cuda.Stream(device, priority=-1)
         return self._stream
 
-    @contextmanager
     def call(
-        self,
-        device: torch.device,
-        previous_event: EventOverlap | None,
-        *,
-        is_async: bool,
-        allocates_here: bool = False,
-    ) -> Iterator[AsyncCall]:
-        """Run a call after `previous_event`, or after the current stream where there is none.
+        self, device: torch.device, events: Sequence[EventHandle | None], *, is_async: bool
+    ) -> AbstractContextManager[AsyncCall]:
+        """Run a call on tensors of `device`, after all of these events.
 
-        Args:
-            device: of the tensors of the call.
-            previous_event: what the call waits for; None: all that the current stream holds.
-            is_async: the current stream does not wait for the call.
-            allocates_here: new tensors belong to the stream of the call, which async_finish and
-                previous_event must then name.
+        is_async: the current stream does not wait for the call. Without events the call waits for
+            all that the current stream holds.
 
-        Yields: what makes the event of the call, for the tensors that it touches.
-        Raises:
-            ConfigError: allocates_here without both.
+        Returns: a context whose value makes the event of the call.
         """
-        event = None if previous_event is None else previous_event.event
-        if allocates_here and not (is_async and event is not None):
-            raise ConfigError(
-                "deep_ep: allocate_on_comm_stream=True came without previous_event or without "
-                "async_finish=True, expected both; pass Buffer.capture() and async_finish=True"
-            )
+        given = [event for event in events if event is not None]
+        if not given and not is_async:
+            return _ON_CURRENT_STREAM
+        return self._call(device, given, is_async=is_async)
+
+    @contextmanager
+    def _call(
+        self, device: torch.device, events: Sequence[EventHandle], *, is_async: bool
+    ) -> Iterator[AsyncCall]:
         if device.type != "cuda" or not is_async:
-            if event is not None:
+            for event in events:
                 event.current_stream_wait()
             yield AsyncCall(None, is_async=is_async)
             return
         stream, current = self.of(device), torch.cuda.current_stream(device)
         assert isinstance(stream, torch.cuda.Stream), "the device is one"
         with torch.cuda.stream(stream):
-            if event is not None:
+            for event in events:
                 event.current_stream_wait()
-            else:
+            if not events:
                 stream.wait_stream(current)
             yield AsyncCall(current, is_async=True)

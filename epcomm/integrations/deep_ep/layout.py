@@ -11,7 +11,7 @@ from epcomm.ops.select import row_ops_for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Layout:
+class TokenLayout:
     """The layout of the tokens of one rank.
 
     tokens_per_rank: [W], int32.   tokens_per_expert: [E], int32.   is_in_rank: [T, W], bool.
@@ -22,7 +22,7 @@ class Layout:
     is_in_rank: Tensor
 
 
-def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
+def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> TokenLayout:
     """Return the layout of topk_ids [T, K], -1 for none.
 
     Worked example, 4 experts on 2 ranks: token 0 chooses 0 and 1, token 1 chooses 1 and 2. Rank 0
@@ -30,33 +30,28 @@ def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
 
     Local.   Host sync: none.   Graph capture: yes; on a GPU after one call.
     """
-    ops = row_ops_for(topk_ids)
-    if ops is None:
-        return _layout_by_torch(topk_ids, num_experts, num_ranks)
-    layout = Layout(
-        tokens_per_rank=topk_ids.new_empty(num_ranks, dtype=torch.int32),
-        tokens_per_expert=topk_ids.new_empty(num_experts, dtype=torch.int32),
-        is_in_rank=topk_ids.new_empty(topk_ids.shape[0], num_ranks, dtype=torch.bool),
-    )
-    ops.write_token_layout(
-        topk_ids, layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank
-    )
-    return layout
-
-
-def _layout_by_torch(topk_ids: Tensor, num_experts: int, num_ranks: int) -> Layout:
-    num_tokens, device = topk_ids.shape[0], topk_ids.device
+    num_tokens, ops = topk_ids.shape[0], row_ops_for(topk_ids)
+    if ops is not None:
+        layout = TokenLayout(
+            tokens_per_rank=topk_ids.new_empty(num_ranks, dtype=torch.int32),
+            tokens_per_expert=topk_ids.new_empty(num_experts, dtype=torch.int32),
+            is_in_rank=topk_ids.new_empty(num_tokens, num_ranks, dtype=torch.bool),
+        )
+        ops.write_token_layout(
+            topk_ids, layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank
+        )
+        return layout
     # Ids that name no expert fall into a last column, which is cut off.
     is_expert = (topk_ids >= 0) & (topk_ids < num_experts)
     experts = torch.where(is_expert, topk_ids, num_experts).long()
     ones = torch.ones_like(experts, dtype=torch.int32).flatten()
-    per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
+    per_expert = topk_ids.new_zeros(num_experts + 1, dtype=torch.int32)
     per_expert.scatter_add_(0, experts.flatten(), ones)
     ranks = torch.where(is_expert, experts // max(num_experts // num_ranks, 1), num_ranks)
-    is_in_rank = torch.zeros(num_tokens, num_ranks + 1, dtype=torch.bool, device=device)
+    is_in_rank = topk_ids.new_zeros(num_tokens, num_ranks + 1, dtype=torch.bool)
     is_in_rank.scatter_(1, ranks.clamp(max=num_ranks), True)
     is_in_rank = is_in_rank[:, :num_ranks].clone(memory_format=torch.contiguous_format)
-    return Layout(
+    return TokenLayout(
         tokens_per_rank=is_in_rank.sum(0, dtype=torch.int32),
         tokens_per_expert=per_expert[:num_experts],
         is_in_rank=is_in_rank,

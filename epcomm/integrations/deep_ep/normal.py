@@ -1,8 +1,8 @@
 """Normal mode on epcomm's buffers, as both kinds of deep_ep buffers translate to it.
 
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
-and belong to the caller. What deep_ep calls a handle is here a `RowWay`: it lives as long as it is
-held, and rows travel along it any number of times, in both directions.
+and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
+it is held, and rows travel along it any number of times, in both directions.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
-# Rows and sums of combine, and rows along a way that exists, whose dispatch was quantised.
-_SUM_FORMAT = WireFormat.of(torch.bfloat16)
 # What the copy engine of a GPU moves.
 _VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Rows that travel: x [N, H], and scales [N, S], float32 or int32, where x is quantised."""
+    """Rows that travel: x [N, H], and scales [N, S] of four bytes where x is quantised."""
 
     x: Tensor
     scales: Tensor | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row with its scales."""
+        scale_bytes = 0 if self.scales is None else self.scales.shape[1] * self.scales.itemsize
+        return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
 
     @classmethod
     def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
@@ -47,18 +51,24 @@ class Rows:
         # The checks of the call report what is no tensor.
         return cls(x=cast("Tensor", x))
 
+    @property
+    def form(self) -> tuple[torch.dtype, int, int | None]:
+        """Dtype, H, and the number of scales of a row."""
+        num_scales = None if self.scales is None else self.scales.shape[1]
+        return self.x.dtype, self.x.shape[1], num_scales
+
     def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
         """Return them in the form of deep_ep."""
         return self.x if self.scales is None else (self.x, self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RowWay:
-    """The way of the rows of one dispatch: what a handle of deep_ep stands for.
+class RowExchange:
+    """What a handle of deep_ep stands for: the exchange plan of one dispatch, and its buffer.
 
-    buffer, spec: that carried the rows, and its specification.   exchange_plan: of the dispatch.
-    rank: this rank.   num_tokens: T of this rank.
-    num_rows: R, rows that this rank received.   device: of the ranks.
+    buffer, spec: that carried the rows, and its specification.   rank: this rank.
+    num_tokens: T of this rank.   num_rows: R, rows that this rank received.
+    device: of the ranks.
     """
 
     buffer: Buffer
@@ -70,109 +80,77 @@ class RowWay:
     device: torch.device
 
     @property
-    def top_k(self) -> int:
-        """Return K."""
-        return self.spec.top_k
-
-    @property
     def row_bytes(self) -> int:
-        """Return the most bytes of a row, for which there is memory."""
+        """The most bytes of a row, for which there is memory."""
         return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Return the dtype of the rows that combine takes."""
+        """The dtype of the rows that combine takes."""
         return self.spec.hidden_format.dtype.torch_dtype
-
-    def fault(self, rows: Rows) -> str | None:
-        """Return why rows [T, H] are too wide for the memory of this way, or None. Local."""
-        scale_bytes = 0 if rows.scales is None else rows.scales.shape[1] * rows.scales.itemsize
-        row_bytes = align_up(rows.x.shape[1] * rows.x.itemsize + scale_bytes, _VECTOR_BYTES)
-        if row_bytes <= self.row_bytes:
-            return None
-        return (
-            f"x is {rows.x.dtype}, whose rows take {row_bytes} bytes with their scales, expected "
-            f"at most {self.row_bytes}, as in the dispatch"
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The sizes of a dispatch; other sizes are another buffer, with memory of its own.
-
-    expert_alignment: the slots of each expert start at a multiple of it.
-    max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
-    num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the buffer's
-        choice; None for that.
-    """
-
-    expert_alignment: int = 1
-    max_tokens: int | None = None
-    num_sms: int | None = None
-
-
-EXACT = Sizes()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Received:
+class ReceivedRows:
     """The result of one dispatch.
 
     topk_ids: [R, K], int64, experts of this rank, -1 for those of others.
     topk_weights: [R, K], float32, 0 beside -1.
-    num_tokens_per_expert: [L], on the host; empty where sizes are static. Then rows whose ids are
-        all -1 are undefined, and lie anywhere among the others.
     dispatched: what the buffer returned, with the slots over the rows, and the weight of each.
+    num_tokens_per_expert: [L], on the host; empty where sizes are static. Then rows whose ids are
+        all -1 are undefined, and are anywhere among the others.
     """
 
     rows: Rows
     topk_ids: Tensor
     topk_weights: Tensor
-    num_tokens_per_expert: tuple[int, ...]
     dispatched: Dispatched
-    way: RowWay
-
-    def tensors(self) -> list[Tensor | None]:
-        """Return the tensors that a caller gets."""
-        return [self.rows.x, self.rows.scales, self.topk_ids, self.topk_weights]
-
-
-def spec_of(
-    rows: Rows, top_k: int, num_experts: int, num_ranks: int, sizes: Sizes = EXACT
-) -> BufferSpec:
-    """Return the specification of the epcomm buffer that carries such rows.
-
-    Calls of one shape get one object.
-    """
-    x, scales = rows.x, rows.scales
-    kind = None if scales is None else (scales.shape[1], scales.dtype)
-    return _spec_of(x.dtype, x.shape[1], kind, top_k, num_experts // num_ranks, sizes)
+    num_tokens_per_expert: tuple[int, ...]
+    exchange: RowExchange
 
 
 @lru_cache(maxsize=64)
-def _spec_of(
-    dtype: torch.dtype,
-    hidden_size: int,
-    scales: tuple[int, torch.dtype] | None,
+def spec_of(
+    form: tuple[torch.dtype, int, int | None],
     top_k: int,
     num_local_experts: int,
-    sizes: Sizes,
+    *,
+    max_tokens: int | None = None,
+    expert_alignment: int = 1,
+    num_sms: int | None = None,
 ) -> BufferSpec:
-    """Return the specification for H columns; scales: their number in a row, and their dtype."""
-    if scales is None:
+    """Return the specification of the buffer for rows of Rows.form; one object for one shape.
+
+    max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
+    num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the buffer's
+        choice; None for that.
+    """
+    dtype, hidden_size, num_scales = form
+    if num_scales is None:
         wire = hidden = WireFormat.of(dtype)
     else:
-        wire, hidden = _quantized_format(dtype, hidden_size, *scales), _SUM_FORMAT
+        block = scale_block(hidden_size, num_scales)
+        assert block is not None, "rows were checked"
+        kind = WireDtype.INT8 if dtype == torch.int8 else WireDtype.FP8_E4M3
+        # Rows and sums of combine, and rows along a handle, are bfloat16.
+        wire = WireFormat(dtype=kind, scale_block=block, scale_dtype=torch.float32)
+        hidden = WireFormat.of(torch.bfloat16)
     return BufferSpec(
         hidden_size=hidden_size,
         top_k=top_k,
         num_local_experts=num_local_experts,
         dispatch_format=wire,
         hidden_format=hidden,
-        max_tokens_per_rank=sizes.max_tokens,
-        expert_alignment=sizes.expert_alignment,
-        num_sms=sizes.num_sms,
+        max_tokens_per_rank=max_tokens,
+        expert_alignment=expert_alignment,
+        num_sms=num_sms,
     )
+
+
+def scale_block(hidden_size: int, num_scales: int) -> int | None:
+    """Return the columns of a scale, where each has as many but the last; else None."""
+    block = -(-hidden_size // max(num_scales, 1))
+    return block if -(-hidden_size // max(block, 1)) == num_scales else None
 
 
 def detached(tensor: Tensor) -> Tensor:
@@ -188,12 +166,11 @@ def dispatch_rows(
     rows: Rows,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    num_experts: int,
+    spec: BufferSpec,
     *,
-    sizes: Sizes = EXACT,
     options: Options = NO_OPTIONS,
     error: EPError | None = None,
-) -> Received:
+) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
 
     Args:
@@ -201,8 +178,7 @@ def dispatch_rows(
         rows: [T, H]; quantised rows come with their scales.
         topk_ids: [T, K], int64, -1 for none.
         topk_weights: [T, K], float32.
-        num_experts: E, equal on all ranks and a multiple of W.
-        sizes: exact, or static.
+        spec: of the buffer, see spec_of(); exact sizes, or static.
         options: what hosts compare on CPUs beside the specification.
         error: why this rank takes part without rows, if it does; every rank raises, or has NaN for
             its sums where sizes are static.
@@ -212,91 +188,130 @@ def dispatch_rows(
     Raises:
         ShapeError: the call of some rank cannot be; on every rank.
     """
-    spec = spec_of(rows, topk_ids.shape[1], num_experts, ranks.size, sizes)
-    buffer = ranks.open(Mode.NORMAL, spec, options)
+    buffer, sent = ranks.open(Mode.NORMAL, spec, options), detached(rows.x)
+    if rows.scales is not None:
+        # Four bytes of scale travel as a float32, whatever they are.
+        scales = _as_dtype(detached(rows.scales), torch.float32)
+        sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
     call = DispatchCall(
-        hidden_states=_as_sent(rows, spec.dispatch_format),
+        hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
-        num_sms=sizes.num_sms,
+        num_sms=spec.num_sms,
         size=options.as_word(),
         wants_row_topk=True,
     )
     out = buffer.dispatch(call)
-    way = RowWay(
-        buffer=buffer,
-        spec=spec,
-        exchange_plan=out.exchange_plan,
-        rank=ranks.rank,
-        num_tokens=topk_ids.shape[0],
-        num_rows=out.rows.data.shape[0],
-        device=ranks.device,
-    )
     topk = out.row_topk
     if topk is None:
         assert out.slot_weights is not None, "weights travel in normal mode"
         topk = row_topk(out.index, out.slot_weights)
+    data, scales = _dense(out.rows.data), out.rows.scales
+    if scales is not None and rows.scales is not None:
+        scales = _as_dtype(_dense(scales), rows.scales.dtype)
     counts = out.index.host_num_tokens_per_expert
-    assert counts is not None or sizes.max_tokens is not None, "sizes are exact"
-    return Received(
-        rows=_received_rows(out.rows, rows),
+    assert counts is not None or spec.max_tokens_per_rank is not None, "sizes are exact"
+    return ReceivedRows(
+        rows=Rows(x=data, scales=scales),
         topk_ids=topk[0],
         topk_weights=topk[1],
-        num_tokens_per_expert=counts or (),
         dispatched=out,
-        way=way,
+        num_tokens_per_expert=counts or (),
+        exchange=RowExchange(
+            buffer=buffer,
+            spec=spec,
+            exchange_plan=out.exchange_plan,
+            rank=ranks.rank,
+            num_tokens=topk_ids.shape[0],
+            num_rows=out.rows.data.shape[0],
+            device=ranks.device,
+        ),
     )
 
 
-def send_along(way: RowWay, rows: Rows) -> Rows:
-    """Send other rows [T, H] of the same tokens along a way; return [R, H].
+def send_along(exchange: RowExchange, rows: Rows) -> Rows:
+    """Send other rows [T, H] of the same tokens along an exchange; return [R, H].
 
     Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
     """
     if rows.scales is None:
-        return Rows(x=_dense(send_columns(way, rows.x)))
+        return Rows(x=_dense(send_columns(exchange, rows.x)))
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
     gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
-    received = send_columns(way, torch.cat([x, scales, gap], dim=1))
+    received = send_columns(exchange, torch.cat([x, scales, gap], dim=1))
     return Rows(
         x=received[:, :width].contiguous().view(rows.x.dtype),
         scales=received[:, width:end].contiguous().view(rows.scales.dtype),
     )
 
 
-def send_columns(way: RowWay, columns: Tensor) -> Tensor:
-    """Send [T, N] of any dtype along a way; return [R, N], which the caller owns.
+def send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
+    """Send [T, N] of any dtype along an exchange; return [R, N], which the caller owns.
 
-    A row takes a multiple of 16 bytes, and at most way.row_bytes.
+    A row takes a multiple of 16 bytes, and at most exchange.row_bytes.
+
+    Collective: yes.   Host sync: none.
     """
-    return way.buffer.cached_dispatch(detached(columns), way.exchange_plan)[: way.num_rows]
+    received = exchange.buffer.cached_dispatch(detached(columns), exchange.exchange_plan)
+    return received[: exchange.num_rows]
 
 
-def refuse_along(way: RowWay, error: EPError) -> NoReturn:
-    """Take part in send_along() of the other ranks without rows, so that they hear of `error`.
+def refuse_along(
+    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
+) -> NoReturn:
+    """Take part in send_along() of the other ranks without rows, so that they learn of `error`.
 
     Over NVLink no host reads what others say: they receive NaN from this rank.
+
+    has_weights: weights [T, K], float32, are sent before the rows.
 
     Collective: in place of send_along().
     Raises:
         error: always.
     """
-    if way.buffer.needs_nvlink:
-        # As wide as any rows of other ranks: all bits set are NaN, in codes and scales too.
-        shape = (way.num_tokens, way.row_bytes)
-        send_columns(way, torch.full(shape, 0xFF, dtype=torch.uint8, device=way.device))
-    else:
-        way.buffer.refuse_combine(error)
+    _refuse_on_hosts(ranks, exchange, error)
+    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+    # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
+    for num_bytes in (*weight_bytes, exchange.row_bytes):
+        shape = (exchange.num_tokens, num_bytes)
+        send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
+    raise error
+
+
+def _refuse_on_hosts(ranks: Ranks, exchange: RowExchange, error: EPError) -> None:
+    """Raise `error` on every rank, whichever call it makes, where hosts compare calls."""
+    if exchange.buffer.needs_nvlink:
+        return
+    if exchange.spec.max_tokens_per_rank is None:
+        # In the group of the handle, which may be of an earlier Buffer.
+        exchange.buffer.refuse_combine(error)
+    ranks.refuse_combine(Mode.NORMAL, error)
+
+
+def refuse_return(
+    ranks: Ranks, exchange: RowExchange, error: EPError, *, num_combines: int = 1
+) -> NoReturn:
+    """Take part in return_rows() of the other ranks without rows, so that they learn of `error`.
+
+    Over NVLink no host reads what others say: their sums are NaN.
+
+    Collective: in place of this number of return_rows().
+    Raises:
+        error: always.
+    """
+    _refuse_on_hosts(ranks, exchange, error)
+    for _ in range(num_combines):
+        exchange.buffer.refuse_combine(error)
     raise error
 
 
 def return_rows(
-    way: RowWay,
+    exchange: RowExchange,
     x: Tensor,
     topk_weights: Tensor | None = None,
     bias: Tensor | None = None,
@@ -313,9 +328,9 @@ def return_rows(
     """
     x = detached(x)
     if rows_per is RowsPer.ROW:
-        x = x[: way.num_rows]
-    weights = None if topk_weights is None else detached(topk_weights)[: way.num_rows]
-    plan, buffer = way.exchange_plan, way.buffer
+        x = x[: exchange.num_rows]
+    weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
+    plan, buffer = exchange.exchange_plan, exchange.buffer
     if bias is None:
         combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
     else:
@@ -341,38 +356,6 @@ def _dense(rows: Tensor) -> Tensor:
     if rows.stride() == (rows.shape[1], 1):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)
-
-
-def scale_block(hidden_size: int, num_scales: int) -> int | None:
-    """Return the columns of a scale, where each has as many but the last; else None."""
-    block = -(-hidden_size // max(num_scales, 1))
-    return block if -(-hidden_size // max(block, 1)) == num_scales else None
-
-
-def _quantized_format(
-    dtype: torch.dtype, hidden_size: int, num_scales: int, scale_dtype: torch.dtype
-) -> WireFormat:
-    block = scale_block(hidden_size, num_scales)
-    assert block is not None, "rows were checked"
-    kind = WireDtype.INT8 if dtype == torch.int8 else WireDtype.FP8_E4M3
-    return WireFormat(dtype=kind, scale_block=block, scale_dtype=torch.float32)
-
-
-def _as_sent(rows: Rows, wire: WireFormat) -> Tensor | WireTensor:
-    """Return rows as a call takes them: four bytes of scale travel as a float32, whatever it is."""
-    x = detached(rows.x)
-    if rows.scales is None:
-        return x
-    scales = _as_dtype(detached(rows.scales), torch.float32)
-    return WireTensor(data=x, format=wire, scales=scales)
-
-
-def _received_rows(wire: WireTensor, sent: Rows) -> Rows:
-    """Return what arrived with rows one behind the other, as a caller expects them."""
-    data = _dense(wire.data)
-    if sent.scales is None or wire.scales is None:
-        return Rows(x=data)
-    return Rows(x=data, scales=_as_dtype(_dense(wire.scales), sent.scales.dtype))
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from epcomm.integrations.deep_ep import Config, EventOverlap
 from epcomm.integrations.deep_ep.v1 import buffer as drop_in
-from epcomm.integrations.deep_ep.v1.base import XTensors
-from epcomm.integrations.deep_ep.v1.low_latency_calls import LowLatencyResult
-from epcomm.integrations.deep_ep.v1.normal_calls import DispatchResult
+from epcomm.integrations.deep_ep.v1.buffer import DispatchResult, LowLatencyResult, XTensors
 from fakes.deep_ep.limits import is_enforced, require, require_size
 from fakes.deep_ep.strict_v1 import low_latency_checks, normal_checks
 from fakes.deep_ep.strict_v1.event import DeferredWork
@@ -172,7 +170,7 @@ class Buffer(drop_in.Buffer):
         )
         assert made is not None, "no handle came"
         num_rows = int(made[0][-1, self.rank])
-        for tensor in (*_tensors(received), *([] if weights is None else [weights]), made[3]):
+        for tensor in (*_tensors(received), *([] if weights is None else [weights])):
             poison(tensor[num_rows:])
         outputs = [*_tensors(received), *(each for each in (ids, weights) if each is not None)]
         own = [tensor for tensor in made if tensor is not is_token_in_rank]

@@ -12,11 +12,11 @@ from epcomm.integrations import deep_ep
 from epcomm.integrations.deep_ep import EPHandle, EventOverlap
 from epcomm.integrations.deep_ep.v2.buffer import DispatchResult
 from fakes.deep_ep.strict_v2 import limits
-from fakes.deep_ep.strict_v2.calls import StrictCalls
+from fakes.deep_ep.strict_v2.calls import OpenOrders
 from fakes.deep_ep.strict_v2.limits import MAX_RANKS, MAX_SCALEUP_RANKS, limit
 
 
-class ElasticBuffer(deep_ep.ElasticBuffer):
+class ElasticBuffer(OpenOrders):
     """The drop-in, with what only the real package has: limits, poison, open orders.
 
     Ranks that call with sizes of their own are found. Refusals are local, as there.
@@ -29,12 +29,6 @@ class ElasticBuffer(deep_ep.ElasticBuffer):
         limit(given.arguments["group"].size() <= MAX_SCALEUP_RANKS, "num_scaleup_ranks <= 64")
         super().__init__(*args, **options)
         limits.check_buffer_bytes(self.num_bytes, self.num_cpu_bytes)
-        self._strict_calls = StrictCalls(
-            self._ranks,
-            allow_multiple_reduction=self.allow_multiple_reduction,
-            deterministic=self.deterministic,
-        )
-        self._calls = self._strict_calls
         self._is_destroyed = False
 
     def destroy(self) -> None:
@@ -65,7 +59,7 @@ class ElasticBuffer(deep_ep.ElasticBuffer):
         given = dict(bound.arguments)
         handle: EPHandle | None = given["handle"]
         self._check_dispatch(given, handle)
-        self._strict_calls.finish()
+        self.finish()
         options = {key: value for key, value in bound.arguments.items() if key != "self"}
         return super().dispatch(**options)
 
@@ -84,7 +78,7 @@ class ElasticBuffer(deep_ep.ElasticBuffer):
             self.num_bytes,
             allow_multiple_reduction=self.allow_multiple_reduction,
         )
-        self._strict_calls.finish()
+        self.finish()
         return super().combine(**{key: value for key, value in given.items() if key != "self"})
 
     def _check_dispatch(self, given: dict[str, Any], handle: EPHandle | None) -> None:

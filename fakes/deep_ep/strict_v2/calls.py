@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from epcomm.integrations.deep_ep.events import AsyncCall, EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.normal import Rows
-from epcomm.integrations.deep_ep.ranks import Ranks
-from epcomm.integrations.deep_ep.v2.calls import Dispatched, ElasticCalls, OutputForm
+from epcomm.integrations import deep_ep
+from epcomm.integrations.deep_ep import EPHandle, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.events import AsyncCall
 from epcomm.integrations.deep_ep.v2.exchange import Arrived, DispatchRequest
-from epcomm.integrations.deep_ep.v2.handle import EPHandle
-from epcomm.integrations.deep_ep.v2.places import Places
+from epcomm.integrations.deep_ep.v2.handle import Positions
 from epcomm.types import align_up
 from fakes.deep_ep.strict_v2.limits import check_received_routes
 from fakes.deep_ep.strict_v2.poison import fill_with_poison, garbage_integers
@@ -42,16 +41,13 @@ class LateEvent(EventHandle):
         self._late.clear()
 
 
-class StrictCalls(ElasticCalls):
-    """Dispatch and combine whose undefined results show."""
+class OpenOrders(deep_ep.ElasticBuffer):
+    """An ElasticBuffer whose orders differ between calls, and whose undefined results show."""
 
-    def __init__(
-        self, ranks: Ranks, *, allow_multiple_reduction: bool, deterministic: bool
-    ) -> None:
-        super().__init__(ranks, allow_multiple_reduction=allow_multiple_reduction)
-        self._is_ordered = deterministic
+    def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as the drop-in
+        super().__init__(*args, **options)
         # Seeded, so that a failure can be repeated; each call draws on.
-        self._generator = torch.Generator().manual_seed(11 + ranks.rank)
+        self._generator = torch.Generator().manual_seed(11 + self.rank_idx)
         self._in_flight: list[LateEvent] = []
 
     def finish(self) -> None:
@@ -60,56 +56,55 @@ class StrictCalls(ElasticCalls):
             event.current_stream_wait()
         self._in_flight.clear()
 
-    def dispatch(self, request: DispatchRequest, form: OutputForm) -> Dispatched:
-        out = super().dispatch(request, form)
-        self._spoil_metadata(out.handle)
-        return out
+    def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
+        check_received_routes(arrived.received.topk_ids)
+        handle = super()._handle_of(request, arrived)
+        if self.deterministic:
+            pass
+        elif handle.do_expand:
+            order = self._draw(_slot_keys(handle))
+            handle.positions = replace(handle.positions, element_of_position=order)
+        else:
+            order = self._draw(_row_keys(handle))[: handle.num_recv_tokens]
+            handle.positions = replace(
+                handle.positions, element_of_position=order, row_of_message=order
+            )
+        self._spoil_metadata(handle)
+        return handle
 
-    def places(self, arrived: Arrived, request: DispatchRequest) -> Places:
-        check_received_routes(arrived.topk_ids)
-        places = super().places(arrived, request)
-        if self._is_ordered:
-            return places
-        if request.do_expand:
-            return replace(places, element_of_place=self._draw(_slot_keys(arrived)))
-        order = self._draw(_row_keys(arrived))[: arrived.most_messages]
-        return replace(places, element_of_place=order, row_of_message=order)
-
-    def event(
+    def _event(
         self, call: AsyncCall, given: Sequence[Tensor | None], made: Sequence[Tensor | None]
     ) -> EventOverlap:
-        if super().event(call, given, made).event is None:
+        if super()._event(call, given, made).event is None:
             return EventOverlap()
         event = LateEvent(made)
         self._in_flight.append(event)
         return EventOverlap(event)
 
-    def _hand_out(
+    def _finish(
         self,
-        received: Rows,
-        weights: Tensor | None,
+        made: Sequence[Tensor | None],
         handle: EPHandle,
-        form: OutputForm,
-        places: Places,
+        positions: Positions,
         *,
-        do_expand: bool,
-    ) -> Dispatched:
-        out = super()._hand_out(received, weights, handle, form, places, do_expand=do_expand)
-        is_used = places.is_used
+        do_zero_padding: bool,
+    ) -> None:
+        super()._finish(made, handle, positions, do_zero_padding=do_zero_padding)
+        is_used = positions.is_used
         if is_used is None:
-            return out
+            return
         is_undefined = ~is_used
-        if form.do_zero_padding:
+        if do_zero_padding:
             end = align_up(int(handle.psum_num_recv_tokens_per_expert[-1]), handle.expert_alignment)
             is_undefined = torch.arange(len(is_used)) >= end
-        for tensor in (out.rows.x, out.rows.scales, out.topk_weights):
+        x, scales, topk_idx, weights = made
+        for tensor in (x, scales, weights):
             _poison_rows(tensor, is_undefined)
-        if out.topk_idx is not None:
-            garbage = torch.full_like(out.topk_idx, 0x7F7F7F7F7F7F7F7F)
+        if topk_idx is not None:
+            garbage = torch.full_like(topk_idx, 0x7F7F7F7F7F7F7F7F)
             # Some of the garbage looks valid, as in the recording.
             garbage[1::2] = 0
-            out.topk_idx[is_undefined] = garbage[is_undefined]
-        return out
+            topk_idx[is_undefined] = garbage[is_undefined]
 
     def _spoil_metadata(self, handle: EPHandle) -> None:
         metadata = handle.recv_src_metadata.clone()
@@ -130,23 +125,22 @@ class StrictCalls(ElasticCalls):
         return torch.argsort(first + chance * length, stable=True)
 
 
-def _row_keys(arrived: Arrived) -> tuple[Tensor, Tensor]:
+def _row_keys(handle: EPHandle) -> tuple[Tensor, Tensor]:
     """Rows of one source rank are neighbours, in any order; behind them is what did not come."""
-    ranks = (arrived.sources // arrived.max_tokens).double()
-    if arrived.is_row is not None:
-        ranks = torch.where(arrived.is_row, ranks, float(arrived.num_ranks))
+    ranks = (handle.sources // handle.num_max_tokens_per_rank).double()
+    if handle.is_row is not None:
+        num_ranks = len(handle.psum_num_recv_tokens_per_scaleup_rank)
+        ranks = torch.where(handle.is_row, ranks, float(num_ranks))
     return ranks, torch.ones_like(ranks)
 
 
-def _slot_keys(arrived: Arrived) -> tuple[Tensor, Tensor]:
+def _slot_keys(handle: EPHandle) -> tuple[Tensor, Tensor]:
     """Slots of one expert are neighbours, in any order; padding stays where it is."""
-    index, positions = (
-        arrived.index,
-        torch.arange(len(arrived.row_of_slot), dtype=torch.int32),
-    )
+    index, row_of_slot = handle.index, handle.row_of_slot
+    positions = torch.arange(len(row_of_slot), dtype=torch.int32)
     experts = torch.searchsorted(index.first_slot[1:].contiguous(), positions, right=True)
     experts = experts.clamp(max=len(index.num_tokens_per_expert) - 1)
-    is_used = arrived.row_of_slot >= 0
+    is_used = row_of_slot >= 0
     first = torch.where(is_used, index.first_slot[experts], positions)
     return first.double(), torch.where(is_used, index.num_tokens_per_expert[experts], 0).double()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 import weakref
@@ -20,6 +22,7 @@ from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.ranks import Options, Ranks
+from epcomm.integrations.deep_ep.v1.handle import UNKNOWN
 from epcomm.spec import BufferSpec
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
@@ -86,14 +89,13 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.MonkeyPatch) -> None:
     # Two channels, and so two tokens in the first and one in the second.
     monkeypatch.setattr(Buffer, "num_sms", 4)
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (64, 2, 4))
     rows, _, handle, num_ranks = batch.dispatch(buffer)
+    other = batch.dispatch(buffer)[2]
     # On one rank alone: were it an exchange, the combine of the other would meet it.
     if buffer.rank == 0:
         # Of the tokens the first goes to rank 0, the second to both and the third to rank 1.
@@ -101,16 +103,26 @@ def test_a_rank_reads_alone_what_a_handle_holds_of_its_own_tokens(
         assert handle[0].tolist() == [[2, 0], [4, 0]]
         assert handle[1].tolist() == [[2, 2], [1, 2]]
         assert [each.tolist() for each in handle[-1:]] == [[[0, -1], [1, 0], [-1, 0]]]
+        # The numbers of the source ranks do not travel: nobody can take these for numbers.
+        assert handle[2].tolist() == [[UNKNOWN] * 2] * 2
+        assert handle[3].tolist() == [UNKNOWN] * len(rows)
+        with pytest.raises(IndexError):
+            _ = rows[handle[3].long()]
         with pytest.raises(IndexError):
             _ = handle[6]
         assert "T = (4, 64, 3) on rank 0" in repr(handle)
+        assert str(handle) == repr(handle)
+        assert handle == handle
+        assert handle != other
+        assert all(mine is again for mine, again in zip(handle, tuple(handle), strict=True))
+        for use in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(HandleError, match="cannot be pickled or copied"):
+                use(handle)
+        tensors = [each.clone() for each in handle]
+        assert buffer._saved_handles.find(tensors) is None
+        assert buffer._saved_handles.find(list(handle)) is handle.batch  # type: ignore[attr-defined]
     y, _, _ = buffer.combine(rows, handle)
     assert torch.equal(y, batch.x * num_ranks)
-    # Rank 0 receives two tokens of each rank, of which those of rank 1 are its first and third.
-    everything = tuple(handle)
-    assert everything[5] is handle[5]
-    expected = [0, 1, 0, 2] if buffer.rank == 0 else [1, 2, 0, 1, 2]
-    assert everything[3].tolist() == handle[3].tolist() == expected
 
 
 @pytest.fixture
@@ -583,7 +595,7 @@ def test_what_a_handle_stands_for_is_freed_with_its_tensors() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
     handle = batch.dispatch(buffer)[2]
-    tensors, plan = tuple(handle), weakref.ref(handle.batch.way.exchange_plan)  # type: ignore[attr-defined]
+    tensors, plan = tuple(handle), weakref.ref(handle.batch.exchange.exchange_plan)  # type: ignore[attr-defined]
     del handle
     batch.dispatch(buffer)
     assert plan() is not None

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
-from epcomm.integrations.deep_ep.normal import RowWay, send_columns
+from epcomm.integrations.deep_ep.checks import Absent
+from epcomm.integrations.deep_ep.normal import RowExchange, send_columns
 from epcomm.integrations.deep_ep.v2 import exchange
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
@@ -46,7 +47,11 @@ def make_buffer() -> Iterator[BufferMaker]:
         yield make
 
 
-@pytest.mark.parametrize("method", METHODS)
+def is_absent(method: str) -> bool:
+    return isinstance(inspect.getattr_static(ElasticBuffer, method), Absent)
+
+
+@pytest.mark.parametrize("method", [m for m in METHODS if not is_absent(m)])
 def test_signatures_are_those_of_the_package(method: str) -> None:
     described = METHODS[method]
     found = inspect.getattr_static(ElasticBuffer, method)
@@ -250,9 +255,9 @@ def test_sources_are_sent_when_they_are_read(
 ) -> None:
     sent: list[int] = []
 
-    def counted(way: RowWay, columns: Tensor) -> Tensor:
+    def counted(exchange_of_rows: RowExchange, columns: Tensor) -> Tensor:
         sent.append(columns.shape[1])
-        return send_columns(way, columns)
+        return send_columns(exchange_of_rows, columns)
 
     monkeypatch.setattr(exchange, "send_columns", counted)
     buffer = make_buffer()
@@ -490,7 +495,7 @@ def test_bad_input_of_all_ranks_is_refused_before_anything_is_sent(
     expanded_x, _, _, expanded, _ = dispatch(buffer, do_expand=True)
     dispatches: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"num_experts": NUM_EXPERTS + 1}, ConfigError, "multiple of 4 ranks"),
-        ({"topk_idx": torch.zeros(1)}, ShapeError, "expected .T, K."),
+        ({"topk_idx": torch.zeros(1)}, ShapeError, r"expected \[any, any\]"),
         ({"x": recv_x.float()}, ShapeError, "float32 on .*expected .* torch.bfloat16"),
         ({"handle": handle, "expert_alignment": 16}, HandleError, "expert_alignment is 16"),
         ({"handle": handle, "do_expand": True}, HandleError, "do_expand is True"),

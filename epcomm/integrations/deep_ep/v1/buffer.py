@@ -2,29 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.v1 import config as configs
-from epcomm.integrations.deep_ep.v1.config import Config
-from epcomm.integrations.deep_ep.v1.low_latency_calls import LowLatencyCalls
-from epcomm.integrations.deep_ep.v1.normal_calls import NormalCalls
-from epcomm.integrations.deep_ep.v1.slots import memory_bytes
+from epcomm.config import Mode
+from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.checks import IDS, Absent, Check
+from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.layout import layout_of
+from epcomm.integrations.deep_ep.normal import (
+    Rows,
+    bias_of,
+    refuse_along,
+    refuse_return,
+    return_rows,
+    send_along,
+)
+from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes, recommended_config
+from epcomm.integrations.deep_ep.v1.handle import NormalBatch, NormalHandle, SavedHandles
+from epcomm.integrations.deep_ep.v1.low_latency import (
+    LowLatency,
+    LowLatencyHandle,
+    LowLatencyShape,
+    refuse_low_latency_combine,
+)
+from epcomm.integrations.deep_ep.v1.normal import PLAIN, QUANTIZED, NormalRequest, with_length
+from epcomm.registry import buffer_class
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+XTensors = Tensor | tuple[Tensor, Tensor]
+DispatchResult = tuple[
+    XTensors,
+    Tensor | None,
+    Tensor | None,
+    list[int] | None,
+    tuple[Tensor, ...] | None,
+    EventOverlap,
+]
+LowLatencyResult = tuple[
+    XTensors,
+    Tensor,
+    tuple[Tensor, Tensor, int, int, int],
+    EventOverlap,
+    Callable[[], None] | None,
+]
 
-class Buffer(NormalCalls, LowLatencyCalls):
+_ONE_HOST = (
+    "call dispatch() and combine() on ranks of one host, or epcomm's own API, with backend "
+    "collective or deep_ep_v1"
+)
+_PROFILER = "leave it out, and use a profiler"
+
+# A configuration costs as much as a small call.
+_usual_config = lru_cache(recommended_config)
+
+
+class Buffer:
     """Normal and low-latency dispatch and combine of V1.
 
     Every call but the statics is collective over the group. Sizes in bytes are kept and mean
     nothing: epcomm's buffers open at the first call of a shape, and grow.
     """
+
+    # For all buffers of the process, as V1 has it.
+    num_sms: int = 20
+
+    internode_dispatch = Absent(_ONE_HOST)
+    internode_combine = Absent(_ONE_HOST)
 
     def __init__(
         self,
@@ -41,12 +94,29 @@ class Buffer(NormalCalls, LowLatencyCalls):
         *,
         use_fabric: bool = False,
     ) -> None:
-        del use_fabric  # Of older versions: how memory was shared between hosts.
-        super().__init__(
-            group, comm, low_latency_mode=low_latency_mode, enable_shrink=enable_shrink
-        )
+        """Wrap the ranks. Local; no rank is waited for.
+
+        use_fabric: of older versions: how memory was shared between hosts.
+        """
+        ranks = comm if group is None else group
+        if ranks is None:
+            raise ConfigError(
+                "Buffer: group and comm are None, expected one of them; pass a process group or a "
+                "communicator of mpi4py"
+            )
+        self._ranks = Ranks(ranks, has_row_budget=True)
+        self._comm_stream = CommStream()
+        self._saved_handles = SavedHandles()
+        self._low_latency = LowLatency(self._ranks)
+        self._rows_to_return: dict[tuple[int, ...], Tensor] = {}
+        self.group = group
+        self.rank, self.group_size = self._ranks.rank, self._ranks.size
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
+        # Ranks that calls leave out already.
+        self._excluded: frozenset[int] = frozenset()
+        self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
 
     def destroy(self) -> None:
         """Close the epcomm buffers, together with all ranks; no call is possible afterwards."""
@@ -74,7 +144,7 @@ class Buffer(NormalCalls, LowLatencyCalls):
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Return num_rdma_bytes of V1 for low latency; num_ranks does not matter."""
-        return configs.low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     @staticmethod
     def get_low_latency_memory_bytes(
@@ -90,18 +160,20 @@ class Buffer(NormalCalls, LowLatencyCalls):
         Beside get_low_latency_rdma_size_hint(), which programs size their buffers of V1 with and
         which means nothing here.   Local.
         """
-        sizes = (num_max_dispatch_tokens_per_rank, num_experts, num_ranks)
-        return memory_bytes(sizes, hidden, num_topk, use_fp8=use_fp8)
+        most = num_max_dispatch_tokens_per_rank
+        shape = LowLatencyShape(hidden, num_topk, most, num_experts, num_ranks, use_fp8)
+        regions = buffer_class("NVLinkMaskedBuffer").region_bytes(shape.spec(), num_ranks)
+        return sum(region.max_bytes or 0 for region in regions)
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
         """Return the Config that V1 recommends for a number of ranks."""
-        return configs.dispatch_config(Buffer.num_sms, num_ranks)
+        return recommended_config(Buffer.num_sms, num_ranks, for_combine=False)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
         """Return the Config that V1 recommends for a number of ranks."""
-        return configs.combine_config(Buffer.num_sms, num_ranks)
+        return recommended_config(Buffer.num_sms, num_ranks, for_combine=True)
 
     def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
         """Return the stream of asynchronous calls."""
@@ -114,10 +186,438 @@ class Buffer(NormalCalls, LowLatencyCalls):
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Return memory of the size of the buffer of V1; nothing that travels lies in it.
+        """Return memory of the size of the buffer of V1; nothing that travels is stored in it.
 
         Programs clear the buffer of V1 after a failure. Lifetime: the caller owns it.
         """
+        device = self._begin("get_local_buffer_tensor").ranks.device
         num_bytes = self.num_rdma_bytes if use_rdma_buffer else self.num_nvl_bytes
         shape = size or torch.Size([max(num_bytes - offset, 0) // dtype.itemsize])
-        return torch.zeros(shape, dtype=dtype, device=self._begin("get_local_buffer_tensor").device)
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
+        """Return tokens per rank, per RDMA rank (None) and per expert, is_token_in_rank, an event.
+
+        Local.   Host sync: none.
+        """
+        check = self._begin("get_dispatch_layout", topk_idx)
+        _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+        with self._call(topk_idx, previous_event, async_finish) as call:
+            layout = layout_of(topk_idx, num_experts, self.group_size)
+            per_rank, per_expert = layout.tokens_per_rank, layout.tokens_per_expert
+            event = call.event([topk_idx, per_rank, per_expert, layout.is_in_rank])
+        return per_rank, None, per_expert, layout.is_in_rank, event
+
+    def dispatch(
+        self,
+        x: XTensors,
+        handle: tuple[Tensor, ...] | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult:
+        """Send rows to the ranks of their experts; with a handle, along the routes of another call.
+
+        Returns:
+            Received x as it came (with scales or without), local ids, weights, rows per local
+            expert aligned up (an empty list with num_worst_tokens), handle, event; None instead of
+            ids, weights, counts and handle if a handle came.
+
+        Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
+        Lifetime: the caller owns what it gets.
+        Raises:
+            ShapeError, CapacityError: the call of some rank cannot be; on every rank. Where the
+                host waits for none: on that rank, and the sums of the others are NaN.
+        """
+        rows = Rows.of(x)
+        check = self._begin("dispatch", rows.x)
+        self._saved_handles.drop_freed()
+        config = config or _usual_config(self.num_sms, self.group_size, for_combine=False)
+        batch = None if handle is None else self._batch_of(check, handle)
+        worst = num_worst_tokens if isinstance(num_worst_tokens, int) else 0
+        request = NormalRequest(
+            rows=rows,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            is_in_rank=is_token_in_rank,
+            per_expert=num_tokens_per_expert,
+            num_worst_tokens=worst,
+            num_sms=config.sms or None if isinstance(config, Config) else None,
+            is_static=worst > 0 and topk_idx is not None and self._ranks.has_static_sizes,
+        )
+        try:
+            check.sizes(ConfigError, expert_alignment=expert_alignment)
+            check.numbers(num_worst_tokens=num_worst_tokens)
+            _check_config(check, config)
+            _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+            if batch is None:
+                request.check(check)
+            else:
+                check.rows_along(rows, batch.exchange, PLAIN, QUANTIZED)
+        except EPError as error:
+            if batch is not None:
+                refuse_along(self._ranks, batch.exchange, error)
+            spec, is_static = request.known_spec(check), request.is_static
+            self._ranks.refuse(Mode.NORMAL, error, is_static=is_static, spec=spec)
+        if batch is not None:
+            self._ranks.go_along("dispatch along a handle", rows.x)
+            with self._call(rows.x, previous_event, async_finish) as call:
+                along = with_length(send_along(batch.exchange, rows), batch.sizes[0])
+                event = call.event([rows.x, rows.scales, along.x, along.scales])
+            return along.as_given(), None, None, None, None, event
+        with self._call(rows.x, previous_event, async_finish) as call:
+            received = request.send(self._ranks)
+            assert is_token_in_rank is not None, "just checked"
+            made = NormalHandle.of(
+                received,
+                is_token_in_rank,
+                self._saved_handles,
+                channels=config.num_channels,
+                hidden_size=rows.x.shape[1],
+            )
+            out, ids, weights = received.rows, received.topk_ids, received.topk_weights
+            given = [rows.x, rows.scales, topk_idx, topk_weights]
+            event = call.event([*given, out.x, out.scales, ids, weights])
+        counts = _aligned(received.num_tokens_per_expert, expert_alignment)
+        if topk_idx is None:
+            return out.as_given(), None, None, counts, made, event
+        return out.as_given(), ids, weights, [] if worst else counts, made, event
+
+    def combine(
+        self,
+        x: Tensor,
+        handle: tuple[Tensor, ...],
+        topk_weights: Tensor | None = None,
+        bias: XTensors | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tensor, Tensor | None, EventOverlap]:
+        """Sum rows over the ranks of each token, without weights.
+
+        topk_weights [R, K] are summed in the same way, entry by entry, beside ids of -1 too: pass 0
+        there if only the rank of an expert is to give its weight.
+
+        A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
+        float32 and rounded once.
+
+        Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
+        Raises:
+            ShapeError, HandleError: the call of some rank cannot be; on every rank.
+        """
+        check = self._begin("combine")
+        batch = self._batch_of(check, handle)
+        exchange, (num_rows, hidden_size, num_tokens) = batch.exchange, batch.sizes
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        try:
+            _check_config(check, config)
+            _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+            check.tensor("x", x, (num_rows, hidden_size), exchange.sum_dtype)
+            if topk_weights is not None:
+                shape = (num_rows, exchange.spec.top_k)
+                check.tensor("topk_weights", topk_weights, shape, torch.float32)
+            check.biases(biases, (num_tokens, hidden_size), exchange.sum_dtype)
+        except EPError as error:
+            refuse_return(self._ranks, exchange, error)
+        self._ranks.go_along("combine", x, has_weights=topk_weights is not None)
+        with self._call(x, previous_event, async_finish) as call:
+            combined, weights = return_rows(exchange, x, topk_weights, bias_of(biases))
+            event = call.event([x, topk_weights, *biases, combined, weights])
+        return combined, weights, event
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Do nothing: modes and shapes have memory of their own here."""
+        self._begin("clean_low_latency_buffer")
+
+    def low_latency_dispatch(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: Tensor | None = None,
+        dispatch_wait_recv_cost_stats: Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        use_nvfp4: bool = False,
+        x_global_scale: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+    ) -> LowLatencyResult:
+        """Send rows to the slabs of their experts, [L, W * M, H]; quantised here with use_fp8.
+
+        The arguments after the star are those of branches of DeepEP, and must be off.
+
+        Returns:
+            Slabs (with column-major scales, or without), rows of each slab [L] int32, handle,
+            event, and the hook that receives, if return_recv_hook.
+
+        Collective: yes; M and E equal on all ranks.   Host sync: on a CPU alone.
+        Lifetime: on a CPU the caller owns what it gets.
+        Raises:
+            ShapeError, CapacityError: some rank refuses its call; on every rank.
+            NotImplementedError: some rank asks for what is not there; an EPError on the others.
+        """
+        check = self._begin_low_latency("low_latency_dispatch", x)
+        most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
+        num_ranks, shape = self.group_size, None
+        try:
+            if use_fp8 and use_ue8m0 and not round_scale:
+                fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
+                raise check.error(ConfigError, fault, "only powers of two fit into a byte")
+            check.tensor("x", x, (None, None), torch.bfloat16)
+            check.tensor("topk_idx", topk_idx, (x.shape[0], None), *IDS)
+            if x.shape[1] == 0:
+                fault = f"x is {list(x.shape)}, expected at least one column"
+                raise check.error(ShapeError, fault)
+            check.sizes(ShapeError, num_max_dispatch_tokens_per_rank=most)
+            check.experts(num_experts, ShapeError)
+            row = (x.shape[1], topk_idx.shape[1])
+            form = (use_fp8, round_scale, use_ue8m0)
+            shape = LowLatencyShape(*row, most, num_experts, num_ranks, *form)
+            if x.shape[0] > most:
+                fault = f"x has {x.shape[0]} tokens, expected at most"
+                fault = f"{fault} num_max_dispatch_tokens_per_rank = {most}"
+                raise check.error(CapacityError, fault, "pass a larger number on all ranks")
+            check.ids(topk_idx, num_experts)
+            asked = {
+                "dispatch_wait_recv_cost_stats": (dispatch_wait_recv_cost_stats, _PROFILER),
+                "use_nvfp4=True": (use_nvfp4 or None, "pass use_fp8=True or False"),
+                "x_global_scale": (x_global_scale, "it belongs to use_nvfp4"),
+                "topk_weights": (topk_weights, "pass them to low_latency_combine()"),
+            }
+            check.absent(asked)
+            _check_hook(check, async_finish, return_recv_hook)
+            if stats is not None:
+                name = "cumulative_local_expert_recv_stats"
+                check.tensor(name, stats, (shape.num_local,), torch.int32)
+        except EPError as error:
+            # Without a shape no rank opens a buffer for it.
+            spec = None if shape is None else shape.spec()
+            self._ranks.refuse(Mode.LOW_LATENCY, error, spec=spec)
+        with self._call(x, None, async_finish) as call:
+            slabs = self._low_latency.dispatch(x, topk_idx, shape, has_hook=return_recv_hook)
+
+            def hook() -> None:
+                slabs.receive()
+                if stats is not None:
+                    stats.add_(slabs.counts)
+
+            if not return_recv_hook:
+                hook()
+            event = call.event([x, topk_idx, slabs.x, slabs.scales, slabs.counts])
+        recv_x = slabs.x if slabs.scales is None else (slabs.x, slabs.scales)
+        return recv_x, slabs.counts, slabs.handle, event, hook if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        handle: tuple[Tensor, Tensor, int, int, int],
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: Tensor | None = None,
+        combine_wait_recv_cost_stats: Tensor | None = None,
+        *,
+        overlap: bool = False,
+        packed_recv_count: Tensor | None = None,
+        comp_signal: Tensor | None = None,
+        src_signals: Tensor | None = None,
+        block_m: int | None = None,
+        threshold: int | None = None,
+        num_sms: int | None = None,
+    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+        """Sum the rows of each token times their weights, in float32 and in the order of k.
+
+        As in V1, topk_idx and topk_weights are read when the rows are received. The arguments after
+        the star are those of branches of DeepEP: the last three mean something with overlap=True
+        alone, and the others must be off.
+
+        Collective: yes.   Host sync: on a CPU alone.   Lifetime: the caller owns the result.
+        Raises:
+            ShapeError, HandleError: some rank refuses its call; on every rank.
+            NotImplementedError: some rank asks for what is not there; an EPError on the others.
+        """
+        check = self._begin_low_latency("low_latency_combine")
+        known = self._known_handle(check, handle)
+        if isinstance(known, HandleError):
+            self._ranks.refuse_combine(Mode.LOW_LATENCY, known)
+        if zero_copy:
+            x = self._combine_memory(known)
+        num_tokens, signal = known.num_tokens, "it belongs to overlap"
+        try:
+            asked = {
+                "use_logfmt=True": (use_logfmt or None, "leave it out: rows return in bfloat16"),
+                "combine_wait_recv_cost_stats": (combine_wait_recv_cost_stats, _PROFILER),
+                "overlap=True": (overlap or None, "run the experts before combine"),
+                "packed_recv_count": (packed_recv_count, signal),
+                "comp_signal": (comp_signal, signal),
+                "src_signals": (src_signals, signal),
+            }
+            check.absent(asked)
+            _check_hook(check, async_finish, return_recv_hook)
+            check.tensor("x", x, known.slab_shape, torch.bfloat16)
+            check.tensor("topk_idx", topk_idx, (num_tokens, None), *IDS)
+            check.tensor("topk_weights", topk_weights, topk_idx.shape, torch.float32)
+            if out is not None:
+                check.tensor("out", out, (num_tokens, x.shape[2]), torch.bfloat16)
+        except EPError as error:
+            refuse_low_latency_combine(known, error)
+        with self._call(x, None, async_finish) as call:
+            combined, receive = self._low_latency.combine(known, x, topk_idx, topk_weights, out)
+            if not return_recv_hook:
+                receive()
+            event = call.event([x, topk_idx, topk_weights, combined])
+        return combined, event, receive if return_recv_hook else None
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Leave a rank out of low latency, from the next call on; on GPUs alone.
+
+        The other ranks make the same call. A rank that was left out stays so until the Buffer is
+        made again.
+        """
+        self._masks()[rank_to_mask] = int(mask)
+
+    def low_latency_query_mask_buffer(self, mask_status: Tensor) -> None:
+        """Write 1 for each masked rank into int32 [W]."""
+        mask_status.copy_(self._masks().view(mask_status.shape))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Mask no rank, if none was left out of a call yet.
+
+        Raises:
+            NotImplementedError: a rank was left out already.
+        """
+        check, excluded = Check("low_latency_clean_mask_buffer", self._ranks), self._excluded
+        check.absent({"taking a rank back": (excluded or None, "make a new Buffer on all ranks")})
+        self._masks().zero_()
+
+    def get_next_low_latency_combine_buffer(
+        self, handle: tuple[Tensor, Tensor, int, int, int]
+    ) -> Tensor:
+        """Return memory for the rows of a combine, bfloat16 [L, W * M, H], for zero_copy."""
+        check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
+        known = self._known_handle(check, handle)
+        if isinstance(known, HandleError):
+            raise known
+        # Each caller's own alias: what autograd records of writes must not stay with the memory.
+        return self._combine_memory(known).detach()
+
+    def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:
+        """Begin a call whose tensors are where `like` is; return the checks of its arguments."""
+        check = Check.begin(function, self._ranks, like)
+        if low_latency and not self.low_latency_mode:
+            fault = "the Buffer was made without low_latency_mode, expected low_latency_mode=True"
+            raise check.error(ConfigError, fault, "pass it to Buffer()")
+        return check
+
+    def _begin_low_latency(self, function: str, like: object = None) -> Check:
+        """Begin a call without the ranks that are masked."""
+        check = self._begin(function, like, low_latency=True)
+        if self.enable_shrink:
+            masked = frozenset(self._mask_status.nonzero().flatten().tolist())
+            if masked - self._excluded:
+                self._ranks.exclude(sorted(masked))
+                self._excluded = masked
+        return check
+
+    def _call(
+        self, like: Tensor, previous: EventOverlap | None, is_async: bool
+    ) -> AbstractContextManager[AsyncCall]:
+        event = None if previous is None else previous.event
+        return self._comm_stream.call(like.device, [event], is_async=is_async)
+
+    def _batch_of(self, check: Check, handle: object) -> NormalBatch:
+        """Return the batch of a handle, or refuse the call on all ranks."""
+        batch = self._saved_handles.find(handle)
+        if batch is None:
+            fault = f"handle is {type(handle).__name__}, expected what dispatch() of this Buffer"
+            fault = f"{fault} returned, or its six tensors"
+            error = check.error(
+                HandleError, fault, "pass the handle, or the tensors without a copy"
+            )
+            self._ranks.refuse_combine(Mode.NORMAL, error)
+        self._ranks.compare_owner(check.function, batch.exchange.buffer)
+        return batch
+
+    def _known_handle(self, check: Check, handle: object) -> LowLatencyHandle | HandleError:
+        """Return a handle as low_latency_dispatch() of this Buffer made it, or the error."""
+        if isinstance(handle, LowLatencyHandle) and handle.ranks is self._ranks:
+            return handle
+        fault = f"handle is {type(handle).__name__}, expected what low_latency_dispatch() of this"
+        error = check.error(
+            HandleError, f"{fault} Buffer returned", "pass the handle as it was returned"
+        )
+        assert isinstance(error, HandleError), "of that kind"
+        return error
+
+    def _masks(self) -> Tensor:
+        check = self._begin("low_latency_mask_buffer", low_latency=True)
+        if not self.enable_shrink:
+            fault = "the Buffer was made without enable_shrink, expected enable_shrink=True"
+            raise check.error(ConfigError, fault, "pass it to Buffer()")
+        return self._mask_status
+
+    def _combine_memory(self, handle: LowLatencyHandle) -> Tensor:
+        """Return the rows that a combine with zero_copy sends, one memory a shape."""
+        shape = handle.slab_shape
+        memory = self._rows_to_return.get(shape)
+        if memory is None:
+            memory = torch.empty(shape, dtype=torch.bfloat16, device=self._ranks.device)
+            self._rows_to_return[shape] = memory
+        return memory
+
+
+def _check_config(check: Check, config: object) -> None:
+    if config is not None and not isinstance(config, Config):
+        fault = f"config is {type(config).__name__}, expected Config or None"
+        raise check.error(ConfigError, fault)
+
+
+def _check_stream(
+    check: Check, event: EventOverlap | None, is_async: bool, allocates_here: bool
+) -> None:
+    """Raise what is wrong with the arguments of the communication stream."""
+    check.events(EventOverlap, {"previous_event": event})
+    if allocates_here and not (is_async and event is not None and event.event is not None):
+        fault = "allocate_on_comm_stream=True came without previous_event or without async_finish"
+        remedy = "pass Buffer.capture() and async_finish=True"
+        raise check.error(ConfigError, f"{fault}=True, expected both", remedy)
+
+
+def _check_hook(check: Check, is_async: bool, with_hook: bool) -> None:
+    if is_async and with_hook:
+        fault = "async_finish and return_recv_hook are both True, expected one at most"
+        raise check.error(ConfigError, fault, "take the hook, which is where the call ends")
+
+
+def _aligned(counts: tuple[int, ...], alignment: int) -> list[int]:
+    """Return counts of experts, aligned up; hundreds of them in the time of a small call."""
+    if alignment == 1:
+        return list(counts)
+    return [-(-each // alignment) * alignment for each in counts]

@@ -20,37 +20,20 @@ BUFFER_ALIGNMENT_BYTES = 128
 _MAX_TOPK = _MAX_SCALES = 128
 _SOURCE_META_BYTES = 8
 
-# Ranks -> the last four arguments of Config, for dispatch and for combine.
-_DISPATCH = MappingProxyType(
+# Ranks -> tokens that a sender over NVLink sends at once, in dispatch and in combine, and tokens
+# that it may run ahead; the same over RDMA. V1 refuses other numbers of ranks; nothing here
+# depends on them.
+_TABLE = MappingProxyType(
     {
-        2: (24, 256, 6, 128),
-        4: (6, 256, 6, 128),
-        8: (6, 256, 6, 128),
-        16: (36, 288, 20, 128),
-        24: (32, 288, 8, 128),
-        32: (32, 288, 8, 128),
-        48: (32, 288, 8, 128),
-        64: (32, 288, 8, 128),
-        96: (20, 480, 12, 128),
-        128: (20, 560, 12, 128),
-        144: (32, 720, 12, 128),
-        160: (28, 720, 12, 128),
-    }
-)
-_COMBINE = MappingProxyType(
-    {
-        2: (10, 256, 6, 128),
-        4: (9, 256, 6, 128),
-        8: (4, 256, 6, 128),
-        16: (4, 288, 12, 128),
-        24: (1, 288, 8, 128),
-        32: (1, 288, 8, 128),
-        48: (1, 288, 8, 128),
-        64: (1, 288, 8, 128),
-        96: (1, 480, 8, 128),
-        128: (1, 560, 8, 128),
-        144: (2, 720, 8, 128),
-        160: (2, 720, 8, 128),
+        2: ((24, 10, 256), (6, 6, 128)),
+        4: ((6, 9, 256), (6, 6, 128)),
+        8: ((6, 4, 256), (6, 6, 128)),
+        16: ((36, 4, 288), (20, 12, 128)),
+        **dict.fromkeys((24, 32, 48, 64), ((32, 1, 288), (8, 8, 128))),
+        96: ((20, 1, 480), (12, 8, 128)),
+        128: ((20, 1, 560), (12, 8, 128)),
+        144: ((32, 2, 720), (12, 8, 128)),
+        160: ((28, 2, 720), (12, 8, 128)),
     }
 )
 
@@ -117,21 +100,10 @@ class Config:
         return max(self._num_sms // 2, 1)
 
 
-def dispatch_config(num_sms: int, num_ranks: int) -> Config:
-    """Return the Config that V1 recommends for dispatch."""
-    return _from_table(_DISPATCH, num_sms, num_ranks)
-
-
-def combine_config(num_sms: int, num_ranks: int) -> Config:
-    """Return the Config that V1 recommends for combine."""
-    return _from_table(_COMBINE, num_sms, num_ranks)
-
-
-def _from_table(
-    table: MappingProxyType[int, tuple[int, int, int, int]], num_sms: int, num_ranks: int
-) -> Config:
-    # V1 refuses numbers of ranks that its table lacks; nothing here depends on them.
-    return Config(num_sms, *table.get(num_ranks, table[MAX_NVL_PEERS]))
+def recommended_config(num_sms: int, num_ranks: int, *, for_combine: bool) -> Config:
+    """Return the Config that V1 recommends for dispatch or for combine."""
+    nvl, rdma = _TABLE.get(num_ranks, _TABLE[MAX_NVL_PEERS])
+    return Config(num_sms, nvl[for_combine], nvl[2], rdma[for_combine], rdma[2])
 
 
 def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:

@@ -1,37 +1,38 @@
-"""The handle of a normal dispatch of V1: six tensors, and the way of the rows of the dispatch.
+"""The handle of a normal dispatch of V1: six tensors, and the exchange of its rows of the dispatch.
 
 A program may keep the six tensors in place of the handle, for instance by
-`ctx.save_for_backward(*handle)`. `SavedHandles` finds the way of the rows by their memory.
+`ctx.save_for_backward(*handle)`. `SavedHandles` finds the exchange of its rows by their memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Self, SupportsIndex
+from functools import cached_property
+from typing import Any, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from epcomm.errors import HandleError
-from epcomm.integrations.deep_ep.normal import Received, RowWay, send_columns
-from epcomm.records import SlotIndex
+from epcomm.integrations.deep_ep.normal import ReceivedRows, RowExchange
 
 _NUM_TENSORS = 6
-# The positions of the tensors that this rank computes alone.
-_CHANNEL_PREFIX, _IS_IN_RANK = 1, 4
-_OWN = (0, _CHANNEL_PREFIX, 5)
+# The position of the tensor whose memory stands for the handle.
+_CHANNEL_PREFIX = 1
+# Fills the tensors whose numbers only the source ranks know: no index, so that indexing fails.
+UNKNOWN = torch.iinfo(torch.int32).min
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Batch:
+class NormalBatch:
     """What combine, and dispatch along a handle, need of the dispatch that made the handle.
 
     sizes: R with rows that nobody sent, H, T.
     """
 
-    way: RowWay
+    exchange: RowExchange
     sizes: tuple[int, int, int]
 
 
@@ -44,9 +45,9 @@ class SavedHandles:
     """
 
     def __init__(self) -> None:
-        self._batches: dict[StorageWeakRef, Batch] = {}
+        self._batches: dict[StorageWeakRef, NormalBatch] = {}
 
-    def keep(self, channel_prefix: Tensor, batch: Batch) -> None:
+    def keep(self, channel_prefix: Tensor, batch: NormalBatch) -> None:
         """Keep the batch for as long as the memory of channel_prefix_matrix exists."""
         self.drop_freed()
         self._batches[StorageWeakRef(channel_prefix.untyped_storage())] = batch
@@ -56,7 +57,7 @@ class SavedHandles:
         for key in [key for key in self._batches if key.expired()]:
             del self._batches[key]
 
-    def find(self, handle: object) -> Batch | None:
+    def find(self, handle: object) -> NormalBatch | None:
         """Return the batch of a handle or of its six tensors, or None if there is none."""
         if isinstance(handle, NormalHandle):
             return handle.batch
@@ -71,68 +72,68 @@ class SavedHandles:
 class NormalHandle(tuple[Tensor, ...]):
     """The tuple that V1 returns; programs pass it on and read none of it.
 
-    rank_prefix_matrix [W, W], int32: column `rank` counts received rows up to and with each source.
-    channel_prefix_matrix [W, C], int32: rows sent to each rank up to and with each channel.
-    recv_channel_prefix_matrix [W, C], int32: rows from each rank before each channel.
-    recv_src_idx [R], int32: the token at its source that a received row is.
-    is_token_in_rank [T, W], bool: the caller's own tensor.
-    send_head [T, W], int32: place of a token in the queue of its channel, -1 where it is not sent.
+    0: rank_prefix_matrix [W, W], int32; column `rank` has the received rows up to and with each
+        source, the other columns are 0.
+    1: channel_prefix_matrix [W, C], int32; rows sent to each rank up to and with each channel.
+    2: recv_channel_prefix_matrix [W, C], int32, filled with UNKNOWN.
+    3: recv_src_idx [R], int32, filled with UNKNOWN.
+    4: is_token_in_rank [T, W], bool; the caller's own tensor.
+    5: send_head [T, W], int32; position of a token in the queue of its channel, -1 where it is not
+        sent.
 
-    The tensors are made when they are read. Reading recv_channel_prefix_matrix or recv_src_idx, or
-    all six, is collective the first time: the source ranks send the numbers of their tokens, so
-    all ranks must read at the same point, and none may where a rank has refused the dispatch.
-    Reading one of the other four, or the repr, is local.
-    A handle needs no close: its memory lives as long as the program holds it, or its tensors.
+    Reading, printing and comparing are local: the tensors are computed from what the dispatch left
+    on this rank, at the first read. The numbers of 2 and 3 are on the source ranks, and do not
+    travel: no call reads them.
+    Lifetime: a handle needs no close; its memory lives as long as the program holds it, or its
+        tensors.
     """
 
-    batch: Batch
+    batch: NormalBatch
     is_in_rank: Tensor
     channels: int
-    # Set where rows may be fewer than there is memory for.
-    static_index: SlotIndex | None
     _saved: SavedHandles
-    # The tensors of _OWN; recv_channel_prefix_matrix and recv_src_idx.
-    _own: tuple[Tensor, Tensor, Tensor] | None
-    _travelled: tuple[Tensor, Tensor] | None
 
     @classmethod
     def of(
         cls,
-        received: Received,
+        received: ReceivedRows,
         is_in_rank: Tensor,
         saved: SavedHandles,
         *,
         channels: int,
         hidden_size: int,
     ) -> Self:
-        """Make the handle of a dispatch of V1 with so many channels. Local.
+        """Make the handle of a dispatch of V1 with this number of channels. Local.
 
         saved: of the Buffer that will get the handle back.
         """
         handle = cls()
         sizes = (received.rows.x.shape[0], hidden_size, is_in_rank.shape[0])
-        handle.batch = Batch(way=received.way, sizes=sizes)
+        handle.batch = NormalBatch(exchange=received.exchange, sizes=sizes)
         handle.is_in_rank, handle.channels, handle._saved = is_in_rank, channels, saved
-        is_static = received.dispatched.index.host_num_tokens_per_expert is None
-        handle.static_index = received.dispatched.index if is_static else None
-        handle._own = handle._travelled = None
         return handle
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The six tensors. Local."""
+        exchange, is_in_rank = self.batch.exchange, self.is_in_rank
+        num_ranks = is_in_rank.shape[1]
+        rank_prefix = is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
+        rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
+        prefix, send_head = _channels(is_in_rank, self.channels)
+        before = torch.full_like(prefix, UNKNOWN)
+        src_idx = is_in_rank.new_full((self.batch.sizes[0],), UNKNOWN, dtype=torch.int32)
+        self._saved.keep(prefix, self.batch)
+        return rank_prefix, prefix, before, src_idx, is_in_rank, send_head
 
     def __len__(self) -> int:
         return _NUM_TENSORS
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._read())
+        return iter(self.tensors)
 
-    def __getitem__(self, place: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
-        if isinstance(place, slice):
-            return tuple(self[each] for each in range(_NUM_TENSORS)[place])
-        number = range(_NUM_TENSORS)[place]
-        if number == _IS_IN_RANK:
-            return self.is_in_rank
-        if number in _OWN:
-            return self._read_own()[_OWN.index(number)]
-        return self._read()[number]
+    def __getitem__(self, position: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
+        return self.tensors[position]
 
     __hash__ = object.__hash__
 
@@ -144,71 +145,22 @@ class NormalHandle(tuple[Tensor, ...]):
         return self is not other
 
     def __repr__(self) -> str:
-        return f"<NormalHandle of R, H, T = {self.batch.sizes} on rank {self.batch.way.rank}>"
+        return f"<NormalHandle of R, H, T = {self.batch.sizes} on rank {self.batch.exchange.rank}>"
 
-    def _read(self) -> tuple[Tensor, ...]:
-        """Return the six tensors. Collective: the first time."""
-        if self._travelled is None:
-            self._travelled = _travelled_of(self)
-        before, src_idx = self._travelled
-        rank_prefix, prefix, send_head = self._read_own()
-        return rank_prefix, prefix, before, src_idx, self.is_in_rank, send_head
-
-    def _read_own(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors that this rank computes alone. Local."""
-        if self._own is None:
-            way, num_ranks = self.batch.way, self.is_in_rank.shape[1]
-            rank_prefix = self.is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
-            rank_prefix[:, way.rank] = way.exchange_plan.rows_from_ranks().cumsum(0)
-            prefix, send_head = _channels(self.is_in_rank, self.channels, _share(self))
-            self._own = rank_prefix, prefix, send_head
-            self._saved.keep(prefix, self.batch)
-        return self._own
+    def __reduce__(self) -> NoReturn:
+        raise HandleError(
+            f"{self!r} cannot be pickled or copied: it belongs to the memory of one Buffer; pass "
+            "the handle itself"
+        )
 
 
-def _share(handle: NormalHandle) -> int:
-    """Return the tokens of a channel, of which the last may have fewer."""
-    return max(-(-handle.is_in_rank.shape[0] // max(handle.channels, 1)), 1)
-
-
-def _travelled_of(handle: NormalHandle) -> tuple[Tensor, Tensor]:
-    """Return recv_channel_prefix_matrix and recv_src_idx.
-
-    Collective: the numbers of tokens are sent along the way.
-    """
-    is_in_rank, channels, way = handle.is_in_rank, handle.channels, handle.batch.way
+def _channels(is_in_rank: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return [W, C] and [T, W]: each channel takes the same number of consecutive tokens."""
     num_tokens, num_ranks = is_in_rank.shape
-    device = is_in_rank.device
-    tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
-    # Four columns are 16 bytes, which every buffer carries.
-    columns = (torch.full_like(tokens, way.rank), tokens, tokens // _share(handle), tokens)
-    received = send_columns(way, torch.stack(columns, dim=1))
-    if handle.static_index is not None:
-        assert handle.static_index.slots_of_row is not None, "rows have an index over them"
-        received = received[(handle.static_index.slots_of_row >= 0).any(1)]
-    source, token, channel, _ = received.unbind(1)
-    width = channels + 1
-    by_channel = torch.bincount(source * width + channel + 1, minlength=num_ranks * width)
-    before = by_channel.view(num_ranks, width).cumsum(1)[:, :channels].to(torch.int32)
-    src_idx = torch.empty(handle.batch.sizes[0], dtype=torch.int32, device=device)
-    src_idx[: token.shape[0]] = token
-    return before.contiguous(), src_idx
-
-
-def handle_error(handle: object, function: str, where: str) -> HandleError:
-    """Return the error for a handle that no dispatch of normal mode made. Local."""
-    return HandleError(
-        f"{function}: handle is {type(handle).__name__}, expected what dispatch() of this Buffer "
-        f"returned, or its six tensors ({where}); pass the handle, or the tensors without a copy"
-    )
-
-
-def _channels(is_in_rank: Tensor, channels: int, share: int) -> tuple[Tensor, Tensor]:
-    """Return [W, C] and [T, W]: each channel takes a `share` of the tokens in turn."""
-    num_tokens, num_ranks = is_in_rank.shape
+    share = max(-(-num_tokens // channels), 1)
     padded = torch.zeros(channels * share, num_ranks, dtype=torch.int32, device=is_in_rank.device)
     padded[:num_tokens] = is_in_rank
     by_channel = padded.view(channels, share, num_ranks)
     prefix = by_channel.sum(1).cumsum(0).T.to(torch.int32).contiguous()
-    places = (by_channel.cumsum(1) - 1).view(-1, num_ranks)[:num_tokens].to(torch.int32)
-    return prefix, places.masked_fill(~is_in_rank, -1).contiguous()
+    positions = (by_channel.cumsum(1) - 1).view(-1, num_ranks)[:num_tokens].to(torch.int32)
+    return prefix, positions.masked_fill(~is_in_rank, -1).contiguous()

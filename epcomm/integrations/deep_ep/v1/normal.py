@@ -1,138 +1,146 @@
-"""Add to normal.py what V1 alone has: dispatch without ids, and rows that nobody sent."""
+"""Normal dispatch of V1: what it has beside normal.py, without ids and with rows nobody sent."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import CapacityError
-from epcomm.integrations.deep_ep.normal import Received, Rows, Sizes, dispatch_rows, spec_of
-from epcomm.integrations.deep_ep.ranks import Options, Ranks
-from epcomm.integrations.deep_ep.v1.checks import rows_fault
+from epcomm.errors import CapacityError, EPError, ShapeError
+from epcomm.integrations.deep_ep.checks import IDS, Check, Dtypes
+from epcomm.integrations.deep_ep.normal import ReceivedRows, Rows, dispatch_rows, spec_of
+from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks
 from epcomm.spec import BufferSpec
 
+# The dtypes of x without scales, and with scales.
+PLAIN: Dtypes = (torch.bfloat16, torch.float16, torch.float32)
+QUANTIZED: Dtypes = (torch.float8_e4m3fn, torch.int8)
 
-def dispatch_v1(
-    ranks: Ranks,
-    rows: Rows,
-    topk: tuple[Tensor | None, Tensor | None],
-    is_in_rank: Tensor,
-    per_expert: Tensor,
-    *,
-    num_sms: int | None,
-    num_worst_tokens: int = 0,
-) -> Received:
-    """Dispatch rows [T, H] by topk_idx, or by is_in_rank [T, W] where there are no ids.
 
-    per_expert: [E], int32, tokens of this rank for each expert.   num_sms: see Sizes.
-    num_worst_tokens: see is_static(); where it is, T is at most as much.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class NormalRequest:
+    """One dispatch of V1 on new routes; see Buffer.dispatch().
 
-    Raises:
-        CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
-            static sizes on a GPU sums are NaN instead, on every rank.
+    num_sms: see spec_of().   is_static: sizes are static: num_worst_tokens rows, and no host sync.
+        T is at most as much then. Without ids V1 has no such dispatch.
     """
-    (ids, weights), sizes = topk, _sizes(num_sms)
-    options = _options(num_worst_tokens, has_ids=ids is not None)
-    if is_static(ranks, ids, num_worst_tokens):
-        assert ids is not None, "just checked"
-        assert weights is not None, "ids have weights"
-        sizes = _sizes(num_sms, num_worst_tokens)
-        received = dispatch_rows(
-            ranks, rows, ids.long(), weights, per_expert.shape[0], sizes=sizes, options=options
-        )
-        if ranks.reads_faults:
-            received.way.buffer.check()
-        return received
-    received = _dispatch_exactly(ranks, rows, topk, is_in_rank, per_expert, (sizes, options))
-    return _with_worst_rows(ranks, received, num_worst_tokens)
 
+    rows: Rows
+    topk_idx: Tensor | None
+    topk_weights: Tensor | None
+    is_in_rank: Tensor | None
+    per_expert: Tensor | None
+    num_worst_tokens: int
+    num_sms: int | None
+    is_static: bool
 
-def is_static(ranks: Ranks, topk_ids: Tensor | None, num_worst_tokens: int) -> bool:
-    """Tell whether a dispatch has static sizes: num_worst_tokens rows, and no host sync.
+    def check(self, check: Check) -> None:
+        """Raise what is wrong with the tensors, as Check does."""
+        rows, ids, num_ranks = self.rows, self.topk_idx, check.ranks.size
+        _check_rows(check, rows)
+        num_tokens = rows.x.shape[0]
+        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), torch.bool)
+        check.tensor("num_tokens_per_expert", self.per_expert, (None,), torch.int32)
+        assert self.per_expert is not None, "just checked"
+        num_experts = self.per_expert.shape[0]
+        if ids is not None or self.topk_weights is not None:
+            check.tensor("topk_idx", ids, (num_tokens, None), *IDS)
+            assert ids is not None, "just checked"
+            check.tensor("topk_weights", self.topk_weights, ids.shape, torch.float32)
+        if num_experts < 1 or num_experts % num_ranks:
+            fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
+            raise check.error(ShapeError, f"{fault} {num_ranks} ranks")
+        if ids is not None:
+            if ids.shape[1] == 0:
+                fault = f"topk_idx is {list(ids.shape)}, expected at least one expert a token"
+                raise check.error(ShapeError, fault)
+            check.ids(ids, num_experts)
+        if self.is_static and num_tokens > self.num_worst_tokens:
+            fault = f"x has {num_tokens} tokens, expected at most num_worst_tokens"
+            remedy = "pass a larger number on all ranks"
+            raise check.error(CapacityError, f"{fault} = {self.num_worst_tokens}", remedy)
 
-    Without ids V1 has no such dispatch.
-    """
-    return num_worst_tokens > 0 and topk_ids is not None and ranks.has_static_sizes
+    def spec(self, num_ranks: int) -> BufferSpec:
+        """Return the specification of the buffer; without ids a rank is one expert."""
+        top_k, num_local = num_ranks, 1
+        if self.topk_idx is not None and self.per_expert is not None:
+            top_k, num_local = self.topk_idx.shape[1], self.per_expert.shape[0] // num_ranks
+        most = self.num_worst_tokens if self.is_static else None
+        return spec_of(self.rows.form, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
 
-
-def shape_of(
-    ranks: Ranks,
-    rows: Rows,
-    topk_ids: Tensor | None,
-    per_expert: Tensor | None,
-    *,
-    num_sms: int | None,
-    num_worst_tokens: int,
-) -> BufferSpec | None:
-    """Return the shape of a call that cannot be; None where its tensors do not tell. Local.
-
-    num_sms, num_worst_tokens: as of dispatch_v1().
-    """
-    if rows_fault(rows, ranks.device) is not None:
-        return None
-    top_k = num_experts = ranks.size
-    if topk_ids is not None:
-        if not isinstance(topk_ids, Tensor) or not isinstance(per_expert, Tensor):
+    def known_spec(self, check: Check) -> BufferSpec | None:
+        """Return the specification of a refused call; None if its tensors do not tell."""
+        try:
+            _check_rows(check, self.rows)
+        except EPError:
             return None
-        if (topk_ids.dim(), per_expert.dim()) != (2, 1):
-            return None
-        top_k, num_experts = topk_ids.shape[1], per_expert.shape[0]
-    if num_experts < 1 or num_experts % ranks.size:
-        return None
-    most = num_worst_tokens if is_static(ranks, topk_ids, num_worst_tokens) else None
-    return spec_of(rows, top_k, num_experts, ranks.size, _sizes(num_sms, most))
+        ids, per_expert, num_ranks = self.topk_idx, self.per_expert, check.ranks.size
+        if ids is not None:
+            if not isinstance(ids, Tensor) or not isinstance(per_expert, Tensor):
+                return None
+            if (ids.dim(), per_expert.dim()) != (2, 1):
+                return None
+            if per_expert.shape[0] == 0 or per_expert.shape[0] % num_ranks:
+                return None
+        return self.spec(num_ranks)
+
+    def send(self, ranks: Ranks) -> ReceivedRows:
+        """Dispatch; ids are those of is_in_rank where there are none.
+
+        Collective: yes.   Host sync: one, none where sizes are static.
+        Raises:
+            CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
+                static sizes on a GPU sums are NaN instead, on every rank.
+        """
+        ids, weights, most = self.topk_idx, self.topk_weights, self.num_worst_tokens
+        options = NO_OPTIONS
+        if most or ids is None:
+            options = Options(num_worst_tokens=most, has_topk_weights=ids is not None)
+        if ids is None or weights is None:
+            assert self.is_in_rank is not None, "just checked"
+            everyone = torch.arange(ranks.size, device=self.is_in_rank.device)
+            ids = torch.where(self.is_in_rank, everyone, -1)
+            weights = torch.ones_like(ids, dtype=torch.float32)
+        spec = self.spec(ranks.size)
+        received = dispatch_rows(ranks, self.rows, ids.long(), weights, spec, options=options)
+        if self.is_static:
+            if ranks.reads_faults:
+                received.exchange.buffer.check()
+            return received
+        if self.topk_idx is None and self.per_expert is not None:
+            counts = ranks.sum_of_counts(self.per_expert)
+            received = replace(received, num_tokens_per_expert=counts)
+        return _with_worst_rows(ranks, received, most) if most else received
 
 
-def _dispatch_exactly(
-    ranks: Ranks,
-    rows: Rows,
-    topk: tuple[Tensor | None, Tensor | None],
-    is_in_rank: Tensor,
-    per_expert: Tensor,
-    asked: tuple[Sizes, Options],
-) -> Received:
-    (ids, weights), (sizes, options) = topk, asked
-    if ids is not None and weights is not None:
-        num_experts = per_expert.shape[0]
-        ids = ids if ids.dtype is torch.int64 else ids.long()
-        return dispatch_rows(ranks, rows, ids, weights, num_experts, sizes=sizes, options=options)
-    # One expert a rank: a token goes to those of the ranks that get it.
-    everyone = torch.arange(ranks.size, device=is_in_rank.device)
-    ids = torch.where(is_in_rank, everyone, -1)
-    weights = torch.ones_like(ids, dtype=torch.float32)
-    received = dispatch_rows(ranks, rows, ids, weights, ranks.size, sizes=sizes, options=options)
-    return replace(received, num_tokens_per_expert=ranks.sum_of_counts(per_expert))
+def _check_rows(check: Check, rows: Rows) -> None:
+    num_tokens = rows.x.shape[0] if isinstance(rows.x, Tensor) and rows.x.dim() else None
+    shape = (None if rows.scales is None else num_tokens, None)
+    check.rows(rows, shape, PLAIN, QUANTIZED)
 
 
-def _with_worst_rows(ranks: Ranks, received: Received, num_worst_tokens: int) -> Received:
-    """Lengthen what came to num_worst_tokens rows, unless that is 0.
+def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> ReceivedRows:
+    """Lengthen what came to `most` rows.
 
-    Collective: with num_worst_tokens.
+    Collective: yes.
     Raises:
         CapacityError: some rank received more; on every rank.
     """
-    if not num_worst_tokens:
-        return received
-    most = ranks.largest(received.rows.x.shape[0])
-    if most > num_worst_tokens:
+    largest = ranks.largest(received.rows.x.shape[0])
+    if largest > most:
         raise CapacityError(
-            f"dispatch: some rank received {most} rows, expected at most num_worst_tokens = "
-            f"{num_worst_tokens} ({ranks.where}); pass as many as all ranks can send to one"
+            f"dispatch: some rank received {largest} rows, expected at most num_worst_tokens = "
+            f"{most} ({ranks.where}); pass as many as all ranks can send to one"
         )
-
-    ids, weights = (
-        _lengthened(each, num_worst_tokens) for each in (received.topk_ids, received.topk_weights)
-    )
+    ids, weights = (_lengthened(each, most) for each in (received.topk_ids, received.topk_weights))
     ids[received.topk_ids.shape[0] :] = -1
-    rows = with_length(received.rows, num_worst_tokens)
+    rows = with_length(received.rows, most)
     return replace(received, rows=rows, topk_ids=ids, topk_weights=weights)
 
 
 def with_length(rows: Rows, length: int) -> Rows:
-    """Return rows with undefined ones behind them, as many as a handle says. Local."""
+    """Return rows with undefined ones after them, as many as a handle has. Local."""
     if rows.x.shape[0] == length:
         return rows
     scales = rows.scales
@@ -146,13 +154,3 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
     out = tensor.new_empty(length, tensor.shape[1])
     out[: tensor.shape[0]] = tensor
     return out
-
-
-@lru_cache(maxsize=64)
-def _sizes(num_sms: int | None, max_tokens: int | None = None) -> Sizes:
-    return Sizes(num_sms=num_sms, max_tokens=max_tokens)
-
-
-@lru_cache(maxsize=64)
-def _options(num_worst_tokens: int, *, has_ids: bool) -> Options:
-    return Options(num_worst_tokens=num_worst_tokens, has_topk_weights=has_ids)

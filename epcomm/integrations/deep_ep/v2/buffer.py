@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -11,25 +10,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.config import Mode
-from epcomm.errors import EPError, HandleError
+from epcomm.errors import ConfigError, EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.checks import Absent, Check, Dtypes
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.normal import (
+    Rows,
+    bias_of,
+    detached,
+    refuse_along,
+    refuse_return,
+    return_rows,
+    send_along,
+)
 from epcomm.integrations.deep_ep.ranks import Ranks
-from epcomm.integrations.deep_ep.v2 import checks, sizes
-from epcomm.integrations.deep_ep.v2.calls import CombineRequest, ElasticCalls, OutputForm
-from epcomm.integrations.deep_ep.v2.exchange import DispatchRequest
-from epcomm.integrations.deep_ep.v2.handle import EPHandle
-from epcomm.integrations.deep_ep.v2.missing import NotThere
+from epcomm.integrations.deep_ep.v2 import sizes
+from epcomm.integrations.deep_ep.v2.exchange import (
+    Arrived,
+    DispatchRequest,
+    send_request,
+    send_weights,
+)
+from epcomm.integrations.deep_ep.v2.handle import EPHandle, Positions
+from epcomm.ops.members import AnyMembers, MemberTable
+from epcomm.ops.select import row_ops_for
+from epcomm.ops.slots import gather_scalars, members_of, reduce_rows, spread_to_slots
+from epcomm.types import RowsPer
 
 # Queue pairs that the package allocates on its own, in hybrid mode and without it.
 _QPS_HYBRID, _QPS_DIRECT = 129, 17
 # Of each SM, and the most without hybrid mode.
 _QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
 
+# Of x without scales, and with scales.
+_DTYPES: tuple[Dtypes, Dtypes] = (torch.bfloat16,), (torch.float8_e4m3fn,)
+_PEERS = "use torch.distributed.isend and irecv"
+_GATHER = "use torch.distributed.all_gather_into_tensor"
+_ENGRAM = "use the deep_ep package itself, on hosts with RDMA"
+
 XTensors = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[XTensors, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
-class ElasticBuffer(NotThere):
+class ElasticBuffer:
     """Dispatch and combine of V2 between the ranks of one host.
 
     Every call but the statics and the sizes is collective over the group. Sizes in bytes are kept
@@ -38,6 +60,22 @@ class ElasticBuffer(NotThere):
     Attributes, as in the package: group, rank_idx, num_ranks, num_bytes, num_max_tokens_per_rank,
     the sizes of domains, and what the constructor was told.
     """
+
+    get_engram_storage_size_hint = Absent(_ENGRAM)
+    engram_write = Absent(_ENGRAM)
+    engram_fetch = Absent(_ENGRAM)
+    get_pp_buffer_size_hint = Absent(_PEERS)
+    pp_set_config = Absent(_PEERS)
+    pp_send = Absent(_PEERS)
+    pp_recv = Absent(_PEERS)
+    get_agrs_num_max_session_bytes = Absent(_GATHER)
+    get_agrs_buffer_size_hint = Absent(_GATHER)
+    create_agrs_session = Absent(_GATHER)
+    destroy_agrs_session = Absent(_GATHER)
+    agrs_new_session = Absent(_GATHER)
+    agrs_set_config = Absent(_GATHER)
+    agrs_get_inplace_tensor = Absent(_GATHER)
+    all_gather = Absent(_GATHER)
 
     def __init__(
         self,
@@ -60,11 +98,12 @@ class ElasticBuffer(NotThere):
     ) -> None:
         """Wrap the ranks. Local; no rank is waited for.
 
-        Rows always come in the order of (source rank, token), so `deterministic` changes nothing.
+        allow_multiple_reduction: expanded rows of a token are summed and rounded at their rank
+            before the sums travel; else each travels, and they are rounded once.
+        deterministic: changes nothing: rows always come in the order of (source rank, token).
         """
         self._ranks = Ranks(group)
         self._comm_stream = CommStream()
-        self._calls = ElasticCalls(self._ranks, allow_multiple_reduction=allow_multiple_reduction)
         self.group = group
         self.rank_idx, self.num_ranks = self._ranks.rank, self._ranks.size
         if num_bytes is None:
@@ -109,10 +148,10 @@ class ElasticBuffer(NotThere):
         """Return the bytes that V2 would allocate, a multiple of 2 MB; num_topk 0 means 32."""
         del allow_hybrid_mode  # One host: there is nothing to be hybrid between.
         return sizes.buffer_bytes(
-            num_ranks=group.size(),
-            max_tokens=num_max_tokens_per_rank,
-            hidden=hidden,
-            num_topk=num_topk,
+            group.size(),
+            num_max_tokens_per_rank,
+            hidden,
+            num_topk,
             use_fp8_dispatch=use_fp8_dispatch,
             allow_multiple_reduction=allow_multiple_reduction,
         )
@@ -226,28 +265,21 @@ class ElasticBuffer(NotThere):
             HandleError: the handle is of other sizes or no EPHandle, as above; or the buffer is
                 destroyed.
         """
-        self._ranks.check_open("dispatch")
-        events = _events(previous_event, previous_event_before_epilogue)
-        form = OutputForm(
-            do_zero_padding=do_zero_padding, is_sf_col_major=use_tma_aligned_col_major_sf
-        )
-        ranks, top_k = self._ranks, 0
-        if isinstance(handle, EPHandle):
-            ranks.compare_owner("dispatch", handle.arrived.way.buffer)
+        ranks, rows = self._ranks, Rows.of(x)
+        check = Check.begin("dispatch", ranks, rows.x)
         max_tokens = _or(num_max_tokens_per_rank, self.num_max_tokens_per_rank)
+        events = _events(previous_event, previous_event_before_epilogue)
+        if isinstance(handle, EPHandle):
+            ranks.compare_owner("dispatch", handle.exchange.buffer)
         try:
-            checks.check_options(
-                "dispatch", {"num_sms": num_sms, "num_qps": num_qps}, events, ranks
-            )
-            rows = checks.rows_of(x, ranks.where)
-            ranks.follow(rows.x.device)
+            check.numbers(num_sms=num_sms, num_qps=num_qps)
+            check.events(EventHandle, events)
             if handle is None:
-                checks.check_rows(rows, ranks)
-                sizes = {
-                    "num_max_tokens_per_rank": max_tokens,
-                    "expert_alignment": _or(expert_alignment, 1),
-                }
-                top_k = checks.check_sizes(topk_idx, num_experts, sizes, ranks)
+                self._check_request(check, rows, topk_idx, num_experts)
+                alignment = _or(expert_alignment, 1)
+                check.sizes(
+                    ConfigError, num_max_tokens_per_rank=max_tokens, expert_alignment=alignment
+                )
             else:
                 given = {
                     "num_experts": num_experts,
@@ -255,39 +287,58 @@ class ElasticBuffer(NotThere):
                     "num_max_tokens_per_rank": num_max_tokens_per_rank,
                 }
                 forbidden = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
-                checks.check_handle(handle, given, forbidden, ranks, do_expand=do_expand)
-                checks.check_rows(rows, ranks)
-                checks.check_along(rows, topk_weights, handle, ranks)
+                known = _check_handle(check, handle, given, forbidden, do_expand=do_expand)
+                exchange = known.exchange
+                check.rows_along(rows, exchange, *_DTYPES)
+                if topk_weights is not None:
+                    shape = (exchange.num_tokens, exchange.spec.top_k)
+                    check.tensor("topk_weights", topk_weights, shape, torch.float32)
         except EPError as error:
             if isinstance(handle, EPHandle):
-                self._calls.refuse_along(handle, topk_weights, error)
+                has_weights = topk_weights is not None
+                refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
             if handle is not None:
                 ranks.refuse_combine(Mode.NORMAL, error)
             ranks.refuse(Mode.NORMAL, error, is_static=do_cpu_sync is False)
-        with self._call(rows.x, list(events.values()), async_with_compute_stream) as call:
-            if handle is not None:
-                out = self._calls.dispatch_along(
-                    rows, topk_weights, handle, form, do_expand=do_expand
-                )
-            else:
+        is_async, positions = async_with_compute_stream, None
+        with self._comm_stream.call(
+            rows.x.device, list(events.values()), is_async=is_async
+        ) as call:
+            if handle is None:
+                experts, topk = cast("int", num_experts), cast("Tensor", topk_idx)
+                sms = num_sms or self.get_theoretical_num_sms(experts, topk.shape[1])
                 request = DispatchRequest(
                     rows=rows,
-                    topk_idx=cast(Tensor, topk_idx),
+                    topk_idx=topk,
                     topk_weights=topk_weights,
                     recv_stats=cumulative_local_expert_recv_stats,
-                    num_experts=cast(int, num_experts),
+                    num_experts=experts,
                     max_tokens=max_tokens,
                     expert_alignment=_or(expert_alignment, 1),
-                    num_sms=num_sms or self.get_theoretical_num_sms(cast(int, num_experts), top_k),
+                    num_sms=sms,
                     asked_sms=num_sms or None,
                     do_handle_copy=do_handle_copy,
                     do_cpu_sync=do_cpu_sync is not False,
                     do_expand=do_expand,
                 )
-                out = self._calls.dispatch(request, form)
-            given_tensors = [rows.x, rows.scales, topk_idx, topk_weights]
-            event = self._calls.event(call, given_tensors, out.tensors())
-        return out.rows.as_given(), out.topk_idx, out.topk_weights, out.handle, event
+                handle, received, weights = self._send(check, request)
+            else:
+                received, weights = self._send_along(handle, rows, topk_weights, do_expand)
+                if handle.do_expand and not do_expand:
+                    positions = handle.positions_of(do_expand=False)
+            positions = positions or handle.positions
+            weights = None if weights is None else positions.from_elements(weights)
+            out = handle.place_rows(
+                received,
+                positions,
+                do_expand=do_expand,
+                is_sf_col_major=use_tma_aligned_col_major_sf,
+            )
+            ids = None if do_expand else positions.from_elements(handle.local_ids)
+            made = [out.x, out.scales, ids, weights]
+            self._finish(made, handle, positions, do_zero_padding=do_zero_padding)
+            event = self._event(call, [rows.x, rows.scales, topk_idx, topk_weights], made)
+        return out.as_given(), ids, weights, handle, event
 
     def combine(
         self,
@@ -325,49 +376,227 @@ class ElasticBuffer(NotThere):
                 others are NaN, or, where the handle is no EPHandle, they raise EPTimeout.
             HandleError: the buffer is destroyed.
         """
-        self._ranks.check_open("combine")
+        ranks = self._ranks
+        check = Check.begin("combine", ranks)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        try:
-            checks.known_handle("combine", handle, self._ranks)
-        except HandleError as error:
-            self._ranks.refuse_combine(Mode.NORMAL, error)
-        self._ranks.compare_owner("combine", handle.arrived.way.buffer)
         events = _events(previous_event, previous_event_before_epilogue)
         try:
-            checks.check_options(
-                "combine", {"num_sms": num_sms, "num_qps": num_qps}, events, self._ranks
-            )
-            checks.check_combine(x, handle, topk_weights, biases, self._ranks)
+            _known(check, handle)
+        except HandleError as error:
+            ranks.refuse_combine(Mode.NORMAL, error)
+        ranks.compare_owner("combine", handle.exchange.buffer)
+        try:
+            check.numbers(num_sms=num_sms, num_qps=num_qps)
+            check.events(EventHandle, events)
+            _check_combine(check, x, handle, topk_weights)
+            shape = (handle.topk_idx.shape[0], handle.exchange.spec.hidden_size)
+            check.biases(biases, shape, torch.bfloat16)
         except EPError as error:
-            self._calls.refuse_combine(handle, error)
-        request = CombineRequest(x=x, handle=handle, topk_weights=topk_weights, biases=biases)
-        with self._call(x, list(events.values()), async_with_compute_stream) as call:
-            combined, weights = self._calls.combine(request)
-            event = self._calls.event(call, [x, topk_weights, *biases], [combined, weights])
+            exchange = handle.exchange
+            times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
+            refuse_return(ranks, exchange, error, num_combines=times)
+        is_async = async_with_compute_stream
+        with self._comm_stream.call(x.device, list(events.values()), is_async=is_async) as call:
+            ranks.go_along("combine", x, has_weights=topk_weights is not None)
+            if handle.do_expand:
+                combined, weights = self._sum_slots(x, topk_weights, handle, bias_of(biases))
+            else:
+                elements, weights = handle.positions.to_elements(x), topk_weights
+                if weights is not None:
+                    # Only the rank of an expert has a say about its weight.
+                    weights = handle.positions.to_elements(weights)
+                    weights = weights.masked_fill(handle.local_ids < 0, 0.0)
+                combined, weights = return_rows(handle.exchange, elements, weights, bias_of(biases))
+            if handle.is_row is not None and ranks.reads_faults:
+                handle.exchange.buffer.check()
+            event = self._event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
 
-    @contextmanager
-    def _call(
-        self, like: Tensor, events: Sequence[EventHandle | None], is_async: bool
-    ) -> Iterator[AsyncCall]:
-        """Run a call on its stream, after all of these events or the current stream."""
-        first, *others = [event for event in events if event is not None] or [None]
-        previous = None if first is None else EventOverlap(first)
-        with self._comm_stream.call(like.device, previous, is_async=is_async) as call:
-            for event in others:
-                if event is not None:
-                    event.current_stream_wait()
-            yield call
+    def _check_request(
+        self, check: Check, rows: Rows, topk_idx: Tensor | None, num_experts: int | None
+    ) -> None:
+        """Raise why no rank could say how large the rows of a dispatch are."""
+        check.rows(rows, (None, None), *_DTYPES)
+        dtype = topk_idx.dtype if isinstance(topk_idx, Tensor) else torch.int64
+        check.tensor("topk_idx", topk_idx, (None, None), dtype)
+        if topk_idx is not None and topk_idx.shape[1] == 0:
+            fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
+            raise check.error(ShapeError, fault)
+        check.experts(num_experts, ConfigError)
+
+    def _send(self, check: Check, request: DispatchRequest) -> tuple[EPHandle, Rows, Tensor | None]:
+        """Send tokens on new routes; return the handle, rows and weights. Collective: yes."""
+        fault = None
+        try:
+            request.check(check)
+        except EPError as error:
+            fault = error
+            is_static = not request.do_cpu_sync
+            self._ranks.refuse_on_hosts(Mode.NORMAL, error, is_static=is_static)
+        num_combines = self._num_combines(request.topk_idx.shape[1], do_expand=request.do_expand)
+        arrived = send_request(self._ranks, request, fault, num_combines=num_combines)
+        handle = self._handle_of(request, arrived)
+        if request.recv_stats is not None:
+            request.recv_stats.add_(handle.num_unaligned_recv_tokens_per_expert)
+        return handle, arrived.received.rows, arrived.weights
+
+    def _send_along(
+        self, handle: EPHandle, rows: Rows, topk_weights: Tensor | None, do_expand: bool
+    ) -> tuple[Rows, Tensor | None]:
+        """Send other rows, and weights [T, K], of the same tokens on the routes of a handle.
+
+        Collective: yes; with weights or without them on all ranks.
+        """
+        has_weights, weights = topk_weights is not None, None
+        self._ranks.go_along("dispatch along a handle", rows.x, has_weights=has_weights)
+        if topk_weights is not None:
+            weights = send_weights(handle.exchange, topk_weights)
+        received = send_along(handle.exchange, rows)
+        if weights is not None and do_expand:
+            weights = spread_to_slots(weights, handle.index)
+        return received, weights
+
+    def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
+        """Make the handle of a dispatch; tests let the positions differ between calls."""
+        return EPHandle(request, arrived, self.num_ranks)
+
+    def _finish(
+        self,
+        made: Sequence[Tensor | None],
+        handle: EPHandle,
+        positions: Positions,
+        *,
+        do_zero_padding: bool,
+    ) -> None:
+        """Write what no row came for; tests write more. made: x, scales, ids and weights."""
+        del handle
+        if do_zero_padding:
+            x, scales, _, weights = made
+            for tensor in (x, scales, weights):
+                positions.fill_padding(tensor)
+
+    def _event(
+        self, call: AsyncCall, given: Sequence[Tensor | None], made: Sequence[Tensor | None]
+    ) -> EventOverlap:
+        """Return the event at the end of a call, which read and wrote these tensors."""
+        return call.event([*given, *made])
+
+    def _num_combines(self, top_k: int, *, do_expand: bool) -> int:
+        """Return the combines of epcomm's buffer that one of V2 makes."""
+        return top_k if do_expand and not self.allow_multiple_reduction else 1
+
+    def _sum_slots(
+        self, x: Tensor, weights: Tensor | None, handle: EPHandle, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum expanded rows x [N, H] by token, onto bias [T, H]; return weights [N] as [T, K]."""
+        exchange, named = handle.exchange, handle.named_slots()
+        if named is None:
+            slots_of_row = handle.slots_of_row
+            x = handle.positions.to_elements(x)
+            weights = None if weights is None else handle.positions.to_elements(weights)
+        else:
+            slots_of_row = torch.where(named < x.shape[0], named, -1)
+        scalars = None
+        if weights is not None:
+            # Only the rank of an expert has a say about its weight.
+            own_slots = torch.where(handle.local_ids < 0, -1, slots_of_row)
+            scalars = gather_scalars(detached(weights), own_slots)
+        if self.allow_multiple_reduction and named is None:
+            return return_rows(exchange, x, scalars, bias, rows_per=RowsPer.SLOT)
+        if self.allow_multiple_reduction:
+            rows = reduce_rows(detached(x), _members_of(slots_of_row))
+            return return_rows(exchange, _without_unknown(rows, named, x), scalars, bias)
+        shape = (exchange.num_tokens, x.shape[1])
+        total = torch.zeros(shape, dtype=torch.float32, device=x.device) if bias is None else bias
+        sums = None
+        for slots_of_k in slots_of_row.unbind(1):
+            is_slot = (slots_of_k >= 0).unsqueeze(1)
+            rows = x.new_zeros(exchange.num_rows, x.shape[1])
+            if x.shape[0]:
+                rows = torch.where(is_slot, x[slots_of_k.clamp(min=0).long()], rows)
+            y, returned = return_rows(exchange, _without_unknown(rows, named, x), scalars)
+            total, sums, scalars = total + y.float(), sums if scalars is None else returned, None
+        return total.to(x.dtype), sums
+
+
+def _members_of(table: Tensor) -> AnyMembers:
+    """Return the rows that each line of a table [R, K] names. Host sync: on CPUs."""
+    if row_ops_for(table) is not None:
+        return MemberTable(table=table.contiguous())
+    return members_of(table, int((table >= 0).sum()))
+
+
+def _without_unknown(rows: Tensor, named: Tensor | None, x: Tensor) -> Tensor:
+    """Return rows [R, H], with NaN where a program named rows that x does not have."""
+    if named is None:
+        return rows
+    return rows.masked_fill((named >= x.shape[0]).any(1, keepdim=True), float("nan"))
+
+
+def _known(check: Check, handle: object) -> EPHandle:
+    """Return a handle of this drop-in, or raise that it is something else."""
+    if isinstance(handle, EPHandle):
+        return handle
+    fault = f"handle is {type(handle).__name__}, expected the EPHandle that dispatch() returned"
+    raise check.error(HandleError, fault, "pass it as it is")
+
+
+def _check_handle(
+    check: Check,
+    handle: object,
+    given: Mapping[str, object],
+    forbidden: Mapping[str, object],
+    *,
+    do_expand: bool,
+) -> EPHandle:
+    """Return the handle; raise if a dispatch along it asks for something else than it has.
+
+    given: arguments by name, which are None or as the handle has them.   forbidden: arguments by
+        name, which are None or False.   do_expand: the rows are to be returned by expert.
+    """
+    known = _known(check, handle)
+    for name, value in {**given, "do_expand": do_expand or None}.items():
+        kept = getattr(known, name)
+        if value is not None and value != kept:
+            fault = f"{name} is {value}, expected {kept} as in the dispatch that made the handle"
+            raise check.error(HandleError, fault, "pass the same")
+    for name, value in forbidden.items():
+        if value is not None and value is not False:
+            fault = f"{name} came with a handle, expected {name}=None: the handle has routes and"
+            raise check.error(HandleError, f"{fault} waits for no counts", "leave it out")
+    return known
+
+
+def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:
+    """Raise if x, weights or recv_src_metadata are not what the handle asks for."""
+    hidden_size, top_k = handle.exchange.spec.hidden_size, handle.topk_idx.shape[1]
+    table, most, is_named = handle.known_metadata, handle.num_recv_tokens, False
+    if handle.do_expand:
+        # A program that names the rows by recv_src_metadata may have any number of them.
+        most, is_named = handle.num_expanded_tokens, table is not None
+    check.tensor("x", x, (None if is_named else most, hidden_size), torch.bfloat16)
+    if is_named:
+        lines = handle.num_recv_tokens
+        if isinstance(table, Tensor) and table.dim():
+            lines = min(table.shape[0], lines)
+        check.tensor("handle.recv_src_metadata", table, (lines, top_k + 2), torch.int32)
+        named = handle.named_slots()
+        if named is not None and check.ranks.reads_faults and named.numel():
+            last = int(named.max())
+            if last >= x.shape[0]:
+                fault = f"x has {x.shape[0]} rows, expected at least {last + 1}, as"
+                fault = f"{fault} handle.recv_src_metadata names row {last}"
+                raise check.error(ShapeError, fault, "pass a result for each row that it names")
+    if weights is not None:
+        shape = (x.shape[0],) if handle.do_expand else (x.shape[0], top_k)
+        check.tensor("topk_weights", weights, shape, torch.float32)
 
 
 def _events(
-    first: EventHandle | None, before_epilogue: EventHandle | None
+    first: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None
 ) -> dict[str, EventHandle | None]:
     """Return the events that a call waits for, by the names of its arguments."""
-    given: dict[str, EventHandle | EventOverlap | None] = {
-        "previous_event": first,
-        "previous_event_before_epilogue": before_epilogue,
-    }
+    given = {"previous_event": first, "previous_event_before_epilogue": before_epilogue}
     return {
         name: event.event if isinstance(event, EventOverlap) else event
         for name, event in given.items()

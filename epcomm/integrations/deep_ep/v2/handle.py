@@ -1,16 +1,60 @@
-"""The handle of a dispatch of an ElasticBuffer: for its combine, and for dispatches along it."""
+"""The handle of a dispatch of an ElasticBuffer, and the positions of what it received.
+
+An element is what a position holds: a slot where rows expand, else a row. V2 packs elements without
+gaps between ranks, and after the last one its tensors are undefined.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from epcomm.integrations.deep_ep.layout import layout_of
-from epcomm.integrations.deep_ep.v2.exchange import Arrived, DispatchRequest
-from epcomm.integrations.deep_ep.v2.places import Places
+from epcomm.integrations.deep_ep.normal import Rows
+from epcomm.integrations.deep_ep.v2.exchange import Arrived, DispatchRequest, send_sources
 from epcomm.types import align_up
+
+# 16 B of scale words: the bulk copies of a GEMM start at such a column.
+_SCALE_COLUMN_ALIGNMENT_WORDS = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Positions:
+    """Where elements are in the tensors of the caller; none of this reads on the host.
+
+    num_elements: the elements that a combine takes.
+    element_of_position: [N], int64; None: position p holds element p. Anything after the last one.
+    row_of_message: [N'], int64, the row of each received token, which is counted once; None: all
+        rows in their order.
+    is_used: [N], bool; None: all positions are.
+    """
+
+    num_elements: int
+    element_of_position: Tensor | None
+    row_of_message: Tensor | None
+    is_used: Tensor | None
+
+    def to_elements(self, placed: Tensor) -> Tensor:
+        """Return elements of what is in positions, [N, ...]."""
+        if self.element_of_position is None:
+            return placed[: self.num_elements]
+        elements = placed.new_zeros(self.num_elements, *placed.shape[1:])
+        return elements.index_copy_(0, self.element_of_position, placed)
+
+    def from_elements(self, elements: Tensor) -> Tensor:
+        """Return elements in their positions, [N, ...]."""
+        order = self.element_of_position
+        return elements if order is None else _select(elements, order)
+
+    def fill_padding(self, tensor: Tensor | None) -> None:
+        """Write zeros to the positions, [N, ...], that hold no element."""
+        if tensor is None or self.is_used is None:
+            return
+        tensor = tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
+        tensor.masked_fill_((~self.is_used).view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
 class EPHandle:
@@ -30,60 +74,118 @@ class EPHandle:
         Expanded: the aligned counts of earlier experts plus the real count of this one.
     num_unaligned_recv_tokens_per_expert: [L], int32, the real counts.
     token_metadata_at_forward, channel_linked_list: None, they belong to several hosts.
-    arrived, places: what came, and where it lies; they are not of the package.
+
+    These are not of the package:
+    exchange: of the rows.   index: of the slots over the rows.
+    local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, rows that came; None:
+        all did.
+    positions: of what came.
     """
 
-    def __init__(
-        self,
-        request: DispatchRequest,
-        arrived: Arrived,
-        places: Places,
-        num_tokens_per_expert: tuple[int, ...],
-    ) -> None:
-        """Describe what arrived, and where it lies. Host sync: none.
-
-        num_tokens_per_expert: the real counts, on the host; empty without CPU sync.
-        """
-        self.arrived, self.places = arrived, places
+    def __init__(self, request: DispatchRequest, arrived: Arrived, num_ranks: int) -> None:
+        """Describe what arrived. Host sync: none."""
+        received = arrived.received
+        self.exchange, self.index = received.exchange, received.dispatched.index
+        self.local_ids, self._sources, self._num_ranks = (
+            received.topk_ids,
+            arrived.sources,
+            num_ranks,
+        )
+        self.is_row = None if request.do_cpu_sync else (received.topk_ids >= 0).any(1)
         self.do_expand = request.do_expand
         self.num_experts = request.num_experts
         self.expert_alignment = request.expert_alignment
         self.num_max_tokens_per_rank = request.max_tokens
         self.num_sms = request.num_sms
         self.topk_idx = request.topk_idx.clone() if request.do_handle_copy else request.topk_idx
-        self.num_recv_tokens = arrived.most_messages
-        self.num_expanded_tokens = arrived.row_of_slot.shape[0]
+        # With static sizes the most that can come.
+        most = num_ranks * request.max_tokens
+        self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most
+        self.num_expanded_tokens = self.row_of_slot.shape[0]
         self.num_recv_tokens_per_expert_list = [
-            align_up(count, request.expert_alignment) for count in num_tokens_per_expert
+            align_up(count, request.expert_alignment) for count in received.num_tokens_per_expert
         ]
-        counts, starts = arrived.index.num_tokens_per_expert, arrived.index.first_slot
+        counts, starts = self.index.num_tokens_per_expert, self.index.first_slot
+        if self.is_row is None:
+            rows_from = self.exchange.exchange_plan.rows_from_ranks()
+        else:
+            # The same number of rows for each rank.
+            rows_from = self.is_row.view(num_ranks, -1).sum(1)
+        self.psum_num_recv_tokens_per_scaleup_rank = rows_from.cumsum(0).to(torch.int32)
         ends = starts[:-1] + counts if self.do_expand else starts[1:].clone()
-        self.psum_num_recv_tokens_per_scaleup_rank = arrived.ends_of_ranks()
         self.psum_num_recv_tokens_per_expert = ends
         self.num_unaligned_recv_tokens_per_expert = counts
         self.token_metadata_at_forward: Tensor | None = None
         self.channel_linked_list: Tensor | None = None
+        self.positions = self.positions_of(do_expand=self.do_expand)
+
+    def positions_of(self, *, do_expand: bool) -> Positions:
+        """Return the positions of what arrived, in the order of (source rank, token)."""
+        messages, is_used, most = None, None, self.num_recv_tokens
+        if self.is_row is not None:
+            messages = torch.argsort(~self.is_row, stable=True)[:most]
+            is_used = torch.arange(most, device=messages.device) < self.is_row.sum()
+        if do_expand:
+            return Positions(
+                num_elements=self.row_of_slot.shape[0],
+                element_of_position=None,
+                row_of_message=messages,
+                is_used=self.row_of_slot >= 0,
+            )
+        return Positions(
+            num_elements=self.exchange.num_rows,
+            element_of_position=messages,
+            row_of_message=messages,
+            is_used=is_used,
+        )
+
+    @property
+    def row_of_slot(self) -> Tensor:
+        """The row of each slot, [C], int32, -1 for padding."""
+        assert self.index.row_of_slot is not None, "rows have an index over them"
+        return self.index.row_of_slot
+
+    @property
+    def slots_of_row(self) -> Tensor:
+        """The slots of each row, [R, K], int32, -1 for none."""
+        assert self.index.slots_of_row is not None, "rows have an index over them"
+        return self.index.slots_of_row
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """Source rank * M + token of each row, [R], int32.
+
+        Collective: at the first read, unless the dispatch brought them.   Host sync: none.
+        """
+        if self._sources is not None:
+            return self._sources
+        return send_sources(self.exchange, self.num_max_tokens_per_rank)
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
         """The source of each received token, [N, K + 2], int32.
 
         Source rank * M + token; source rank * K + first k that chose this rank; then, expanded, the
-        row of each k or -1. Behind the received tokens, and in the K columns of rows that are not
+        row of each k or -1. After the received tokens, and in the K columns of rows that are not
         expanded, it is undefined.
 
         A program may set it, or write into it, to name other rows of the tensor that combine takes:
         N' <= N lines, in the order of the received tokens; tokens without a line add nothing.
 
         Collective: at the first read, for rows that expand or came without weights: all ranks read
-        it at the same place. Later reads are local.
+        it at the same point. Later reads are local.
         """
-        arrived, rows = self.arrived, self.places.row_of_message
-        sources, is_here = arrived.sources.unsqueeze(1), arrived.topk_ids >= 0
-        top_k = is_here.shape[1]
+        sources, is_here = self.sources.unsqueeze(1), self.local_ids >= 0
         first_k = is_here.to(torch.int32).argmax(1, keepdim=True)
-        choice = sources // arrived.max_tokens * top_k + first_k
-        table = torch.cat([sources, choice.to(torch.int32), self._places_of_entries()], dim=1)
+        choice = sources // self.num_max_tokens_per_rank * is_here.shape[1] + first_k
+        slots, order = self.slots_of_row, self.positions.element_of_position
+        if self.do_expand and order is not None and slots.numel():
+            position_of_slot = torch.empty_like(order)
+            position_of_slot[order] = torch.arange(order.shape[0], device=order.device)
+            found = position_of_slot[slots.clamp(min=0).long()]
+            slots = torch.where(slots >= 0, found, -1).to(torch.int32)
+        table = torch.cat([sources, choice.to(torch.int32), slots], dim=1)
+        rows = self.positions.row_of_message
         return table if rows is None else table[rows]
 
     @property
@@ -100,40 +202,54 @@ class EPHandle:
         table = self.known_metadata
         if table is None:
             return None
-        arrived, rows = self.arrived, self.places.row_of_message
+        rows = self.positions.row_of_message
         # The first two columns, which name the source, do not change.
         slots = table[:, 2:]
-        named = slots.new_full(arrived.topk_ids.shape, -1)
+        named = slots.new_full(self.local_ids.shape, -1)
         if rows is None:
             named[: len(slots)] = slots
         else:
             named[rows[: len(slots)]] = slots
-        # Lines behind the tokens that came are undefined.
-        return named if arrived.is_row is None else named.masked_fill_(~arrived.is_row[:, None], -1)
+        # Lines after the tokens that came are undefined.
+        return named if self.is_row is None else named.masked_fill_(~self.is_row[:, None], -1)
 
     @cached_property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """The place of each token among those for a rank, [T, K], int32.
+        """The position of each token among those for a rank, [T, K], int32.
 
         This rank * M + the number of the token among those for the same rank, given to the first k
         of that rank; -1 at others.
         """
-        arrived, topk_idx = self.arrived, self.topk_idx
-        is_in_rank = layout_of(topk_idx, self.num_experts, arrived.num_ranks).is_in_rank
-        numbers = is_in_rank.cumsum(0) - 1 + arrived.rank * arrived.max_tokens
-        ranks = topk_idx.div(self.num_experts // arrived.num_ranks, rounding_mode="floor")
+        topk_idx, num_ranks = self.topk_idx, self._num_ranks
+        is_in_rank = layout_of(topk_idx, self.num_experts, num_ranks).is_in_rank
+        numbers = is_in_rank.cumsum(0) - 1 + self.exchange.rank * self.num_max_tokens_per_rank
+        ranks = topk_idx.div(self.num_experts // num_ranks, rounding_mode="floor")
         is_again = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)
         found = numbers.gather(1, ranks.clamp(min=0))
         return torch.where(is_again | (topk_idx < 0), -1, found).to(torch.int32)
 
-    def _places_of_entries(self) -> Tensor:
-        """Return the place of each (row, k), [R, K], int32, -1 for none."""
-        slots, order = self.arrived.slots_of_row, self.places.element_of_place
-        if not self.do_expand or order is None:
-            return slots
-        place_of_slot = torch.empty_like(order)
-        place_of_slot[order] = torch.arange(order.shape[0], device=order.device)
-        if slots.numel() == 0:
-            return slots
-        found = place_of_slot[slots.clamp(min=0).long()]
-        return torch.where(slots >= 0, found, -1).to(torch.int32)
+    def place_rows(
+        self, rows: Rows, positions: Positions, *, do_expand: bool, is_sf_col_major: bool
+    ) -> Rows:
+        """Return received rows [R, H] and their scales at positions, [N, H]."""
+        order = positions.element_of_position
+        if do_expand:
+            order = positions.from_elements(self.row_of_slot).clamp(min=0)
+        if order is not None:
+            scales = None if rows.scales is None else _select(rows.scales, order)
+            rows = Rows(x=_select(rows.x, order), scales=scales)
+        if not is_sf_col_major or rows.scales is None:
+            return rows
+        num_rows, num_words = rows.scales.shape
+        stride = (1, align_up(num_rows, _SCALE_COLUMN_ALIGNMENT_WORDS))
+        by_column = rows.scales.new_empty_strided((num_rows, num_words), stride)
+        return Rows(x=rows.x, scales=by_column.copy_(rows.scales))
+
+
+def _select(rows: Tensor, index: Tensor) -> Tensor:
+    """Select rows; torch cannot index eight-bit floats, which are viewed as bytes."""
+    if rows.shape[0] == 0:
+        # No row came, and the positions hold padding alone.
+        return rows.new_zeros(index.shape[0], *rows.shape[1:])
+    movable = rows.view(torch.uint8) if rows.itemsize == 1 else rows
+    return movable.index_select(0, index).view(rows.dtype)

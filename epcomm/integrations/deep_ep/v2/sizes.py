@@ -29,7 +29,7 @@ _SMS_MARGIN = 1.25
 
 
 def dispatch_bytes(
-    *, num_ranks: int, max_tokens: int, row_bytes: int, num_scale_words: int, num_topk: int
+    num_ranks: int, max_tokens: int, row_bytes: int, num_scale_words: int, num_topk: int
 ) -> int:
     """Return the bytes of all ranks' messages: elements, scales, ids and weights, the source."""
     token_bytes = row_bytes + _WORD_BYTES * (num_scale_words + 2 * num_topk + 1)
@@ -37,39 +37,28 @@ def dispatch_bytes(
 
 
 def combine_bytes(
-    *, num_ranks: int, max_tokens: int, hidden: int, num_topk: int, allow_multiple_reduction: bool
+    num_ranks: int, max_tokens: int, hidden: int, num_topk: int, allow_multiple_reduction: bool
 ) -> int:
-    """Return the bytes of partial sums that come back: one a rank, or unreduced one an expert."""
+    """Return the bytes of returned partial sums: one a rank, or unreduced one an expert."""
     num_parts = min(num_ranks, num_topk) if allow_multiple_reduction else num_topk
     token_bytes = 2 * hidden + _WORD_BYTES * num_topk
     return num_parts * max_tokens * align_up(token_bytes, _TOKEN_ALIGNMENT_BYTES)
 
 
 def buffer_bytes(
-    *,
     num_ranks: int,
     max_tokens: int,
     hidden: int,
     num_topk: int,
+    *,
     use_fp8_dispatch: bool,
     allow_multiple_reduction: bool,
 ) -> int:
     """Return the larger of both sizes, aligned to 2 MB; num_topk 0 means 32."""
-    num_topk = num_topk or _DEFAULT_NUM_TOPK
-    for_dispatch = dispatch_bytes(
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        row_bytes=hidden if use_fp8_dispatch else 2 * hidden,
-        num_scale_words=-(-hidden // _HIDDEN_PER_SCALE_WORD) if use_fp8_dispatch else 0,
-        num_topk=num_topk,
-    )
-    for_combine = combine_bytes(
-        num_ranks=num_ranks,
-        max_tokens=max_tokens,
-        hidden=hidden,
-        num_topk=num_topk,
-        allow_multiple_reduction=allow_multiple_reduction,
-    )
+    top_k = num_topk or _DEFAULT_NUM_TOPK
+    row = (hidden, -(-hidden // _HIDDEN_PER_SCALE_WORD)) if use_fp8_dispatch else (2 * hidden, 0)
+    for_dispatch = dispatch_bytes(num_ranks, max_tokens, *row, top_k)
+    for_combine = combine_bytes(num_ranks, max_tokens, hidden, top_k, allow_multiple_reduction)
     return align_up(max(for_dispatch, for_combine), BUFFER_ALIGNMENT_BYTES)
 
 

@@ -1,5 +1,3 @@
 """Be deep_ep.buffer of deep_ep 1.x."""
 
-from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
-
-__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap"]
+from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap  # noqa: F401

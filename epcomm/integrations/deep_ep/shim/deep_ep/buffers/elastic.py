@@ -1,5 +1,3 @@
 """Be deep_ep.buffers.elastic, which has the ElasticBuffer of V2."""
 
-from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap
-
-__all__ = ["EPHandle", "ElasticBuffer", "EventHandle", "EventOverlap"]
+from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventHandle, EventOverlap  # noqa: F401

@@ -1,5 +1,3 @@
 """Be deep_ep.utils: events here, and helpers of DeepEP's tests and benchmarks in its modules."""
 
-from epcomm.integrations.deep_ep.utils import EventHandle, EventOverlap
-
-__all__ = ["EventHandle", "EventOverlap"]
+from epcomm.integrations.deep_ep import EventHandle, EventOverlap  # noqa: F401

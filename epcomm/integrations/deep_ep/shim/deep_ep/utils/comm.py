@@ -1,4 +1,4 @@
-"""Refuse the import of deep_ep.utils.comm: NCCL communicators of DeepEP."""
+"""Refuse the import: NCCL communicators of DeepEP."""
 
-_NAME = "deep_ep.utils.comm"
-raise ModuleNotFoundError(f"{_NAME} is absent in epcomm; epcomm needs none", name=_NAME)
+_ABSENT = f"{__name__} is absent in epcomm; epcomm needs none"
+raise ModuleNotFoundError(_ABSENT, name=__name__)

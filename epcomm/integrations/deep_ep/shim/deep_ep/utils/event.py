@@ -1,5 +1,3 @@
 """Be deep_ep.utils.event."""
 
-from epcomm.integrations.deep_ep.utils import EventHandle, EventOverlap
-
-__all__ = ["EventHandle", "EventOverlap"]
+from epcomm.integrations.deep_ep import EventHandle, EventOverlap  # noqa: F401

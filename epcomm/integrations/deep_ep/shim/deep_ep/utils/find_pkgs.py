@@ -1,4 +1,4 @@
-"""Refuse the import of deep_ep.utils.find_pkgs: paths of libraries that DeepEP is built with."""
+"""Refuse the import: paths of libraries that DeepEP is built with."""
 
-_NAME = "deep_ep.utils.find_pkgs"
-raise ModuleNotFoundError(f"{_NAME} is absent in epcomm; epcomm is not built with them", name=_NAME)
+_ABSENT = f"{__name__} is absent in epcomm; epcomm is not built with them"
+raise ModuleNotFoundError(_ABSENT, name=__name__)

@@ -1,6 +1,4 @@
-"""Refuse the import of deep_ep.utils.gate: unbalanced scores of DeepEP's tests."""
+"""Refuse the import: unbalanced scores of DeepEP's tests."""
 
-_NAME = "deep_ep.utils.gate"
-raise ModuleNotFoundError(
-    f"{_NAME} is absent in epcomm; copy the module from DeepEP's sources", name=_NAME
-)
+_ABSENT = f"{__name__} is absent in epcomm; copy the module from DeepEP's sources"
+raise ModuleNotFoundError(_ABSENT, name=__name__)

@@ -1,6 +1,4 @@
-"""Refuse the import of deep_ep.utils.refs: references that DeepEP's tests compare with."""
+"""Refuse the import: references that DeepEP's tests compare with."""
 
-_NAME = "deep_ep.utils.refs"
-raise ModuleNotFoundError(
-    f"{_NAME} is absent in epcomm; copy the module from DeepEP's sources", name=_NAME
-)
+_ABSENT = f"{__name__} is absent in epcomm; copy the module from DeepEP's sources"
+raise ModuleNotFoundError(_ABSENT, name=__name__)

@@ -1,6 +1,4 @@
-"""Refuse the import of deep_ep.utils.semantic: internal helpers of DeepEP."""
+"""Refuse the import: internal helpers of DeepEP."""
 
-_NAME = "deep_ep.utils.semantic"
-raise ModuleNotFoundError(
-    f"{_NAME} is absent in epcomm; copy the module from DeepEP's sources", name=_NAME
-)
+_ABSENT = f"{__name__} is absent in epcomm; copy the module from DeepEP's sources"
+raise ModuleNotFoundError(_ABSENT, name=__name__)

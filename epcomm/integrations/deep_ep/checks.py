@@ -1,0 +1,174 @@
+"""Check the arguments of a call of deep_ep, so that all ranks can report what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from numbers import Integral
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import ConfigError, EPError, ShapeError
+from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
+from epcomm.integrations.deep_ep.normal import RowExchange, Rows, scale_block
+from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.types import is_size
+
+Shape = tuple[int | None, ...]
+Dtypes = tuple[torch.dtype, ...]
+
+IDS: Dtypes = (torch.int64, torch.int32)
+# Scales are opaque words of four bytes.
+SCALES: Dtypes = (torch.float32, torch.int32, torch.uint32)
+_MOST_BIASES = 2
+
+
+class MissingArgumentError(ConfigError, NotImplementedError):
+    """A call asks for an argument of deep_ep that the drop-in does not have."""
+
+
+class Check:
+    """Checks the arguments of one call on this rank; local, before anything is sent.
+
+    Each method but error() raises an EPError that names the argument and this rank.
+    """
+
+    def __init__(self, function: str, ranks: Ranks) -> None:
+        self.function, self.ranks = function, ranks
+
+    @classmethod
+    def begin(cls, function: str, ranks: Ranks, like: object = None) -> Check:
+        """Begin a call whose tensors are where `like` is, if the buffer is not destroyed."""
+        ranks.check_open(function)
+        if isinstance(like, Tensor):
+            ranks.follow(like.device)
+        return cls(function, ranks)
+
+    def error(
+        self, kind: type[EPError], fault: str, remedy: str = "correct it on this rank"
+    ) -> EPError:
+        """Return the error of a call with this fault."""
+        return kind(f"{self.function}: {fault} ({self.ranks.where}); {remedy}")
+
+    def tensor(self, name: str, tensor: object, shape: Shape, *dtypes: torch.dtype) -> None:
+        """Require a tensor of one of these dtypes on the device; shape: None for any size."""
+        device = self.ranks.device
+        # What holds in right calls comes first: it takes the host least.
+        if (
+            isinstance(tensor, Tensor)
+            and tensor.dtype in dtypes
+            and tensor.device.type == device.type
+            and _fits(tensor.shape, shape)
+        ):
+            return
+        sizes = ", ".join("any" if size is None else str(size) for size in shape)
+        expected = f"[{sizes}] {' or '.join(map(str, dtypes))}"
+        found = type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            found = f"{list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+            expected = f"{expected} on {device.type}"
+        raise self.error(ShapeError, f"{name} is {found}, expected {expected}")
+
+    def rows(self, rows: Rows, shape: Shape, plain: Dtypes, quantized: Dtypes) -> None:
+        """Require rows; plain, quantized: dtypes without scales, and with scales."""
+        self.tensor("x", rows.x, shape, *(plain if rows.scales is None else quantized))
+        if rows.scales is None:
+            return
+        self.tensor("x[1]", rows.scales, (shape[0], None), *SCALES)
+        hidden_size, num_scales = rows.x.shape[1], rows.scales.shape[1]
+        if scale_block(hidden_size, num_scales) is None:
+            fault = f"x has {num_scales} scales for {hidden_size} columns, expected blocks of one"
+            raise self.error(ShapeError, f"{fault} length, such as a scale for each 128 columns")
+
+    def rows_along(
+        self, rows: Rows, exchange: RowExchange, plain: Dtypes, quantized: Dtypes
+    ) -> None:
+        """Require rows of the tokens of an exchange that fit into its memory."""
+        shape = (exchange.num_tokens, exchange.spec.hidden_size)
+        self.rows(rows, shape, plain, quantized)
+        if rows.row_bytes > exchange.row_bytes:
+            fault = f"x is {rows.x.dtype}, whose rows take {rows.row_bytes} bytes with their scales"
+            fault = f"{fault}, expected at most {exchange.row_bytes}, as in the dispatch"
+            raise self.error(ShapeError, fault, "convert it with .to()")
+
+    def ids(self, topk_ids: Tensor, num_experts: int) -> None:
+        """Require -1 or experts, where the host reads ids: on CPUs."""
+        if not self.ranks.reads_faults or not topk_ids.numel():
+            return
+        lowest, highest = (int(each) for each in topk_ids.aminmax())
+        if lowest < -1 or highest >= num_experts:
+            wrong = lowest if lowest < -1 else highest
+            fault = f"topk_idx holds {wrong}, expected -1 or 0 to {num_experts - 1}"
+            raise self.error(ShapeError, fault)
+
+    def biases(self, biases: tuple[object, ...], shape: Shape, dtype: torch.dtype) -> None:
+        """Require at most two tensors that sums begin with."""
+        if len(biases) > _MOST_BIASES:
+            fault = f"bias is a tuple of {len(biases)}, expected two tensors at most"
+            raise self.error(ShapeError, fault, "add them up")
+        for bias in biases:
+            self.tensor("bias", bias, shape, dtype)
+
+    def experts(self, num_experts: object, kind: type[EPError]) -> None:
+        """Require a multiple of the ranks."""
+        if not is_size(num_experts) or num_experts % self.ranks.size:
+            fault = f"num_experts is {num_experts}, expected a multiple of {self.ranks.size} ranks"
+            raise self.error(kind, fault, "pass the number of experts of all ranks")
+
+    def sizes(self, kind: type[EPError], **sizes: object) -> None:
+        """Require positive integers."""
+        for name, size in sizes.items():
+            if not is_size(size):
+                fault = f"{name} is {size}, expected a positive integer"
+                raise self.error(kind, fault, "pass the same on all ranks")
+
+    def numbers(self, **numbers: object) -> None:
+        """Require integers of at least 0."""
+        for name, number in numbers.items():
+            if not isinstance(number, Integral) or number < 0:
+                fault = f"{name} is {number!r}, expected an integer of at least 0"
+                raise self.error(ConfigError, fault, "pass 0 for the default")
+
+    def events(
+        self, kind: type[EventHandle] | type[EventOverlap], events: Mapping[str, object]
+    ) -> None:
+        """Require events of this kind, or None."""
+        for name, event in events.items():
+            if event is not None and not isinstance(event, kind):
+                fault = f"{name} is {type(event).__name__}, expected {kind.__name__} or None"
+                raise self.error(ConfigError, fault, "pass what capture() of the buffer returns")
+
+    def absent(self, advice: Mapping[str, tuple[object, str]]) -> None:
+        """Refuse arguments that are not None; advice: what was given for each, and what to use."""
+        for argument, (given, use) in advice.items():
+            if given is not None:
+                fault = f"{argument} is not there in epcomm.integrations.deep_ep"
+                raise self.error(MissingArgumentError, fault, use)
+
+
+def _fits(found: torch.Size, shape: Shape) -> bool:
+    if found == shape:
+        return True
+    return len(found) == len(shape) and all(
+        expected in (None, size) for expected, size in zip(shape, found, strict=True)
+    )
+
+
+class Absent:
+    """A method of deep_ep that the drop-in does not have: it refuses any arguments.
+
+    use: what to use in its place.
+    """
+
+    def __init__(self, use: str) -> None:
+        self._name, self._use = "", use
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __call__(self, *arguments: object, **named: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{self._name} is not there in epcomm.integrations.deep_ep, which moves tokens to "
+            f"experts within one host; {self._use}"
+        )

@@ -14,7 +14,7 @@ from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.placement.recorder import load_table, loads_of_ranks
-from epcomm.platforms.profiler import ranged
+from epcomm.platforms.tracing import ranged
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.registry import block_reader
 from epcomm.routing import RoutingSpec

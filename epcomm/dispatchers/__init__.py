@@ -1,7 +1,7 @@
 """Policies over the buffers: what is checked, how gradients flow, which records come back."""
 
 from epcomm.dispatchers.base import Dispatcher
-from epcomm.dispatchers.modes import (
+from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
     StandardDispatcher,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NoReturn, TypeVar, cast
+from typing import ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
-from epcomm.dispatchers.batch import Batch, arranged, as_rows, flags_of
 from epcomm.dispatchers.checks import (
     find_call_error,
     find_combine_error,
@@ -31,25 +30,44 @@ from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_results, in_dtype
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
-from epcomm.platforms.profiler import ranged
+from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import quantize, quantizer_for
+from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
 from epcomm.records import (
+    CombineInput,
+    DispatchOutput,
     ExchangePlan,
     Handle,
+    MaskedCombineInput,
     MaskedDispatchOutput,
     Pending,
+    RowsCombineInput,
     RowsDispatchOutput,
     TopKOutput,
     empty_topk,
 )
 from epcomm.spec import MoESpec
-from epcomm.types import Layout, WireTensor, data_of, sum_dtype
-
-ResultT = TypeVar("ResultT")
+from epcomm.types import ROW_MAJOR, Layout, RowsPer, ScaleLayout, WireTensor, data_of, sum_dtype
 
 # Flags of which any makes all ranks run the backward of a batch.
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Batch:
+    """A batch as it is sent.
+
+    call: without history.   hidden_states, topk_weights: those of the call, with their history.
+    num_tokens, dtype: of the hidden states as the caller gave them.
+    refusal: why the call is none that this dispatcher serves, if so.
+    """
+
+    call: DispatchCall
+    hidden_states: Tensor | WireTensor
+    topk_weights: Tensor
+    num_tokens: int
+    dtype: torch.dtype
+    refusal: EPError | None
 
 
 class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
@@ -118,7 +136,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """Dispatch; `refusal`, if there is one, is raised after all ranks know of it."""
         self._check_group_open("dispatch")
 
-        def send() -> tuple[Batch, Dispatched]:
+        def send() -> tuple[_Batch, Dispatched]:
             batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
             return batch, dispatch_rows(
                 self._buffer, batch.hidden_states, batch.topk_weights, batch.call
@@ -144,7 +162,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
         self._check_group_open("dispatch")
 
-        def begin() -> tuple[Batch, Pending[Dispatched]]:
+        def begin() -> tuple[_Batch, Pending[Dispatched]]:
             batch = self._prepare(hidden_states, topk, experts_need_grad)
             return batch, self._buffer.dispatch_async(batch.call)
 
@@ -157,7 +175,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return Pending(partial(self._receive, pending, batch, self._num_calls))
 
     @ranged("dispatch_wait")
-    def _receive(self, pending: Pending[Dispatched], batch: Batch, number: int) -> DispatchT:
+    def _receive(self, pending: Pending[Dispatched], batch: _Batch, number: int) -> DispatchT:
         return self._record(pending.wait(), batch.num_tokens, batch.dtype, number)
 
     def _prepare(
@@ -166,7 +184,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
-    ) -> Batch:
+    ) -> _Batch:
         """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
@@ -183,7 +201,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
-        return Batch(
+        return _Batch(
             call=self._make_call(hidden_states, topk, experts_need_grad, error),
             hidden_states=hidden_states,
             topk_weights=topk.topk_weights,
@@ -215,7 +233,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             # Of W * T * K slots on W * L experts.
             mean = -(-num_tokens * self._spec.top_k // self._spec.num_local_experts)
             record = MaskedDispatchOutput(
-                hidden_states=arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
+                hidden_states=_arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
                 num_tokens_per_expert=out.index.num_tokens_per_expert,
                 slot_weights=None if out.slot_weights is None else out.slot_weights.view(capacity),
                 weights_applied_by=self._weights_applied_by,
@@ -224,7 +242,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             )
         else:
             record = RowsDispatchOutput(
-                hidden_states=arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
+                hidden_states=_arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
                 index=out.index,
                 slot_weights=out.slot_weights,
                 weights_applied_by=self._weights_applied_by,
@@ -238,7 +256,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._check_combine(combine_input)
 
         def send() -> Tensor:
-            rows = cast_results(as_rows(combine_input), self._dtype)
+            rows = cast_results(_as_rows(combine_input), self._dtype)
             return combine_rows(self._buffer, rows, self._dtype)
 
         y = self._calls.announced(send, self._report_results(combine_input.handle))
@@ -252,7 +270,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._check_combine(combine_input)
 
         def begin() -> Pending[Combined]:
-            rows = cast_results(as_rows(combine_input), self._dtype)
+            rows = cast_results(_as_rows(combine_input), self._dtype)
             return self._buffer.combine_async(
                 rows.hidden_states,
                 rows.handle.exchange_plan,
@@ -415,7 +433,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         # Without gradients the mode does not matter, and may differ between ranks.
         if is_tensor and torch.is_grad_enabled() and self.plan.caps.trainable:
             inputs_need_grad = hidden_states.requires_grad or topk.topk_weights.requires_grad
-            flags = flags_of(inputs_need_grad, experts_need_grad)
+            flags = _flags_of(inputs_need_grad, experts_need_grad)
             if isinstance(experts_need_grad, Mapping):
                 expert_names = tuple(experts_need_grad)
         topk_weights = topk.topk_weights
@@ -434,3 +452,70 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             int8_profile=self.plan.int8_profile,
             dispatcher=self._number,
         )
+
+
+class DeepEPNormalDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
+    """Sends a token once to each rank that owns one of its experts: prefill and training.
+
+    A dispatch costs the host one read of the counts; combine adds nothing to it. Trainable.
+    """
+
+    mode: ClassVar[Mode] = Mode.NORMAL
+
+
+class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
+    """Moves at most M tokens a rank in buffers of fixed size; counts stay on the device: decode.
+
+    Router weights travel with the tokens and combine applies them, so that a rank reduces before
+    it sends. A refused call gives NaN on every rank; check() tells why. No gradients.
+    Over shared_memory it is as normal mode: exact sizes, one read of the counts, trainable.
+    """
+
+    mode: ClassVar[Mode] = Mode.LOW_LATENCY
+
+
+class StandardDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
+    """Shows every token to every rank: all-gather, local experts, reduce-scatter.
+
+    Bytes do not depend on the routing, so it competes on up to about 8 ranks. Trainable.
+    """
+
+    mode: ClassVar[Mode] = Mode.STANDARD
+
+
+def _flags_of(inputs_need_grad: bool, experts_need_grad: NeedGrad) -> BatchFlags:
+    """Return the flags of a batch in grad mode."""
+    flags = BatchFlags.GRAD_ENABLED
+    if inputs_need_grad:
+        flags |= BatchFlags.INPUTS_NEED_GRAD
+    if isinstance(experts_need_grad, Mapping):
+        flags |= BatchFlags.of_experts(experts_need_grad.values())
+    elif experts_need_grad:
+        flags |= BatchFlags.EXPERTS_NEED_GRAD
+    return flags
+
+
+def _arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTensor:
+    """Arrange the scales of received rows as the runner reads them; leave rows without scales."""
+    if rows.scales is None:
+        return rows
+    if rows.scale_layout is layout or rows.scale_layout == layout:
+        return rows
+    came, scales = rows.scale_layout or ROW_MAJOR, rows.scales
+    if layout != came:
+        num_scales = rows.format.num_scales(hidden_size)
+        scales = arrange_scales(restore_scales(scales, came, num_scales), layout)
+    return replace(rows, scales=scales, scale_layout=layout)
+
+
+def _as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:
+    """Return the results of either layout as a buffer takes them: MASKED as one row a slot."""
+    if isinstance(combine_input, RowsCombineInput):
+        return combine_input
+    weights = combine_input.slot_weights
+    return RowsCombineInput(
+        hidden_states=combine_input.hidden_states.flatten(0, 1),
+        rows_per=RowsPer.SLOT,
+        slot_weights=None if weights is None else weights.flatten(),
+        handle=combine_input.handle,
+    )

@@ -17,7 +17,7 @@ from epcomm.fuseep.base import FuseEPResult
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
 from epcomm.planning.plans import PhasePlan
-from epcomm.platforms.profiler import ranged
+from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.spec import MoESpec

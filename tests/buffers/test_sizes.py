@@ -12,10 +12,10 @@ from torch import Tensor
 from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput, plan
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.dispatchers.dispatcher import RowsDispatcher
-from epcomm.dispatchers.modes import (
+from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
+    RowsDispatcher,
     StandardDispatcher,
 )
 from epcomm.planning.plans import PhasePlan

@@ -11,9 +11,9 @@ from torch import Tensor
 from epcomm.bench.contenders.base import Contender, Grouped
 from epcomm.bench.contenders.sent_bytes import SentBytes
 from epcomm.config import EPConfig, Mode
+from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup
 from epcomm.ops.pack import pack
-from epcomm.paths import PhaseDispatchers
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.quantization import dequantize

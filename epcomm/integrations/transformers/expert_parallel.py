@@ -22,15 +22,14 @@ from torch import Tensor, nn
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
 from epcomm.errors import ConfigError, HandleError
+from epcomm.experts import PhaseDispatchers, path_output
 from epcomm.group import EPGroup
 from epcomm.layers import named_expert_parallel_layers, put_in_front
 from epcomm.ops.pack import pack
 from epcomm.ops.slots import expert_of_slot
-from epcomm.paths import PhaseDispatchers, path_output
 from epcomm.placement.recorder import load_table
 from epcomm.planning.plan import plan
-from epcomm.platforms.compiler import untraced
-from epcomm.platforms.profiler import ranged
+from epcomm.platforms.tracing import ranged, untraced
 from epcomm.records import RowsDispatchOutput, TopKOutput
 from epcomm.routing.choose import count_load
 from epcomm.spec import MoESpec

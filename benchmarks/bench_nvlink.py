@@ -46,7 +46,7 @@ from epcomm.bench.turns import time_launch
 from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.calls.call import DispatchCall
-from epcomm.ops.pack import pack
+from epcomm.ops.slots import pack
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import quantizer_for
 from epcomm.types import RowsPer, WireFormat, WireTensor

@@ -30,9 +30,7 @@ from benchmarks.bench_quantize import FLUSH_BYTES, time_calls
 from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.timing import Percentiles
 from epcomm.buffers.row_layout import RowLayout
-from epcomm.ops.pack import pack
-from epcomm.ops.select import row_ops_of
-from epcomm.ops.slots import index_slots, localize
+from epcomm.ops.slots import index_slots, localize, pack, row_ops_of
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import SlotIndex
 from epcomm.types import WireDtype, WireFormat

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 
 class EPError(Exception):
@@ -112,7 +113,7 @@ class RankNames:
         """Name the ranks of a whole group."""
         return cls(own=rank, numbers=tuple(range(world_size)), world_size=world_size)
 
-    @property
+    @cached_property
     def place(self) -> int:
         """The number of this rank among those that take part."""
         return self.numbers.index(self.own)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 from typing import TypeGuard
 
 import torch
@@ -30,24 +31,28 @@ def align_up(value: int, multiple: int) -> int:
 
 
 class WireDtype(StrEnum):
-    """The element type of hidden states while they travel."""
+    """The element type of hidden states while they travel.
 
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP32 = "fp32"
-    FP64 = "fp64"
-    FP8_E4M3 = "fp8_e4m3"
-    INT8 = "int8"
+    torch_dtype: the torch dtype that holds one element.
+    is_quantized: rows carry scales beside their elements.
+    """
 
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """The torch dtype that holds one element."""
-        return _TORCH_DTYPES[self]
+    torch_dtype: torch.dtype
+    is_quantized: bool
 
-    @property
-    def is_quantized(self) -> bool:
-        """Tell whether rows carry scales beside their elements."""
-        return self in (WireDtype.FP8_E4M3, WireDtype.INT8)
+    BF16 = "bf16", torch.bfloat16
+    FP16 = "fp16", torch.float16
+    FP32 = "fp32", torch.float32
+    FP64 = "fp64", torch.float64
+    FP8_E4M3 = "fp8_e4m3", torch.float8_e4m3fn
+    INT8 = "int8", torch.int8
+
+    def __new__(cls, value: str, torch_dtype: torch.dtype) -> WireDtype:
+        """Make the member `value`, whose elements are torch_dtype."""
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.torch_dtype, member.is_quantized = torch_dtype, torch_dtype.itemsize == 1
+        return member
 
     @property
     def scalar_dtype(self) -> torch.dtype:
@@ -68,16 +73,6 @@ class WireDtype(StrEnum):
             f"WireDtype.from_torch: dtype is {dtype}, expected bfloat16, float16, float32 or "
             "float64; cast the hidden states"
         )
-
-
-_TORCH_DTYPES = {
-    WireDtype.BF16: torch.bfloat16,
-    WireDtype.FP16: torch.float16,
-    WireDtype.FP32: torch.float32,
-    WireDtype.FP64: torch.float64,
-    WireDtype.FP8_E4M3: torch.float8_e4m3fn,
-    WireDtype.INT8: torch.int8,
-}
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -156,6 +151,7 @@ class WireFormat:
             )
 
     @classmethod
+    @cache
     def of(cls, dtype: torch.dtype) -> WireFormat:
         """Return the format that sends rows of `dtype` as they are."""
         return cls(dtype=WireDtype.from_torch(dtype))

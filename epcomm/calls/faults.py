@@ -76,7 +76,7 @@ def guard_ids(
         topk_ids [T, K] that are safe to index with, and the fault word as an int64 scalar tensor.
     """
     bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
-    word = fault_word(error)
+    word = 0 if error is None else fault_word(error)
     fault = torch.where(bad_ids, word or int(FaultCode.IDS), word)
     if distinct:
         is_repeated = _is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)

@@ -236,7 +236,8 @@ class Calls:
             EPError: some rank refuses; on every rank.
         """
         if fault is None:
-            fault = fault_word(error, in_combine=kind is not CallKind.DISPATCH)
+            in_combine = kind is not CallKind.DISPATCH
+            fault = 0 if error is None else fault_word(error, in_combine=in_combine)
         words = self.header(kind, sign, flags=flags, num_rows=num_rows)
         words[FAULT] = fault
         if size is not None:
@@ -246,7 +247,9 @@ class Calls:
         headers = received[:, :HEADER_WORDS].tolist()
         self.compare(headers, received, error)
         function = "dispatch" if kind is CallKind.DISPATCH else "combine"
-        raise_faults([words[FAULT] for words in headers], self.names, error, function=function)
+        codes = [words[FAULT] for words in headers]
+        if any(codes):
+            raise_faults(codes, self.names, error, function=function)
         found = [words[FLAGS] for words in headers]
         if any(found):
             check_gradients(found, self.names, expert_names)

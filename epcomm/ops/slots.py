@@ -14,22 +14,99 @@ Rows arrive by source rank, then token, and the sort is stable, so slots come in
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
 
-from epcomm.ops.members import AnyMembers, Members, MemberTable
-from epcomm.ops.select import can_read, row_ops_for
+from epcomm.errors import BackendUnavailable
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
+
+if TYPE_CHECKING:
+    from epcomm.ops.with_triton import TritonRowOps
 
 # Number of bfloat16 numbers whose sum is one float32.
 NUM_PARTS = 3
 # Dimensions of parts that are matrices of rows: [W, T, H].
 _ROWS_OF_PARTS = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Members:
+    """The sources of each target as one list, as torch's embedding_bag reads them.
+
+    flat: [N], int64, sources of target 0, then of target 1, ...
+    offsets: [targets + 1], int64; target i owns flat[offsets[i]:offsets[i + 1]].
+    has_tail: flat is longer than its members, and one more offset, N, closes it.
+    """
+
+    flat: Tensor
+    offsets: Tensor
+    has_tail: bool = False
+
+    @property
+    def num_targets(self) -> int:
+        """Return the number of targets, without the tail."""
+        return self.offsets.shape[0] - (2 if self.has_tail else 1)
+
+    def part(self, targets: slice) -> Members:
+        """Return the members of a range of neighbouring targets; `targets` has start and stop.
+
+        Host sync: none for all targets, else two reads.
+        """
+        if (targets.start, targets.stop) == (0, self.num_targets):
+            return self
+        offsets = self.offsets[targets.start : targets.stop + 1]
+        first, end = int(offsets[0]), int(offsets[-1])
+        return Members(flat=self.flat[first:end], offsets=offsets - first)
+
+    def led(self) -> Members:
+        """Put source t in front of those of target t, whose numbers all grow by the targets.
+
+        Of [5, 7] and [] they become [0, 7, 9] and [1].   Host sync: none.
+        """
+        assert not self.has_tail, "a tail has no target"
+        num_members, num_targets = self.flat.shape[0], self.num_targets
+        targets = torch.arange(num_targets + 1, device=self.flat.device)
+        target_of_member = torch.repeat_interleave(
+            targets[:-1], self.offsets.diff(), output_size=num_members
+        )
+        places = torch.arange(num_members, device=self.flat.device) + target_of_member + 1
+        offsets = self.offsets + targets
+        flat = self.flat.new_empty(num_members + num_targets)
+        flat[offsets[:-1]] = targets[:-1]
+        flat[places] = self.flat + num_targets
+        return Members(flat=flat, offsets=offsets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MemberTable:
+    """The sources of each target as a line of a table, as kernels read them.
+
+    table: [targets, K], int32, contiguous, -1 for none.
+    """
+
+    table: Tensor
+
+    def part(self, targets: slice) -> MemberTable:
+        """Return the members of a range of neighbouring targets. Host sync: none."""
+        return MemberTable(table=self.table[targets])
+
+    def led(self) -> MemberTable:
+        """Put source t in front, as Members.led() does. Host sync: none."""
+        num_targets = self.table.shape[0]
+        first = torch.arange(num_targets, dtype=self.table.dtype, device=self.table.device)
+        moved = torch.where(self.table < 0, -1, self.table + num_targets)
+        return MemberTable(table=torch.cat([first.unsqueeze(1), moved], dim=1))
+
+
+AnyMembers = Members | MemberTable
 
 
 def members_of(table: Tensor, num_members: int) -> Members:
@@ -380,3 +457,76 @@ def _whole_rows(rows: Tensor) -> Tensor:
     if rows.stride(1) != 1 or not has_last_gap:
         return rows
     return rows.as_strided((rows.shape[0], stride), (stride, 1))
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, index: SlotIndex) -> Tensor:
+        ctx.index = index  # type: ignore[attr-defined]
+        return gather_rows(rows, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, grad_slots: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        index: SlotIndex = ctx.index  # type: ignore[attr-defined]
+        return reduce_rows(grad_slots, slots_by_row(index)), None
+
+
+def pack(rows: Tensor, index: SlotIndex) -> Tensor:
+    """Copy the received row of each slot, [R, H] to [C, H], in expert-major order.
+
+    Differentiable in rows: the gradient of a row is the sum over its slots, in k order.
+    Padding slots are zero, and their gradient is ignored.
+    Host sync: none.
+    """
+    if index.row_of_slot is None:
+        return rows
+    return _Pack.apply(rows, index)
+
+
+@cache
+def _load_triton() -> TritonRowOps:
+    try:
+        from epcomm.ops.with_triton import TritonRowOps
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise BackendUnavailable(
+            "row_ops_of: triton is not installed, expected it for tensors on cuda; install triton, "
+            "which comes with torch for CUDA and ROCm"
+        ) from error
+    return TritonRowOps()
+
+
+# A device type that is not listed has no kernels here and takes plain torch.
+_LOADERS: dict[str, Callable[[], TritonRowOps]] = {"cuda": _load_triton}
+
+
+def row_ops_of(device: torch.device) -> TritonRowOps | None:
+    """Return the kernels for tensors on `device`, or None where plain torch serves.
+
+    Raises:
+        BackendUnavailable: Triton is missing, which the kernels for CUDA need.
+    """
+    loader = _LOADERS.get(device.type)
+    return None if loader is None else loader()
+
+
+def row_ops_for(tensor: Tensor) -> TritonRowOps | None:
+    """Return the kernels for one tensor.
+
+    Plain torch serves a tensor without data (FakeTensor), and one whose history autograd keeps.
+    """
+    if tensor.device.type not in _LOADERS or type(tensor) not in _WITH_DATA:
+        return None
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return None
+    return row_ops_of(tensor.device)
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Return whether the host reads a tensor without a host sync: it has data, and on a CPU."""
+    return tensor.device.type == "cpu" and type(tensor) in _WITH_DATA
+
+
+_WITH_DATA = (Tensor, torch.nn.Parameter)

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.ops.select import row_ops_for
-from epcomm.ops.slots import count_experts
+from epcomm.ops.slots import count_experts, row_ops_for
 from epcomm.records import SlotIndex
 from epcomm.types import align_up
 

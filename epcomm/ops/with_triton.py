@@ -21,7 +21,10 @@ from epcomm.types import align_up
 
 
 class TritonRowOps:
-    """The kernels of epcomm/kernels/rows, with memory for what they write; see RowOps."""
+    """The kernels of epcomm/kernels/rows, with memory for what they write.
+
+    epcomm/ops/slots.py takes them for the devices that it lists, and plain torch for others.
+    """
 
     def gather_rows(self, rows: Tensor, row_of_slot: Tensor) -> Tensor:
         """Return the row of each slot, [C, H], zeros for -1."""

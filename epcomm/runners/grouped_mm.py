@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from epcomm.ops.activation import activate
-from epcomm.ops.pack import pack
 from epcomm.ops.precision import cast_experts, compute_dtype
-from epcomm.ops.slots import expert_of_slot
+from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
 from epcomm.records import (

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from epcomm.ops.activation import activate
-from epcomm.ops.pack import pack
 from epcomm.ops.precision import cast_experts, compute_dtype
+from epcomm.ops.slots import pack
 from epcomm.quantization import dequantize
 from epcomm.records import (
     DispatchOutput,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from epcomm.buffers.collective.scratch import Scratch
+from epcomm.buffers.row_layout import Scratch
 
 
 @contextmanager

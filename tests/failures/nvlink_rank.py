@@ -34,7 +34,7 @@ from epcomm import (
     RowsDispatchOutput,
     TopKOutput,
 )
-from epcomm.ops.pack import pack
+from epcomm.ops.slots import pack
 from epcomm.testing.oracle import relative_error
 from tests.multi_rank import SHARED_GPUS, take_device
 

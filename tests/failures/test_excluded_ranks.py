@@ -23,7 +23,7 @@ from epcomm import (
 )
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.config import Mode
-from epcomm.ops.pack import pack
+from epcomm.ops.slots import pack
 from epcomm.spec import Availability
 
 pytestmark = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from epcomm.ops.pack import pack
+from epcomm.ops.slots import pack
 from tests.ops.indices import WORKED_IDS, index_of, strided
 
 NUM_ROWS, TOP_K, NUM_EXPERTS, HIDDEN = 40, 3, 5, 24

@@ -21,7 +21,7 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
-from epcomm.ops.pack import pack
+from epcomm.ops.slots import pack
 from epcomm.runners import grouped_mm, reference
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding.shards import sharded_parameters

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epcomm.ops.members import Members
 from epcomm.ops.slots import (
+    Members,
     build_slot_index,
     count_experts,
     gather_rows,

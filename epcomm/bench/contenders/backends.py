@@ -13,7 +13,7 @@ from epcomm.bench.contenders.sent_bytes import SentBytes
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup
-from epcomm.ops.pack import pack
+from epcomm.ops.slots import pack
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.quantization import dequantize

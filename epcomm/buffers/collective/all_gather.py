@@ -30,8 +30,8 @@ from epcomm.calls.counts import Counts, counts_bytes, make_headers
 from epcomm.calls.faults import guard_ids
 from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
+    AnyMembers,
     count_experts,
     index_slots,
     reduce_rows,

@@ -31,8 +31,8 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, counts_bytes
 from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
+    AnyMembers,
     index_slots,
     reduce_rows,
     reduce_rows_onto,

@@ -27,8 +27,8 @@ from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
+    AnyMembers,
     count_experts,
     localize,
     reduce_rows,

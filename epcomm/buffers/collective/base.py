@@ -8,15 +8,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.collective.scratch import Scratch
-from epcomm.buffers.row_layout import RowLayout
+from epcomm.buffers.row_layout import RowLayout, Scratch
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, exchange_counts
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
-from epcomm.ops.select import row_ops_of
+from epcomm.ops.slots import row_ops_of
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec

@@ -31,8 +31,8 @@ from epcomm.calls.faults import any_flags, guard_ids, ids_error
 from epcomm.calls.header import FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import ShapeError
-from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
+    AnyMembers,
     build_slot_index,
     count_experts,
     localize,

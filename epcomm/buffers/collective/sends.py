@@ -11,21 +11,22 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.collective.scratch import Scratch
-from epcomm.buffers.row_layout import RowLayout
+from epcomm.buffers.row_layout import RowLayout, Scratch
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import empty_headers, make_headers
 from epcomm.calls.faults import guard_ids
 from epcomm.calls.header import ROWS, CallKind, CallSign, seal
 from epcomm.calls.order import Calls
-from epcomm.ops.members import AnyMembers, MemberTable
-from epcomm.ops.select import RowOps
-from epcomm.ops.slots import count_experts, members_of
+from epcomm.ops.slots import AnyMembers, MemberTable, count_experts, members_of
 from epcomm.protocol import FaultCode, fault_word
+
+if TYPE_CHECKING:
+    from epcomm.ops.with_triton import TritonRowOps
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +113,7 @@ class KernelSendPlan(SendPlan):
         layout: RowLayout,
         num_local: int,
         *,
-        ops: RowOps,
+        ops: TritonRowOps,
         memory: Scratch,
     ) -> None:
         """Plan a call as SendPlan does; rows are packed by `ops` into `memory`."""
@@ -174,7 +175,7 @@ class KernelSendPlan(SendPlan):
 class KernelSendOrder(SendOrder):
     """An order that kernels made, and read."""
 
-    ops: RowOps
+    ops: TritonRowOps
 
     def copy_tokens(self, hidden_states: Tensor, rows: slice, out: Tensor) -> None:
         assert isinstance(self.rows_of_token, MemberTable), "as order() made it"

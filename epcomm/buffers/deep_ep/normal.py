@@ -38,8 +38,8 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.ops.members import AnyMembers
 from epcomm.ops.slots import (
+    AnyMembers,
     build_slot_index,
     count_experts,
     reduce_rows,

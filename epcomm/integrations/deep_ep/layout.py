@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.ops.select import row_ops_for
+from epcomm.ops.slots import row_ops_for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

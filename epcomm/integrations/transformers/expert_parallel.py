@@ -25,8 +25,7 @@ from epcomm.errors import ConfigError, HandleError
 from epcomm.experts import PhaseDispatchers, path_output
 from epcomm.group import EPGroup
 from epcomm.layers import named_expert_parallel_layers, put_in_front
-from epcomm.ops.pack import pack
-from epcomm.ops.slots import expert_of_slot
+from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.placement.recorder import load_table
 from epcomm.planning.plan import plan
 from epcomm.platforms.tracing import ranged, untraced

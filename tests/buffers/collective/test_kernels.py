@@ -14,7 +14,7 @@ import torch
 from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec, TopKOutput
 from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
 from epcomm.ops import select
-from epcomm.ops.members import MemberTable
+from epcomm.ops.slots import MemberTable
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.data import make_batch

@@ -31,9 +31,15 @@ from epcomm.integrations.deep_ep.v2.exchange import (
     send_weights,
 )
 from epcomm.integrations.deep_ep.v2.handle import EPHandle, Positions
-from epcomm.ops.members import AnyMembers, MemberTable
-from epcomm.ops.select import row_ops_for
-from epcomm.ops.slots import gather_scalars, members_of, reduce_rows, spread_to_slots
+from epcomm.ops.slots import (
+    AnyMembers,
+    MemberTable,
+    gather_scalars,
+    members_of,
+    reduce_rows,
+    row_ops_for,
+    spread_to_slots,
+)
 from epcomm.types import RowsPer
 
 # Queue pairs that the package allocates on its own, in hybrid mode and without it.

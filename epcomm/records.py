@@ -133,25 +133,33 @@ class Handle:
         self,
         *,
         owner: object,
-        exchange_plan: ExchangePlan,
         call: int,
         num_tokens: int,
-        needs_backward: bool,
+        exchange_plan: ExchangePlan | None = None,
+        needs_backward: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Tie dispatch number `call` of `owner` to its exchange plan.
+        """Begin with dispatch number `call` of `owner`.
 
+        exchange_plan, needs_backward: see open(), for a batch whose rows have come.
         num_tokens: T as the caller gave it; the exchange plan of a refused batch has none.
-        needs_backward: some rank of the group runs the backward of this batch, so all do.
         dtype: of the hidden states as the caller gave them, and of y; None: as they travel.
         """
         self._owner = owner
         self._spent: str | None = None
-        self.exchange_plan = exchange_plan
+        self.exchange_plan: ExchangePlan
         self.call = call
         self.num_tokens = num_tokens
-        self.needs_backward = needs_backward
         self.dtype = dtype
+        if exchange_plan is not None:
+            self.open(exchange_plan, needs_backward)
+
+    def open(self, exchange_plan: ExchangePlan, needs_backward: bool) -> None:
+        """Take the exchange plan of the batch when its rows have come.
+
+        needs_backward: some rank of the group runs the backward of this batch, so all do.
+        """
+        self.exchange_plan, self.needs_backward = exchange_plan, needs_backward
 
     def check(self, owner: object) -> None:
         """Raise HandleError unless `owner` made this handle and it is still unspent."""

@@ -190,50 +190,6 @@ class ExcludesRanks(Protocol):
         ...
 
 
-class AddsBias(ABC):
-    """Makes combine(), and combine_onto() what is known of a token beside it, of one method."""
-
-    def combine(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        """Sum the rows of each token; see Buffer.combine()."""
-        return self._combine_onto(None, rows, exchange_plan, rows_per, slot_weights, row_scalars)
-
-    def combine_onto(
-        self,
-        bias: Tensor,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        *,
-        rows_per: RowsPer,
-        row_scalars: Tensor | None = None,
-    ) -> Combined:
-        """Combine as Buffer.combine() does, onto bias [T, H], float32, contiguous.
-
-        Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
-        beside float64 rows.
-        """
-        return self._combine_onto(bias, rows, exchange_plan, rows_per, None, row_scalars)
-
-    @abstractmethod
-    def _combine_onto(
-        self,
-        bias: Tensor | None,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None,
-        row_scalars: Tensor | None,
-    ) -> Combined:
-        """Combine, onto bias or onto nothing."""
-
-
 class Buffer(Backend):
     """The mechanism of one backend. Calls are collective and come in one order on all ranks.
 
@@ -359,4 +315,25 @@ class Buffer(Backend):
         Collective: yes, in place of combine().   Host sync: as combine().
         Raises:
             error: where the others raise too.
+        """
+
+
+class AddsBias(Buffer):
+    """A buffer whose combine adds what is known of a token beside its experts."""
+
+    @abstractmethod
+    def combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> Combined:
+        """Combine as Buffer.combine() does, onto bias [T, H], float32, contiguous, if it is given.
+
+        Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
+        beside float64 rows.
         """

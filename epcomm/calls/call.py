@@ -69,6 +69,8 @@ class DispatchCall:
     def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
         """Return the hidden states as they travel. Lifetime: may share memory with them."""
         if isinstance(self.hidden_states, Tensor):
+            if self.hidden_states.dtype is wire_format.dtype.torch_dtype:
+                return WireTensor(data=self.hidden_states, format=wire_format)
             return self.quantize(self.hidden_states, wire_format)
         return row_major(self.hidden_states)
 

@@ -38,17 +38,12 @@ from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _CombineCall:
-    """The arguments of combine that are no tensors of the graph.
-
-    lasts: rows along the exchange plan are the caller's own; see Buffer.cached_dispatch().
-    """
+class _CombineOn:
+    """The arguments of a combine that are no tensors of the graph."""
 
     buffer: Buffer
     exchange_plan: ExchangePlan
     rows_per: RowsPer
-    gradient_dtype: torch.dtype
-    lasts: bool
 
 
 @dataclass(kw_only=True, eq=False)
@@ -92,7 +87,10 @@ class _Dispatch(torch.autograd.Function):
         assert out.slot_weights is not None, "to a trainable buffer, weights travel"
         # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
         # passes the quantisation as if it were not there (straight through).
-        return dequantize(out.rows, x.dtype), out.slot_weights
+        rows = out.rows
+        if not rows.format.dtype.is_quantized:
+            return rows.data.to(x.dtype), out.slot_weights
+        return dequantize(rows, x.dtype), out.slot_weights
 
     @staticmethod
     @once_differentiable
@@ -115,39 +113,48 @@ class _Dispatch(torch.autograd.Function):
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, rows: Tensor, slot_weights: Tensor | None, call: _CombineCall
+        ctx: FunctionCtx,
+        rows: Tensor,
+        slot_weights: Tensor | None,
+        buffer: Buffer,
+        exchange_plan: ExchangePlan,
+        rows_per: RowsPer,
+        gradient_dtype: torch.dtype,
+        lasts: bool,
     ) -> Tensor:
-        ctx.call = call  # type: ignore[attr-defined]
+        """Combine; `lasts`: rows along the exchange plan are the caller's own in backward."""
+        ctx.buffer, ctx.exchange_plan, ctx.rows_per = buffer, exchange_plan, rows_per  # type: ignore[attr-defined]
+        ctx.gradient_dtype, ctx.lasts = gradient_dtype, lasts  # type: ignore[attr-defined]
         if slot_weights is not None:
             ctx.save_for_backward(rows, slot_weights)
-        return _combine_watched(rows, slot_weights, call)
+        return _combine_watched(rows, slot_weights, buffer, exchange_plan, rows_per)
 
     @staticmethod
     @once_differentiable
     @ranged("combine_backward")
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_y: Tensor
-    ) -> tuple[Tensor, Tensor | None, None]:
-        call: _CombineCall = ctx.call  # type: ignore[attr-defined]
+    ) -> tuple[Tensor | None, ...]:
+        exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
         # contiguous(): an expanded gradient, as sum() makes, has no rows to send.
-        wire = grad_y.to(call.gradient_dtype).contiguous()
-        grad_rows = call.buffer.cached_dispatch(wire, call.exchange_plan).to(grad_y.dtype)
-        if call.rows_per is RowsPer.ROW:
+        wire = grad_y.to(ctx.gradient_dtype).contiguous()  # type: ignore[attr-defined]
+        grad_rows = ctx.buffer.cached_dispatch(wire, exchange_plan).to(grad_y.dtype)  # type: ignore[attr-defined]
+        if ctx.rows_per is RowsPer.ROW:  # type: ignore[attr-defined]
             # Autograd may keep them; slots are copied below.
-            return grad_rows if call.lasts else grad_rows.clone(), None, None
-        grad_slots = gather_rows(grad_rows, call.exchange_plan.index)
-        if not ctx.saved_tensors:  # type: ignore[attr-defined]
-            return grad_slots, None, None
-        rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
-        dtype = sum_dtype(rows.dtype)
-        grad_weights = (grad_slots.to(dtype) * rows.to(dtype)).sum(dim=1)
-        weighted = (grad_slots * slot_weights.unsqueeze(1)).to(grad_slots.dtype)
-        return weighted, grad_weights, None
+            grad, grad_weights = grad_rows if ctx.lasts else grad_rows.clone(), None  # type: ignore[attr-defined]
+        else:
+            grad, grad_weights = gather_rows(grad_rows, exchange_plan.index), None
+            if ctx.saved_tensors:  # type: ignore[attr-defined]
+                rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
+                dtype = sum_dtype(rows.dtype)
+                grad_weights = (grad.to(dtype) * rows.to(dtype)).sum(dim=1)
+                grad = (grad * slot_weights.unsqueeze(1)).to(grad.dtype)
+        return grad, grad_weights, None, None, None, None, None
 
 
 def dispatch_rows(
     buffer: Buffer, x: Tensor | WireTensor, topk_weights: Tensor, call: DispatchCall
-) -> Dispatched:
+) -> tuple[Dispatched, WireTensor, Tensor | None]:
     """Dispatch with gradients for x and topk_weights.
 
     Args:
@@ -155,17 +162,19 @@ def dispatch_rows(
         topk_weights: [T, K], call.topk_weights with its history.
         call: the call; its tensors carry no history.
 
+    Returns: what the buffer returned, and its rows and slot weights with their history.
+
     Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.
     """
     if call.flags == BatchFlags.NONE:
-        return buffer.dispatch(call)
+        out = buffer.dispatch(call)
+        return out, out.rows, out.slot_weights
     assert isinstance(x, Tensor), "codes have no gradient, so their calls have no flags"
     out = _dispatch_watched(buffer, call)
     if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
-        return out
+        return out, out.rows, out.slot_weights
     rows, slot_weights = _Dispatch.apply(_anchored(x), topk_weights, buffer, out)
-    wire = WireTensor(data=rows, format=WireFormat.of(x.dtype))
-    return replace(out, rows=wire, slot_weights=slot_weights)
+    return out, WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
 
 
 def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.dtype) -> Tensor:
@@ -183,20 +192,22 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
         return buffer.combine(
             hidden_states, handle.exchange_plan, rows_per=rows.rows_per, slot_weights=slot_weights
         ).y
-    call = _CombineCall(
-        buffer=buffer,
-        exchange_plan=handle.exchange_plan,
-        rows_per=rows.rows_per,
-        gradient_dtype=gradient_dtype,
-        lasts=handle.needs_backward,
-    )
+    exchange_plan, rows_per = handle.exchange_plan, rows.rows_per
     if handle.needs_backward:
         hidden_states = _anchored(hidden_states)
     elif not (
         hidden_states.requires_grad or (slot_weights is not None and slot_weights.requires_grad)
     ):
-        return _combine_watched(hidden_states, slot_weights, call)
-    return _Combine.apply(hidden_states, slot_weights, call)
+        return _combine_watched(hidden_states, slot_weights, buffer, exchange_plan, rows_per)
+    return _Combine.apply(
+        hidden_states,
+        slot_weights,
+        buffer,
+        exchange_plan,
+        rows_per,
+        gradient_dtype,
+        handle.needs_backward,
+    )
 
 
 def _anchored(tensor: Tensor) -> Tensor:
@@ -229,14 +240,21 @@ def _dispatch_watched(buffer: Buffer, call: DispatchCall) -> Dispatched:
     )
 
 
-def _combine_watched(rows: Tensor, slot_weights: Tensor | None, call: _CombineCall) -> Tensor:
+def _combine_watched(
+    rows: Tensor,
+    slot_weights: Tensor | None,
+    buffer: Buffer,
+    exchange_plan: ExchangePlan,
+    rows_per: RowsPer,
+) -> Tensor:
     """Combine through the operator, where somebody watches: y [T, H].
 
     Collective: as Buffer.combine; unless a policy had saved it, on all ranks alike.
     """
     if not _is_watched():
-        return _combine_on(rows, slot_weights, call)
-    return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(call))
+        return buffer.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights).y
+    held = _CombineOn(buffer=buffer, exchange_plan=exchange_plan, rows_per=rows_per)
+    return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(held))
 
 
 def _is_watched() -> bool:
@@ -267,13 +285,9 @@ def _dispatch_kernel(
 
 def _combine_kernel(rows: Tensor, slot_weights: Tensor | None, call: int) -> Tensor:
     held = _numbered[call]
-    assert isinstance(held, _CombineCall), "numbers are made here"
-    return _combine_on(rows, slot_weights, held)
-
-
-def _combine_on(rows: Tensor, slot_weights: Tensor | None, call: _CombineCall) -> Tensor:
-    return call.buffer.combine(
-        rows, call.exchange_plan, rows_per=call.rows_per, slot_weights=slot_weights
+    assert isinstance(held, _CombineOn), "numbers are made here"
+    return held.buffer.combine(
+        rows, held.exchange_plan, rows_per=held.rows_per, slot_weights=slot_weights
     ).y
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from typing import ClassVar, NoReturn, cast
 
 import torch
@@ -53,21 +53,9 @@ from epcomm.types import ROW_MAJOR, Layout, RowsPer, ScaleLayout, WireTensor, da
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Batch:
-    """A batch as it is sent.
-
-    call: without history.   hidden_states, topk_weights: those of the call, with their history.
-    num_tokens, dtype: of the hidden states as the caller gave them.
-    refusal: why the call is none that this dispatcher serves, if so.
-    """
-
-    call: DispatchCall
-    hidden_states: Tensor | WireTensor
-    topk_weights: Tensor
-    num_tokens: int
-    dtype: torch.dtype
-    refusal: EPError | None
+# The call without history, its hidden states and router weights with their history, and the handle
+# of the batch, whose exchange plan comes with the rows.
+_Prepared = tuple[DispatchCall, Tensor | WireTensor, Tensor, Handle]
 
 
 class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
@@ -136,19 +124,24 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         """Dispatch; `refusal`, if there is one, is raised after all ranks know of it."""
         self._check_group_open("dispatch")
 
-        def send() -> tuple[_Batch, Dispatched]:
-            batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
-            return batch, dispatch_rows(
-                self._buffer, batch.hidden_states, batch.topk_weights, batch.call
+        def send() -> DispatchT:
+            call, rows, weights, handle = self._prepare(
+                hidden_states, topk, experts_need_grad, refusal
             )
+            out, wire, slot_weights = dispatch_rows(self._buffer, rows, weights, call)
+            self._end_refused(call, out)
+            return self._record(out, wire, slot_weights, handle)
 
         is_reported = refusal is not None or not self._buffer.counts_calls
-        batch, out = self._calls.announced(send, None if is_reported else self.refuse_for)
-        if batch.refusal is not None:
-            # A static buffer has not raised. No combine will come of this call, so end it here.
-            self._refuse_combine(batch.refusal, out.exchange_plan)
-        self._num_calls += 1
-        return self._record(out, batch.num_tokens, batch.dtype, self._num_calls)
+        return self._calls.announced(send, None if is_reported else self.refuse_for)
+
+    def _end_refused(self, call: DispatchCall, out: Dispatched) -> None:
+        """End a batch that this rank refuses, where a static buffer has not raised.
+
+        No combine will come of it.
+        """
+        if call.error is not None and call.error.was_raised:
+            self._refuse_combine(call.error, out.exchange_plan)
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
@@ -162,21 +155,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
         self._check_group_open("dispatch")
 
-        def begin() -> tuple[_Batch, Pending[Dispatched]]:
-            batch = self._prepare(hidden_states, topk, experts_need_grad)
-            return batch, self._buffer.dispatch_async(batch.call)
+        def begin() -> tuple[_Prepared, Pending[Dispatched]]:
+            prepared = self._prepare(hidden_states, topk, experts_need_grad)
+            return prepared, self._buffer.dispatch_async(prepared[0])
 
-        batch, pending = self._calls.announced(
+        (call, _, _, handle), pending = self._calls.announced(
             begin, self.refuse_for if self._buffer.counts_calls else None
         )
-        if batch.refusal is not None:
-            self._refuse_combine(batch.refusal, pending.wait().exchange_plan)
-        self._num_calls += 1
-        return Pending(partial(self._receive, pending, batch, self._num_calls))
+        if call.error is not None and call.error.was_raised:
+            self._end_refused(call, pending.wait())
+        return Pending(partial(self._receive, pending, handle))
 
     @ranged("dispatch_wait")
-    def _receive(self, pending: Pending[Dispatched], batch: _Batch, number: int) -> DispatchT:
-        return self._record(pending.wait(), batch.num_tokens, batch.dtype, number)
+    def _receive(self, pending: Pending[Dispatched], handle: Handle) -> DispatchT:
+        out = pending.wait()
+        return self._record(out, out.rows, out.slot_weights, handle)
 
     def _prepare(
         self,
@@ -184,7 +177,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
-    ) -> _Batch:
+    ) -> _Prepared:
         """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
@@ -201,14 +194,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
-        return _Batch(
-            call=self._make_call(hidden_states, topk, experts_need_grad, error),
-            hidden_states=hidden_states,
-            topk_weights=topk.topk_weights,
-            num_tokens=num_tokens,
-            dtype=dtype,
-            refusal=refusal,
-        )
+        self._num_calls += 1
+        handle = Handle(owner=self, call=self._num_calls, num_tokens=num_tokens, dtype=dtype)
+        call = self._make_call(hidden_states, topk, experts_need_grad, error)
+        return call, hidden_states, topk.topk_weights, handle
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
         """Return the hidden states and routing of a rank without tokens."""
@@ -217,34 +206,28 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return hidden_states, empty_topk(self._spec.top_k, device)
 
     def _record(
-        self, out: Dispatched, num_tokens: int, dtype: torch.dtype, number: int
+        self, out: Dispatched, rows: WireTensor, slot_weights: Tensor | None, handle: Handle
     ) -> DispatchT:
-        """Return the record of dispatch call `number`, of T tokens that came in `dtype`."""
-        handle = Handle(
-            owner=self,
-            exchange_plan=out.exchange_plan,
-            call=number,
-            num_tokens=num_tokens,
-            needs_backward=bool(int(out.any_flags) & _NEEDS_BACKWARD),
-            dtype=dtype,
-        )
+        """Return the record of a batch, of which `rows` and `slot_weights` have their history."""
+        handle.open(out.exchange_plan, bool(int(out.any_flags) & _NEEDS_BACKWARD))
+        rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
         if self.plan.caps.layout is Layout.MASKED:
-            capacity = out.rows.data.shape[:2]
+            capacity = rows.data.shape[:2]
             # Of W * T * K slots on W * L experts.
-            mean = -(-num_tokens * self._spec.top_k // self._spec.num_local_experts)
+            mean = -(-handle.num_tokens * self._spec.top_k // self._spec.num_local_experts)
             record = MaskedDispatchOutput(
-                hidden_states=_arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
+                hidden_states=rows,
                 num_tokens_per_expert=out.index.num_tokens_per_expert,
-                slot_weights=None if out.slot_weights is None else out.slot_weights.view(capacity),
+                slot_weights=None if slot_weights is None else slot_weights.view(capacity),
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
                 mean_tokens_per_expert=mean,
             )
         else:
             record = RowsDispatchOutput(
-                hidden_states=_arranged(out.rows, self.plan.scale_layout, self._spec.hidden_size),
+                hidden_states=rows,
                 index=out.index,
-                slot_weights=out.slot_weights,
+                slot_weights=slot_weights,
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
             )
@@ -433,9 +416,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         # Without gradients the mode does not matter, and may differ between ranks.
         if is_tensor and torch.is_grad_enabled() and self.plan.caps.trainable:
             inputs_need_grad = hidden_states.requires_grad or topk.topk_weights.requires_grad
-            flags = _flags_of(inputs_need_grad, experts_need_grad)
             if isinstance(experts_need_grad, Mapping):
                 expert_names = tuple(experts_need_grad)
+                flags = _flags_of(inputs_need_grad, tuple(experts_need_grad.values()))
+            else:
+                flags = _flags_of(inputs_need_grad, experts_need_grad)
         topk_weights = topk.topk_weights
         # Without history there is nothing to detach, which takes host time.
         if is_tensor and hidden_states.requires_grad:
@@ -483,13 +468,14 @@ class StandardDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
     mode: ClassVar[Mode] = Mode.STANDARD
 
 
-def _flags_of(inputs_need_grad: bool, experts_need_grad: NeedGrad) -> BatchFlags:
+@cache
+def _flags_of(inputs_need_grad: bool, experts_need_grad: bool | tuple[bool, ...]) -> BatchFlags:
     """Return the flags of a batch in grad mode."""
     flags = BatchFlags.GRAD_ENABLED
     if inputs_need_grad:
         flags |= BatchFlags.INPUTS_NEED_GRAD
-    if isinstance(experts_need_grad, Mapping):
-        flags |= BatchFlags.of_experts(experts_need_grad.values())
+    if isinstance(experts_need_grad, tuple):
+        flags |= BatchFlags.of_experts(experts_need_grad)
     elif experts_need_grad:
         flags |= BatchFlags.EXPERTS_NEED_GRAD
     return flags

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.bench_rows import Case, CheckError, Sizes, cases_of, measure, table_of
-from epcomm.ops import select
+from epcomm.ops import slots as kernels_by_device
 
 pytest.importorskip("triton")
 
@@ -14,7 +14,7 @@ SIZES = Sizes(tokens=12, hidden=72, top_k=3, experts=8, ranks=2)
 
 
 def test_every_case_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
+    monkeypatch.setitem(kernels_by_device._LOADERS, "cpu", kernels_by_device._LOADERS["cuda"])
     names = []
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for make in cases_of(SIZES, device):

@@ -9,7 +9,7 @@ from torch import Tensor
 from epcomm import EPGroup
 from epcomm.buffers.base import AddsBias
 from epcomm.calls.call import DispatchCall
-from epcomm.ops import select
+from epcomm.ops import slots as kernels_by_device
 from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat
@@ -78,8 +78,8 @@ def check_bias(name: str) -> None:
         bias = bias.to(group.device)
         scalars = torch.ones(rows.shape[0], TOP_K, device=group.device)
         for row_scalars in (None, scalars):
-            combined = buffer.combine_onto(
-                bias, rows, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=row_scalars
+            combined = buffer.combine(
+                rows, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=row_scalars, bias=bias
             )
             assert torch.equal(combined.y, expected)
 
@@ -96,6 +96,6 @@ def test_a_bias_begins_the_sums(name: str) -> None:
 @pytest.mark.ranks(2)
 def test_a_bias_begins_the_sums_of_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
+    monkeypatch.setitem(kernels_by_device._LOADERS, "cpu", kernels_by_device._LOADERS["cuda"])
     for name in ("CollectiveBuffer", "StaticCollectiveBuffer"):
         check_bias(name)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from epcomm import EPConfig, EPGroup, ExpertParallelMoE
 from epcomm.integrations.telemetry import Metric, as_prometheus_text, metrics
-from epcomm.platforms import profiler as profiling
+from epcomm.platforms import tracing as profiling
 from epcomm.platforms.tracing import ranged
 from tests.cases.blocks import HIDDEN, qwen3_moe
 

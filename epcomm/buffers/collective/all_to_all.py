@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
+from epcomm.buffers.base import AddsBias, Combined, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
 from epcomm.buffers.sizes import (
@@ -87,7 +87,7 @@ class Indexed:
     row_topk: tuple[Tensor, Tensor] | None = None
 
 
-class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
+class CollectiveBuffer(OverCollectives, AddsBias):
     """Serves normal mode over `Collectives`, with exact sizes and one host sync a dispatch."""
 
     name: ClassVar[str] = "collective"
@@ -210,14 +210,15 @@ class CollectiveBuffer(OverCollectives, AddsBias, Buffer):
             phase="backward of combine",
         )
 
-    def _combine_onto(
+    def combine(
         self,
-        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
+        *,
         rows_per: RowsPer,
-        slot_weights: Tensor | None,
-        row_scalars: Tensor | None,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Combined:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD

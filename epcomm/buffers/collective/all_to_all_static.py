@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
+from epcomm.buffers.base import AddsBias, Combined, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
@@ -62,7 +62,7 @@ class StaticExchangePlan(ExchangePlan):
     call: CallSign
 
 
-class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
+class StaticCollectiveBuffer(OverCollectives, AddsBias):
     """Sends M rows to every rank, whatever the routing, without host sync."""
 
     name: ClassVar[str] = "collective"
@@ -187,14 +187,15 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias, Buffer):
         returned = self._send_sums(rows, phase="combine")
         self._faults.record_combine(_read_codes(returned), error)
 
-    def _combine_onto(
+    def combine(
         self,
-        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
+        *,
         rows_per: RowsPer,
-        slot_weights: Tensor | None,
-        row_scalars: Tensor | None,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Combined:
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD

@@ -67,7 +67,7 @@ _INTERPRETED_PROGRAMS = 3
 _TOKEN_MULTIPLE = 128
 
 
-class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
+class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
     """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
@@ -194,14 +194,15 @@ class NVLinkNormal(AddsBias, NVLinkHost[NormalLayout]):
         )
         return out
 
-    def _combine_onto(
+    def combine(
         self,
-        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
+        *,
         rows_per: RowsPer,
-        slot_weights: Tensor | None,
-        row_scalars: Tensor | None,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Combined:
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         if row_scalars is None:

@@ -166,17 +166,25 @@ class SharedMemoryBuffer(CollectiveBuffer):
         # the last.
         return super().cached_dispatch(hidden_states, exchange_plan).clone()
 
-    def _combine_onto(
+    def combine(
         self,
-        bias: Tensor | None,
         rows: Tensor,
         exchange_plan: ExchangePlan,
+        *,
         rows_per: RowsPer,
-        slot_weights: Tensor | None,
-        row_scalars: Tensor | None,
+        slot_weights: Tensor | None = None,
+        row_scalars: Tensor | None = None,
+        bias: Tensor | None = None,
     ) -> Combined:
         self._check_views(exchange_plan)
-        return super()._combine_onto(bias, rows, exchange_plan, rows_per, slot_weights, row_scalars)
+        return super().combine(
+            rows,
+            exchange_plan,
+            rows_per=rows_per,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
+            bias=bias,
+        )
 
     def close(self) -> None:
         super().close()

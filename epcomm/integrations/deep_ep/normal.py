@@ -335,7 +335,7 @@ def return_rows(
         combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
     else:
         assert isinstance(buffer, AddsBias), "those of normal mode do"
-        combined = buffer.combine_onto(bias, x, plan, rows_per=rows_per, row_scalars=weights)
+        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
     scalars = combined.scalars
     return _dense(combined.y), None if scalars is None else _dense(scalars)
 

@@ -13,7 +13,7 @@ import torch
 
 from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec, TopKOutput
 from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
-from epcomm.ops import select
+from epcomm.ops import slots as kernels_by_device
 from epcomm.ops.slots import MemberTable
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.testing import buffer_suite, layer_suite
@@ -31,7 +31,7 @@ MODES = {
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let CPU tensors have the kernels that CUDA tensors have."""
-    monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
+    monkeypatch.setitem(kernels_by_device._LOADERS, "cpu", kernels_by_device._LOADERS["cuda"])
 
 
 def env_of(group: EPGroup, backend: str) -> buffer_suite.BufferEnv:
@@ -93,7 +93,7 @@ def test_gradients_pass_the_same_kernels(mode: Mode, scenario: str) -> None:
 @pytest.mark.parametrize("has_kernels", [False, True])
 def test_the_table_decides_who_plans(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if has_kernels:
-        monkeypatch.setitem(select._LOADERS, "cpu", select._LOADERS["cuda"])
+        monkeypatch.setitem(kernels_by_device._LOADERS, "cpu", kernels_by_device._LOADERS["cuda"])
     spec = buffer_suite.BATCH_SPECS["uneven"]
     with EPGroup() as group:
         batch = make_batch(spec, 0, 1).to(group.device)

@@ -375,7 +375,7 @@ def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def open_watched(ranks: Ranks, mode: Mode, spec: BufferSpec, *options: Options) -> object:
         buffer = opened(ranks, mode, spec, *options)
-        for name in ("dispatch", "cached_dispatch", "combine", "combine_onto"):
+        for name in ("dispatch", "cached_dispatch", "combine"):
             if hasattr(buffer, name):
                 monkeypatch.setattr(buffer, name, watched(getattr(buffer, name)))
         return buffer

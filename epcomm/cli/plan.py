@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.cli.model_file import ModelShape, read_model_file
+from epcomm.cli.model_file import read_model_file
 from epcomm.cli.numbers import bytes_text
 from epcomm.cli.one_line import BadInput
 from epcomm.cli.plan_fused import fused_table
@@ -113,6 +113,13 @@ def plan_command(
     An option wins over the file that says the same. Exit code 1: nothing serves the layer, or what
     was named does not. 2: bad input. Both in one line on stderr.
     """
+    sizes = {
+        "hidden_size": hidden_size,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "intermediate_size": intermediate_size,
+        "dtype": dtype,
+    }
     fields = {
         "mode": mode,
         "backend": backend,
@@ -124,38 +131,18 @@ def plan_command(
     }
     assumed: AssumedMachine | None = None
     try:
-        sizes = {
-            "hidden_size": hidden_size,
-            "num_experts": num_experts,
-            "top_k": top_k,
-            "intermediate_size": intermediate_size,
-            "dtype": dtype,
-        }
-        shape = None if model is None else read_model_file(model, _given(sizes))
-        spec = MoESpec(
-            hidden_size=_required("hidden_size", hidden_size, shape),
-            num_experts=_required("num_experts", num_experts, shape),
-            top_k=_required("top_k", top_k, shape),
-            dtype=_torch_dtype(((shape and shape.dtype) or "bf16") if dtype is None else dtype),
-        )
-        spec.check()
+        layer = _layer_of(_given(sizes), experts, model)
         settings = EPConfig() if config is None else EPConfig.from_file(config)
         settings = replace(settings, **_given(fields))
-        # A plan is of physical experts, and the option and the file tell those of the model.
-        redundant = settings.redundant_experts or 0
-        spec = replace(spec, num_experts=spec.num_experts + redundant)
-        if intermediate_size is None and shape is not None:
-            intermediate_size = shape.intermediate_size
-        _check_hosts(hosts, ranks)
-        assumed = None if device is None else _assumed(device, settings, hosts, ranks)
-        layout = None
-        if hosts is not None and assumed is None:
-            layout = HostLayout.of([rank * hosts // ranks for rank in range(ranks)])
-        weights = _weights_of(spec, intermediate_size, experts)
+        # The options and the file have the experts of the model, and a plan has all physical ones.
+        num_physical = layer.spec.num_experts + (settings.redundant_experts or 0)
+        spec = replace(layer.spec, num_experts=num_physical)
+        assumed = _assumed(device, settings, hosts, ranks)
+        layout = _layout(hosts, ranks) if assumed is None else None
         chosen = plan(
-            settings, spec, world_size=ranks, weights=weights, machine=assumed, hosts=layout
+            settings, spec, world_size=ranks, weights=layer.weights, machine=assumed, hosts=layout
         )
-        rebalance = Rebalance.of(settings, spec, ranks, weights)
+        rebalance = Rebalance.of(settings, spec, ranks, layer.weights)
     except (PlanRefused, BackendUnavailable) as error:
         where = "" if assumed is None else f" (assumed: {assumed.describe(ranks)[0]})"
         sys.stderr.write(f"{error}{where}\n")
@@ -166,23 +153,52 @@ def plan_command(
         sys.stdout.write(as_json(chosen, spec, ranks, rebalance))
         return
     console = Console()
-    _print_plan(console, chosen, spec, ranks, shape)
+    _print_plan(console, chosen, spec, ranks, layer.model_type)
     if rebalance is not None:
         console.print(rebalance_table(rebalance))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layer:
+    """The layer that options and a model file describe.
+
+    weights: one expert without memory, to choose a runner by; None where its size is unknown.
+    model_type: of the file; None without one.
+    """
+
+    spec: MoESpec
+    weights: ExpertTensors | None
+    model_type: str | None
+
+
+def _layer_of(sizes: dict[str, Any], experts: str | None, model: Path | None) -> _Layer:
+    """Return the layer; `sizes` are those of the options, which win over the file."""
+    shape = None if model is None else read_model_file(model, sizes)
+    said = {} if shape is None else {name: value for name, value in vars(shape).items() if value}
+    said |= sizes
+    spec = MoESpec(
+        **{name: _required(name, said) for name in ("hidden_size", "num_experts", "top_k")},
+        dtype=_torch_dtype(said.get("dtype", "bf16")),
+    )
+    spec.check()
+    return _Layer(
+        spec=spec,
+        weights=_weights_of(spec, said.get("intermediate_size"), experts),
+        model_type=None if shape is None else shape.model_type,
+    )
 
 
 def _given(fields: dict[str, T | None]) -> dict[str, T]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _required(name: str, option: int | None, shape: ModelShape | None) -> int:
-    value = option if option is not None else getattr(shape, name, None)
-    if value is None:
+def _required(name: str, said: dict[str, Any]) -> int:
+    if name not in said:
         raise ConfigError(
             f"epcomm plan: {name} is in neither an option nor a --model file; pass "
             f"--{name.replace('_', '-')}"
         )
-    return value
+    return said[name]
 
 
 def _torch_dtype(name: str) -> torch.dtype:
@@ -192,20 +208,34 @@ def _torch_dtype(name: str) -> torch.dtype:
     return _DTYPES[short]
 
 
-def _check_hosts(hosts: int | None, ranks: int) -> None:
-    if hosts is not None and ranks % hosts:
+def _layout(hosts: int | None, ranks: int) -> HostLayout | None:
+    """Return `hosts` with as many ranks each, one host after another; None for one host."""
+    if hosts is None:
+        return None
+    return HostLayout.of([rank // _ranks_per_host(hosts, ranks) for rank in range(ranks)])
+
+
+def _assumed(
+    device: str | None, config: EPConfig, hosts: int | None, ranks: int
+) -> AssumedMachine | None:
+    """Return the machines of a device, with the package that a backend needs if it is named."""
+    if device is None:
+        return None
+    if device not in DEVICES:
+        raise ConfigError(f"epcomm plan: --device is {device!r}, expected one of {[*DEVICES]}")
+    machine = replace(DEVICES[device], deep_ep=deep_ep_of(config.backend))
+    if hosts is None:
+        return machine
+    return replace(machine, ranks_per_host=_ranks_per_host(hosts, ranks))
+
+
+def _ranks_per_host(hosts: int, ranks: int) -> int:
+    if ranks % hosts:
         raise ConfigError(
             f"epcomm plan: --ranks is {ranks}, expected a multiple of --hosts {hosts}; correct one "
             "of them"
         )
-
-
-def _assumed(device: str, config: EPConfig, hosts: int | None, ranks: int) -> AssumedMachine:
-    """Return the machines of a device, with the package that a backend needs if it is named."""
-    if device not in DEVICES:
-        raise ConfigError(f"epcomm plan: --device is {device!r}, expected one of {[*DEVICES]}")
-    machine = replace(DEVICES[device], deep_ep=deep_ep_of(config.backend))
-    return machine if hosts is None else replace(machine, ranks_per_host=ranks // hosts)
+    return ranks // hosts
 
 
 def _weights_of(
@@ -249,15 +279,15 @@ def _check_kind(spec: MoESpec, kind: str | None) -> None:
 
 
 def _print_plan(
-    console: Console, chosen: EPPlan, spec: MoESpec, ranks: int, shape: ModelShape | None
+    console: Console, chosen: EPPlan, spec: MoESpec, ranks: int, model_type: str | None
 ) -> None:
     lines = [
         f"{spec.num_experts} experts on {ranks} {'rank' if ranks == 1 else 'ranks'}, "
         f"{spec.num_experts // ranks} each; hidden size {spec.hidden_size}, top {spec.top_k}, "
         f"{WireDtype.from_torch(spec.dtype).value}"
     ]
-    if shape is not None:
-        lines.append(f"model: {shape.model_type}")
+    if model_type is not None:
+        lines.append(f"model: {model_type}")
     lines += [f"assumed: {fact}" for fact in chosen.assumed]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     console.print(_choice_table(chosen))

@@ -21,15 +21,15 @@ class PreferredOrder:
     """Backends in order of preference; the first that serves is taken.
 
     measured: those that were measured, the fastest first, which come before the others.
-    source: the measurements, where there are some.
+    source: the measurements, where they may decide.
     exact: backends that serve decode with exact sizes, although others of the mode are static.
     """
 
     config: EPConfig
     backends: tuple[str, ...]
-    measured: tuple[Measurement, ...] = ()
-    source: Measurements | None = None
-    exact: Collection[str] = ()
+    measured: tuple[Measurement, ...]
+    source: Measurements | None
+    exact: Collection[str]
 
     def reason_for(self, chosen: str) -> str:
         """Return what chose the backend `chosen`, and its exact sizes in decode, as text."""
@@ -46,44 +46,42 @@ class PreferredOrder:
             return f"rules, without measurements: {rules}{why}"
         if not self.measured:
             return f"rules, because {self.source} has nothing of mode {mode}: {rules}"
-        tokens = self.measured[0].tokens
+        if chosen not in {each.backend for each in self.measured}:
+            return f"rules, because no backend that {self.source} measured serves: {rules}"
         times = ", ".join(
             f"{each.backend} {each.pair_us:.0f} us"
             + ("" if each.mode is self.config.mode else f" in mode {each.mode.value}")
             for each in self.measured
         )
-        if chosen not in {each.backend for each in self.measured}:
-            return f"rules, because no backend that {self.source} measured serves: {rules}"
         return (
-            f"measurements {self.source}: the fastest that serves of {times}, at T = {tokens} in "
-            f"mode {mode}"
+            f"measurements {self.source}: the fastest that serves of {times}, at T = "
+            f"{self.measured[0].tokens} in mode {mode}"
         )
 
 
 def preferred_order(
     config: EPConfig, measurements: Measurements | None, exact: Collection[str] = ()
 ) -> PreferredOrder:
-    """Return the order for the configuration of one phase.
+    """Return the order for the configuration of one phase. Local.
 
     Measured backends come first, the fastest first; the others follow in the order of the registry.
-    A backend named by the configuration is not questioned. Local.
+    A backend named by the configuration is not questioned.
 
     exact: backends that serve the phase with exact sizes: their times are those of mode normal.
 
     Raises:
         ConfigError: the configuration names no backend that exists.
     """
-    mode = Mode(config.mode)
-    names = backend_names(config.backend, mode)
-    if measurements is None or config.backend != "auto":
-        return PreferredOrder(config=config, backends=names, exact=exact)
-    fastest = measurements.fastest(mode, config.max_tokens_per_rank, exact)
-    measured = tuple(each for each in fastest if each.backend in names)
-    first = tuple(each.backend for each in measured)
+    names = backend_names(config.backend, Mode(config.mode))
+    source = measurements if config.backend == "auto" else None
+    measured: tuple[Measurement, ...] = ()
+    if source is not None:
+        fastest = source.fastest(Mode(config.mode), config.max_tokens_per_rank, exact)
+        measured = tuple(each for each in fastest if each.backend in names)
     return PreferredOrder(
         config=config,
-        backends=(*dict.fromkeys(first), *(name for name in names if name not in first)),
+        backends=tuple(dict.fromkeys([*(each.backend for each in measured), *names])),
         measured=measured,
-        source=measurements,
+        source=source,
         exact=exact,
     )

@@ -13,28 +13,28 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused
+from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
 from epcomm.planning.candidates import (
     DECODE,
     PREFILL,
     RUNNER,
+    Survey,
     phase_configs,
-    survey_alone,
-    survey_assumed,
-    survey_group,
+    survey,
 )
 from epcomm.planning.log import log_plan
-from epcomm.planning.measurements import Measurements
 from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
+from epcomm.planning.ranks import PlannedRanks
 from epcomm.platforms.assumed import AssumedMachine
 from epcomm.registry import backend_class, class_names, runner_class
-from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout, MoESpec
+from epcomm.spec import Availability, HostLayout, MoESpec
 from epcomm.types import (
+    MAX_RANKS,
     Int8Profile,
     WeightsAppliedBy,
     WireDtype,
-    WireFormat,
+    is_size,
 )
 
 if TYPE_CHECKING:
@@ -71,43 +71,21 @@ def plan(
         ConfigError: what is asked for cannot be; or ranks disagree, or another rank cannot plan.
         BackendUnavailable: what was asked for by name lacks something on some rank.
     """
-    _check_hosts(hosts, world_size, group, machine)
-    if group is None:
-        num_ranks = 1 if world_size is None else world_size
-        if machine is None:
-            survey = survey_alone(config, spec, num_ranks, weights, hosts)
-        else:
-            survey = survey_assumed(config, spec, num_ranks, weights, machine)
-    else:
-        if machine is not None:
-            raise ConfigError(
-                f"plan: machine is {machine.name} with a group ({group.where}), whose own machines "
-                "count; leave machine None"
-            )
-        num_ranks = group.world_size
-        survey = survey_group(config, spec, group, weights)
+    ranks = _ranks_of(group, world_size, machine, hosts)
+    found = survey(config, spec, weights, ranks, group)
     phases = {
-        phase: _plan_phase(
-            phase_config,
-            survey.specs[phase],
-            survey.verdicts[phase],
-            num_ranks,
-            weights,
-            survey.measurements,
-        )
-        for phase, phase_config in phase_configs(config).items()
+        phase: _plan_phase(phase, each, found, ranks, weights)
+        for phase, each in phase_configs(config).items()
     }
     prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
     chosen = EPPlan(
         prefill=prefill,
         decode=phases.get(DECODE) if is_auto else prefill,
-        assumed=() if machine is None else machine.describe(num_ranks),
+        assumed=() if machine is None else machine.describe(ranks.world_size),
     )
-    if chosen.decode is None:
-        lacks = "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
-        chosen = replace(chosen, decode_lacks=lacks)
-    if weights is not None and prefill.mode is not Mode.FUSEEP:
-        chosen = _with_runner(chosen, config, survey.verdicts[RUNNER], weights)
+    if RUNNER in found.verdicts:
+        assert weights is not None, "runners are judged by their experts"
+        chosen = _with_runner(chosen, config, found.verdicts[RUNNER], weights)
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is not None:
@@ -115,50 +93,73 @@ def plan(
     return chosen
 
 
-def _check_hosts(
-    hosts: HostLayout | None,
-    world_size: int | None,
+def _ranks_of(
     group: EPGroup | None,
+    world_size: int | None,
     machine: AssumedMachine | None,
-) -> None:
-    """Refuse hosts where others are known already, or for another number of ranks."""
-    if hosts is None:
-        return
-    if group is not None or machine is not None:
-        whose = "group" if group is not None else "machine"
-        raise ConfigError(f"plan: hosts are {hosts} with a {whose}, which has hosts; leave one out")
-    if hosts.world_size != world_size:
+    hosts: HostLayout | None,
+) -> PlannedRanks:
+    """Return the ranks to plan for.
+
+    Raises:
+        ConfigError: a group or a machine says otherwise, or no ranks are so many.
+    """
+    if hosts is not None:
+        if group is not None or machine is not None:
+            whose = "group" if group is not None else "machine"
+            raise ConfigError(
+                f"plan: hosts are {hosts} with a {whose}, which has hosts; leave one out"
+            )
+        if hosts.world_size != world_size:
+            raise ConfigError(
+                f"plan: hosts are {hosts}, expected those of world_size = {world_size} ranks; make "
+                "them agree"
+            )
+    if group is not None:
+        if machine is not None:
+            raise ConfigError(
+                f"plan: machine is {machine.name} with a group ({group.where}), whose own machines "
+                "count; leave machine None"
+            )
+        return PlannedRanks.of(group)
+    num_ranks = 1 if world_size is None else world_size
+    if not is_size(num_ranks, MAX_RANKS):
         raise ConfigError(
-            f"plan: hosts are {hosts}, expected those of world_size = {world_size} ranks; make "
-            "them agree"
+            f"plan: world_size is {shown(num_ranks)}, expected an int from 1 to {MAX_RANKS}"
         )
+    return (
+        PlannedRanks.here(num_ranks, hosts)
+        if machine is None
+        else PlannedRanks.assumed(num_ranks, machine)
+    )
 
 
 def _plan_phase(
+    phase: str,
     config: EPConfig,
-    spec: BufferSpec,
-    verdicts: Mapping[str, Availability],
-    world_size: int,
+    found: Survey,
+    ranks: PlannedRanks,
     weights: ExpertTensors | None,
-    measurements: Measurements | None,
 ) -> PhasePlan:
-    mode = Mode(config.mode)
+    mode, spec, verdicts = Mode(config.mode), found.specs[phase], found.verdicts[phase]
     experts = None if weights is None else weights.wire_format.dtype
     # Classes without the mode are those of exact sizes, which serve decode on CPU ranks.
     kinds = [backend_class(name) for name in verdicts]
     exact = frozenset(kind.name for kind in kinds if mode not in kind.modes)
-    order = preferred_order(config, measurements, exact)
+    order = preferred_order(config, found.measurements, exact)
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)
+    # With gradients the runner applies the weights, so that combine saves no rows.
+    applied_by = WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
     return PhasePlan(
         mode=mode,
         backend=kind.name,
         buffer=buffer,
         buffer_spec=spec,
         caps=caps,
-        weights_applied_by=_who_applies_weights(caps),
-        world_size=world_size,
+        weights_applied_by=applied_by,
+        world_size=ranks.world_size,
         rejected=_rejected_backends(verdicts),
         chosen_by=order.reason_for(kind.name),
         int8_profile=Int8Profile(config.int8_profile or kind.int8_profile),
@@ -207,11 +208,6 @@ def _by_reason(rejected: Sequence[Rejection]) -> str:
     return "; ".join(f"{', '.join(of_reason)}: {reason}" for reason, of_reason in ordered)
 
 
-def _who_applies_weights(caps: BufferCaps) -> WeightsAppliedBy:
-    """Choose the runner if there can be gradients, so that combine saves no rows; else combine."""
-    return WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
-
-
 def _with_runner(
     chosen: EPPlan,
     config: EPConfig,
@@ -220,40 +216,33 @@ def _with_runner(
 ) -> EPPlan:
     """Add the runner asked for, or the first that computes these experts in every phase."""
     complete = {
-        name: _reads_phases(name, verdict, chosen.phases().values(), weights)
+        name: verdict.also(_reading_reasons(name, chosen.phases().values(), weights))
         for name, verdict in verdicts.items()
     }
     rejected = _rejections(complete)
-    if config.runner != "auto":
-        verdict = complete[config.runner]
-        if not verdict.ok:
-            raise BackendUnavailable(
-                f"plan: runner {config.runner} cannot compute these experts: "
-                f"{'; '.join(verdict.reasons)}; use runner='auto'"
+    name = config.runner
+    if name == "auto":
+        name = next((name for name, verdict in complete.items() if verdict.ok), None)
+        if name is None:
+            raise PlanRefused(
+                f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change "
+                "the experts or the wire formats"
             )
-        return _read_by(config.runner, chosen, weights, rejected)
-    for name, verdict in complete.items():
-        if verdict.ok:
-            return _read_by(name, chosen, weights, rejected)
-    raise PlanRefused(
-        f"plan: no runner computes these experts: {'; '.join(map(str, rejected))}; change the "
-        "experts or the wire formats"
-    )
-
-
-def _read_by(
-    name: str, chosen: EPPlan, weights: ExpertTensors, rejected: tuple[Rejection, ...]
-) -> EPPlan:
-    """Return the plan with its runner, and with scales laid out as that runner reads them."""
-
-    def for_runner(phase: PhasePlan) -> PhasePlan:
-        readings = runner_class(name).readings(weights, phase.caps.layout)
-        layouts = {reading.format: reading.scale_layout for reading in readings}
-        aligned = _aligned(phase, name)
-        return replace(aligned, scale_layout=layouts[phase.buffer_spec.dispatch_format])
-
-    read = _map_phases(chosen, for_runner)
+    elif not complete[name].ok:
+        raise BackendUnavailable(
+            f"plan: runner {name} cannot compute these experts: "
+            f"{'; '.join(complete[name].reasons)}; use runner='auto'"
+        )
+    read = _map_phases(chosen, partial(_read_by, runner=name, weights=weights))
     return replace(read, runner=name, rejected_runners=rejected)
+
+
+def _read_by(phase: PhasePlan, runner: str, weights: ExpertTensors) -> PhasePlan:
+    """Return the phase with slots aligned and scales laid out as a runner reads them."""
+    readings = runner_class(runner).readings(weights, phase.caps.layout)
+    layouts = {reading.format: reading.scale_layout for reading in readings}
+    layout = layouts[phase.buffer_spec.dispatch_format]
+    return replace(_aligned(phase, runner), scale_layout=layout)
 
 
 def _map_phases(chosen: EPPlan, change: Callable[[PhasePlan], PhasePlan]) -> EPPlan:
@@ -272,13 +261,14 @@ def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
     return replace(phase, buffer_spec=replace(phase.buffer_spec, expert_alignment=alignment))
 
 
-def _reads_phases(
-    name: str, verdict: Availability, phases: Iterable[PhasePlan], weights: ExpertTensors
-) -> Availability:
-    """Add what keeps a runner from reading what the buffers of the phases hand out."""
-    runner, reasons = runner_class(name), list(verdict.reasons)
+def _reading_reasons(
+    name: str, phases: Iterable[PhasePlan], weights: ExpertTensors
+) -> Sequence[str]:
+    """Return what keeps a runner from reading what the buffers of the phases hand out."""
+    runner, reasons = runner_class(name), list[str]()
     if not isinstance(weights, runner.kinds):
-        return verdict
+        return reasons
+    is_int8 = weights.wire_format.dtype is WireDtype.INT8
     for phase in phases:
         layout, wire = phase.caps.layout, phase.buffer_spec.dispatch_format
         if layout not in runner.layouts:
@@ -288,24 +278,19 @@ def _reads_phases(
         readable = [reading.format for reading in runner.readings(weights, layout)]
         if wire not in readable:
             reasons.append(
-                f"reads {_format_names(readable)}, but {phase.backend} was asked to carry {wire}, "
-                f"of {_names(phase.caps.wire_dtypes)}"
+                f"reads {', '.join(sorted(map(str, readable)))}, but {phase.backend} was asked to "
+                f"carry {wire}, of {_names(phase.caps.wire_dtypes)}"
             )
         aligned = _aligned(phase, name)
         if aligned is not phase:
             kind = backend_class(phase.buffer)
             reasons += kind.lacks(phase.mode, aligned.buffer_spec, phase.world_size)
-        is_int8 = weights.wire_format.dtype is WireDtype.INT8
         if is_int8 and phase.int8_profile not in runner.int8_profiles:
             reasons.append(
                 f"rounds INT8 by {_names(runner.int8_profiles)}, but EPConfig.int8_profile is "
                 f"{phase.int8_profile.value}"
             )
-    return Availability(ok=not reasons, reasons=tuple(dict.fromkeys(reasons)))
-
-
-def _format_names(formats: Iterable[WireFormat]) -> str:
-    return ", ".join(sorted(map(str, formats)))
+    return tuple(dict.fromkeys(reasons))
 
 
 def _names(members: Iterable[StrEnum]) -> str:

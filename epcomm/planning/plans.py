@@ -157,7 +157,7 @@ class EPPlan:
     """The choice for one layer: a plan of each phase, and the runner.
 
     prefill: for prefill and training.   decode: the same object, except in mode auto; None where
-        something is missing for it, which decode_lacks says.
+        decode_lacks says what is missing for it.
     runner: runner registry name; None if the plan was made without expert weights, and in mode
         fuseep, whose operators compute them.
     rejected_runners: those that cannot compute these experts.
@@ -166,10 +166,16 @@ class EPPlan:
 
     prefill: PhasePlan
     decode: PhasePlan | None
-    decode_lacks: str | None = None
     runner: str | None = None
     rejected_runners: tuple[Rejection, ...] = ()
     assumed: tuple[str, ...] = ()
+
+    @property
+    def decode_lacks(self) -> str | None:
+        """What to do for decode; None where it is served."""
+        if self.decode is not None:
+            return None
+        return "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
 
     def phases(self) -> Mapping[str, PhasePlan]:
         """Return the distinct mechanisms, by what they are for."""

@@ -1,57 +1,110 @@
-"""Say what lies between ranks: their device, their transport, their hosts, and NVLink.
+"""What a plan knows of its ranks: number, machine, transport, hosts, and the links of their GPUs.
 
-A group finds it, and a plan for a machine that is not this one assumes it; the same rules decide.
+A group finds it, and a plan for machines that are not here assumes it; the same rules decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-from epcomm.buffers.base import Backend, Buffer
+from epcomm.buffers.base import Backend
+from epcomm.platforms.assumed import AssumedMachine
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.platforms.nvlink import PeerReach, reach_reasons
-from epcomm.registry import BUFFERS, buffer_class, class_names
-from epcomm.spec import Availability, BufferCaps, HostLayout
+from epcomm.spec import BufferCaps, BufferSpec, HostLayout
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
 
-# The verdicts on candidates, by question and then by name.
-Verdicts = Mapping[str, Mapping[str, Availability]]
-
 
 @dataclass(frozen=True, kw_only=True)
-class Transport:
-    """Tell how the ranks of a plan are joined.
+class PlannedRanks:
+    """The ranks of a plan.
 
-    device_type: of their tensors.   where: the ranks, in messages, such as `this one`.
+    world_size: W.   machine: the one that runs each rank.
+    device_type: of their tensors; None for ranks that form no group yet.
     host_waits: the host waits in collectives, as over gloo and MPI.
     has_process_group: the ranks form a group of torch.distributed.
+    where: the ranks, in messages, such as `this one`.
+    hosts: for each rank the text that is equal for ranks that can share memory, empty where that
+        is not known; no texts where ranks are taken to be on one host.
+    reaches: what the GPU of each rank reaches; empty where ranks have none.
+    given: the hosts that the user of a group names. Where these are several, ranks exchange as over
+        several, even if they could share memory. Where it is one, the texts still count.
     """
 
-    device_type: str
-    host_waits: bool
-    has_process_group: bool
+    world_size: int
+    machine: Machine
+    device_type: str | None = None
+    host_waits: bool = False
+    has_process_group: bool = False
     where: str = "this one"
+    hosts: Sequence[str] = ()
+    reaches: Sequence[PeerReach] = ()
+    given: HostLayout | None = None
 
     @classmethod
-    def of(cls, group: EPGroup) -> Transport:
-        """Return the transport of a group. Local."""
+    def of(cls, group: EPGroup) -> PlannedRanks:
+        """Return the ranks of a group, without hosts and reaches, which they exchange. Local."""
         return cls(
+            world_size=group.world_size,
+            machine=this_machine(),
             device_type=group.device.type,
             host_waits=group.collectives.bounded is not None,
             has_process_group=group.collectives.process_group is not None,
+            given=group.hosts,
+        )
+
+    @classmethod
+    def here(cls, world_size: int, hosts: HostLayout | None) -> PlannedRanks:
+        """Return ranks on machines like this one; hosts: None for one host."""
+        names = () if hosts is None else tuple(map(str, hosts.host_of_rank))
+        return cls(world_size=world_size, machine=this_machine(), hosts=names)
+
+    @classmethod
+    def assumed(cls, world_size: int, machine: AssumedMachine) -> PlannedRanks:
+        """Return ranks on machines that are not this one."""
+        return cls(
+            world_size=world_size,
+            machine=machine.machine(),
+            device_type=machine.device_type,
+            host_waits=machine.host_waits,
+            has_process_group=True,
+            where=f"{machine.name} (assumed)",
+            hosts=machine.hosts(world_size),
+            reaches=machine.reaches(world_size),
         )
 
     @property
     def is_host_bound(self) -> bool:
         """Return whether tensors are on the CPU and its host waits in each exchange."""
+        if self.device_type is None:
+            return not self.machine.has_cuda()
         return self.device_type == "cpu" and self.host_waits
 
-    def reasons(self, backend: type[Backend], caps: BufferCaps) -> list[str]:
-        """Say why the device or the transport of the ranks does not serve."""
+    @property
+    def layout(self) -> HostLayout | None:
+        """The host of each rank; None on one host, and where some rank's host is not known."""
+        layout = self.given
+        if layout is None and self.hosts and all(self.hosts):
+            layout = HostLayout.of(self.hosts)
+        return layout if layout is not None and layout.num_hosts > 1 else None
+
+    def own_reasons(self, backend: type[Backend], caps: BufferCaps) -> list[str]:
+        """Return why the device or the transport of the ranks does not serve.
+
+        One rank knows it without the others.
+        """
         reasons = []
+        if self.device_type is None:
+            if backend.needs_one_host:
+                reasons.append(
+                    "serves one host, which only a process group shows; run under torchrun"
+                )
+            return reasons
         if caps.device_types is not None and self.device_type not in caps.device_types:
             served = ", ".join(sorted(caps.device_types))
             reasons.append(f"serves groups on {served}, and {self.where} is on {self.device_type}")
@@ -61,65 +114,20 @@ class Transport:
             reasons.append("needs a transport in whose collectives the host waits, gloo or MPI")
         return reasons
 
+    def joint_reasons(self, backend: type[Backend], spec: BufferSpec) -> list[str]:
+        """Return why the hosts of the ranks, and the links between their GPUs, do not serve."""
+        return [*self._place_reasons(backend), *backend.lacks_between(spec)]
 
-def layout_of(hosts: Sequence[str], given: HostLayout | None = None) -> HostLayout | None:
-    """Return where ranks run, if on several hosts: as the user says, else as it was found.
+    def _place_reasons(self, backend: type[Backend]) -> list[str]:
+        if not self.hosts:
+            return []
+        number, is_one_host = f"{len(set(self.hosts))} hosts", len(set(self.hosts)) == 1
+        if self.given is not None and self.given.num_hosts > 1:
+            number, is_one_host = f"{self.given.num_hosts} hosts by the mesh of EPGroup", False
+        if backend.needs_one_host and not (is_one_host and self.hosts[0]):
+            return [f"ranks are on {number}, expected one whose memory they share"]
+        return self._link_reasons if backend.needs_nvlink else []
 
-    Args:
-        hosts: the text that is equal for ranks that can share memory, of each rank; empty where
-            that is not known.
-        given: what the user says.
-
-    Returns: None on one host, and where some rank's host is not known.
-    """
-    if given is None:
-        if not (hosts and all(hosts)):
-            return None
-        given = HostLayout.of(hosts)
-    return given if given.num_hosts > 1 else None
-
-
-def judge_together(
-    verdicts: Verdicts,
-    hosts: Sequence[str],
-    reaches: Sequence[PeerReach],
-    given: HostLayout | None = None,
-) -> Verdicts:
-    """Reject what the hosts of the ranks, or the links between their GPUs, do not allow.
-
-    Args:
-        verdicts: those that hold on every rank.
-        hosts: the text that is equal for ranks that can share memory, of each rank.
-        reaches: what the GPU of each rank reaches; empty where ranks have none.
-        given: the hosts as the user says. Who puts ranks on several has them exchange as over
-            several, even where they could share memory; one host is believed to none that differ.
-    """
-    is_one_host, number = len(set(hosts)) == 1 and bool(hosts[0]), f"{len(set(hosts))} hosts"
-    if given is not None and given.num_hosts > 1:
-        is_one_host, number = False, f"{given.num_hosts} hosts by the mesh of EPGroup"
-    if not is_one_host:
-        reason = f"ranks are on {number}, expected one whose memory they share"
-        verdicts = _with_reasons(verdicts, lambda backend: backend.needs_one_host, [reason])
-
-    def needs_links(backend: type[Buffer]) -> bool:
-        # Of GPUs on several hosts, that they are is reason enough.
-        return backend.needs_nvlink and (is_one_host or not backend.needs_one_host)
-
-    return _with_reasons(verdicts, needs_links, reach_reasons(reaches))
-
-
-def _with_reasons(
-    verdicts: Verdicts, needs: Callable[[type[Buffer]], bool], reasons: Sequence[str]
-) -> Verdicts:
-    """Reject buffers that need what is not there; other candidates stay as they are."""
-    buffers = {name for backend in BUFFERS for name in class_names(backend)}
-
-    def judge(name: str, verdict: Availability) -> Availability:
-        if not reasons or name not in buffers or not needs(buffer_class(name)):
-            return verdict
-        return Availability(ok=False, reasons=(*verdict.reasons, *reasons))
-
-    return {
-        question: {name: judge(name, verdict) for name, verdict in found.items()}
-        for question, found in verdicts.items()
-    }
+    @cached_property
+    def _link_reasons(self) -> list[str]:
+        return reach_reasons(self.reaches)

@@ -254,7 +254,7 @@ def test_error_of_one_rank_is_told_to_the_others(monkeypatch: pytest.MonkeyPatch
     with EPGroup() as group:
         with monkeypatch.context() as patch:
             if group.rank == 0:
-                patch.setattr(candidates, "survey_rank", fail)
+                patch.setattr(candidates, "judge", fail)
             with pytest.raises(ConfigError) as caught:
                 plan(EPConfig(), SPEC, group)
         own = "plan: a file of this rank is broken"

@@ -30,7 +30,7 @@ from epcomm import (
 )
 from epcomm.kernels.gemm.fp8_hidden import hidden_fp8
 from epcomm.ops.static_slots import build_static_slot_index
-from epcomm.planning import candidates
+from epcomm.planning import ranks
 from epcomm.platforms.cuda import cuda_reasons
 from epcomm.platforms.deep_gemm import deep_gemm_reasons, load_deep_gemm, nvcc_is_installed
 from epcomm.platforms.machine import this_machine
@@ -540,7 +540,7 @@ ASKED = EPConfig(mode="normal", runner="deep_gemm")
 
 def test_plan_never_takes_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     without = replace(this_machine(), has_module=lambda name: name != "deep_gemm")
-    monkeypatch.setattr(candidates, "this_machine", lambda: without)
+    monkeypatch.setattr(ranks, "this_machine", lambda: without)
     monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
     chosen = plan(EPConfig(), SPEC, weights=make_weights())
     assert chosen.runner == "quantized_reference"

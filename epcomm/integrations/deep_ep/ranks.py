@@ -29,8 +29,7 @@ from epcomm.errors import (
     ShapeError,
 )
 from epcomm.group import EPGroup
-from epcomm.planning.ranks import Transport
-from epcomm.platforms.machine import this_machine
+from epcomm.planning.ranks import PlannedRanks
 from epcomm.protocol import BatchFlags
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
@@ -452,13 +451,14 @@ class Ranks:
             BackendUnavailable: there is none; on every rank.
             EPError: some rank refused its call, see refuse().
         """
-        machine, transport = this_machine(), Transport.of(self._group)
+        ranks = PlannedRanks.of(self._group)
+        machine = ranks.machine
         found: dict[str, str] = {"host": machine.host()}
         for name in names:
             kind = buffer_class(name)
             reasons = [
                 *kind.probe(machine).reasons,
-                *transport.reasons(kind, kind.caps(mode)),
+                *ranks.own_reasons(kind, kind.caps(mode)),
             ]
             found[name] = "; ".join(reasons)
         everyone = self._group.calls.gather_records(found, phase=_CHOICE)

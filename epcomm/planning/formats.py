@@ -1,0 +1,105 @@
+"""The formats in which rows travel, and the BufferSpec of a phase that has them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from epcomm.config import EPConfig
+from epcomm.errors import ConfigError
+from epcomm.quantization import QUANTIZED_FORMATS
+from epcomm.spec import BufferSpec
+from epcomm.types import ScaleDtype, WireDtype, WireFormat
+
+if TYPE_CHECKING:
+    from epcomm.spec import MoESpec
+
+
+def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFormat) -> BufferSpec:
+    """Return the specification of a buffer for the configuration of a phase and the layer.
+
+    wanted: the format that the experts read best, unless the configuration names one.
+
+    Raises:
+        ConfigError: the experts do not divide among the ranks, or the formats do not fit.
+    """
+    if spec.num_experts % world_size:
+        raise ConfigError(
+            f"plan: num_experts is {spec.num_experts}, expected a multiple of the {world_size} "
+            "ranks; use a number of ranks that divides it"
+        )
+    hidden_format = _hidden_format(config, spec, wanted)
+    dispatch_format = _dispatch_format(config, hidden_format, wanted)
+    if dispatch_format.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
+        raise ConfigError(
+            f"plan: rows travel as {dispatch_format}, but the hidden states are {hidden_format}; "
+            "expected bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
+        )
+    _check_int8_profile(config, dispatch_format, wanted)
+    return BufferSpec(
+        hidden_size=spec.hidden_size,
+        top_k=spec.top_k,
+        num_local_experts=spec.num_experts // world_size,
+        dispatch_format=dispatch_format,
+        hidden_format=hidden_format,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        max_recv_slots=config.max_recv_slots,
+        compares_calls=config.check_calls,
+        num_sms=config.num_sms,
+        batches_in_flight=config.batches_in_flight,
+    )
+
+
+def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireFormat:
+    """Return the format of rows that are not quantised: the hidden states' unless configured.
+
+    Experts that are not quantised compute in any floating dtype, whatever they are held in.
+    """
+    dtype = config.dispatch_dtype
+    if dtype is None or dtype.is_quantized or wanted.dtype.is_quantized:
+        return WireFormat.of(spec.dtype)
+    return WireFormat(dtype=dtype)
+
+
+def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
+    """Return the format of dispatch: what the configuration says, else what the experts want."""
+    dtype = config.dispatch_dtype
+    chosen = wanted if dtype is None else _wire_format(dtype, hidden_format, wanted)
+    if config.dispatch_scales is None:
+        return chosen
+    scales = ScaleDtype(config.dispatch_scales)
+    is_float32 = scales is ScaleDtype.FLOAT32
+    if chosen.dtype is WireDtype.FP8_E4M3 or (chosen.dtype is WireDtype.INT8 and is_float32):
+        return replace(chosen, scale_dtype=scales.torch_dtype)
+    asked = "None" if dtype is None else dtype.value
+    raise ConfigError(
+        f"plan: dispatch_scales is {scales.value}, but rows travel as {chosen} (dispatch_dtype is "
+        f"{asked}, the experts want {wanted}); expected fp8_e4m3 rows for these scales, set "
+        "dispatch_dtype or leave dispatch_scales None"
+    )
+
+
+def _wire_format(dtype: WireDtype, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
+    """Return the format that a configured dispatch_dtype means."""
+    if dtype is wanted.dtype:
+        return wanted
+    if dtype in QUANTIZED_FORMATS:
+        return QUANTIZED_FORMATS[dtype]
+    # Experts in eight bits return one dtype; _hidden_format() has followed any other choice.
+    if dtype is not hidden_format.dtype:
+        raise ConfigError(
+            f"plan: dispatch_dtype is {dtype.value}, but the hidden states are {hidden_format}; "
+            "expected that, fp8_e4m3 or int8, or None"
+        )
+    return hidden_format
+
+
+def _check_int8_profile(config: EPConfig, dispatched: WireFormat, wanted: WireFormat) -> None:
+    """Refuse an arithmetic that nothing uses."""
+    if config.int8_profile is None or WireDtype.INT8 in (dispatched.dtype, wanted.dtype):
+        return
+    raise ConfigError(
+        f"plan: int8_profile is {config.int8_profile}, but rows travel as {dispatched} and the "
+        f"experts want {wanted}; expected int8 in one of them, set dispatch_dtype or leave "
+        "int8_profile None"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import json
 import os
@@ -11,11 +10,8 @@ from pathlib import Path
 
 import pytest
 
-import epcomm
 from epcomm import ConfigError, EPConfig, Int8Profile, Mode, ScaleDtype, WireDtype
 from epcomm.config import Router
-
-PACKAGE = Path(epcomm.__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,27 +29,10 @@ BAD_VALUES = [
         "['standard', 'normal', 'low_latency', 'auto', 'fuseep']",
     ),
     BadValue(
-        id="unknown router",
-        values={"router": "npu"},
-        message="EPConfig: router is 'npu', expected one of ['auto', 'reference', 'ascend', "
-        "'triton']",
-    ),
-    BadValue(
         id="unknown dtype",
         values={"dispatch_dtype": "tf32"},
         message="EPConfig: dispatch_dtype is 'tf32', expected one of "
         "['bf16', 'fp16', 'fp32', 'fp64', 'fp8_e4m3', 'int8']",
-    ),
-    BadValue(
-        id="unknown scales",
-        values={"dispatch_scales": "ue8m0"},
-        message="EPConfig: dispatch_scales is 'ue8m0', expected one of ['float32', 'power_of_two']",
-    ),
-    BadValue(
-        id="unknown arithmetic",
-        values={"int8_profile": "rint"},
-        message="EPConfig: int8_profile is 'rint', expected one of "
-        "['rint127', 'rint127eps', 'div', 'divtrunc16', 'triton']",
     ),
     BadValue(
         id="powers of two for int8",
@@ -73,11 +52,6 @@ BAD_VALUES = [
         message="EPConfig: max_tokens_per_rank is 0, expected 1 to 2147483647, or None",
     ),
     BadValue(
-        id="no slots",
-        values={"max_recv_slots": -1},
-        message="EPConfig: max_recv_slots is -1, expected 1 to 2147483647, or None",
-    ),
-    BadValue(
         id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"
     ),
     # What a file may hold instead of a number, a switch or a name.
@@ -85,11 +59,6 @@ BAD_VALUES = [
         id="text for a number",
         values={"max_tokens_per_rank": "128"},
         message="EPConfig: max_tokens_per_rank is '128', expected",
-    ),
-    BadValue(
-        id="fraction for an integer",
-        values={"num_sms": 1.5},
-        message="EPConfig: num_sms is 1.5, expected",
     ),
     BadValue(
         id="time that is no number",
@@ -229,23 +198,3 @@ def test_bad_variable_is_named(name: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         EPConfig.from_env({name: text})
     assert message in str(caught.value)
-
-
-def environment_reads(source: str) -> list[int]:
-    """Return the lines of a module that touch the environment through os."""
-    names = {"environ", "environb", "getenv", "getenvb", "putenv"}
-    return [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if (isinstance(node, ast.Attribute) and node.attr in names)
-        or (isinstance(node, ast.ImportFrom) and names & {alias.name for alias in node.names})
-    ]
-
-
-def test_only_config_reads_the_environment() -> None:
-    found = {
-        str(path.relative_to(PACKAGE)): lines
-        for path in PACKAGE.rglob("*.py")
-        if (lines := environment_reads(path.read_text()))
-    }
-    assert set(found) == {"config.py"}, found

@@ -211,8 +211,9 @@ def test_the_command_starts_ranks_prints_and_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All that a user sees, from one launch; its ranks write to the terminal themselves."""
-    output = tmp_path / "new folder" / "bench.json"
-    arguments = ["bench", "--ranks", "2", *TINY, "--backend", "collective", "--output", str(output)]
+    output, plot = tmp_path / "new folder" / "bench.json", tmp_path / "bench.png"
+    arguments = ["bench", "--ranks", "2", *TINY, "--backend", "collective"]
+    arguments += ["--output", str(output), "--plot", str(plot)]
     monkeypatch.setattr(sys, "argv", ["epcomm", *arguments])
     # Under a launcher these would name another run's ranks.
     variables = {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None, "COLUMNS": "140"}
@@ -228,3 +229,4 @@ def test_the_command_starts_ranks_prints_and_writes(
     assert report["advice"] == lines[-1]
     assert report["command"].startswith("epcomm bench --ranks 2 --tokens 2,8 ")
     assert {"torch", "epcomm", "commit"} <= set(report["versions"])
+    assert plot.read_bytes().startswith(b"\x89PNG")

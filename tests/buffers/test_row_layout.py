@@ -187,25 +187,6 @@ def test_tokens_quantised_inside_the_message_have_the_same_bytes(
     assert torch.equal(inside, copied)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_parts_do_not_overlap(case: Case) -> None:
-    layout = case.layout
-    rows = torch.zeros(2, case.row_bytes, dtype=torch.uint8)
-    num_bytes = 0
-    for part in (
-        layout.data(rows),
-        layout.scales(rows),
-        layout.ids(rows) if case.has_ids else None,
-        layout.scalars(rows),
-    ):
-        if part is not None:
-            flat = part.view(torch.uint8)
-            assert not flat.any(), "written through another part"
-            flat.fill_(255)
-            num_bytes += flat.shape[1]
-    assert (rows == 255).sum(1).tolist() == [num_bytes, num_bytes]
-
-
 def test_rows_on_the_way_home_keep_their_scalars() -> None:
     layout = CASES[2].layout
     data, scalars = torch.randn(3, 5), torch.randn(3, 2)

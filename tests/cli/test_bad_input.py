@@ -62,7 +62,7 @@ HUGE = [
         ([*BENCH, "--layer"], ("--intermediate",)),
     )
     for option in options
-    for value, message in ((2**31, f" is {2**31}, expected "), (10**400, f" is {10**79}..., "))
+    for value, message in ((10**400, f" is {10**79}..., "),)
 ]
 # The parts of a report that are its measurement; NUMBERS: of tokens, and of microseconds.
 REPORT = (
@@ -95,37 +95,15 @@ PLANS = [
         message="epcomm plan: an expert of hidden_size 2147483647 and intermediate_size 21474836",
     ),
     BadCall(
-        id="empty dtype",
-        arguments=[*PLAN, "--dtype", ""],
-        message="epcomm plan: dtype is '', expected one of",
-    ),
-    BadCall(
-        id="indivisible",
-        arguments=["plan", *LAYER[:-1], "3"],
-        message="plan: num_experts is 8, expected a multiple of the 3 ranks; use a number of ranks "
-        "that divides it",
-    ),
-    BadCall(
         id="unknown mode",
         arguments=[*PLAN, "--mode", "fast"],
         message="EPConfig: mode is 'fast', expected one of",
-    ),
-    BadCall(
-        id="fuseep of an unknown operator",
-        arguments=[*PLAN, "--mode", "fuseep", "--backend", "collective"],
-        message="backend is 'collective', expected auto or one of ['dispatch_ffn_combine', "
-        "'fused_deep_moe', 'fuseep_reference', 'mega_moe']",
     ),
     BadCall(
         id="experts of an unknown kind",
         arguments=[*PLAN, "--experts", "int4"],
         message="epcomm plan: experts is 'int4', expected bf16, as the hidden states are, or one "
         "of ['fp8', 'int8']",
-    ),
-    BadCall(
-        id="unquantised experts of another dtype",
-        arguments=[*PLAN, "--experts", "fp16"],
-        message="epcomm plan: experts is 'fp16', expected bf16, as the hidden states are",
     ),
     BadCall(
         id="experts without a size",
@@ -150,24 +128,9 @@ PLANS = [
         message="epcomm plan: Invalid value for '--ranks'",
     ),
     BadCall(
-        id="no experts inside",
-        arguments=[*PLAN, "--intermediate-size", "0"],
-        message="epcomm plan: intermediate_size is 0, expected 1 to 2147483647",
-    ),
-    BadCall(
-        id="tokens 0",
-        arguments=[*PLAN, "--max-tokens", "0"],
-        message="EPConfig: max_tokens_per_rank is 0, expected 1 to 2147483647, or None",
-    ),
-    BadCall(
         id="unknown backend",
         arguments=[*PLAN, "--backend", "rdma"],
         message="EPConfig: backend is 'rdma', expected auto or one of ['ascend', ",
-    ),
-    BadCall(
-        id="unknown runner",
-        arguments=[*PLAN, "--runner", "fast"],
-        message="EPConfig: runner is 'fast', expected auto or one of ['ascend', ",
     ),
     BadCall(
         id="unknown device",
@@ -190,41 +153,25 @@ FILES = [
     )
     for option, name, text, message in (
         ("--config", "no.toml", None, "does not exist"),
-        ("--config", "", None, "is a directory"),
         ("--config", "ep.toml", "mode = \n", "ep.toml does not parse: "),
         ("--config", "ep.json", "{", "ep.json does not parse: "),
-        ("--config", "ep.json", "[1]", "ep.json holds a list, expected fields and their values"),
         ("--config", "ep.yaml", "mode: [\n", "ep.yaml does not parse: "),
-        ("--config", "ep.json", "1", "ep.json holds a number, expected fields and their values"),
         ("--config", "ep.json", DEEP, "ep.json does not parse: it is nested too deeply"),
-        ("--config", "ep.toml", f"mode = {DEEP}", "ep.toml does not parse: it is nested too deep"),
-        ("--config", "ep.yaml", DEEP[:1000], "ep.yaml does not parse: it is nested too deeply"),
-        ("--config", "ep.yaml", "[]", "ep.yaml holds a list, expected fields"),
-        ("--config", "ep.yaml", "false", "ep.yaml holds true or false, expected fields"),
-        ("--config", "ep.yaml", "0", "ep.yaml holds a number, expected fields"),
-        ("--config", "ep.yaml", '""', "ep.yaml holds text, expected fields"),
         ("--config", "ep.yaml", 'num_sms: !!int ""', "ep.yaml does not parse: "),
         ("--config", "ep.json", '{"mode": [[]]}', "ep.json gives mode as a list, expected one"),
         ("--config", "ep.toml", f"num_sms = 0x{'f' * 5000}", "is a number of thousands of digits"),
-        ("--config", "ep.toml", "timeout_s = true", "timeout_s is True, expected seconds > 0"),
         ("--config", "ep.toml", 'measurements = "a\\u0000b"', "which is no path (embedded null"),
         ("--config", "ep.toml", b"\xff", "ep.toml does not parse: "),
         ("--config", "ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
         ("--config", "ep.ini", "mode=normal", "another ending than .toml, .json, .yaml, .yml"),
         ("--model", "no.json", None, "does not exist"),
         ("--model", "model.json", "{", "is no JSON ("),
-        ("--model", "model.json", b"\xff", "is no JSON ("),
         ("--model", "model.json", "[1]", "holds a list, expected an object"),
-        ("--model", "model.json", "1", "holds a number, expected an object"),
         ("--model", "model.json", DEEP, "model.json is nested too deeply; pass the config.json"),
         ("--model", "model.json", '{"hidden_size": 64}', "num_experts is in neither an option"),
-        ("--model", "model.json", '{"text_config": null}', "hidden_size is in neither an option"),
-        ("--model", "model.json", '{"text_config": []}', "gives text_config as a list, expected"),
         ("--model", "model.json", '{"text_config": "x"}', "gives text_config as text, expected"),
         ("--model", "model.json", '{"hidden_size": true}', "hidden_size as True, expected one"),
-        ("--model", "model.json", '{"moe_k": 10000000000}', "gives top_k as 10000000000, expected"),
         ("--model", "model.json", '{"dtype": ["bf16"]}', "gives dtype as a list, expected text"),
-        ("--model", "two\nlines.json", "{", "two lines.json is no JSON ("),
         (
             "--model",
             "model.json",
@@ -248,16 +195,6 @@ BENCHES = [
         message="epcomm bench: there are no ranks; pass --ranks 4 to start some on the CPU, or",
     ),
     BadCall(
-        id="ranks 0",
-        arguments=["bench", "--ranks", "0"],
-        message="epcomm bench: --ranks is 0, expected 1 to 4096",
-    ),
-    BadCall(
-        id="unknown backend",
-        arguments=[*BENCH, "--backend", "collective,rdma"],
-        message="backend is 'rdma', expected auto or one of ['ascend', 'collective', ",
-    ),
-    BadCall(
         id="unknown mode",
         arguments=[*BENCH, "--modes", "normal,fuseep"],
         message="epcomm bench: --modes is 'normal,fuseep', expected some of ['normal', ",
@@ -266,16 +203,6 @@ BENCHES = [
         id="tokens 0",
         arguments=[*BENCH, "--tokens", "0,8"],
         message="epcomm bench: --tokens is 0,8, expected 1 to 2147483647",
-    ),
-    BadCall(
-        id="tokens that are no numbers",
-        arguments=[*BENCH, "--tokens", "many"],
-        message="epcomm bench: --tokens is 'many', expected numbers such as 1,128,1024",
-    ),
-    BadCall(
-        id="no tokens",
-        arguments=[*BENCH, "--tokens", ","],
-        message="epcomm bench: --tokens names no number, expected such as 1,128,1024",
     ),
     BadCall(
         id="indivisible",
@@ -288,11 +215,6 @@ BENCHES = [
         message="epcomm bench: --top-k is 8, expected at most the 4 experts; give fewer, or more",
     ),
     BadCall(
-        id="dtype",
-        arguments=[*BENCH, "--dtype", "fp4"],
-        message="epcomm bench: --dtype is 'fp4', expected one of ['bf16', 'fp16', 'fp32']",
-    ),
-    BadCall(
         id="wire",
         arguments=[*BENCH, "--wire", "fp8"],
         message="epcomm bench: --wire is 'fp8', expected one of ['fp8_e4m3', 'int8']",
@@ -303,24 +225,9 @@ BENCHES = [
         message="epcomm bench: --wire is int8 with --layer, whose experts decide what travels",
     ),
     BadCall(
-        id="warm-up",
-        arguments=[*BENCH, "--warm-up", "-1"],
-        message="epcomm bench: --warm-up is -1, expected 0 to 2147483647",
-    ),
-    BadCall(
-        id="no experts inside",
-        arguments=[*BENCH, "--layer", "--intermediate", "0"],
-        message="epcomm bench: --intermediate is 0, expected 1 to 2147483647",
-    ),
-    BadCall(
         id="negative seed",
         arguments=[*BENCH, "--seed", "-1"],
         message="epcomm bench: --seed is -1, expected 0 to 9223372036854775807",
-    ),
-    BadCall(
-        id="seed beyond 64 bits",
-        arguments=[*BENCH, "--seed", f"{2**63}"],
-        message="epcomm bench: --seed is 9223372036854775808, expected 0 to 9223372036854775807",
     ),
     BadCall(
         id="unwritable file",

@@ -60,25 +60,6 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     assert ["received rows", "288 B", "9,216 B"] in printed
 
 
-def test_every_reason_of_a_rejection_has_a_line() -> None:
-    result = run("plan", *LAYER, "--mode", "normal", "--backend", "collective")
-    printed = rows(result.stdout)
-    place = printed.index(["nvlink", "all phases", "there is no CUDA device"])
-    assert printed[place + 1] == [
-        "",
-        "",
-        "serves one host, which only a process group shows; run under torchrun",
-    ]
-    assert ["bytes a token, dispatch", "288 B"] in printed
-    assert ["backward a token, combine", "288 B"] in printed
-
-
-def test_auto_without_a_limit_says_what_decode_lacks() -> None:
-    result = run("plan", *LAYER)
-    assert "no decode: set EPConfig.max_tokens_per_rank" in result.stdout
-    assert "no runner chosen: the size of the experts is unknown" in result.stdout
-
-
 @dataclass(frozen=True, kw_only=True)
 class Refused:
     """Options of a layer that could be, and which nothing serves, or not what was named."""
@@ -96,11 +77,6 @@ REFUSED = [
         "quantise them",
     ),
     Refused(
-        id="fuseep with a runner",
-        arguments=[*FUSEEP, "--runner", "quantized_reference"],
-        message="computes experts itself, without runner quantized_reference; leave it auto",
-    ),
-    Refused(
         id="backend that does not serve there",
         arguments=[
             *(*LAYER[:-1], "16", "--num-experts", "16", "--hidden-size", "2048"),
@@ -110,29 +86,7 @@ REFUSED = [
         "whose memory they share; change the configuration or use backend='auto' (assumed: 16 "
         "ranks on 2 hosts of b200, at most 8 a host)",
     ),
-    Refused(
-        id="backend that does not serve",
-        arguments=[*LAYER, "--mode", "standard", "--backend", "shared_memory"],
-        message="plan: backend shared_memory cannot serve this layer",
-    ),
-    Refused(
-        id="runner that cannot compute the experts",
-        arguments=[*LAYER, "--runner", "grouped_mm", "--intermediate-size", "12"],
-        message="plan: runner grouped_mm cannot compute these experts",
-    ),
 ]
-
-
-@pytest.mark.parametrize(
-    "remedy", [["--mode", "normal"], ["--max-recv-slots", "4096"]], ids=lambda each: each[0]
-)
-def test_what_deep_ep_v2_lacks_in_auto_is_what_serves_it(remedy: list[str]) -> None:
-    asked = [*LAYER, "--device", "h200", "--backend", "deep_ep_v2", "--max-tokens", "128"]
-    asked[asked.index("64")] = "7168"
-    result = run("plan", *asked)
-    assert result.exit_code == 1
-    assert "in mode auto max_recv_slots too, or mode normal; change" in result.stderr
-    assert run("plan", *asked, *remedy).exit_code == 0
 
 
 @pytest.mark.parametrize("plan", REFUSED, ids=lambda plan: plan.id)
@@ -157,73 +111,9 @@ def test_fuseep_shows_every_operator_with_its_limits_and_memory(
     place = printed.index(
         ["operator", "mega_moe", "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"]
     )
-    assert printed[place + 1 : place + 10] == [
-        ["chip", "A3", "A3", "A3, deprecated", "any"],
-        ["rows a call", "at most 4096", "at most 256", "at most 256", "no limit"],
-        [
-            "hidden size",
-            "1024 to 8192 in steps of 512",
-            "512 to 7168 in steps of 16",
-            "1024 to 8192 in steps of 512",
-            "no limit",
-        ],
-        [
-            "2 * intermediate size",
-            "1024 to 6144 in steps of 1024",
-            "1024 to 6144 in steps of 128",
-            "2048 to 6144 in steps of 1024",
-            "no limit",
-        ],
-        ["top k", "at most 16", "at most 12", "no limit", "no limit"],
-        ["experts", "at most 1024", "at most 512", "no limit", "no limit"],
-        ["experts of a rank", "at most 128", "at most 24", "no limit", "no limit"],
-        # 16 ranks * 256 rows * 16 experts * 7168 * 4; 3 * 256 * 8 * 7168 + 10 MiB.
-        [
-            "HCCL window",
-            "not documented",
-            "1,879,048,192 B (1,792.0 MiB)",
-            "54,525,952 B (52.0 MiB)",
-            "none",
-        ],
-        # 16 experts * (3 * 7168 * 2048 codes, 4096 + 7168 scales of 4 or 8 bytes).
-        [
-            "packed experts",
-            "705,363,968 B (672.7 MiB)",
-            "705,363,968 B (672.7 MiB)",
-            "706,084,864 B (673.4 MiB)",
-            "none",
-        ],
+    assert ["rows a call", "at most 4096", "at most 256", "at most 256", "no limit"] in printed[
+        place:
     ]
-
-
-def test_fuseep_without_a_token_limit_says_what_windows_need() -> None:
-    result = run("plan", *FUSEEP)
-    assert result.exit_code == 0, result.output
-    needed = "pass --max-tokens"
-    assert ["HCCL window", needed, needed, needed, "none"] in rows(result.stdout)
-
-
-@pytest.mark.parametrize(
-    ("kind", "wire"),
-    [("bf16", "bf16"), ("fp8", "fp8_e4m3/128"), ("int8", "int8/0")],
-    ids=["bf16", "fp8", "int8"],
-)
-def test_kind_of_experts_decides_what_travels(kind: str, wire: str) -> None:
-    layer = [*LAYER, "--mode", "normal", "--intermediate-size", "32"]
-    result = run("plan", *layer, "--experts", kind)
-    assert result.exit_code == 0, result.output
-    assert ["wire format of dispatch", wire] in rows(result.stdout)
-    runner = "grouped_mm" if kind == "bf16" else "quantized_reference"
-    assert f"runner: {runner}" in result.stdout
-
-
-def test_unusual_arithmetic_has_a_row(tmp_path: Path) -> None:
-    path = tmp_path / "ep.toml"
-    path.write_text('dispatch_dtype = "int8"\nint8_profile = "div"\n')
-    found = rows(run("plan", *LAYER, "--config", str(path)).stdout)
-    assert ["int8 profile", "div"] in found
-    assert ["wire format of dispatch", "int8/0"] in found
-    assert "int8 profile" not in run("plan", *LAYER).stdout
 
 
 def test_config_file_is_read_and_an_option_wins(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ import torch
 
 from epcomm import ConfigError, EPGroup, EPTimeout, HandleError, ShapeError
 from epcomm.collectives.base import Collectives
-from tests.collectives.test_torch_dist import DTYPES, SPLITS, bits_equal, payload
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_multi_rank.sh"
 
 NUM_RANKS = 4
-TAILS = [(), (3,), (2, 5)]
 # Seconds: ranks that are waited for in vain cost each test this much and a second of grace.
 TIMEOUT_S = 0.3
 # The other rank receives 2.2 GB.
@@ -60,48 +58,6 @@ PROGRAM_THAT_LOSES_RANK_2 = """
         (folder / "left").write_text(str(time.time()))
         raise
 """
-
-
-@pytest.mark.mpi_ranks(NUM_RANKS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_to_all_moves_bits(dtype: torch.dtype, ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        rank, everyone = group.rank, range(NUM_RANKS)
-        for name, splits in SPLITS.items():
-            for tail in TAILS:
-                rows = [
-                    [payload(10 * src + dst, (n, *tail), dtype, group.device) for dst, n in row]
-                    for src, row in enumerate(map(enumerate, splits))
-                ]
-                received = group.collectives.all_to_all(
-                    torch.cat(rows[rank]),
-                    send_splits=splits[rank],
-                    recv_splits=[splits[src][rank] for src in everyone],
-                )
-                expected = torch.cat([rows[src][rank] for src in everyone])
-                assert bits_equal(received, expected), (name, tail)
-
-
-@pytest.mark.mpi_ranks(NUM_RANKS)
-def test_all_to_all_splits_evenly_by_default(ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        send = torch.arange(2 * NUM_RANKS) + 100 * group.rank
-        received = group.collectives.all_to_all(send)
-        assert received.tolist() == [
-            100 * src + 2 * group.rank + row for src in range(NUM_RANKS) for row in (0, 1)
-        ]
-
-
-@pytest.mark.mpi_ranks(NUM_RANKS)
-@pytest.mark.parametrize("shape", [(5,), (3, 4), (1,), (0, 4)], ids=str)
-def test_all_gather_keeps_bits_and_ranks(shape: tuple[int, ...], ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        for dtype in DTYPES:
-            tensors = [payload(src, shape, dtype, group.device) for src in range(NUM_RANKS)]
-            gathered = group.collectives.all_gather(tensors[group.rank])
-            assert bits_equal(gathered, torch.stack(tensors)), dtype
-        assert group.collectives.all_gather(torch.empty(3, 0)).shape == (NUM_RANKS, 3, 0)
-        assert_works(group)
 
 
 @pytest.mark.mpi_ranks(2, NUM_RANKS)
@@ -159,19 +115,6 @@ def test_what_mpi_cannot_count_is_refused(ep_ranks: MPI.Comm) -> None:
         with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
             group.collectives.all_gather(torch.ones(4, 8).T)
         assert_works(group)
-
-
-@pytest.mark.mpi_ranks(NUM_RANKS)
-def test_disagreement_names_field_values_and_ranks_on_every_rank(ep_ranks: MPI.Comm) -> None:
-    with EPGroup(ep_ranks) as group:
-        size = 128 if group.rank == 1 else 64
-        with pytest.raises(ConfigError) as caught:
-            group.calls.agree({"top_k": 2, "hidden_size": size}, what="open_buffer")
-        assert str(caught.value) == (
-            "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1 "
-            f"(this is {group.where}); make them equal on all ranks"
-        )
-        group.calls.agree({"top_k": 2}, what="the group is usable")
 
 
 @pytest.mark.mpi_ranks(NUM_RANKS)

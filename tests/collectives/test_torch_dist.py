@@ -1,9 +1,10 @@
-"""The collectives over torch.distributed: any splits, any dtype, and agreement that names ranks."""
+"""The collectives over torch.distributed, and over MPI where both must do the same."""
 
 from __future__ import annotations
 
 import threading
 import time
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from epcomm import ConfigError, EPGroup, HandleError, ShapeError
 from epcomm.collectives.torch_dist import TorchDistCollectives, _SentTensors
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 NUM_RANKS = 4
 DTYPES = [
@@ -59,46 +63,54 @@ def bits_equal(actual: Tensor, expected: Tensor) -> bool:
     return not actual.numel() or torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("tail", [(), (3,), (2, 5)], ids=["numbers", "rows", "matrices"])
-@pytest.mark.parametrize("name", SPLITS)
-def test_all_to_all_moves_bits(name: str, tail: tuple[int, ...]) -> None:
-    collectives, splits = world(), SPLITS[name]
-    rank, device = collectives.rank, collectives.device
-
-    def sent(src: int, dst: int, dtype: torch.dtype) -> Tensor:
-        return payload(10 * src + dst, (splits[src][dst], *tail), dtype, device)
-
-    for dtype in DTYPES:
-        received = collectives.all_to_all(
-            torch.cat([sent(rank, dst, dtype) for dst in range(NUM_RANKS)]),
-            send_splits=splits[rank],
-            recv_splits=[splits[src][rank] for src in range(NUM_RANKS)],
-        )
-        expected = torch.cat([sent(src, rank, dtype) for src in range(NUM_RANKS)])
-        assert bits_equal(received, expected), dtype
+TAILS = [(), (3,), (2, 5)]
 
 
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("tail", [(), (3,)], ids=["numbers", "rows"])
-def test_all_to_all_splits_evenly_by_default(tail: tuple[int, ...]) -> None:
-    collectives = world()
-    rank, device = collectives.rank, collectives.device
-    send = [payload(src, (2 * NUM_RANKS, *tail), torch.float32, device) for src in range(NUM_RANKS)]
-    received = collectives.all_to_all(send[rank])
-    assert bits_equal(received, torch.cat([rows[2 * rank : 2 * rank + 2] for rows in send]))
+@pytest.mark.mpi_ranks(NUM_RANKS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_to_all_moves_bits(dtype: torch.dtype, ep_ranks: MPI.Comm | None) -> None:
+    with EPGroup(ep_ranks) as group:
+        rank, everyone = group.rank, range(NUM_RANKS)
+        for name, splits in SPLITS.items():
+            for tail in TAILS:
+                rows = [
+                    [payload(10 * src + dst, (n, *tail), dtype, group.device) for dst, n in row]
+                    for src, row in enumerate(map(enumerate, splits))
+                ]
+                received = group.collectives.all_to_all(
+                    torch.cat(rows[rank]),
+                    send_splits=splits[rank],
+                    recv_splits=[splits[src][rank] for src in everyone],
+                )
+                expected = torch.cat([rows[src][rank] for src in everyone])
+                assert bits_equal(received, expected), (name, tail)
 
 
 @pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_all_to_all_splits_evenly_by_default(ep_ranks: MPI.Comm | None) -> None:
+    with EPGroup(ep_ranks) as group:
+        send = torch.arange(2 * NUM_RANKS, device=group.device) + 100 * group.rank
+        received = group.collectives.all_to_all(send)
+        assert received.tolist() == [
+            100 * src + 2 * group.rank + row for src in range(NUM_RANKS) for row in (0, 1)
+        ]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.mpi_ranks(NUM_RANKS)
 @pytest.mark.parametrize("shape", [(5,), (3, 4), (1,), (0, 4)], ids=str)
-def test_all_gather_keeps_bits_and_ranks(shape: tuple[int, ...]) -> None:
-    collectives = world()
-    for dtype in DTYPES:
-        tensors = [payload(src, shape, dtype, collectives.device) for src in range(NUM_RANKS)]
-        gathered = collectives.all_gather(tensors[collectives.rank])
-        assert bits_equal(gathered, torch.stack(tensors)), dtype
-    scalar = torch.tensor(collectives.rank, device=collectives.device)
-    assert collectives.all_gather(scalar).tolist() == [0, 1, 2, 3]
+def test_all_gather_keeps_bits_and_ranks(shape: tuple[int, ...], ep_ranks: MPI.Comm | None) -> None:
+    with EPGroup(ep_ranks) as group:
+        for dtype in DTYPES:
+            tensors = [payload(src, shape, dtype, group.device) for src in range(NUM_RANKS)]
+            gathered = group.collectives.all_gather(tensors[group.rank])
+            assert bits_equal(gathered, torch.stack(tensors)), dtype
+        scalar = torch.tensor(group.rank, device=group.device)
+        assert group.collectives.all_gather(scalar).tolist() == [0, 1, 2, 3]
+        nothing = torch.empty(3, 0, device=group.device)
+        assert group.collectives.all_gather(nothing).shape == (NUM_RANKS, 3, 0)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -151,21 +163,24 @@ def test_findings_may_differ_and_are_told_to_all_ranks() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_disagreement_names_field_values_and_ranks_on_every_rank() -> None:
-    collectives = world()
-    record: dict[str, str | int] = {"top_k": 2, "hidden_size": 64}
-    if collectives.rank == 1:
-        record["hidden_size"] = 128
-    if collectives.rank == 3:
-        record["extra"] = "here"
-    with pytest.raises(ConfigError) as caught:
-        collectives.agree(record, what="open_buffer")
-    assert str(caught.value) == (
-        "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1; on "
-        'extra: "<absent>" on ranks 0, 1, 2, "here" on rank 3 '
-        f"(this is rank {collectives.rank} of 4); make them equal on all ranks"
-    )
-    collectives.agree({"after": "the fault"}, what="the group is usable")
+@pytest.mark.mpi_ranks(NUM_RANKS)
+def test_disagreement_names_field_values_and_ranks_on_every_rank(
+    ep_ranks: MPI.Comm | None,
+) -> None:
+    with EPGroup(ep_ranks) as group:
+        record: dict[str, str | int] = {"top_k": 2, "hidden_size": 64}
+        if group.rank == 1:
+            record["hidden_size"] = 128
+        if group.rank == 3:
+            record["extra"] = "here"
+        with pytest.raises(ConfigError) as caught:
+            group.collectives.agree(record, what="open_buffer")
+        assert str(caught.value) == (
+            "open_buffer: ranks disagree on hidden_size: 64 on ranks 0, 2, 3, 128 on rank 1; on "
+            'extra: "<absent>" on ranks 0, 1, 2, "here" on rank 3 '
+            f"(this is {group.where}); make them equal on all ranks"
+        )
+        group.collectives.agree({"after": "the fault"}, what="the group is usable")
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -19,11 +19,10 @@ REPO = Path(__file__).parents[2]
 LIMIT_S = 240
 
 
-@pytest.mark.parametrize("num_hosts", [2, 4])
-def test_every_step_agrees_with_one_process(num_hosts: int) -> None:
+def test_every_step_agrees_with_one_process() -> None:
     if reason := network.missing():
         pytest.skip(f"no hosts of our own: {reason}")
-    launch = [sys.executable, "-m", "tests.hosts.launch", "--hosts", str(num_hosts), "--ranks", "2"]
+    launch = [sys.executable, "-m", "tests.hosts.launch", "--hosts", "2", "--ranks", "2"]
     options = "--steps 3 --layers 2 --experts 8 --min-loss-fall 0.1 --tolerance 1e-5"
     done = subprocess.run(
         [*launch, "examples/train_qwen3_moe.py", *options.split()],

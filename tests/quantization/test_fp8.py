@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
 from epcomm.quantization import (
@@ -58,15 +55,6 @@ def test_recorded_rows_are_bit_equal(row: dict) -> None:
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES)
     assert as_bytes(scales_of(wire))[0, 0].item() == row["power_of_two"]["byte"]
     assert wire.data[0, :3].float().tolist() == row["power_of_two"]["codes"]
-
-
-def test_recording_tells_a_product_from_a_quotient() -> None:
-    differing = [
-        row
-        for row in RECORDED
-        if row["x"][2] and bits_of(row["x"][2] / 448) != row["float32"]["bits"]
-    ]
-    assert len(differing) >= 5, "the recording would not notice amax / 448"
 
 
 def test_worked_example() -> None:
@@ -124,24 +112,6 @@ def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
     assert as_bytes(scales_of(wire)).flatten().tolist() == expected
 
 
-def test_rounding_before_the_logarithm_would_not_differ_from_exact_exponents() -> None:
-    """Compare with DeepEP's ceil(log2(amax * float32(1 / 448))), for every fraction of float32."""
-    amax = (np.arange(2**23, dtype=np.uint32) | np.uint32(0x3F800000)).view(np.float32)
-    bits = (amax * np.float32(1 / 448)).view(np.uint32).astype(np.int64)
-    theirs = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
-    x = torch.from_numpy(amax).unsqueeze(1)
-    wire = quantize(x, small_blocks(FP8_POWER_OF_TWO_SCALES, 1))
-    assert np.array_equal(as_bytes(scales_of(wire)).flatten().numpy(), theirs)
-
-
-def test_all_byte_scales_are_powers_of_two() -> None:
-    codes = torch.ones(255, 1).to(torch.float8_e4m3fn)
-    scales = torch.arange(255, dtype=torch.uint8).view(torch.float8_e8m0fnu).unsqueeze(1)
-    wire = WireTensor(data=codes, format=FP8_POWER_OF_TWO_SCALES, scales=scales)
-    expected = [math.ldexp(1.0, byte - 127) for byte in range(255)]
-    assert dequantize(wire, torch.float32).flatten().tolist() == expected
-
-
 @pytest.mark.parametrize("wire_format", FORMATS)
 @pytest.mark.parametrize("value", [NAN, INF, -INF, -NAN])
 def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
@@ -159,24 +129,6 @@ def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
     assert wire.data[1, 128:256].float().isnan().all()
     if wire_format is FP8_POWER_OF_TWO_SCALES:
         assert as_bytes(scales_of(wire))[1, 1].item() == 0xFF
-
-
-@pytest.mark.parametrize("wire_format", FORMATS)
-def test_zero_blocks_have_zero_codes_and_positive_scales(wire_format: WireFormat) -> None:
-    wire = quantize(torch.zeros(3, 129, dtype=torch.bfloat16), wire_format)
-    assert not as_bytes(wire.data).any()
-    scales = scales_of(wire).float()
-    assert bool(((scales > 0) & scales.isfinite()).all())
-    assert not dequantize(wire, torch.bfloat16).any()
-
-
-@pytest.mark.parametrize("wire_format", FORMATS)
-def test_nothing_saturates_at_the_ends_of_float32(wire_format: WireFormat) -> None:
-    largest = torch.finfo(torch.float32).max
-    x = torch.tensor([[largest, -largest, 1.0], [2e-45, -1e-38, 0.0]])
-    wire = quantize(x, wire_format)
-    assert wire.data.float().isfinite().all()
-    assert scales_of(wire).float().isfinite().all()
 
 
 @pytest.mark.parametrize("wire_format", FORMATS)
@@ -218,46 +170,6 @@ def test_one_scale_a_row() -> None:
         dequantize(quantize(x[:5], per_row), torch.float32),
         dequantize(quantize(x[:5], small_blocks(per_row, 37)), torch.float32),
     )
-
-
-FINITE = st.floats(min_value=-(2.0**100), max_value=2.0**100, width=32)
-BLOCKS = st.lists(FINITE, min_size=1, max_size=20)
-
-
-@given(values=BLOCKS, wire_format=st.sampled_from([FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES]))
-@settings(max_examples=200, deadline=None)
-def test_codes_keep_order_and_sign(values: list[float], wire_format: WireFormat) -> None:
-    x = torch.tensor([sorted(values)], dtype=torch.float32)
-    codes = quantize(x, wire_format).data.float()[0]
-    assert bool((codes.diff() >= 0).all())
-    assert bool((codes * x[0].sign() >= 0).all())
-
-
-@given(values=BLOCKS)
-@settings(max_examples=200, deadline=None)
-def test_quantising_again_changes_nothing(values: list[float]) -> None:
-    x = torch.tensor([values], dtype=torch.float32)
-    once = quantize(x, FP8_FLOAT32_SCALES)
-    again = quantize(dequantize(once, torch.float32), FP8_FLOAT32_SCALES)
-    assert torch.equal(as_bytes(again.data), as_bytes(once.data))
-    # The scale may halve where rounding brought the largest code down to 224: equal as values.
-    restored = dequantize(quantize(x, FP8_POWER_OF_TWO_SCALES), torch.float32)
-    again = quantize(restored, FP8_POWER_OF_TWO_SCALES)
-    assert torch.equal(dequantize(again, torch.float32), restored)
-
-
-@given(
-    codes=st.lists(st.integers(0, 255).filter(lambda c: c & 0x7F != 0x7F), max_size=20),
-    exponent=st.integers(-22, 100),
-)
-@settings(max_examples=200, deadline=None)
-def test_representable_values_come_back_exactly(codes: list[int], exponent: int) -> None:
-    # 448 is there, so the scale is that power of two.
-    values = [oracle.e4m3_value(code) * 2.0**exponent for code in [*codes, 0x7E]]
-    wire = quantize(torch.tensor([values], dtype=torch.float32), FP8_POWER_OF_TWO_SCALES)
-    assert as_bytes(wire.data).tolist() == [[*codes, 0x7E]]
-    assert as_bytes(scales_of(wire)).tolist() == [[exponent + 127]]
-    assert dequantize(wire, torch.float32).tolist() == [values]
 
 
 @pytest.mark.parametrize("wire_format", FORMATS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -11,12 +9,7 @@ from torch import Tensor
 
 from epcomm.records import TopKOutput
 from epcomm.routing import (
-    CorrectionBias,
-    DroppedGroups,
-    EpsilonMode,
     RoutingSpec,
-    ScoreFunction,
-    SoftmaxOrder,
     route,
 )
 from tests.routing.oracle import route_rows
@@ -58,22 +51,6 @@ def specs(draw: st.DrawFn) -> RoutingSpec:
     )
 
 
-# A selection of only dropped, hence weightless, experts would sum to 0.
-renormalised_specs = specs().map(
-    lambda spec: replace(
-        spec,
-        renormalize=True,
-        epsilon_mode=EpsilonMode.NONE,
-        epsilon=0.0,
-        dropped_groups=DroppedGroups.NEG_INF,
-    )
-)
-# Nothing but the logit tells one expert from another.
-symmetric_specs = specs().map(
-    lambda spec: replace(spec, num_groups=1, topk_groups=1, correction_bias=CorrectionBias.NONE)
-)
-
-
 def batches(values: st.SearchStrategy[float] = logit_values) -> st.SearchStrategy[Tensor]:
     row = st.lists(values, min_size=NUM_EXPERTS, max_size=NUM_EXPERTS)
     return st.lists(row, max_size=3).map(lambda rows: torch.tensor(rows).view(-1, NUM_EXPERTS))
@@ -82,9 +59,6 @@ def batches(values: st.SearchStrategy[float] = logit_values) -> st.SearchStrateg
 biases = st.lists(
     st.integers(-8, 8).map(lambda part: part / 13), min_size=NUM_EXPERTS, max_size=NUM_EXPERTS
 ).map(torch.tensor)
-distinct_batches = st.lists(st.permutations(range(NUM_EXPERTS)), min_size=1, max_size=3).map(
-    lambda rows: torch.tensor(rows) / 2 - 3
-)
 
 
 def route_with(spec: RoutingSpec, logits: Tensor, bias: Tensor) -> TopKOutput:
@@ -116,57 +90,6 @@ def test_any_float_gives_distinct_ids_and_finite_weights(
     assert ((topk.topk_ids >= 0) & (topk.topk_ids < NUM_EXPERTS)).all()
     assert torch.isfinite(topk.topk_weights).all()
     assert (topk.topk_weights >= 0).all()
-
-
-@quick
-@given(renormalised_specs, batches(), biases)
-def test_renormalised_weights_sum_to_the_scaling_factor(
-    spec: RoutingSpec, logits: Tensor, bias: Tensor
-) -> None:
-    sums = route_with(spec, logits, bias).topk_weights.sum(dim=-1)
-
-    expected = torch.full_like(sums, spec.routed_scaling_factor)
-    torch.testing.assert_close(sums, expected, rtol=FLOAT32_RTOL, atol=0.0)
-
-
-@quick
-@given(symmetric_specs, distinct_batches, st.permutations(range(NUM_EXPERTS)))
-def test_renumbering_the_experts_renumbers_the_routing(
-    spec: RoutingSpec, logits: Tensor, order: list[int]
-) -> None:
-    plain = route(logits, spec)
-    renumbered = route(logits[:, order], spec)
-
-    assert torch.equal(torch.tensor(order)[renumbered.topk_ids], plain.topk_ids)
-    torch.testing.assert_close(
-        renumbered.topk_weights, plain.topk_weights, rtol=FLOAT32_RTOL, atol=0.0
-    )
-
-
-@quick
-@given(symmetric_specs, batches(), st.integers(-64, 64))
-def test_softmax_ignores_a_shift_of_all_logits(
-    spec: RoutingSpec, logits: Tensor, shift: int
-) -> None:
-    spec = replace(spec, score_function=ScoreFunction.SOFTMAX, softcap=None)
-
-    shifted = route(logits + shift, spec)
-
-    plain = route(logits, spec)
-    assert torch.equal(shifted.topk_ids, plain.topk_ids)
-    torch.testing.assert_close(
-        shifted.topk_weights, plain.topk_weights, rtol=FLOAT32_RTOL, atol=0.0
-    )
-
-
-@quick
-@given(batches(), st.integers(1, NUM_EXPERTS))
-def test_softmax_after_topk_is_the_renormalised_softmax_before(logits: Tensor, top_k: int) -> None:
-    after = route(logits, RoutingSpec(top_k=top_k, softmax_order=SoftmaxOrder.AFTER_TOPK))
-    before = route(logits, RoutingSpec(top_k=top_k, renormalize=True))
-
-    assert torch.equal(after.topk_ids, before.topk_ids)
-    torch.testing.assert_close(after.topk_weights, before.topk_weights, rtol=FLOAT32_RTOL, atol=0.0)
 
 
 @quick

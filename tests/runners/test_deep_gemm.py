@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields, replace
 from enum import Enum
 from functools import wraps
 from itertools import product
-from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
 
@@ -32,11 +31,10 @@ from epcomm.kernels.gemm.fp8_hidden import hidden_fp8
 from epcomm.ops.static_slots import build_static_slot_index
 from epcomm.planning import ranks
 from epcomm.platforms.cuda import cuda_reasons
-from epcomm.platforms.deep_gemm import deep_gemm_reasons, load_deep_gemm, nvcc_is_installed
+from epcomm.platforms.deep_gemm import deep_gemm_reasons, load_deep_gemm
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import arrange_scales, quantize
 from epcomm.records import ExchangePlan, Handle, SlotIndex
-from epcomm.registry import RUNNERS
 from epcomm.runners import deep_gemm
 from epcomm.runners.deep_gemm import COLUMNS, PACKED_COLUMNS, DeepGemmRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
@@ -461,21 +459,6 @@ def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> Non
         assert torch.equal(*pair)
 
 
-def test_no_slots_call_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_deep_gemm.install(monkeypatch)
-    weights = make_weights()
-    ids = torch.empty(0, 1, dtype=torch.int32)
-    index = build_static_slot_index(ids, NUM_EXPERTS, 0, expert_alignment=128)
-    record = replace(
-        rows_record(PLAIN, make_index()),
-        hidden_states=quantize(torch.empty(0, HIDDEN), weights.wire_format),
-        index=index,
-        slot_weights=torch.empty(0),
-    )
-    results = DeepGemmRunner().run(with_columns(record, weights), weights).hidden_states  # type: ignore[arg-type]
-    assert list(results.shape) == [0, HIDDEN]
-
-
 def test_row_major_scales_are_refused_with_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch)
     with pytest.raises(
@@ -583,29 +566,6 @@ def test_package_without_nvcc_is_not_offered(monkeypatch: pytest.MonkeyPatch) ->
     verdict = DeepGemmRunner.probe(with_gpu)
     assert ["nvcc" in reason for reason in verdict.reasons] == [True]
     assert verdict.command == ""
-
-
-def test_nvcc_is_found_where_the_package_looks_for_it(tmp_path: Path) -> None:
-    nvcc = tmp_path / "bin" / "nvcc"
-    nvcc.parent.mkdir()
-    nvcc.touch(mode=0o755)
-    home = {"CUDA_HOME": str(tmp_path), "PATH": ""}
-    assert nvcc_is_installed(home)
-    assert nvcc_is_installed({"CUDA_PATH": str(tmp_path), "PATH": ""})
-    assert nvcc_is_installed({"PATH": str(nvcc.parent)})
-    assert not nvcc_is_installed({"CUDA_HOME": str(nvcc.parent), "PATH": str(nvcc.parent)})
-
-
-def test_plan_aligns_slots_as_it_needs_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_deep_gemm.install(monkeypatch)
-    assert plan(ASKED, SPEC, weights=make_weights()).prefill.buffer_spec.expert_alignment == 128
-    plain = replace(ASKED, runner="quantized_reference")
-    assert plan(plain, SPEC, weights=make_weights()).prefill.buffer_spec.expert_alignment == 1
-
-
-def test_auto_prefers_the_kernels_of_this_library() -> None:
-    names = list(RUNNERS)
-    assert names.index("fp8_triton") < names.index("deep_gemm") < names.index("quantized_reference")
 
 
 def test_auto_takes_it_for_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:

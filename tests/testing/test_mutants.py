@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm import EPConfig, EPError, EPGroup, ExpertParallelExperts, Mode, TopKOutput
+from epcomm import EPConfig, EPError, EPGroup, EPTimeout, ExpertParallelExperts, Mode, TopKOutput
 from epcomm.buffers.base import Combined, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
@@ -26,8 +26,8 @@ from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 
-# Seconds that a rank waits for one that has failed.
-PATIENCE_S = 2.0
+# Seconds that a rank waits for one that has failed; on a busy machine opening a buffer takes two.
+PATIENCE_S = 4.0
 
 
 class WrongExpert(CollectiveBuffer):
@@ -403,8 +403,11 @@ def test_the_suite_fails_on_this_mutant(mutant: type[Any]) -> None:
         with EPGroup(dist.new_group()) as group:
             group.limit_waits(PATIENCE_S)
             run(mutant, group)
-    # EPError: one that the suite did not expect, or a wait for a rank that has failed. IndexError:
-    # rows of one batch and the exchange plan of another.
+    except EPTimeout:
+        # The rank waited for one that has failed; of this mutant alone nothing else is noticed.
+        is_noticed = mutant is OwnFlagsAlone
+    # EPError: one that the suite did not expect. IndexError: rows of one batch and the exchange
+    # plan of another.
     except (AssertionError, EPError, IndexError):
         is_noticed = True
     of_ranks: list[bool] = [False, False]

@@ -95,7 +95,7 @@ class Training:
 
 @pytest.mark.slow
 @pytest.mark.ranks(8)
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
 def test_training_goes_on_with_experts_over_4_then_2_then_8_ranks(options: dict[str, bool]) -> None:
     uninterrupted = Training(4, **options)
     expected = [uninterrupted.step(number) for number in range(6)]

@@ -117,7 +117,7 @@ def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPa
         run_buffer("uneven", "AscendNormalBuffer", "int8")
 
 
-# What 2 ranks cannot show, and with the slow tests everything.
+# What 2 ranks cannot show.
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", ["uneven", "faults"])
@@ -127,10 +127,9 @@ def test_ascend_buffer_of_four_ranks_keeps_its_contract(scenario: str, backend: 
 
 @pytest.mark.slow
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(
-    ("scenario", "backend"), [run for run in RUNS if run[0] not in ("uneven", "faults")]
-)
-def test_rest_of_the_contract_of_four_ranks(scenario: str, backend: str) -> None:
+@pytest.mark.parametrize("backend", CASES)
+@pytest.mark.parametrize("scenario", ["holes", "stand_alone", "traffic"])
+def test_more_of_the_contract_of_four_ranks(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "int8")
 
 

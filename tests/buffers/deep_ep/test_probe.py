@@ -288,43 +288,15 @@ MISSING = [
         reason="carries ['bf16', 'fp8_e4m3'], not int8",
     ),
     Missing(
-        id="float32",
-        layer=replace(LAYER, dtype=torch.float32),
-        reason="combine carries bf16, not fp32",
-    ),
-    Missing(
-        id="FP8 blocks",
-        layer=replace(LAYER, hidden_size=2112),
-        changes={"dispatch_dtype": WireDtype.FP8_E4M3},
-        reason="FP8 rows need a multiple of 128, not 2112",
-    ),
-    Missing(
         id="top-k",
         layer=replace(LAYER, num_experts=48, top_k=33),
         reason="top_k is 33, at most",
-    ),
-    Missing(
-        id="odd hidden size",
-        layer=replace(LAYER, hidden_size=2052),
-        reason="2052",
     ),
     Missing(
         id="deterministic",
         changes={"deterministic": True},
         reason="slots arrive in any order, and EPConfig.deterministic is set",
         backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
-    ),
-    Missing(
-        id="budget in low latency",
-        changes={"max_recv_slots": 64},
-        reason="has capacity for any routing and no slot budget; leave max_recv_slots None",
-        backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
-    ),
-    Missing(
-        id="no limit of tokens",
-        changes={"max_tokens_per_rank": None},
-        reason="set max_tokens_per_rank",
-        backends=tuple(name for name in CASES if name != "DeepEPV1Buffer"),
     ),
 ]
 

@@ -1,4 +1,4 @@
-"""Normal dispatch of V1: what it has beside normal.py, without ids and with rows nobody sent."""
+"""Normal dispatch of V1, which may have no ids, and rows that nobody sent."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class ElasticBuffer:
     and mean nothing: epcomm's buffers open at the first call of a shape.
 
     Attributes, as in the package: group, rank_idx, num_ranks, num_bytes, num_max_tokens_per_rank,
-    the sizes of domains, and what the constructor was told.
+    the sizes of domains, and the options of the constructor.
     """
 
     get_engram_storage_size_hint = Absent(_ENGRAM)
@@ -251,7 +251,7 @@ class ElasticBuffer:
             The rows, at most M from a rank, by (source rank, token) or by (expert, source rank,
             token); [N, K] experts of this rank, -1 for others, None if expanded; weights [N, K], or
             [N] if expanded; the handle, which is the given one; the event, empty without
-            async_with_compute_stream. Without CPU sync, rows behind those that came are undefined,
+            async_with_compute_stream. Without CPU sync, rows after those that came are undefined,
             and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.

@@ -298,18 +298,14 @@ class Buffer:
         if batch is not None:
             self._ranks.go_along("dispatch along a handle", rows.x)
             with self._call(rows.x, previous_event, async_finish) as call:
-                along = with_length(send_along(batch.exchange, rows), batch.sizes[0])
+                along = with_length(send_along(batch.exchange, rows), batch.num_rows)
                 event = call.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
         with self._call(rows.x, previous_event, async_finish) as call:
             received = request.send(self._ranks)
             assert is_token_in_rank is not None, "just checked"
             made = NormalHandle.of(
-                received,
-                is_token_in_rank,
-                self._saved_handles,
-                channels=config.num_channels,
-                hidden_size=rows.x.shape[1],
+                received, is_token_in_rank, self._saved_handles, config.num_channels
             )
             out, ids, weights = received.rows, received.topk_ids, received.topk_weights
             given = [rows.x, rows.scales, topk_idx, topk_weights]
@@ -344,16 +340,16 @@ class Buffer:
         """
         check = self._begin("combine")
         batch = self._batch_of(check, handle)
-        exchange, (num_rows, hidden_size, num_tokens) = batch.exchange, batch.sizes
+        exchange, hidden_size = batch.exchange, batch.exchange.spec.hidden_size
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         try:
             _check_config(check, config)
             _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
-            check.tensor("x", x, (num_rows, hidden_size), (exchange.sum_dtype,))
+            check.tensor("x", x, (batch.num_rows, hidden_size), (exchange.sum_dtype,))
             if topk_weights is not None:
-                shape = (num_rows, exchange.spec.top_k)
+                shape = (batch.num_rows, exchange.spec.top_k)
                 check.tensor("topk_weights", topk_weights, shape, _FLOAT32)
-            check.biases(biases, (num_tokens, hidden_size), exchange.sum_dtype)
+            check.biases(biases, (exchange.num_tokens, hidden_size), exchange.sum_dtype)
         except EPError as error:
             refuse_return(self._ranks, exchange, error)
         self._ranks.go_along("combine", x, has_weights=topk_weights is not None)

@@ -25,7 +25,7 @@ _COMMAND = "python -m epcomm.integrations.deep_ep PROGRAM"
 def install(*, replace: bool = False) -> None:
     """Make `import deep_ep` give the drop-in, here and in processes that this one spawns.
 
-    Programs that are started anew, such as workers of a cluster, need PYTHONPATH: run the program
+    Programs that are started later, such as workers of a cluster, need PYTHONPATH: run the program
     by `python -m epcomm.integrations.deep_ep PROGRAM`.
 
     Args:
@@ -61,7 +61,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def check_alone(*, replace: bool) -> None:
-    """Refuse to take the place of a real deep_ep unless told to.
+    """Refuse to take the place of a real deep_ep unless `replace` is set.
 
     Raises:
         ConfigError: there is one and `replace` is not set.

@@ -95,7 +95,7 @@ class ReceivedRows:
     """The result of one dispatch.
 
     topk_ids: [R, K], int64, experts of this rank, -1 for those of others.
-    topk_weights: [R, K], float32, 0 beside -1.
+    topk_weights: [R, K], float32, 0 where the id is -1.
     dispatched: what the buffer returned, with the slots over the rows, and the weight of each.
     num_tokens_per_expert: [L], on the host; empty where sizes are static. Then rows whose ids are
         all -1 are undefined, and are anywhere among the others.
@@ -179,7 +179,7 @@ def dispatch_rows(
         topk_ids: [T, K], int64, -1 for none.
         topk_weights: [T, K], float32.
         spec: of the buffer, see spec_of(); exact sizes, or static.
-        options: what hosts compare on CPUs beside the specification.
+        options: what hosts compare on CPUs in addition to the specification.
         error: why this rank takes part without rows, if it does; every rank raises, or has NaN for
             its sums where sizes are static.
 
@@ -318,7 +318,7 @@ def return_rows(
     *,
     rows_per: RowsPer = RowsPer.ROW,
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] beside them.
+    """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] too.
 
     bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
         slot, and a rank sums and rounds those of a row first.

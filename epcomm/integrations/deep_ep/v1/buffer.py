@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -56,11 +57,30 @@ LowLatencyResult = tuple[
     Callable[[], None] | None,
 ]
 
+_BFLOAT16, _FLOAT32 = (torch.bfloat16,), (torch.float32,)
 _ONE_HOST = (
     "call dispatch() and combine() on ranks of one host, or epcomm's own API, with backend "
     "collective or deep_ep_v1"
 )
-_PROFILER = "leave it out, and use a profiler"
+# Arguments of low latency that are not there -> what to use in their place.
+_DISPATCH_ADVICE = MappingProxyType(
+    {
+        "dispatch_wait_recv_cost_stats": "leave it out, and use a profiler",
+        "use_nvfp4=True": "pass use_fp8=True or False",
+        "x_global_scale": "it belongs to use_nvfp4",
+        "topk_weights": "pass them to low_latency_combine()",
+    }
+)
+_COMBINE_ADVICE = MappingProxyType(
+    {
+        "use_logfmt=True": "leave it out: rows return in bfloat16",
+        "combine_wait_recv_cost_stats": "leave it out, and use a profiler",
+        "overlap=True": "run the experts before combine",
+        **dict.fromkeys(
+            ("packed_recv_count", "comp_signal", "src_signals"), "it belongs to overlap"
+        ),
+    }
+)
 
 # A configuration costs as much as a small call.
 _usual_config = lru_cache(recommended_config)
@@ -262,8 +282,8 @@ class Buffer:
             is_static=worst > 0 and topk_idx is not None and self._ranks.has_static_sizes,
         )
         try:
-            check.sizes(ConfigError, expert_alignment=expert_alignment)
-            check.numbers(num_worst_tokens=num_worst_tokens)
+            check.size("expert_alignment", expert_alignment)
+            check.number("num_worst_tokens", num_worst_tokens)
             _check_config(check, config)
             _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
             if batch is None:
@@ -278,18 +298,14 @@ class Buffer:
         if batch is not None:
             self._ranks.go_along("dispatch along a handle", rows.x)
             with self._call(rows.x, previous_event, async_finish) as call:
-                along = with_length(send_along(batch.exchange, rows), batch.sizes[0])
+                along = with_length(send_along(batch.exchange, rows), batch.num_rows)
                 event = call.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
         with self._call(rows.x, previous_event, async_finish) as call:
             received = request.send(self._ranks)
             assert is_token_in_rank is not None, "just checked"
             made = NormalHandle.of(
-                received,
-                is_token_in_rank,
-                self._saved_handles,
-                channels=config.num_channels,
-                hidden_size=rows.x.shape[1],
+                received, is_token_in_rank, self._saved_handles, config.num_channels
             )
             out, ids, weights = received.rows, received.topk_ids, received.topk_weights
             given = [rows.x, rows.scales, topk_idx, topk_weights]
@@ -324,16 +340,16 @@ class Buffer:
         """
         check = self._begin("combine")
         batch = self._batch_of(check, handle)
-        exchange, (num_rows, hidden_size, num_tokens) = batch.exchange, batch.sizes
+        exchange, hidden_size = batch.exchange, batch.exchange.spec.hidden_size
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
         try:
             _check_config(check, config)
             _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
-            check.tensor("x", x, (num_rows, hidden_size), exchange.sum_dtype)
+            check.tensor("x", x, (batch.num_rows, hidden_size), (exchange.sum_dtype,))
             if topk_weights is not None:
-                shape = (num_rows, exchange.spec.top_k)
-                check.tensor("topk_weights", topk_weights, shape, torch.float32)
-            check.biases(biases, (num_tokens, hidden_size), exchange.sum_dtype)
+                shape = (batch.num_rows, exchange.spec.top_k)
+                check.tensor("topk_weights", topk_weights, shape, _FLOAT32)
+            check.biases(biases, (exchange.num_tokens, hidden_size), exchange.sum_dtype)
         except EPError as error:
             refuse_return(self._ranks, exchange, error)
         self._ranks.go_along("combine", x, has_weights=topk_weights is not None)
@@ -387,12 +403,12 @@ class Buffer:
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
-            check.tensor("x", x, (None, None), torch.bfloat16)
-            check.tensor("topk_idx", topk_idx, (x.shape[0], None), *IDS)
+            check.tensor("x", x, (None, None), _BFLOAT16)
+            check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             if x.shape[1] == 0:
                 fault = f"x is {list(x.shape)}, expected at least one column"
                 raise check.error(ShapeError, fault)
-            check.sizes(ShapeError, num_max_dispatch_tokens_per_rank=most)
+            check.size("num_max_dispatch_tokens_per_rank", most, ShapeError)
             check.experts(num_experts, ShapeError)
             row = (x.shape[1], topk_idx.shape[1])
             form = (use_fp8, round_scale, use_ue8m0)
@@ -402,17 +418,12 @@ class Buffer:
                 fault = f"{fault} num_max_dispatch_tokens_per_rank = {most}"
                 raise check.error(CapacityError, fault, "pass a larger number on all ranks")
             check.ids(topk_idx, num_experts)
-            asked = {
-                "dispatch_wait_recv_cost_stats": (dispatch_wait_recv_cost_stats, _PROFILER),
-                "use_nvfp4=True": (use_nvfp4 or None, "pass use_fp8=True or False"),
-                "x_global_scale": (x_global_scale, "it belongs to use_nvfp4"),
-                "topk_weights": (topk_weights, "pass them to low_latency_combine()"),
-            }
-            check.absent(asked)
+            branches = (use_nvfp4, x_global_scale, topk_weights)
+            check.absent(_DISPATCH_ADVICE, dispatch_wait_recv_cost_stats, *branches)
             _check_hook(check, async_finish, return_recv_hook)
             if stats is not None:
                 name = "cumulative_local_expert_recv_stats"
-                check.tensor(name, stats, (shape.num_local,), torch.int32)
+                check.tensor(name, stats, (shape.num_local,), (torch.int32,))
         except EPError as error:
             # Without a shape no rank opens a buffer for it.
             spec = None if shape is None else shape.spec()
@@ -469,23 +480,16 @@ class Buffer:
             self._ranks.refuse_combine(Mode.LOW_LATENCY, known)
         if zero_copy:
             x = self._combine_memory(known)
-        num_tokens, signal = known.num_tokens, "it belongs to overlap"
+        num_tokens = known.num_tokens
         try:
-            asked = {
-                "use_logfmt=True": (use_logfmt or None, "leave it out: rows return in bfloat16"),
-                "combine_wait_recv_cost_stats": (combine_wait_recv_cost_stats, _PROFILER),
-                "overlap=True": (overlap or None, "run the experts before combine"),
-                "packed_recv_count": (packed_recv_count, signal),
-                "comp_signal": (comp_signal, signal),
-                "src_signals": (src_signals, signal),
-            }
-            check.absent(asked)
+            branches = (overlap, packed_recv_count, comp_signal, src_signals)
+            check.absent(_COMBINE_ADVICE, use_logfmt, combine_wait_recv_cost_stats, *branches)
             _check_hook(check, async_finish, return_recv_hook)
-            check.tensor("x", x, known.slab_shape, torch.bfloat16)
-            check.tensor("topk_idx", topk_idx, (num_tokens, None), *IDS)
-            check.tensor("topk_weights", topk_weights, topk_idx.shape, torch.float32)
+            check.tensor("x", x, known.slab_shape, _BFLOAT16)
+            check.tensor("topk_idx", topk_idx, (num_tokens, None), IDS)
+            check.tensor("topk_weights", topk_weights, topk_idx.shape, _FLOAT32)
             if out is not None:
-                check.tensor("out", out, (num_tokens, x.shape[2]), torch.bfloat16)
+                check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
         except EPError as error:
             refuse_low_latency_combine(known, error)
         with self._call(x, None, async_finish) as call:
@@ -513,8 +517,8 @@ class Buffer:
         Raises:
             NotImplementedError: a rank was left out already.
         """
-        check, excluded = Check("low_latency_clean_mask_buffer", self._ranks), self._excluded
-        check.absent({"taking a rank back": (excluded or None, "make a new Buffer on all ranks")})
+        check = Check("low_latency_clean_mask_buffer", self._ranks)
+        check.absent({"taking a rank back": "make a new Buffer on all ranks"}, bool(self._excluded))
         self._masks().zero_()
 
     def get_next_low_latency_combine_buffer(
@@ -603,7 +607,7 @@ def _check_stream(
     check: Check, event: EventOverlap | None, is_async: bool, allocates_here: bool
 ) -> None:
     """Raise what is wrong with the arguments of the communication stream."""
-    check.events(EventOverlap, {"previous_event": event})
+    check.event("previous_event", event, EventOverlap)
     if allocates_here and not (is_async and event is not None and event.event is not None):
         fault = "allocate_on_comm_stream=True came without previous_event or without async_finish"
         remedy = "pass Buffer.capture() and async_finish=True"

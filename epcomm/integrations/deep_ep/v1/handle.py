@@ -29,11 +29,11 @@ UNKNOWN = torch.iinfo(torch.int32).min
 class NormalBatch:
     """What combine, and dispatch along a handle, need of the dispatch that made the handle.
 
-    sizes: R with rows that nobody sent, H, T.
+    num_rows: R with rows that nobody sent.
     """
 
     exchange: RowExchange
-    sizes: tuple[int, int, int]
+    num_rows: int
 
 
 class SavedHandles:
@@ -99,17 +99,15 @@ class NormalHandle(tuple[Tensor, ...]):
         received: ReceivedRows,
         is_in_rank: Tensor,
         saved: SavedHandles,
-        *,
         channels: int,
-        hidden_size: int,
     ) -> Self:
         """Make the handle of a dispatch of V1 with this number of channels. Local.
 
         saved: of the Buffer that will get the handle back.
         """
         handle = cls()
-        sizes = (received.rows.x.shape[0], hidden_size, is_in_rank.shape[0])
-        handle.batch = NormalBatch(exchange=received.exchange, sizes=sizes)
+        num_rows = received.rows.x.shape[0]
+        handle.batch = NormalBatch(exchange=received.exchange, num_rows=num_rows)
         handle.is_in_rank, handle.channels, handle._saved = is_in_rank, channels, saved
         return handle
 
@@ -122,7 +120,7 @@ class NormalHandle(tuple[Tensor, ...]):
         rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
         prefix, send_head = _channels(is_in_rank, self.channels)
         before = torch.full_like(prefix, UNKNOWN)
-        src_idx = is_in_rank.new_full((self.batch.sizes[0],), UNKNOWN, dtype=torch.int32)
+        src_idx = is_in_rank.new_full((self.batch.num_rows,), UNKNOWN, dtype=torch.int32)
         self._saved.keep(prefix, self.batch)
         return rank_prefix, prefix, before, src_idx, is_in_rank, send_head
 
@@ -145,7 +143,9 @@ class NormalHandle(tuple[Tensor, ...]):
         return self is not other
 
     def __repr__(self) -> str:
-        return f"<NormalHandle of R, H, T = {self.batch.sizes} on rank {self.batch.exchange.rank}>"
+        exchange = self.batch.exchange
+        sizes = (self.batch.num_rows, exchange.spec.hidden_size, exchange.num_tokens)
+        return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.rank}>"
 
     def __reduce__(self) -> NoReturn:
         raise HandleError(

@@ -133,7 +133,7 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReceivedSlabs:
-    """The tensors that a dispatch hands out; receive() writes them.
+    """The tensors that a dispatch returns; receive() writes them.
 
     x: [L, W * M, H].   scales: its scales, [L, W * M, S], column-major.   counts: [L], int32.
     """
@@ -205,10 +205,10 @@ class LowLatency:
         topk_weights: Tensor,
         out: Tensor | None,
     ) -> tuple[Tensor, Receive]:
-        """Begin to return the rows of x [L, W * M, H]; what is returned beside y writes it.
+        """Begin to return the rows of x [L, W * M, H]; the second result writes y.
 
         Slots are sent by the routing of the dispatch. topk_weights, and topk_ids of pairs, are read
-        in the second half, as in V1.
+        by the second result, as in V1.
         """
         if isinstance(handle.sent, SentPairs):
             return _combine_pairs(handle, handle.sent, x, (topk_ids, topk_weights), out)

@@ -1,8 +1,9 @@
-"""Normal dispatch of V1: what it has beside normal.py, without ids and with rows nobody sent."""
+"""Normal dispatch of V1, which may have no ids, and rows that nobody sent."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ PLAIN: Dtypes = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED: Dtypes = (torch.float8_e4m3fn, torch.int8)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NormalRequest:
+class NormalRequest(NamedTuple):
     """One dispatch of V1 on new routes; see Buffer.dispatch().
 
     num_sms: see spec_of().   is_static: sizes are static: num_worst_tokens rows, and no host sync.
@@ -40,14 +40,14 @@ class NormalRequest:
         rows, ids, num_ranks = self.rows, self.topk_idx, check.ranks.size
         _check_rows(check, rows)
         num_tokens = rows.x.shape[0]
-        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), torch.bool)
-        check.tensor("num_tokens_per_expert", self.per_expert, (None,), torch.int32)
+        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), (torch.bool,))
+        check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
         assert self.per_expert is not None, "just checked"
         num_experts = self.per_expert.shape[0]
         if ids is not None or self.topk_weights is not None:
-            check.tensor("topk_idx", ids, (num_tokens, None), *IDS)
+            check.tensor("topk_idx", ids, (num_tokens, None), IDS)
             assert ids is not None, "just checked"
-            check.tensor("topk_weights", self.topk_weights, ids.shape, torch.float32)
+            check.tensor("topk_weights", self.topk_weights, ids.shape, (torch.float32,))
         if num_experts < 1 or num_experts % num_ranks:
             fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
             raise check.error(ShapeError, f"{fault} {num_ranks} ranks")

@@ -64,7 +64,7 @@ class ElasticBuffer:
     and mean nothing: epcomm's buffers open at the first call of a shape.
 
     Attributes, as in the package: group, rank_idx, num_ranks, num_bytes, num_max_tokens_per_rank,
-    the sizes of domains, and what the constructor was told.
+    the sizes of domains, and the options of the constructor.
     """
 
     get_engram_storage_size_hint = Absent(_ENGRAM)
@@ -257,7 +257,7 @@ class ElasticBuffer:
             The rows, at most M from a rank, by (source rank, token) or by (expert, source rank,
             token); [N, K] experts of this rank, -1 for others, None if expanded; weights [N, K], or
             [N] if expanded; the handle, which is the given one; the event, empty without
-            async_with_compute_stream. Without CPU sync, rows behind those that came are undefined,
+            async_with_compute_stream. Without CPU sync, rows after those that came are undefined,
             and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.
@@ -278,14 +278,11 @@ class ElasticBuffer:
         if isinstance(handle, EPHandle):
             ranks.compare_owner("dispatch", handle.exchange.buffer)
         try:
-            check.numbers(num_sms=num_sms, num_qps=num_qps)
-            check.events(EventHandle, events)
+            _check_options(check, num_sms, num_qps, events)
             if handle is None:
                 self._check_request(check, rows, topk_idx, num_experts)
-                alignment = _or(expert_alignment, 1)
-                check.sizes(
-                    ConfigError, num_max_tokens_per_rank=max_tokens, expert_alignment=alignment
-                )
+                check.size("num_max_tokens_per_rank", max_tokens)
+                check.size("expert_alignment", _or(expert_alignment, 1))
             else:
                 given = {
                     "num_experts": num_experts,
@@ -298,7 +295,7 @@ class ElasticBuffer:
                 check.rows_along(rows, exchange, *_DTYPES)
                 if topk_weights is not None:
                     shape = (exchange.num_tokens, exchange.spec.top_k)
-                    check.tensor("topk_weights", topk_weights, shape, torch.float32)
+                    check.tensor("topk_weights", topk_weights, shape, (torch.float32,))
         except EPError as error:
             if isinstance(handle, EPHandle):
                 has_weights = topk_weights is not None
@@ -392,8 +389,7 @@ class ElasticBuffer:
             ranks.refuse_combine(Mode.NORMAL, error)
         ranks.compare_owner("combine", handle.exchange.buffer)
         try:
-            check.numbers(num_sms=num_sms, num_qps=num_qps)
-            check.events(EventHandle, events)
+            _check_options(check, num_sms, num_qps, events)
             _check_combine(check, x, handle, topk_weights)
             shape = (handle.topk_idx.shape[0], handle.exchange.spec.hidden_size)
             check.biases(biases, shape, torch.bfloat16)
@@ -424,7 +420,7 @@ class ElasticBuffer:
         """Raise why no rank could say how large the rows of a dispatch are."""
         check.rows(rows, (None, None), *_DTYPES)
         dtype = topk_idx.dtype if isinstance(topk_idx, Tensor) else torch.int64
-        check.tensor("topk_idx", topk_idx, (None, None), dtype)
+        check.tensor("topk_idx", topk_idx, (None, None), (dtype,))
         if topk_idx is not None and topk_idx.shape[1] == 0:
             fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
             raise check.error(ShapeError, fault)
@@ -539,6 +535,15 @@ def _without_unknown(rows: Tensor, named: Tensor | None, x: Tensor) -> Tensor:
     return rows.masked_fill((named >= x.shape[0]).any(1, keepdim=True), float("nan"))
 
 
+def _check_options(
+    check: Check, num_sms: object, num_qps: object, events: Mapping[str, object]
+) -> None:
+    check.number("num_sms", num_sms)
+    check.number("num_qps", num_qps)
+    for name, event in events.items():
+        check.event(name, event, EventHandle)
+
+
 def _known(check: Check, handle: object) -> EPHandle:
     """Return a handle of this drop-in, or raise that it is something else."""
     if isinstance(handle, EPHandle):
@@ -580,12 +585,12 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
     if handle.do_expand:
         # A program that names the rows by recv_src_metadata may have any number of them.
         most, is_named = handle.num_expanded_tokens, table is not None
-    check.tensor("x", x, (None if is_named else most, hidden_size), torch.bfloat16)
+    check.tensor("x", x, (None if is_named else most, hidden_size), (torch.bfloat16,))
     if is_named:
         lines = handle.num_recv_tokens
         if isinstance(table, Tensor) and table.dim():
             lines = min(table.shape[0], lines)
-        check.tensor("handle.recv_src_metadata", table, (lines, top_k + 2), torch.int32)
+        check.tensor("handle.recv_src_metadata", table, (lines, top_k + 2), (torch.int32,))
         named = handle.named_slots()
         if named is not None and check.ranks.reads_faults and named.numel():
             last = int(named.max())
@@ -595,7 +600,7 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
                 raise check.error(ShapeError, fault, "pass a result for each row that it names")
     if weights is not None:
         shape = (x.shape[0],) if handle.do_expand else (x.shape[0], top_k)
-        check.tensor("topk_weights", weights, shape, torch.float32)
+        check.tensor("topk_weights", weights, shape, (torch.float32,))
 
 
 def _events(

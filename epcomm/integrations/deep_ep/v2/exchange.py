@@ -55,14 +55,14 @@ class DispatchRequest:
             remedy = "make it larger on all ranks"
             raise check.error(CapacityError, f"{fault} = {self.max_tokens}", remedy)
         if self.rows.scales is not None:
-            check.tensor("x[1]", self.rows.scales, (num_tokens, None), *SCALES)
-        check.tensor("topk_idx", self.topk_idx, (num_tokens, None), torch.int64)
+            check.tensor("x[1]", self.rows.scales, (num_tokens, None), SCALES)
+        check.tensor("topk_idx", self.topk_idx, (num_tokens, None), (torch.int64,))
         check.ids(self.topk_idx, self.num_experts)
         if self.topk_weights is not None:
-            check.tensor("topk_weights", self.topk_weights, self.topk_idx.shape, torch.float32)
+            check.tensor("topk_weights", self.topk_weights, self.topk_idx.shape, (torch.float32,))
         if self.recv_stats is not None:
             name, shape = "cumulative_local_expert_recv_stats", (self.num_experts // num_ranks,)
-            check.tensor(name, self.recv_stats, shape, torch.int32)
+            check.tensor(name, self.recv_stats, shape, (torch.int32,))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

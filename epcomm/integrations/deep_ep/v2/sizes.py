@@ -75,7 +75,7 @@ def theoretical_num_sms(
     """Return the SMs whose memory traffic keeps NVLink busy with balanced routing, even.
 
     nvlink_gbs: GB/s of one direction, 0 for those of an H200.
-    is_alone: nothing is computed beside the communication.
+    is_alone: nothing is computed during the communication.
     """
     others = num_experts - num_experts // num_ranks
     missed = math.comb(others, num_topk) / math.comb(num_experts, num_topk)

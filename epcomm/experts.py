@@ -29,6 +29,7 @@ from epcomm.planning.plan import plan
 from epcomm.platforms.compiler import untraced
 from epcomm.records import ReplicaTable, TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
+from epcomm.sharding.data_parallel import check_fsdp, watch_ddp
 from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
 from epcomm.sharding.state_hooks import cut_before_load, note_share
 from epcomm.spec import MoESpec
@@ -172,6 +173,10 @@ class ExpertParallelExperts(nn.Module):
                 tensor = getattr(self, name)
                 computed.add(place)
             held.append(tensor)
+        if not self._local.knows(held):
+            shares_tokens = self.config.replicated or self.group.world_size == 1
+            check_fsdp(self, shares_tokens=shares_tokens)
+            self._local.read(held)
         return self._local.of(held, computed)
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
@@ -212,6 +217,7 @@ class ExpertParallelExperts(nn.Module):
         from epcomm.sharding.optimizer_state import watch_optimizers
 
         watch_optimizers()
+        watch_ddp()
         return ExpertTensor.of_share(tensor, mesh, self.shard, weakref.ref(self.group))
 
     def scale_gradients(self, factor: float) -> None:

@@ -8,9 +8,7 @@ refuses lists and operators that mix it with tensors. An ExpertTensor takes part
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,8 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import Announcing, Owner, announce
-from epcomm.sharding.expert_tensor_ddp import ASKS_FOR_DEVICES, check_ddp
-from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding.expert_tensor_placed import (
@@ -68,7 +64,6 @@ _OF_WHOLE = (
 # Functions that give memory or values of a tensor, of which an ExpertTensor has none. data_ptr()
 # returns 0, as a DTensor's does: torch's async_save asks for it.
 _OF_MEMORY = ("__array__", "__dlpack__", "numpy", "storage", "tolist")
-_GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
 # Parts of torch's messages about operators that it does not compute on parts -> our explanation.
@@ -207,12 +202,6 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func == _GET_DEVICE:
-            caller = _caller(sys._getframe(1))
-            if caller.f_code.co_name == LOOKS_AT_DEVICES:
-                check_fully_shard(args[0], caller)
-            elif caller.f_code.co_name in ASKS_FOR_DEVICES:
-                check_ddp(args[0], caller)
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
         name = getattr(func, "__name__", "")
         if name in _OF_MEMORY and some is not None:
@@ -279,13 +268,6 @@ class _CatchOperators(TorchDispatchMode):
         if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
             return _run(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
-
-
-def _caller(frame: FrameType) -> FrameType:
-    """Return the frame that called torch, above the frames of modes such as a default device."""
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from epcomm.errors import ShapeError
+from epcomm.sharding.data_parallel import check_fsdp_of_placed
 from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor, logical_experts
 
 if TYPE_CHECKING:
@@ -54,8 +55,12 @@ def note_share(
 
     The metadata mark ordinary tensors. Where the group has a DeviceMesh, ordinary tensors in the
     place of parameters become ExpertTensors, which share their memory.
+
+    Raises:
+        ConfigError: FSDP has cut experts that a placement may move.
     """
     layer: ShardedLayer = module  # type: ignore[assignment]
+    check_fsdp_of_placed(layer)
     local_metadata[_METADATA] = _as_list(layer.shard)
     for name in layer.expert_parameters():
         value = state_dict.get(prefix + name)

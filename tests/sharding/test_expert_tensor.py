@@ -8,9 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.torch_version import TorchVersion
 
@@ -410,53 +408,3 @@ def test_ranks_with_other_seeds_draw_their_own_experts() -> None:
         for rank, piece in enumerate(parameter.full_tensor().chunk(NUM_RANKS)):
             alone = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(rank))
             assert torch.equal(piece, alone.chunk(NUM_RANKS)[rank])
-
-
-GIVEN_TO_DDP = "DistributedDataParallel was given expert parameters, such as "
-
-
-def wrap_in_ddp(model: nn.Module) -> None:
-    DistributedDataParallel(model)
-
-
-def wrap_experts_in_ddp(model: nn.Module) -> None:
-    """Wrap what holds no other parameters, which C++ code took for ordinary ones."""
-    DistributedDataParallel(model.get_submodule("experts"))
-
-
-def wrap_in_ddp_without_sync(model: nn.Module) -> None:
-    DistributedDataParallel(model, init_sync=False)
-
-
-def wrap_in_ddp_under_a_default_device(model: nn.Module) -> None:
-    with torch.device("cpu"):
-        DistributedDataParallel(model)
-
-
-def reduce_over_experts(model: nn.Module) -> None:
-    model(tokens(dist.get_rank())).backward()
-    for parameter in sharded_parameters(model):
-        dist.all_reduce(parameter.grad)
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize(
-    ("misuse", "message"),
-    [
-        (wrap_in_ddp, rf"^{GIVEN_TO_DDP}experts.gate_up_proj .* 1 / 2\), .*prepare_trainer"),
-        (wrap_experts_in_ddp, rf"^{GIVEN_TO_DDP}gate_up_proj .* call .*ignore_experts_in_ddp"),
-        (wrap_in_ddp_without_sync, rf"^{GIVEN_TO_DDP}"),
-        (wrap_in_ddp_under_a_default_device, rf"^{GIVEN_TO_DDP}"),
-        (reduce_over_experts, r"of which ranks \[0, 1\] hold different experts"),
-    ],
-)
-def test_data_parallelism_over_different_experts_is_refused(
-    misuse: Callable[[nn.Module], None], message: str
-) -> None:
-    with EPGroup() as group:
-        model = OverRanks(group)
-        before = gather_state_dict(copy.deepcopy(model), group)
-        with pytest.raises(ShapeError, match=message):
-            misuse(model)
-        after = gather_state_dict(model, group)
-        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -34,7 +34,7 @@ from epcomm.sharding.expert_tensor_placed import (
 )
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
 from epcomm.sharding.pieces import own_part, piece_of
-from epcomm.sharding.shards import ExpertShard, shard_of, whole_of_share
+from epcomm.sharding.shards import ExpertShard, ShareTensor, shard_of, whole_of_share
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -86,7 +86,7 @@ _LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
 _MEAN = 1
 
 
-class ExpertTensor(DTensor):
+class ExpertTensor(DTensor, ShareTensor):
     """A DTensor [P, ...] in pieces [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
 
     An ExpertTensor differs from a DTensor:
@@ -110,9 +110,6 @@ class ExpertTensor(DTensor):
     The class has no __slots__: async_save copies the attributes that __slots__ names, and has to
     find the __slots__ of DTensor.
     """
-
-    shard: ExpertShard | None = None
-    owner: Owner | None = None
 
     @classmethod
     def of_share(

@@ -14,17 +14,16 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.announced import announce
 from epcomm.sharding.pieces import own_part, piece_of
-from epcomm.sharding.shards import is_expert_tensor, own_rows
+from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from epcomm.sharding.expert_tensor import ExpertTensor
 
 _UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 _NORM, _MAX = "aten::_foreach_norm", "aten::_foreach_max"
 
-Places: TypeAlias = "Mapping[int, ExpertTensor]"
+Places: TypeAlias = "Mapping[int, ShareTensor]"
 
 
 def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
@@ -68,7 +67,7 @@ def _order_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
 
 
-def _experts_by_place(args: Sequence[Any]) -> dict[int, ExpertTensor]:
+def _experts_by_place(args: Sequence[Any]) -> dict[int, ShareTensor]:
     """Map each position where one of the lists has an ExpertTensor to that ExpertTensor."""
     found = {}
     for arg in args:
@@ -106,7 +105,7 @@ def _count_writes(args: Sequence[Any]) -> None:
                 torch.autograd.graph.increment_version(leaf._local_tensor)
 
 
-def _wrapped(func: OpOverload, piece: Tensor, expert: ExpertTensor | None) -> Tensor:
+def _wrapped(func: OpOverload, piece: Tensor, expert: ShareTensor | None) -> Tensor:
     if expert is None:
         return piece
     is_elementwise = piece.shape == expert._local_tensor.shape

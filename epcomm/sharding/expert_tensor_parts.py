@@ -7,7 +7,7 @@ so that a write is kept; a part of another rank's experts is a copy, and that ra
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from torch.distributed._functional_collectives import broadcast, wait_tensor
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import announce
 from epcomm.sharding.expert_tensor_placed import gather_experts
-from epcomm.sharding.shards import ExpertShard, logical_experts, shard_of
-
-if TYPE_CHECKING:
-    from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.shards import ExpertShard, ShareTensor, logical_experts, shard_of
 
 _SELECT, _SLICE, _UNBIND = "aten::select", "aten::slice", "aten::unbind"
 _SPLITS = ("aten::split", "aten::split_with_sizes")
@@ -36,7 +33,7 @@ def takes_parts(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def run_on_parts(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ExpertTensor
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ShareTensor
 ) -> object:
     """Cut whole experts out of an ExpertTensor.
 
@@ -70,7 +67,7 @@ def run_on_parts(
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)
 
 
-def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
+def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
     """Return a view of this rank's experts, or a copy of the experts of another rank.
 
     experts: numbers of experts of one rank, [n] in even steps, or one number without a dimension.
@@ -95,7 +92,7 @@ def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor
 
 
 def _placed_part(
-    some: ExpertTensor, expert: Tensor, shard: ExpertShard, whole: Tensor | None
+    some: ShareTensor, expert: Tensor, shard: ExpertShard, whole: Tensor | None
 ) -> Tensor:
     """Do what _part() does for one expert, which any of several ranks may hold."""
     piece, number = some._local_tensor, int(expert.flatten()[0])

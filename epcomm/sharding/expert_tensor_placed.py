@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from epcomm.errors import ShapeError
 from epcomm.sharding.shards import (
     ExpertShard,
+    ShareTensor,
     is_expert_tensor,
     logical_experts,
     put_together,
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
-    from epcomm.sharding.expert_tensor import ExpertTensor
 
-
-def gather_experts(tensor: ExpertTensor) -> Tensor:
+def gather_experts(tensor: ShareTensor) -> Tensor:
     """Return the experts of all ranks in logical order, [E, ...]. Collective."""
     shard = shard_of(tensor)
     assert shard is not None, "an ExpertTensor is a share"
@@ -51,7 +50,7 @@ def run_placed(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
         ShapeError: an operator that writes to experts in another way than expert by expert.
     """
     leaves = tree_leaves((args, dict(kwargs)))
-    some: ExpertTensor = next(leaf for leaf in leaves if is_expert_tensor(leaf))
+    some: ShareTensor = next(leaf for leaf in leaves if is_expert_tensor(leaf))
     result = func(*tree_map(_as_physical, args), **tree_map(_as_physical, dict(kwargs)))
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if all(isinstance(leaf, DTensor) and leaf.placements == (Shard(0),) for leaf in results):
@@ -67,7 +66,7 @@ def run_placed(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any
     return func(*whole_args, **whole_kwargs)
 
 
-def write_items(fqn: str, tensor: ExpertTensor) -> list[WriteItem]:
+def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
     """Say what this rank writes to a checkpoint: the experts that no rank before it holds."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -86,7 +85,7 @@ def write_items(fqn: str, tensor: ExpertTensor) -> list[WriteItem]:
     ]
 
 
-def chunks_of(tensor: ExpertTensor) -> list[ChunkStorageMetadata]:
+def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
     """Return where in the whole tensor each expert of this rank lies."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
@@ -99,14 +98,14 @@ def chunks_of(tensor: ExpertTensor) -> list[ChunkStorageMetadata]:
     ]
 
 
-def part_at(tensor: ExpertTensor, index: MetadataIndex) -> Tensor:
+def part_at(tensor: ShareTensor, index: MetadataIndex) -> Tensor:
     """Return the expert of this rank, [1, ...], that lies at `index`."""
     assert index.offset is not None, "chunks_of() gave each chunk one"
     place = list(logical_experts(_shard(tensor))).index(index.offset[0])
     return tensor._local_tensor.detach().narrow(0, place, 1)
 
 
-def _shard(tensor: ExpertTensor) -> ExpertShard:
+def _shard(tensor: ShareTensor) -> ExpertShard:
     assert tensor.shard is not None, "a placement says which experts it holds"
     return tensor.shard
 
@@ -122,7 +121,7 @@ def _as_whole(leaf: object) -> object:
     return gather_experts(leaf) if is_expert_tensor(leaf) else leaf
 
 
-def _back(leaf: object, some: ExpertTensor) -> object:
+def _back(leaf: object, some: ShareTensor) -> object:
     if not isinstance(leaf, DTensor):
         return leaf
     if leaf._local_tensor is some._local_tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from epcomm.sharding.pieces import own_part
-from epcomm.sharding.shards import logical_experts, shard_of
-
-if TYPE_CHECKING:
-    from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.shards import ShareTensor, logical_experts, shard_of
 
 # Operators that draw a number for each element: in place, and into a new tensor.
 _IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_")
@@ -35,7 +32,7 @@ def draws_numbers(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def run_expert_by_expert(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ExpertTensor
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ShareTensor
 ) -> Tensor | None:
     """Draw once for each of the P experts, and keep what is drawn for this rank's. Local.
 

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.shards import cut_share, is_expert_tensor, shard_of
-
-if TYPE_CHECKING:
-    from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.shards import ShareTensor, cut_share, is_expert_tensor, shard_of
 
 
 def piece_of(tensor: Tensor) -> Tensor:
@@ -19,7 +14,7 @@ def piece_of(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def own_part(leaf: object, some: ExpertTensor) -> object:
+def own_part(leaf: object, some: ShareTensor) -> object:
     """Cut this rank's part out of a tensor that spans the experts of `some`; keep other leaves.
 
     Local.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,10 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from epcomm.sharding.expert_tensor import ExpertTensor
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    from epcomm.sharding.announced import Owner
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,34 @@ class ExpertShard:
             for place, expert in enumerate(logical_experts(self))
             if self.first_copies[expert] == self.first_expert + place
         )
+
+
+class ShareTensor(Tensor):
+    """A tensor of all experts, of which this rank holds its own in `_local_tensor` [L, ...].
+
+    Every one is an ExpertTensor. This class stands below the code that computes ExpertTensors, and
+    its import does not take the seconds of DTensor's.
+    """
+
+    shard: ExpertShard | None = None
+    owner: Owner | None = None
+
+    if TYPE_CHECKING:
+        _local_tensor: Tensor
+        _spec: DTensorSpec
+
+        @property
+        def device_mesh(self) -> DeviceMesh:
+            """Return the mesh of the ranks that share the experts."""
+            ...
+
+        def to_local(self) -> Tensor:
+            """Return this rank's piece; gradients come back as an ExpertTensor."""
+            ...
+
+        def like_self(self, share: Tensor) -> ShareTensor:
+            """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
+            ...
 
 
 @runtime_checkable
@@ -155,11 +185,9 @@ def shard_of(parameter: Tensor) -> ExpertShard | None:
     )
 
 
-def is_expert_tensor(tensor: object) -> TypeGuard[ExpertTensor]:
-    """Return whether `tensor` is an ExpertTensor. Local; imports nothing."""
-    # A program that has an ExpertTensor has imported its module; others need not import it.
-    module = sys.modules.get("epcomm.sharding.expert_tensor")
-    return module is not None and isinstance(tensor, module.ExpertTensor)
+def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:
+    """Return whether `tensor` is an ExpertTensor. Local."""
+    return isinstance(tensor, ShareTensor)
 
 
 def expert_shards(module: nn.Module) -> dict[str, ExpertShard]:

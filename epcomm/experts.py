@@ -31,7 +31,7 @@ from epcomm.records import ReplicaTable, TopKOutput, empty_topk
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding.data_parallel import check_fsdp, watch_ddp
 from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
-from epcomm.sharding.state_hooks import cut_before_load, note_share
+from epcomm.sharding.state import cut_before_load, note_share, watch_optimizers
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.weights.local_experts import LocalExperts
@@ -214,7 +214,6 @@ class ExpertParallelExperts(nn.Module):
         if mesh is None or not is_share or hasattr(tensor, "device_mesh"):
             return tensor
         from epcomm.sharding.expert_tensor import ExpertTensor
-        from epcomm.sharding.optimizer_state import watch_optimizers
 
         watch_optimizers()
         watch_ddp()

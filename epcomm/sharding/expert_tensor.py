@@ -25,16 +25,10 @@ from epcomm.errors import ShapeError
 from epcomm.sharding.announced import Announcing, Owner, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
-from epcomm.sharding.expert_tensor_placed import (
-    chunks_of,
-    gather_experts,
-    part_at,
-    run_placed,
-    write_items,
-)
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import own_part, piece_of
-from epcomm.sharding.shards import ExpertShard, ShareTensor, shard_of, whole_of_share
+from epcomm.sharding.pieces import gather_experts, own_part, piece_of
+from epcomm.sharding.shards import ExpertShard, ShareTensor, whole_of_share
+from epcomm.sharding.state import chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -86,7 +80,7 @@ _LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
 _MEAN = 1
 
 
-class ExpertTensor(DTensor, ShareTensor):
+class ExpertTensor(ShareTensor, DTensor):
     """A DTensor [P, ...] in pieces [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
 
     An ExpertTensor differs from a DTensor:
@@ -125,16 +119,13 @@ class ExpertTensor(DTensor, ShareTensor):
         where a placement says so; the shape is then that of the logical experts, [E, ...].
         owner: see the class.
         """
-        if shard is None or shard.physical_to_logical is None:
-            spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
-            return cls._of(spread._local_tensor, spread._spec, None, owner)
+        shape = stride = None
+        if shard is not None and shard.physical_to_logical is None:
+            shard = None
+        if shard is not None:
+            shape, stride = torch.Size((shard.num_experts, *share.shape[1:])), share.stride()
         spread = DTensor.from_local(
-            share.detach(),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size((shard.num_experts, *share.shape[1:])),
-            stride=share.stride(),
+            share.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
         )
         return cls._of(spread._local_tensor, spread._spec, shard, owner)
 
@@ -304,9 +295,6 @@ def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
     if is_by_expert and _is_elementwise(tensors, func, args):
         return _run_on_pieces(func, args, kwargs, tensors)
-    if any(tensor.shard is not None for tensor in tensors if isinstance(tensor, ExpertTensor)):
-        with Announcing(_first_expert_tensor(tensors).owner, func):
-            return run_placed(func, args, kwargs)
     with Announcing(_first_expert_tensor(tensors).owner, func):
         return _run_as_dtensor(func, args, kwargs)
 
@@ -334,9 +322,9 @@ def _set_data(tensor: object, value: object) -> None:
         if not isinstance(part, Tensor) or part.shape[:1] != tensor._local_tensor.shape[:1]:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ShapeError(
-                f"Tensor.data: an expert parameter of {list(tensor.shape)} was given {shape} (rank "
-                f"{tensor.device_mesh.get_local_rank()} of {tensor.device_mesh.size()}); pass this "
-                f"rank's {tensor._local_tensor.shape[0]} experts or all {tensor.shape[0]}"
+                f"Tensor.data: an expert parameter of {list(tensor.shape)} was given {shape} "
+                f"({tensor.position}); pass this rank's {tensor._local_tensor.shape[0]} experts or "
+                f"all {tensor.shape[0]}"
             )
         value = tensor.like_self(part.detach())
         _SET_DATA(tensor, value)
@@ -363,9 +351,7 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
-        shard = shard_of(ctx.some)
-        assert shard is not None, "an ExpertTensor is a share"
-        return whole_of_share(piece_of(gradients[0]), shard), None
+        return whole_of_share(piece_of(gradients[0]), ctx.some.held), None
 
 
 class _ToBeCut(torch.autograd.Function):
@@ -428,12 +414,11 @@ def local_views(
 
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     """Refuse memory and values, and tell callers such as safetensors what to write to a file."""
-    mesh = tensor._spec.mesh
     raise ShapeError(
         f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
-        f"because each of {mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
-        f"{mesh.get_local_rank()} of {mesh.size()}); call it on to_local() for this rank's experts "
-        "or on full_tensor() for all, and to save a model write whole tensors, for example "
+        f"because each rank holds {list(tensor._local_tensor.shape)} of it ({tensor.position}); "
+        "call it on to_local() for this rank's experts or on full_tensor() for all, and to save a "
+        "model write whole tensors, for example "
         "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
     )
 
@@ -501,15 +486,44 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+    """Run an operator as torch does for DTensors, of all physical experts [P, ...].
+
+    Collective: where the result is no tensor of experts.
+    Raises:
+        ShapeError: torch refuses it, or it writes to placed experts otherwise than one by one.
+    """
     originals: dict[int, ExpertTensor] = {}
+    # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
+    kept: list[DTensor] = []
 
     def plain(leaf: object) -> object:
         if not isinstance(leaf, ExpertTensor):
             return leaf
-        same = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
-        originals[id(same)] = leaf
-        kept.append(same)
-        return same
+        share, mesh = leaf._local_tensor, leaf._spec.mesh
+        if leaf.shard is None:
+            kept.append(DTensor(share, leaf._spec, requires_grad=False))
+        else:
+            kept.append(DTensor.from_local(share, mesh, [Shard(0)], run_check=False))
+        originals[id(kept[-1])] = leaf
+        return kept[-1]
+
+    plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
+    some = next(iter(originals.values()))
+    try:
+        result = func(*plain_args, **plain_kwargs)
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        # C++ code of torch.distributed comes here without a call of __torch_function__().
+        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED]) from error
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    is_placed = any(leaf.shard is not None for leaf in originals.values())
+    if is_placed and not all(_is_by_expert(leaf) for leaf in results):
+        if func._schema.is_mutable:
+            problem = "whose experts are placed, is written otherwise than expert by expert"
+            raise _refusal(str(func), [some], problem)
+        whole_args, whole_kwargs = tree_map(_gathered, (args, dict(kwargs)))
+        return func(*whole_args, **whole_kwargs)
 
     def back(leaf: object) -> object:
         if not isinstance(leaf, DTensor):
@@ -518,20 +532,25 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
         if original is not None:
             torch.autograd.graph.increment_version(original._local_tensor)
             return original
-        return _as_result(leaf, mesh, next(iter(originals.values())).owner)
+        placements = leaf._spec.placements
+        if leaf._spec.mesh != some._spec.mesh or len(placements) != 1:
+            return leaf
+        if is_placed:
+            return some.like_self(leaf._local_tensor)
+        if placements[0].is_shard(0):
+            return ExpertTensor._of(leaf._local_tensor, leaf._spec, None, some.owner)
+        # A sum over ranks is an ordinary tensor.
+        return leaf if placements[0].is_shard() else leaf.full_tensor()
 
-    # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
-    kept: list[DTensor] = []
-    plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
-    mesh = kept[0]._spec.mesh
-    try:
-        result = func(*plain_args, **plain_kwargs)
-    except RuntimeError as error:
-        if _MIXED not in str(error):
-            raise
-        # C++ code of torch.distributed comes here without a call of __torch_function__().
-        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED]) from error
     return tree_map(back, result)
+
+
+def _is_by_expert(leaf: Tensor) -> bool:
+    return isinstance(leaf, DTensor) and leaf.placements == (Shard(0),)
+
+
+def _gathered(leaf: object) -> object:
+    return gather_experts(leaf) if isinstance(leaf, ExpertTensor) else leaf
 
 
 def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
@@ -540,20 +559,10 @@ def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
     mesh = some._spec.mesh
     return ShapeError(
         f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
-        f"{list(some._local_tensor.shape)}, {problem} (rank "
-        f"{mesh.get_local_rank()} of {mesh.size()}); call to_local() on it for this rank's "
-        f"experts or full_tensor() for all, or leave it out"
+        f"{list(some._local_tensor.shape)}, {problem} (rank {mesh.get_local_rank()} of "
+        f"{mesh.size()}); call to_local() on it for this rank's experts or full_tensor() for all, "
+        "or leave it out"
     )
-
-
-def _as_result(result: DTensor, mesh: DeviceMesh, owner: Owner | None) -> Tensor:
-    """Return pieces along the experts as an ExpertTensor, and sums over ranks as a tensor."""
-    placement = result._spec.placements
-    if result._spec.mesh != mesh or len(placement) != 1:
-        return result
-    if placement[0].is_shard(0):
-        return ExpertTensor._of(result._local_tensor, result._spec, None, owner)
-    return result if placement[0].is_shard() else result.full_tensor()
 
 
 def _run_c10d(

@@ -16,8 +16,8 @@ from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import announce
-from epcomm.sharding.expert_tensor_placed import gather_experts
-from epcomm.sharding.shards import ExpertShard, ShareTensor, logical_experts, shard_of
+from epcomm.sharding.pieces import gather_experts
+from epcomm.sharding.shards import ExpertShard, ShareTensor, logical_experts
 
 _SELECT, _SLICE, _UNBIND = "aten::select", "aten::slice", "aten::unbind"
 _SPLITS = ("aten::split", "aten::split_with_sizes")
@@ -45,20 +45,17 @@ def run_on_parts(
     cut = func(numbers, *args[1:], **kwargs)
     if isinstance(cut, Tensor) and cut.numel() == some.shape[0]:
         return some
-    wanted = [cut] if isinstance(cut, Tensor) else list(cut)
-    shard = shard_of(some)
-    assert shard is not None, "an ExpertTensor is a share"
-    num_local = shard.num_local_experts
+    wanted, shard = [cut] if isinstance(cut, Tensor) else list(cut), some.held
     for part in wanted:
         numbers = part.flatten().tolist()
-        owners = {shard.first_copies[number] // num_local for number in numbers}
+        owners = {shard.first_copies[number] // shard.num_local_experts for number in numbers}
         # A placement may leave experts of one rank without even steps in between.
         if len(owners) > 1 or (shard.physical_to_logical is not None and len(numbers) > 1):
             raise ShapeError(
                 f"{func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} are "
-                f"of several ranks, so that what is written to them would be lost (rank "
-                f"{some.device_mesh.get_local_rank()} of {some.device_mesh.size()}); take experts "
-                "one by one, to_local() for this rank's, or full_tensor() for a copy of all"
+                "of several ranks, so that what is written to them would be lost "
+                f"({some.position}); take experts one by one, to_local() for this rank's, or "
+                "full_tensor() for a copy of all"
             )
     if not isinstance(cut, Tensor) or cut.numel():
         announce(some.owner, func)
@@ -71,38 +68,23 @@ def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor 
     """Return a view of this rank's experts, or a copy of the experts of another rank.
 
     experts: numbers of experts of one rank, [n] in even steps, or one number without a dimension.
-    whole: the whole tensor that experts are copied from; None: the rank that owns them broadcasts
-        them, collective.
+    whole: the whole tensor that experts are copied from; None: the first rank that holds them
+        broadcasts them, collective.
     """
-    piece, num_local = some._local_tensor, shard.num_local_experts
-    numbers = experts.flatten().tolist()
+    piece, numbers = some._local_tensor, experts.flatten().tolist()
     if not numbers:
         return piece[:0]
-    if shard.physical_to_logical is not None:
-        return _placed_part(some, experts, shard, whole)
-    owner, first = divmod(numbers[0], num_local)
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    place = slice(first, first + numbers[-1] - numbers[0] + 1, step) if experts.dim() else first
+    length = numbers[-1] - numbers[0] + 1
+
+    def rows(first: int) -> slice | int:
+        return slice(first, first + length, step) if experts.dim() else first
+
     if whole is not None:
-        sent = whole[owner * num_local :][place]
+        sent = whole[rows(numbers[0])]
     else:
-        own = piece[place].contiguous()
+        owner, first = divmod(shard.first_copies[numbers[0]], shard.num_local_experts)
+        own = piece[rows(first)].contiguous()
         sent = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
-    return piece[place] if owner * num_local == shard.first_expert else sent
-
-
-def _placed_part(
-    some: ShareTensor, expert: Tensor, shard: ExpertShard, whole: Tensor | None
-) -> Tensor:
-    """Do what _part() does for one expert, which any of several ranks may hold."""
-    piece, number = some._local_tensor, int(expert.flatten()[0])
-    owner, first = divmod(shard.first_copies[number], shard.num_local_experts)
-    held = list(logical_experts(shard))
-    place = held.index(number) if number in held else None
-    if whole is not None:
-        found = whole[number]
-    else:
-        own = piece[first].contiguous()
-        found = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
-    found = found if place is None else piece[place]
-    return found.expand(1, *found.shape) if expert.dim() else found
+    held = logical_experts(shard)
+    return piece[rows(held.index(numbers[0]))] if numbers[0] in held else sent

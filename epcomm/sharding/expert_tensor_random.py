@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from epcomm.sharding.pieces import own_part
-from epcomm.sharding.shards import ShareTensor, logical_experts, shard_of
+from epcomm.sharding.shards import ShareTensor, logical_experts
 
 # Operators that draw a number for each element: in place, and into a new tensor.
 _IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "geometric_")
@@ -39,9 +39,7 @@ def run_expert_by_expert(
     Beside the result, it needs the memory of one expert. In-place operators write to the piece of
     `some` and return None; others return this rank's piece [L, ...]. A `generator` is passed on.
     """
-    shard = shard_of(some)
-    assert shard is not None, "an ExpertTensor is a share"
-    places = {expert: place for place, expert in enumerate(logical_experts(shard))}
+    places = {expert: place for place, expert in enumerate(logical_experts(some.held))}
 
     def of_expert(leaf: object, place: int) -> object:
         part = own_part(leaf, some)
@@ -51,7 +49,7 @@ def run_expert_by_expert(
 
     is_in_place, kept = func._schema.is_mutable, []
     scratch = torch.empty_like(some._local_tensor[0])
-    for expert in range(shard.num_experts):
+    for expert in range(some.shape[0]):
         place = places.get(expert)
         # Numbers for an expert of another rank are drawn by the arguments of one of this rank's.
         own_args, own_kwargs = tree_map(partial(of_expert, place=place or 0), (args, kwargs))

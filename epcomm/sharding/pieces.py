@@ -1,12 +1,13 @@
-"""Return the local pieces of expert tensors, and of tensors beside them."""
+"""Return the local pieces of expert tensors and of tensors beside them, and all pieces together."""
 
 from __future__ import annotations
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.shards import ShareTensor, cut_share, is_expert_tensor, shard_of
+from epcomm.sharding.shards import ShareTensor, cut_share, is_expert_tensor, put_together
 
 
 def piece_of(tensor: Tensor) -> Tensor:
@@ -24,17 +25,22 @@ def own_part(leaf: object, some: ShareTensor) -> object:
     if not isinstance(leaf, Tensor):
         return leaf
     # A parameter, its gradient and its state have the same object.
-    if is_expert_tensor(leaf) and leaf.shard is not some.shard and shard_of(leaf) != shard_of(some):
+    if is_expert_tensor(leaf) and leaf.shard is not some.shard and leaf.held != some.held:
         raise ShapeError(
             f"an operator takes expert parameters of {list(some.shape)} that lie differently on "
-            f"the ranks (rank {some.device_mesh.get_local_rank()} of {some.device_mesh.size()}): "
-            "experts of one have moved; call rebalance() with the same placement on copies and "
-            "averages of a layer, and take state_dicts again"
+            f"the ranks ({some.position}): experts of one have moved; call rebalance() with the "
+            "same placement on copies and averages of a layer, and take state_dicts again"
         )
     if isinstance(leaf, DTensor):
         return leaf._local_tensor
     if leaf.dim() < some.dim() or leaf.shape[0] != some.shape[0]:
         return leaf
-    shard = shard_of(some)
-    assert shard is not None, "an ExpertTensor is a share"
-    return cut_share(leaf, shard)
+    return cut_share(leaf, some.held)
+
+
+def gather_experts(tensor: ShareTensor) -> Tensor:
+    """Return the experts of all ranks in logical order, [E, ...]. Collective."""
+    piece, mesh = tensor._local_tensor.detach().contiguous(), tensor._spec.mesh
+    gathered = piece.new_empty(mesh.size(), *piece.shape)
+    dist.all_gather_into_tensor(gathered.flatten(0, 1), piece, group=mesh.get_group())
+    return put_together(gathered, tensor.held)

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+    from torch.distributed.tensor import DTensor
 
     from epcomm.sharding.announced import Owner
+else:
+    # DTensor, which ExpertTensor adds: its import takes seconds.
+    DTensor = Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,32 +52,33 @@ class ExpertShard:
         )
 
 
-class ShareTensor(Tensor):
+class ShareTensor(DTensor):
     """A tensor of all experts, of which this rank holds its own in `_local_tensor` [L, ...].
 
-    Every one is an ExpertTensor. This class stands below the code that computes ExpertTensors, and
-    its import does not take the seconds of DTensor's.
+    Every one is an ExpertTensor. This base says what code knows that ExpertTensor is built upon.
     """
 
     shard: ExpertShard | None = None
     owner: Owner | None = None
 
-    if TYPE_CHECKING:
-        _local_tensor: Tensor
-        _spec: DTensorSpec
+    @property
+    def held(self) -> ExpertShard:
+        """Which experts the piece holds, as a placement says or in the order of the ranks."""
+        if self.shard is not None:
+            return self.shard
+        mesh = self.device_mesh
+        return shard_of_rank(
+            rank=mesh.get_local_rank(), world_size=mesh.size(), num_experts=self.shape[0]
+        )
 
-        @property
-        def device_mesh(self) -> DeviceMesh:
-            """Return the mesh of the ranks that share the experts."""
-            ...
+    @property
+    def position(self) -> str:
+        """The position of this rank for messages, such as `rank 3 of 8`."""
+        return f"rank {self.device_mesh.get_local_rank()} of {self.device_mesh.size()}"
 
-        def to_local(self) -> Tensor:
-            """Return this rank's piece; gradients come back as an ExpertTensor."""
-            ...
-
-        def like_self(self, share: Tensor) -> ShareTensor:
-            """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
-            ...
+    def like_self(self, share: Tensor) -> ShareTensor:
+        """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -175,14 +178,7 @@ def shard_of(parameter: Tensor) -> ExpertShard | None:
     In groups without a DeviceMesh (MPI), parameters are ordinary tensors. For these, and for
     parameters that FSDP has replaced, see expert_shards().
     """
-    if not is_expert_tensor(parameter):
-        return None
-    if parameter.shard is not None:
-        return parameter.shard
-    mesh = parameter.device_mesh
-    return shard_of_rank(
-        rank=mesh.get_local_rank(), world_size=mesh.size(), num_experts=parameter.shape[0]
-    )
+    return parameter.held if is_expert_tensor(parameter) else None
 
 
 def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:

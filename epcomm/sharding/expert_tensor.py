@@ -26,8 +26,8 @@ from epcomm.sharding.announced import Announcing, Owner, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import gather_experts, own_part, piece_of
-from epcomm.sharding.shards import ExpertShard, ShareTensor, whole_of_share
+from epcomm.sharding.pieces import Operation, gather_experts, own_part, piece_of
+from epcomm.sharding.shards import ExpertShard, ShareTensor, is_expert_tensor, whole_of_share
 from epcomm.sharding.state import chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class ExpertTensor(ShareTensor, DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        return _run(func, args, kwargs or {})
+        return _run(Operation(func, args, kwargs or {}))
 
 
 class _CatchOperators(TorchDispatchMode):
@@ -254,7 +254,7 @@ class _CatchOperators(TorchDispatchMode):
     ) -> object:
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
-            return _run(func, args, kwargs or {})
+            return _run(Operation(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -265,54 +265,6 @@ def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
     shard = some.shard if some is not None and leaf.shape[:1] == some.shape[:1] else None
     owner = None if some is None else some.owner
     return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard, owner)
-
-
-def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an operator that has an ExpertTensor among its arguments."""
-    name: str = func._schema.name
-    if name.startswith(_LIST_OPERATORS):
-        return run_on_lists(func, args, kwargs)
-    if takes_parts(name, args):
-        return run_on_parts(func, args, kwargs, args[0])
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if name.startswith("c10d::"):
-        return _run_c10d(func, args, kwargs, tensors)
-    if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
-        # Optimizers that factor their state make a new tensor with one entry for each expert.
-        size = [args[0]._local_tensor.shape[0], *args[1][1:]]
-        return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
-    if name in _OF_WHOLE:
-        whole_args, whole_kwargs = tree_map(_whole_of, (args, dict(kwargs)))
-        return func(*whole_args, **whole_kwargs)
-    if name in ("aten::allclose", "aten::equal"):
-        return _are_alike(func, args, kwargs, tensors)
-    if draws_numbers(name, kwargs) and _is_elementwise(tensors, func, args):
-        some = _first_expert_tensor(tensors)
-        drawn = run_expert_by_expert(func, args, kwargs, some)
-        return _written(func, args, kwargs) if drawn is None else some.like_self(drawn)
-    if name in _LOSS_BACKWARDS and _is_elementwise(tensors, func, args):
-        return _run_loss_backward(func, args, kwargs, tensors)
-    is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
-    if is_by_expert and _is_elementwise(tensors, func, args):
-        return _run_on_pieces(func, args, kwargs, tensors)
-    with Announcing(_first_expert_tensor(tensors).owner, func):
-        return _run_as_dtensor(func, args, kwargs)
-
-
-def _whole_of(leaf: object) -> object:
-    return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
-
-
-def _are_alike(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> bool:
-    """Return whether a comparison holds for the experts of every rank. Collective."""
-    some = _first_expert_tensor(tensors)
-    local_args = tree_map(lambda leaf: own_part(leaf, some), args)
-    is_alike = func(*local_args, **kwargs)
-    piece = some._local_tensor
-    flags = some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
-    return bool(_run(torch.ops.aten.all.default, (flags,), {}))
 
 
 def _set_data(tensor: object, value: object) -> None:
@@ -423,22 +375,71 @@ def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     )
 
 
-def _is_masking(name: str, args: tuple[Any, ...]) -> bool:
+def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
+    """Make the error of an operator that torch does not compute for a DTensor in `tensors`."""
+    some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+    mesh = some._spec.mesh
+    return ShapeError(
+        f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
+        f"{list(some._local_tensor.shape)}, {problem} (rank {mesh.get_local_rank()} of "
+        f"{mesh.size()}); call to_local() on it for this rank's experts or full_tensor() for all, "
+        "or leave it out"
+    )
+
+
+def _run(op: Operation) -> object:
+    """Run an operator that has an ExpertTensor among its arguments."""
+    name, args = op.name, op.args
+    if name.startswith(_LIST_OPERATORS):
+        return run_on_lists(op)
+    if takes_parts(op):
+        return run_on_parts(op)
+    if name.startswith("c10d::"):
+        return _run_c10d(op)
+    if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
+        # Optimizers that factor their state make a new tensor with one entry for each expert.
+        size = [args[0]._local_tensor.shape[0], *args[1][1:]]
+        return args[0].like_self(op.func(args[0]._local_tensor, size, *args[2:], **op.kwargs))
+    if name in _OF_WHOLE:
+        return op.run(_whole_of)
+    if name in ("aten::allclose", "aten::equal"):
+        return _are_alike(op)
+    if _is_elementwise(op):
+        if draws_numbers(op):
+            drawn = run_expert_by_expert(op)
+            return _written(op) if drawn is None else op.some.like_self(drawn)
+        if name in _LOSS_BACKWARDS:
+            return _run_loss_backward(op)
+        if torch.Tag.pointwise in op.func.tags or name in _BATCHED or _is_masking(op):
+            return _run_on_pieces(op)
+    with Announcing(op.some.owner, op.func):
+        return _run_as_dtensor(op)
+
+
+def _whole_of(leaf: object) -> object:
+    return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
+
+
+def _are_alike(op: Operation) -> bool:
+    """Return whether a comparison holds for the experts of every rank. Collective."""
+    piece = op.some._local_tensor
+    is_alike = op.run(lambda leaf: own_part(leaf, op.some))
+    flags = op.some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
+    return bool(_run(Operation(torch.ops.aten.all.default, (flags,), {})))
+
+
+def _is_masking(op: Operation) -> bool:
     """Return whether an operator writes one number through a mask of the tensor's shape."""
-    if name != "aten::index_put_" or len(args[1]) != 1:
+    if op.name != "aten::index_put_" or len(op.args[1]) != 1:
         return False
-    mask, value = args[1][0], args[2]
-    return mask.dtype is torch.bool and mask.shape == args[0].shape and value.dim() == 0
+    mask, value = op.args[1][0], op.args[2]
+    return mask.dtype is torch.bool and mask.shape == op.args[0].shape and value.dim() == 0
 
 
-def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:
-    return next(tensor for tensor in tensors if isinstance(tensor, ExpertTensor))
-
-
-def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether every piece of the result depends on pieces of this rank alone."""
-    some = _first_expert_tensor(tensors)
-    for tensor in tensors:
+def _is_elementwise(op: Operation) -> bool:
+    """Return whether every piece of the result may depend on pieces of this rank alone."""
+    some = op.some
+    for tensor in op.tensors:
         if isinstance(tensor, DTensor):
             spec = tensor._spec
             is_alike = spec.mesh == some._spec.mesh and spec.placements == some._spec.placements
@@ -447,52 +448,46 @@ def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any
         elif tensor.dim() > some.dim():
             return False
     # An ordinary tensor that is written to would hold values of one rank alone.
-    is_written = func._schema.is_mutable and not isinstance(args[0], DTensor)
-    return not is_written
+    return not op.writes or isinstance(op.args[0], DTensor)
 
 
-def _run_on_pieces(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> object:
-    some = _first_expert_tensor(tensors)
-    local_args, local_kwargs = tree_map(lambda leaf: own_part(leaf, some), (args, kwargs))
-    result = func(*local_args, **local_kwargs)
-    if func._schema.is_mutable:
-        return _written(func, args, kwargs)
-    return tree_map(lambda leaf: some.like_self(leaf) if isinstance(leaf, Tensor) else leaf, result)
+def _run_on_pieces(op: Operation) -> object:
+    result = op.run(lambda leaf: own_part(leaf, op.some))
+    if op.writes:
+        return _written(op)
+    like = op.some.like_self
+    return tree_map(lambda leaf: like(leaf) if isinstance(leaf, Tensor) else leaf, result)
 
 
-def _run_loss_backward(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> object:
+def _run_loss_backward(op: Operation) -> object:
     """Return the gradient of a loss; its mean is over the elements of all ranks."""
-    some = _first_expert_tensor(tensors)
-    gradient = _run_on_pieces(func, args, kwargs, tensors)
-    names = [argument.name for argument in func._schema.arguments]
-    if {**dict(zip(names, args, strict=False)), **kwargs}.get("reduction", _MEAN) != _MEAN:
+    gradient = _run_on_pieces(op)
+    names = [argument.name for argument in op.func._schema.arguments]
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    if given.get("reduction", _MEAN) != _MEAN:
         return gradient
     assert isinstance(gradient, ExpertTensor), "made from pieces"
-    share = some._local_tensor.numel() / some.numel()
-    return some.like_self(gradient._local_tensor * share)
+    share = op.some._local_tensor.numel() / op.some.numel()
+    return op.some.like_self(gradient._local_tensor * share)
 
 
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def _written(op: Operation) -> object:
     """Return the tensor that an operator has written, its first argument or `out`."""
-    written = kwargs.get("out", args[0] if args else None)
+    written = op.kwargs.get("out", op.args[0] if op.args else None)
     for tensor in tree_leaves(written):
         # torch does not count writes below this level, but caches of weights compare the count.
         torch.autograd.graph.increment_version(piece_of(tensor))
     return written
 
 
-def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def _run_as_dtensor(op: Operation) -> object:
     """Run an operator as torch does for DTensors, of all physical experts [P, ...].
 
     Collective: where the result is no tensor of experts.
     Raises:
         ShapeError: torch refuses it, or it writes to placed experts otherwise than one by one.
     """
-    originals: dict[int, ExpertTensor] = {}
+    some, originals = op.some, dict[int, ExpertTensor]()
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
     kept: list[DTensor] = []
 
@@ -507,23 +502,20 @@ def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str
         originals[id(kept[-1])] = leaf
         return kept[-1]
 
-    plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
-    some = next(iter(originals.values()))
     try:
-        result = func(*plain_args, **plain_kwargs)
+        result = op.run(plain)
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise
         # C++ code of torch.distributed comes here without a call of __torch_function__().
-        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED]) from error
+        raise _refusal(str(op.func), kept, _NOT_COMPUTED[_MIXED]) from error
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     is_placed = any(leaf.shard is not None for leaf in originals.values())
     if is_placed and not all(_is_by_expert(leaf) for leaf in results):
-        if func._schema.is_mutable:
+        if op.writes:
             problem = "whose experts are placed, is written otherwise than expert by expert"
-            raise _refusal(str(func), [some], problem)
-        whole_args, whole_kwargs = tree_map(_gathered, (args, dict(kwargs)))
-        return func(*whole_args, **whole_kwargs)
+            raise _refusal(str(op.func), [some], problem)
+        return op.run(lambda leaf: gather_experts(leaf) if is_expert_tensor(leaf) else leaf)
 
     def back(leaf: object) -> object:
         if not isinstance(leaf, DTensor):
@@ -549,48 +541,22 @@ def _is_by_expert(leaf: Tensor) -> bool:
     return isinstance(leaf, DTensor) and leaf.placements == (Shard(0),)
 
 
-def _gathered(leaf: object) -> object:
-    return gather_experts(leaf) if isinstance(leaf, ExpertTensor) else leaf
-
-
-def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
-    """Make the error of an operator that torch does not compute for a DTensor in `tensors`."""
-    some = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
-    mesh = some._spec.mesh
-    return ShapeError(
-        f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
-        f"{list(some._local_tensor.shape)}, {problem} (rank {mesh.get_local_rank()} of "
-        f"{mesh.size()}); call to_local() on it for this rank's experts or full_tensor() for all, "
-        "or leave it out"
-    )
-
-
-def _run_c10d(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> object:
+def _run_c10d(op: Operation) -> object:
     """Run a collective on local pieces; its ranks must hold the same experts."""
     import torch.distributed as dist
 
-    some = _first_expert_tensor(tensors)
-    groups = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.ScriptObject)]
-    mesh_ranks = set(some._spec.mesh.mesh.flatten().tolist())
-    for boxed in groups:
-        if "ProcessGroup" not in str(boxed._type()):
+    mesh_ranks = set(op.some._spec.mesh.mesh.flatten().tolist())
+    for boxed in tree_leaves((op.args, op.kwargs)):
+        if not isinstance(boxed, torch.ScriptObject) or "ProcessGroup" not in str(boxed._type()):
             continue
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
         if len(mesh_ranks & set(ranks)) > 1:
             raise ShapeError(
-                f"{func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
-                f"different experts, with a process group of ranks {ranks} (rank "
-                f"{some._spec.mesh.get_local_rank()} of {len(mesh_ranks)}); reduce over copies "
-                "of the same experts alone, and leave expert parameters out of DDP by "
-                "epcomm.training.gradients.ignore_experts_in_ddp(model)"
+                f"{op.func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
+                f"different experts, with a process group of ranks {ranks} ({op.some.position}); "
+                "reduce over copies of the same experts alone, and leave expert parameters out of "
+                "DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"
             )
-    by_piece = {
-        id(tensor._local_tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)
-    }
-    local_args, local_kwargs = tree_map(
-        lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
-    )
-    result = func(*local_args, **local_kwargs)
+    by_piece = {id(piece_of(tensor)): tensor for tensor in op.tensors}
+    result = op.run(lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
     return tree_map(lambda leaf: by_piece.get(id(leaf), leaf), result)

@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.announced import announce
-from epcomm.sharding.pieces import own_part, piece_of
+from epcomm.sharding.pieces import Operation, own_part, piece_of
 from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows
 
 if TYPE_CHECKING:
@@ -26,12 +26,12 @@ _NORM, _MAX = "aten::_foreach_norm", "aten::_foreach_max"
 Places: TypeAlias = "Mapping[int, ShareTensor]"
 
 
-def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def run_on_lists(op: Operation) -> object:
     """Compute on local pieces, and reduce over all ranks where the result is a number.
 
     Collective: norms, maxima, and loss scaling, which looks for infinities; else local.
     """
-    name, is_mutable = func._schema.name, func._schema.is_mutable
+    func, args, kwargs, name, is_mutable = op.func, op.args, op.kwargs, op.name, op.writes
     experts = _experts_by_place((*args, *kwargs.values()))
     local_args = [
         _pieces(arg, experts, is_written=is_mutable and place == 0)

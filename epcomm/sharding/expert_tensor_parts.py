@@ -6,43 +6,38 @@ so that a write is kept; a part of another rank's experts is a copy, and that ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import announce
-from epcomm.sharding.pieces import gather_experts
+from epcomm.sharding.pieces import Operation, gather_experts
 from epcomm.sharding.shards import ExpertShard, ShareTensor, logical_experts
 
 _SELECT, _SLICE, _UNBIND = "aten::select", "aten::slice", "aten::unbind"
 _SPLITS = ("aten::split", "aten::split_with_sizes")
 
 
-def takes_parts(name: str, args: tuple[Any, ...]) -> bool:
+def takes_parts(op: Operation) -> bool:
     """Return whether an operator cuts its first argument along the experts."""
-    if name not in (_SELECT, _SLICE, _UNBIND, *_SPLITS):
+    if op.name not in (_SELECT, _SLICE, _UNBIND, *_SPLITS):
         return False
-    place = 2 if name in _SPLITS else 1
-    dim = args[place] if len(args) > place else 0
-    return dim in (0, -args[0].dim())
+    place = 2 if op.name in _SPLITS else 1
+    dim = op.args[place] if len(op.args) > place else 0
+    return dim in (0, -op.args[0].dim())
 
 
-def run_on_parts(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ShareTensor
-) -> object:
+def run_on_parts(op: Operation) -> object:
     """Cut whole experts out of an ExpertTensor.
 
     Collective: all ranks cut alike, and each gets the experts of the others.
     Raises:
         ShapeError: the part holds experts of several ranks and not all of them; on every rank.
     """
+    some = op.some
     numbers = torch.arange(some.shape[0], device="cpu")
-    cut = func(numbers, *args[1:], **kwargs)
+    cut = op.run(lambda leaf: numbers if leaf is some else leaf)
     if isinstance(cut, Tensor) and cut.numel() == some.shape[0]:
         return some
     wanted, shard = [cut] if isinstance(cut, Tensor) else list(cut), some.held
@@ -52,13 +47,13 @@ def run_on_parts(
         # A placement may leave experts of one rank without even steps in between.
         if len(owners) > 1 or (shard.physical_to_logical is not None and len(numbers) > 1):
             raise ShapeError(
-                f"{func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} are "
-                "of several ranks, so that what is written to them would be lost "
+                f"{op.func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} "
+                "are of several ranks, so that what is written to them would be lost "
                 f"({some.position}); take experts one by one, to_local() for this rank's, or "
                 "full_tensor() for a copy of all"
             )
     if not isinstance(cut, Tensor) or cut.numel():
-        announce(some.owner, func)
+        announce(some.owner, op.func)
     whole = None if isinstance(cut, Tensor) else gather_experts(some)
     parts = [_part(some, part, shard, whole) for part in wanted]
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)

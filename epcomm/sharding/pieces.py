@@ -1,13 +1,54 @@
-"""Return the local pieces of expert tensors and of tensors beside them, and all pieces together."""
+"""Take the local pieces of expert tensors and of tensors beside them, and run operators on them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.shards import ShareTensor, cut_share, is_expert_tensor, put_together
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operator that has an ExpertTensor among its arguments."""
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of the operator with its namespace, such as `aten::add_`."""
+        return self.func._schema.name
+
+    @property
+    def writes(self) -> bool:
+        """Whether the operator writes to an argument."""
+        return self.func._schema.is_mutable
+
+    @cached_property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
+
+    @cached_property
+    def some(self) -> ShareTensor:
+        """The first ExpertTensor among the arguments."""
+        return next(tensor for tensor in self.tensors if is_expert_tensor(tensor))
+
+    def run(self, change: Callable[[Any], object]) -> Any:  # noqa: ANN401
+        """Return what the operator returns for changed arguments."""
+        args, kwargs = tree_map(change, (self.args, dict(self.kwargs)))
+        return self.func(*args, **kwargs)
 
 
 def piece_of(tensor: Tensor) -> Tensor:

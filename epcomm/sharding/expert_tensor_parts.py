@@ -36,18 +36,18 @@ def run_on_parts(op: Operation) -> object:
         ShapeError: the part holds experts of several ranks and not all of them; on every rank.
     """
     some = op.some
-    numbers = torch.arange(some.shape[0], device="cpu")
+    numbers = torch.arange(some.shape[0], device="cpu").view(-1, *(1 for _ in some.shape[1:]))
     cut = op.run(lambda leaf: numbers if leaf is some else leaf)
     if isinstance(cut, Tensor) and cut.numel() == some.shape[0]:
         return some
     wanted, shard = [cut] if isinstance(cut, Tensor) else list(cut), some.held
     for part in wanted:
-        numbers = part.flatten().tolist()
-        owners = {shard.first_copies[number] // shard.num_local_experts for number in numbers}
+        experts = part.flatten().tolist()
+        owners = {shard.first_copies[expert] // shard.num_local_experts for expert in experts}
         # A placement may leave experts of one rank without even steps in between.
-        if len(owners) > 1 or (shard.physical_to_logical is not None and len(numbers) > 1):
+        if len(owners) > 1 or (shard.physical_to_logical is not None and len(experts) > 1):
             raise ShapeError(
-                f"{op.func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} "
+                f"{op.func}: experts {experts} of an expert parameter of {list(some.shape)} "
                 "are of several ranks, so that what is written to them would be lost "
                 f"({some.position}); take experts one by one, to_local() for this rank's, or "
                 "full_tensor() for a copy of all"
@@ -62,7 +62,8 @@ def run_on_parts(op: Operation) -> object:
 def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
     """Return a view of this rank's experts, or a copy of the experts of another rank.
 
-    experts: numbers of experts of one rank, [n] in even steps, or one number without a dimension.
+    experts: numbers of experts of one rank, [n, 1, ...] in even steps, or one number [1, ...] with
+        a dimension less than `some`.
     whole: the whole tensor that experts are copied from; None: the first rank that holds them
         broadcasts them, collective.
     """
@@ -73,7 +74,7 @@ def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor 
     length = numbers[-1] - numbers[0] + 1
 
     def rows(first: int) -> slice | int:
-        return slice(first, first + length, step) if experts.dim() else first
+        return slice(first, first + length, step) if experts.dim() == some.dim() else first
 
     if whole is not None:
         sent = whole[rows(numbers[0])]

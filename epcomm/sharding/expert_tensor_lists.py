@@ -49,7 +49,10 @@ def run_on_lists(op: Operation) -> object:
         local_args[0] = [_counted_once(leaf) for leaf in args[0]]
     result = func(*local_args, **local_kwargs)
     if is_mutable:
-        _count_writes((*args, *kwargs.values()))
+        for tensor in op.tensors:
+            if is_expert_tensor(tensor):
+                # Caches of weights compare torch's counts of writes.
+                torch.autograd.graph.increment_version(tensor._local_tensor)
         if name == _UNSCALE:
             # args[1] is found_inf, which says whether any gradient of any rank is not finite.
             for mesh in {tensor._spec.mesh for tensor in experts.values()}:
@@ -95,14 +98,6 @@ def _counted_once(tensor: Tensor) -> Tensor:
     if not is_expert_tensor(tensor) or tensor.shard is None:
         return piece
     return own_rows(piece, tensor.shard)
-
-
-def _count_writes(args: Sequence[Any]) -> None:
-    """Count the writes to local pieces, because caches of weights compare torch's counts."""
-    for arg in args:
-        for leaf in arg if isinstance(arg, list | tuple) else ():
-            if is_expert_tensor(leaf):
-                torch.autograd.graph.increment_version(leaf._local_tensor)
 
 
 def _wrapped(func: OpOverload, piece: Tensor, expert: ShareTensor | None) -> Tensor:

@@ -9,6 +9,7 @@ refuses lists and operators that mix it with tensors. An ExpertTensor takes part
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from inspect import BoundArguments, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -41,9 +42,6 @@ Context = Any
 
 # Operators over lists of tensors, for foreach and fused optimizers and for loss scaling.
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-# Operators that compute each expert from tensors of that expert alone, besides the operators that
-# torch tags as pointwise.
-_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
 _CUTS = (
@@ -73,11 +71,13 @@ _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
 # Functions whose gradients are ordinary tensors of all experts too. Older releases cannot multiply
 # such a gradient with an ExpertTensor; later ones can, and can differentiate it again.
 _SUMS = () if _IS_DISPATCHED_TO else ("mean", "sum")
-# Losses whose backward divides by the number of elements of its input where `reduction` is _MEAN:
-# on a piece that is the number on this rank, not on all ranks.
+# Losses whose backward divides a mean by the number of elements of its input: on a piece that is
+# the number on this rank, not on all ranks.
 _LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
+# Operators that compute each expert from tensors of that expert alone, besides the operators that
+# torch tags as pointwise.
+_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
-_MEAN = 1
 
 
 class ExpertTensor(ShareTensor, DTensor):
@@ -194,10 +194,11 @@ class ExpertTensor(ShareTensor, DTensor):
         name = getattr(func, "__name__", "")
         if name in _OF_MEMORY and some is not None:
             _refuse_memory(name, some)
-        is_wrong = name in _LOSSES and torch.is_grad_enabled() and not _IS_DISPATCHED_TO
-        if is_wrong and some is not None:
-            problem = "gets a wrong gradient in torch below 2.13"
-            raise _refusal(f"torch.nn.functional.{name}", args, problem)
+        if name in _LOSSES and some is not None:
+            given = signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            if given.arguments.get("reduction") != "none":
+                return _reduced_loss(func, given, some)
         # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
         # gradients.
         with torch._C.DisableTorchFunctionSubclass():
@@ -364,6 +365,17 @@ def local_views(
     return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
+def _reduced_loss(func: Callable[..., Any], given: BoundArguments, some: ExpertTensor) -> Tensor:
+    """Return a loss over the experts of all ranks. Collective."""
+    reduction = given.arguments.get("reduction")
+    given.arguments["reduction"] = "none"
+    losses = None if reduction is None else func(*given.args, **given.kwargs)
+    if losses is None or losses.dim() == 0:
+        problem = "is given to a loss without reduction, or with size_average; pass reduction"
+        raise _refusal(func.__name__, [some], problem)
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     """Refuse memory and values, and tell callers such as safetensors what to write to a file."""
     raise ShapeError(
@@ -408,9 +420,10 @@ def _run(op: Operation) -> object:
         if draws_numbers(op):
             drawn = run_expert_by_expert(op)
             return _written(op) if drawn is None else op.some.like_self(drawn)
-        if name in _LOSS_BACKWARDS:
-            return _run_loss_backward(op)
-        if torch.Tag.pointwise in op.func.tags or name in _BATCHED or _is_masking(op):
+        # The gradient of a mean, without a dimension, would be divided by the elements of a piece.
+        is_of_each = name in _LOSS_BACKWARDS and args[0].dim() > 0
+        is_by_expert = torch.Tag.pointwise in op.func.tags or name in _BATCHED or is_of_each
+        if is_by_expert or _is_masking(op):
             return _run_on_pieces(op)
     with Announcing(op.some.owner, op.func):
         return _run_as_dtensor(op)
@@ -457,18 +470,6 @@ def _run_on_pieces(op: Operation) -> object:
         return _written(op)
     like = op.some.like_self
     return tree_map(lambda leaf: like(leaf) if isinstance(leaf, Tensor) else leaf, result)
-
-
-def _run_loss_backward(op: Operation) -> object:
-    """Return the gradient of a loss; its mean is over the elements of all ranks."""
-    gradient = _run_on_pieces(op)
-    names = [argument.name for argument in op.func._schema.arguments]
-    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
-    if given.get("reduction", _MEAN) != _MEAN:
-        return gradient
-    assert isinstance(gradient, ExpertTensor), "made from pieces"
-    share = op.some._local_tensor.numel() / op.some.numel()
-    return op.some.like_self(gradient._local_tensor * share)
 
 
 def _written(op: Operation) -> object:

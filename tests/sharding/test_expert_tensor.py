@@ -152,7 +152,7 @@ def test_penalty_on_weights_counts_the_experts_of_all_ranks() -> None:
     ],
 )
 def test_loss_of_experts_is_a_mean_over_those_of_all_ranks(
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Callable[..., Tensor],
 ) -> None:
     with EPGroup() as group:
         parameter = OverRanks(group).experts.get_parameter("down_proj")
@@ -160,19 +160,20 @@ def test_loss_of_experts_is_a_mean_over_those_of_all_ranks(
         with torch.no_grad():
             parameter.to_local().uniform_()
         targets = torch.full(torch.Size(parameter.shape), 0.5)
-        if TorchVersion(torch.__version__) < "2.13":
-            with pytest.raises(ShapeError, match="gets a wrong gradient"):
-                loss(parameter, targets)
-            return
-        found = loss(parameter, targets)
-        found.backward()
-        whole = parameter.full_tensor().detach().requires_grad_()
-        wanted = loss(whole, targets)
-        wanted.backward()
-        assert whole.grad is not None
-        assert isinstance(parameter.grad, ExpertTensor)
-        torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+        for reduction in ("mean", "sum", "none"):
+            parameter.grad = None
+            whole = parameter.full_tensor().detach().requires_grad_()
+            found = loss(parameter, targets, reduction=reduction)
+            wanted = loss(whole, targets, reduction=reduction)
+            found.sum().backward()
+            wanted.sum().backward()
+            assert whole.grad is not None
+            assert isinstance(parameter.grad, ExpertTensor)
+            torch.testing.assert_close(found.sum(), wanted.sum())
+            torch.testing.assert_close(parameter.grad.full_tensor(), whole.grad)
+        if loss is not nn.functional.huber_loss:
+            with pytest.raises(ShapeError, match="pass reduction"):
+                loss(parameter, targets, size_average=True)
 
 
 @pytest.mark.ranks(NUM_RANKS)

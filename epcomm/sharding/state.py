@@ -178,9 +178,10 @@ def _read_dtensor(
     own = ((group.rank,), group.world_size, saved[2]) if is_plain else _part_of(parameter)
     if saved != own or value.shape[0] != shard.num_experts:
         raise ShapeError(
-            f"load_state_dict: {name} is the part of {list(value.shape)} that {_described(saved)}, "
-            f"expected that of rank {own[0]} of {own[1]} as {list(own[2])} ({group.where}); load "
-            "it by torch.distributed.checkpoint, which puts the parts together"
+            f"load_state_dict: {name} is the part of {list(value.shape)} that rank {saved[0]} of "
+            f"{saved[1]} saved as {list(saved[2])}, expected that of rank {own[0]} of {own[1]} as "
+            f"{list(own[2])} ({group.where}); load it by torch.distributed.checkpoint, which puts "
+            "the parts together"
         )
     placed = value.shard if is_expert_tensor(value) else None
     if shard.physical_to_logical is not None and not (is_own or placed == shard):
@@ -237,10 +238,6 @@ def _part_of(tensor: Any) -> tuple[tuple[int, ...], int, tuple[Placement, ...]]:
     return tuple(mesh.get_coordinate() or ()), mesh.size(), tuple(tensor.placements)
 
 
-def _described(saved: tuple[tuple[int, ...], int, tuple[Placement, ...]]) -> str:
-    return f"rank {saved[0]} of {saved[1]} saved as {list(saved[2])}"
-
-
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for group in optimizer.param_groups:
         experts = [p for p in group["params"] if is_expert_tensor(p)]
@@ -280,9 +277,9 @@ def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
         if saved != own or value.shape[0] != parameter.shape[0]:
             raise ShapeError(
                 f"{_named(optimizer, name, parameter)} is the part of {list(value.shape)} that "
-                f"{_described(saved)}, expected that of rank {own[0]} of {own[1]} "
-                f"({parameter.position}); load the state that this rank saved, or load by "
-                "torch.distributed.checkpoint, which puts the parts together"
+                f"rank {saved[0]} of {saved[1]} saved as {list(saved[2])}, expected that of rank "
+                f"{own[0]} of {own[1]} ({parameter.position}); load the state that this rank "
+                "saved, or load by torch.distributed.checkpoint, which puts the parts together"
             )
         state[name] = parameter.like_self(value.to_local())
 

@@ -46,8 +46,9 @@ from epcomm.records import (
 )
 from epcomm.registry import runner_class
 from epcomm.runners.base import ExpertRunner
+from epcomm.sharding.data_parallel import check_fsdp, watch_ddp
 from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
-from epcomm.sharding.state_hooks import cut_before_load, note_share
+from epcomm.sharding.state import cut_before_load, note_share, watch_optimizers
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.weights.local_experts import LocalExperts
@@ -189,6 +190,10 @@ class ExpertParallelExperts(nn.Module):
                 tensor = getattr(self, name)
                 computed.add(place)
             held.append(tensor)
+        if not self._local.knows(held):
+            shares_tokens = self.config.replicated or self.group.world_size == 1
+            check_fsdp(self, shares_tokens=shares_tokens)
+            self._local.read(held)
         return self._local.of(held, computed)
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
@@ -226,9 +231,9 @@ class ExpertParallelExperts(nn.Module):
         if mesh is None or not is_share or hasattr(tensor, "device_mesh"):
             return tensor
         from epcomm.sharding.expert_tensor import ExpertTensor
-        from epcomm.sharding.optimizer_state import watch_optimizers
 
         watch_optimizers()
+        watch_ddp()
         return ExpertTensor.of_share(tensor, mesh, self.shard, weakref.ref(self.group))
 
     def scale_gradients(self, factor: float) -> None:

@@ -8,9 +8,8 @@ refuses lists and operators that mix it with tensors. An ExpertTensor takes part
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
+from inspect import BoundArguments, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -25,20 +24,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import Announcing, Owner, announce
-from epcomm.sharding.expert_tensor_ddp import ASKS_FOR_DEVICES, check_ddp
-from epcomm.sharding.expert_tensor_fsdp import LOOKS_AT_DEVICES, check_fully_shard
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
-from epcomm.sharding.expert_tensor_placed import (
-    chunks_of,
-    gather_experts,
-    part_at,
-    run_placed,
-    write_items,
-)
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import own_part, piece_of
-from epcomm.sharding.shards import ExpertShard, shard_of, whole_of_share
+from epcomm.sharding.pieces import Operation, gather_experts, own_part, piece_of
+from epcomm.sharding.shards import ExpertShard, ShareTensor, is_expert_tensor, whole_of_share
+from epcomm.sharding.state import chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -51,9 +42,6 @@ Context = Any
 
 # Operators over lists of tensors, for foreach and fused optimizers and for loss scaling.
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-# Operators that compute each expert from tensors of that expert alone, besides the operators that
-# torch tags as pointwise.
-_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
 _CUTS = (
@@ -68,7 +56,6 @@ _OF_WHOLE = (
 # Functions that give memory or values of a tensor, of which an ExpertTensor has none. data_ptr()
 # returns 0, as a DTensor's does: torch's async_save asks for it.
 _OF_MEMORY = ("__array__", "__dlpack__", "numpy", "storage", "tolist")
-_GET_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
 # Parts of torch's messages about operators that it does not compute on parts -> our explanation.
@@ -84,14 +71,16 @@ _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
 # Functions whose gradients are ordinary tensors of all experts too. Older releases cannot multiply
 # such a gradient with an ExpertTensor; later ones can, and can differentiate it again.
 _SUMS = () if _IS_DISPATCHED_TO else ("mean", "sum")
-# Losses whose backward divides by the number of elements of its input where `reduction` is _MEAN:
-# on a piece that is the number on this rank, not on all ranks.
+# Losses whose backward divides a mean by the number of elements of its input: on a piece that is
+# the number on this rank, not on all ranks.
 _LOSSES = ("binary_cross_entropy", "huber_loss", "mse_loss", "smooth_l1_loss")
+# Operators that compute each expert from tensors of that expert alone, besides the operators that
+# torch tags as pointwise.
+_BATCHED = ("aten::bmm", "aten::baddbmm", "aten::copy_", "aten::fill_")
 _LOSS_BACKWARDS = tuple(f"aten::{name}_backward" for name in _LOSSES)
-_MEAN = 1
 
 
-class ExpertTensor(DTensor):
+class ExpertTensor(ShareTensor, DTensor):
     """A DTensor [P, ...] in pieces [L, ...], one on each rank of a one-dimensional mesh: Shard(0).
 
     An ExpertTensor differs from a DTensor:
@@ -116,9 +105,6 @@ class ExpertTensor(DTensor):
     find the __slots__ of DTensor.
     """
 
-    shard: ExpertShard | None = None
-    owner: Owner | None = None
-
     @classmethod
     def of_share(
         cls,
@@ -133,16 +119,13 @@ class ExpertTensor(DTensor):
         where a placement says so; the shape is then that of the logical experts, [E, ...].
         owner: see the class.
         """
-        if shard is None or shard.physical_to_logical is None:
-            spread = DTensor.from_local(share.detach(), mesh, [Shard(0)], run_check=False)
-            return cls._of(spread._local_tensor, spread._spec, None, owner)
+        shape = stride = None
+        if shard is not None and shard.physical_to_logical is None:
+            shard = None
+        if shard is not None:
+            shape, stride = torch.Size((shard.num_experts, *share.shape[1:])), share.stride()
         spread = DTensor.from_local(
-            share.detach(),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=torch.Size((shard.num_experts, *share.shape[1:])),
-            stride=share.stride(),
+            share.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
         )
         return cls._of(spread._local_tensor, spread._spec, shard, owner)
 
@@ -207,20 +190,15 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        if func == _GET_DEVICE:
-            caller = _caller(sys._getframe(1))
-            if caller.f_code.co_name == LOOKS_AT_DEVICES:
-                check_fully_shard(args[0], caller)
-            elif caller.f_code.co_name in ASKS_FOR_DEVICES:
-                check_ddp(args[0], caller)
         some = next((arg for arg in args if isinstance(arg, ExpertTensor)), None)
         name = getattr(func, "__name__", "")
         if name in _OF_MEMORY and some is not None:
             _refuse_memory(name, some)
-        is_wrong = name in _LOSSES and torch.is_grad_enabled() and not _IS_DISPATCHED_TO
-        if is_wrong and some is not None:
-            problem = "gets a wrong gradient in torch below 2.13"
-            raise _refusal(f"torch.nn.functional.{name}", args, problem)
+        if name in _LOSSES and some is not None:
+            given = signature(func).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            if given.arguments.get("reduction") != "none":
+                return _reduced_loss(func, given, some)
         # Arguments are wrapped here, above autograd, so that ordinary tensors get ordinary
         # gradients.
         with torch._C.DisableTorchFunctionSubclass():
@@ -262,7 +240,7 @@ class ExpertTensor(DTensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
-        return _run(func, args, kwargs or {})
+        return _run(Operation(func, args, kwargs or {}))
 
 
 class _CatchOperators(TorchDispatchMode):
@@ -277,15 +255,8 @@ class _CatchOperators(TorchDispatchMode):
     ) -> object:
         leaves = tree_leaves((args, kwargs))
         if any(isinstance(leaf, ExpertTensor) for leaf in leaves):
-            return _run(func, args, kwargs or {})
+            return _run(Operation(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
-
-
-def _caller(frame: FrameType) -> FrameType:
-    """Return the frame that called torch, above the frames of modes such as a default device."""
-    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
@@ -297,57 +268,6 @@ def _rewrapped(leaf: object, some: ExpertTensor | None) -> object:
     return ExpertTensor._of(leaf._local_tensor, leaf._spec, shard, owner)
 
 
-def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Run an operator that has an ExpertTensor among its arguments."""
-    name: str = func._schema.name
-    if name.startswith(_LIST_OPERATORS):
-        return run_on_lists(func, args, kwargs)
-    if takes_parts(name, args):
-        return run_on_parts(func, args, kwargs, args[0])
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    if name.startswith("c10d::"):
-        return _run_c10d(func, args, kwargs, tensors)
-    if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
-        # Optimizers that factor their state make a new tensor with one entry for each expert.
-        size = [args[0]._local_tensor.shape[0], *args[1][1:]]
-        return args[0].like_self(func(args[0]._local_tensor, size, *args[2:], **kwargs))
-    if name in _OF_WHOLE:
-        whole_args, whole_kwargs = tree_map(_whole_of, (args, dict(kwargs)))
-        return func(*whole_args, **whole_kwargs)
-    if name in ("aten::allclose", "aten::equal"):
-        return _are_alike(func, args, kwargs, tensors)
-    if draws_numbers(name, kwargs) and _is_elementwise(tensors, func, args):
-        some = _first_expert_tensor(tensors)
-        drawn = run_expert_by_expert(func, args, kwargs, some)
-        return _written(func, args, kwargs) if drawn is None else some.like_self(drawn)
-    if name in _LOSS_BACKWARDS and _is_elementwise(tensors, func, args):
-        return _run_loss_backward(func, args, kwargs, tensors)
-    is_by_expert = torch.Tag.pointwise in func.tags or name in _BATCHED or _is_masking(name, args)
-    if is_by_expert and _is_elementwise(tensors, func, args):
-        return _run_on_pieces(func, args, kwargs, tensors)
-    if any(tensor.shard is not None for tensor in tensors if isinstance(tensor, ExpertTensor)):
-        with Announcing(_first_expert_tensor(tensors).owner, func):
-            return run_placed(func, args, kwargs)
-    with Announcing(_first_expert_tensor(tensors).owner, func):
-        return _run_as_dtensor(func, args, kwargs)
-
-
-def _whole_of(leaf: object) -> object:
-    return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
-
-
-def _are_alike(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> bool:
-    """Return whether a comparison holds for the experts of every rank. Collective."""
-    some = _first_expert_tensor(tensors)
-    local_args = tree_map(lambda leaf: own_part(leaf, some), args)
-    is_alike = func(*local_args, **kwargs)
-    piece = some._local_tensor
-    flags = some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
-    return bool(_run(torch.ops.aten.all.default, (flags,), {}))
-
-
 def _set_data(tensor: object, value: object) -> None:
     """Assign `tensor.data = value`, where value holds this rank's experts or all experts."""
     if isinstance(tensor, ExpertTensor):
@@ -355,9 +275,9 @@ def _set_data(tensor: object, value: object) -> None:
         if not isinstance(part, Tensor) or part.shape[:1] != tensor._local_tensor.shape[:1]:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ShapeError(
-                f"Tensor.data: an expert parameter of {list(tensor.shape)} was given {shape} (rank "
-                f"{tensor.device_mesh.get_local_rank()} of {tensor.device_mesh.size()}); pass this "
-                f"rank's {tensor._local_tensor.shape[0]} experts or all {tensor.shape[0]}"
+                f"Tensor.data: an expert parameter of {list(tensor.shape)} was given {shape} "
+                f"({tensor.position}); pass this rank's {tensor._local_tensor.shape[0]} experts or "
+                f"all {tensor.shape[0]}"
             )
         value = tensor.like_self(part.detach())
         _SET_DATA(tensor, value)
@@ -384,9 +304,7 @@ class _OwnPart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
-        shard = shard_of(ctx.some)
-        assert shard is not None, "an ExpertTensor is a share"
-        return whole_of_share(piece_of(gradients[0]), shard), None
+        return whole_of_share(piece_of(gradients[0]), ctx.some.held), None
 
 
 class _ToBeCut(torch.autograd.Function):
@@ -447,112 +365,26 @@ def local_views(
     return _LocalViews.apply(factors or [1.0] * len(tensors), *tensors)  # type: ignore[return-value]
 
 
+def _reduced_loss(func: Callable[..., Any], given: BoundArguments, some: ExpertTensor) -> Tensor:
+    """Return a loss over the experts of all ranks. Collective."""
+    reduction = given.arguments.get("reduction")
+    given.arguments["reduction"] = "none"
+    losses = None if reduction is None else func(*given.args, **given.kwargs)
+    if losses is None or losses.dim() == 0:
+        problem = "is given to a loss without reduction, or with size_average; pass reduction"
+        raise _refusal(func.__name__, [some], problem)
+    return losses.mean() if reduction == "mean" else losses.sum()
+
+
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     """Refuse memory and values, and tell callers such as safetensors what to write to a file."""
-    mesh = tensor._spec.mesh
     raise ShapeError(
         f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
-        f"because each of {mesh.size()} ranks holds {list(tensor._local_tensor.shape)} of it (rank "
-        f"{mesh.get_local_rank()} of {mesh.size()}); call it on to_local() for this rank's experts "
-        "or on full_tensor() for all, and to save a model write whole tensors, for example "
+        f"because each rank holds {list(tensor._local_tensor.shape)} of it ({tensor.position}); "
+        "call it on to_local() for this rank's experts or on full_tensor() for all, and to save a "
+        "model write whole tensors, for example "
         "model.save_pretrained(folder, state_dict=gather_state_dict(model, group))"
     )
-
-
-def _is_masking(name: str, args: tuple[Any, ...]) -> bool:
-    """Return whether an operator writes one number through a mask of the tensor's shape."""
-    if name != "aten::index_put_" or len(args[1]) != 1:
-        return False
-    mask, value = args[1][0], args[2]
-    return mask.dtype is torch.bool and mask.shape == args[0].shape and value.dim() == 0
-
-
-def _first_expert_tensor(tensors: Sequence[Tensor]) -> ExpertTensor:
-    return next(tensor for tensor in tensors if isinstance(tensor, ExpertTensor))
-
-
-def _is_elementwise(tensors: Sequence[Tensor], func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Return whether every piece of the result depends on pieces of this rank alone."""
-    some = _first_expert_tensor(tensors)
-    for tensor in tensors:
-        if isinstance(tensor, DTensor):
-            spec = tensor._spec
-            is_alike = spec.mesh == some._spec.mesh and spec.placements == some._spec.placements
-            if not is_alike or tensor.dim() != some.dim() or tensor.shape[0] != some.shape[0]:
-                return False
-        elif tensor.dim() > some.dim():
-            return False
-    # An ordinary tensor that is written to would hold values of one rank alone.
-    is_written = func._schema.is_mutable and not isinstance(args[0], DTensor)
-    return not is_written
-
-
-def _run_on_pieces(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> object:
-    some = _first_expert_tensor(tensors)
-    local_args, local_kwargs = tree_map(lambda leaf: own_part(leaf, some), (args, kwargs))
-    result = func(*local_args, **local_kwargs)
-    if func._schema.is_mutable:
-        return _written(func, args, kwargs)
-    return tree_map(lambda leaf: some.like_self(leaf) if isinstance(leaf, Tensor) else leaf, result)
-
-
-def _run_loss_backward(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> object:
-    """Return the gradient of a loss; its mean is over the elements of all ranks."""
-    some = _first_expert_tensor(tensors)
-    gradient = _run_on_pieces(func, args, kwargs, tensors)
-    names = [argument.name for argument in func._schema.arguments]
-    if {**dict(zip(names, args, strict=False)), **kwargs}.get("reduction", _MEAN) != _MEAN:
-        return gradient
-    assert isinstance(gradient, ExpertTensor), "made from pieces"
-    share = some._local_tensor.numel() / some.numel()
-    return some.like_self(gradient._local_tensor * share)
-
-
-def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    """Return the tensor that an operator has written, its first argument or `out`."""
-    written = kwargs.get("out", args[0] if args else None)
-    for tensor in tree_leaves(written):
-        # torch does not count writes below this level, but caches of weights compare the count.
-        torch.autograd.graph.increment_version(piece_of(tensor))
-    return written
-
-
-def _run_as_dtensor(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
-    originals: dict[int, ExpertTensor] = {}
-
-    def plain(leaf: object) -> object:
-        if not isinstance(leaf, ExpertTensor):
-            return leaf
-        same = DTensor(leaf._local_tensor, leaf._spec, requires_grad=False)
-        originals[id(same)] = leaf
-        kept.append(same)
-        return same
-
-    def back(leaf: object) -> object:
-        if not isinstance(leaf, DTensor):
-            return leaf
-        original = originals.get(id(leaf))
-        if original is not None:
-            torch.autograd.graph.increment_version(original._local_tensor)
-            return original
-        return _as_result(leaf, mesh, next(iter(originals.values())).owner)
-
-    # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
-    kept: list[DTensor] = []
-    plain_args, plain_kwargs = tree_map(plain, (args, dict(kwargs)))
-    mesh = kept[0]._spec.mesh
-    try:
-        result = func(*plain_args, **plain_kwargs)
-    except RuntimeError as error:
-        if _MIXED not in str(error):
-            raise
-        # C++ code of torch.distributed comes here without a call of __torch_function__().
-        raise _refusal(str(func), kept, _NOT_COMPUTED[_MIXED]) from error
-    return tree_map(back, result)
 
 
 def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
@@ -561,48 +393,171 @@ def _refusal(name: str, tensors: Sequence[object], problem: str) -> ShapeError:
     mesh = some._spec.mesh
     return ShapeError(
         f"{name}: an expert parameter of {list(some.shape)}, of which this rank holds "
-        f"{list(some._local_tensor.shape)}, {problem} (rank "
-        f"{mesh.get_local_rank()} of {mesh.size()}); call to_local() on it for this rank's "
-        f"experts or full_tensor() for all, or leave it out"
+        f"{list(some._local_tensor.shape)}, {problem} (rank {mesh.get_local_rank()} of "
+        f"{mesh.size()}); call to_local() on it for this rank's experts or full_tensor() for all, "
+        "or leave it out"
     )
 
 
-def _as_result(result: DTensor, mesh: DeviceMesh, owner: Owner | None) -> Tensor:
-    """Return pieces along the experts as an ExpertTensor, and sums over ranks as a tensor."""
-    placement = result._spec.placements
-    if result._spec.mesh != mesh or len(placement) != 1:
-        return result
-    if placement[0].is_shard(0):
-        return ExpertTensor._of(result._local_tensor, result._spec, None, owner)
-    return result if placement[0].is_shard() else result.full_tensor()
+def _run(op: Operation) -> object:
+    """Run an operator that has an ExpertTensor among its arguments."""
+    name, args = op.name, op.args
+    if name.startswith(_LIST_OPERATORS):
+        return run_on_lists(op)
+    if takes_parts(op):
+        return run_on_parts(op)
+    if name.startswith("c10d::"):
+        return _run_c10d(op)
+    if name in _NEW and len(args[1]) == args[0].dim() and args[1][0] == args[0].shape[0]:
+        # Optimizers that factor their state make a new tensor with one entry for each expert.
+        size = [args[0]._local_tensor.shape[0], *args[1][1:]]
+        return args[0].like_self(op.func(args[0]._local_tensor, size, *args[2:], **op.kwargs))
+    if name in _OF_WHOLE:
+        return op.run(_whole_of)
+    if name in ("aten::allclose", "aten::equal"):
+        return _are_alike(op)
+    if _is_elementwise(op):
+        if draws_numbers(op):
+            drawn = run_expert_by_expert(op)
+            return _written(op) if drawn is None else op.some.like_self(drawn)
+        # The gradient of a mean, without a dimension, would be divided by the elements of a piece.
+        is_of_each = name in _LOSS_BACKWARDS and args[0].dim() > 0
+        is_by_expert = torch.Tag.pointwise in op.func.tags or name in _BATCHED or is_of_each
+        if is_by_expert or _is_masking(op):
+            return _run_on_pieces(op)
+    with Announcing(op.some.owner, op.func):
+        return _run_as_dtensor(op)
 
 
-def _run_c10d(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
-) -> object:
+def _whole_of(leaf: object) -> object:
+    return leaf.full_tensor() if isinstance(leaf, ExpertTensor) else leaf
+
+
+def _are_alike(op: Operation) -> bool:
+    """Return whether a comparison holds for the experts of every rank. Collective."""
+    piece = op.some._local_tensor
+    is_alike = op.run(lambda leaf: own_part(leaf, op.some))
+    flags = op.some.like_self(torch.full(piece.shape[:1], is_alike, device=piece.device))
+    return bool(_run(Operation(torch.ops.aten.all.default, (flags,), {})))
+
+
+def _is_masking(op: Operation) -> bool:
+    """Return whether an operator writes one number through a mask of the tensor's shape."""
+    if op.name != "aten::index_put_" or len(op.args[1]) != 1:
+        return False
+    mask, value = op.args[1][0], op.args[2]
+    return mask.dtype is torch.bool and mask.shape == op.args[0].shape and value.dim() == 0
+
+
+def _is_elementwise(op: Operation) -> bool:
+    """Return whether every piece of the result may depend on pieces of this rank alone."""
+    some = op.some
+    for tensor in op.tensors:
+        if isinstance(tensor, DTensor):
+            spec = tensor._spec
+            is_alike = spec.mesh == some._spec.mesh and spec.placements == some._spec.placements
+            if not is_alike or tensor.dim() != some.dim() or tensor.shape[0] != some.shape[0]:
+                return False
+        elif tensor.dim() > some.dim():
+            return False
+    # An ordinary tensor that is written to would hold values of one rank alone.
+    return not op.writes or isinstance(op.args[0], DTensor)
+
+
+def _run_on_pieces(op: Operation) -> object:
+    result = op.run(lambda leaf: own_part(leaf, op.some))
+    if op.writes:
+        return _written(op)
+    like = op.some.like_self
+    return tree_map(lambda leaf: like(leaf) if isinstance(leaf, Tensor) else leaf, result)
+
+
+def _written(op: Operation) -> object:
+    """Return the tensor that an operator has written, its first argument or `out`."""
+    written = op.kwargs.get("out", op.args[0] if op.args else None)
+    for tensor in tree_leaves(written):
+        # torch does not count writes below this level, but caches of weights compare the count.
+        torch.autograd.graph.increment_version(piece_of(tensor))
+    return written
+
+
+def _run_as_dtensor(op: Operation) -> object:
+    """Run an operator as torch does for DTensors, of all physical experts [P, ...].
+
+    Collective: where the result is no tensor of experts.
+    Raises:
+        ShapeError: torch refuses it, or it writes to placed experts otherwise than one by one.
+    """
+    some, originals = op.some, dict[int, ExpertTensor]()
+    # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
+    kept: list[DTensor] = []
+
+    def plain(leaf: object) -> object:
+        if not isinstance(leaf, ExpertTensor):
+            return leaf
+        share, mesh = leaf._local_tensor, leaf._spec.mesh
+        if leaf.shard is None:
+            kept.append(DTensor(share, leaf._spec, requires_grad=False))
+        else:
+            kept.append(DTensor.from_local(share, mesh, [Shard(0)], run_check=False))
+        originals[id(kept[-1])] = leaf
+        return kept[-1]
+
+    try:
+        result = op.run(plain)
+    except RuntimeError as error:
+        if _MIXED not in str(error):
+            raise
+        # C++ code of torch.distributed comes here without a call of __torch_function__().
+        raise _refusal(str(op.func), kept, _NOT_COMPUTED[_MIXED]) from error
+    results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    is_placed = any(leaf.shard is not None for leaf in originals.values())
+    if is_placed and not all(_is_by_expert(leaf) for leaf in results):
+        if op.writes:
+            problem = "whose experts are placed, is written otherwise than expert by expert"
+            raise _refusal(str(op.func), [some], problem)
+        return op.run(lambda leaf: gather_experts(leaf) if is_expert_tensor(leaf) else leaf)
+
+    def back(leaf: object) -> object:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        original = originals.get(id(leaf))
+        if original is not None:
+            torch.autograd.graph.increment_version(original._local_tensor)
+            return original
+        placements = leaf._spec.placements
+        if leaf._spec.mesh != some._spec.mesh or len(placements) != 1:
+            return leaf
+        if is_placed:
+            return some.like_self(leaf._local_tensor)
+        if placements[0].is_shard(0):
+            return ExpertTensor._of(leaf._local_tensor, leaf._spec, None, some.owner)
+        # A sum over ranks is an ordinary tensor.
+        return leaf if placements[0].is_shard() else leaf.full_tensor()
+
+    return tree_map(back, result)
+
+
+def _is_by_expert(leaf: Tensor) -> bool:
+    return isinstance(leaf, DTensor) and leaf.placements == (Shard(0),)
+
+
+def _run_c10d(op: Operation) -> object:
     """Run a collective on local pieces; its ranks must hold the same experts."""
     import torch.distributed as dist
 
-    some = _first_expert_tensor(tensors)
-    groups = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.ScriptObject)]
-    mesh_ranks = set(some._spec.mesh.mesh.flatten().tolist())
-    for boxed in groups:
-        if "ProcessGroup" not in str(boxed._type()):
+    mesh_ranks = set(op.some._spec.mesh.mesh.flatten().tolist())
+    for boxed in tree_leaves((op.args, op.kwargs)):
+        if not isinstance(boxed, torch.ScriptObject) or "ProcessGroup" not in str(boxed._type()):
             continue
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
         if len(mesh_ranks & set(ranks)) > 1:
             raise ShapeError(
-                f"{func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
-                f"different experts, with a process group of ranks {ranks} (rank "
-                f"{some._spec.mesh.get_local_rank()} of {len(mesh_ranks)}); reduce over copies "
-                "of the same experts alone, and leave expert parameters out of DDP by "
-                "epcomm.training.gradients.ignore_experts_in_ddp(model)"
+                f"{op.func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
+                f"different experts, with a process group of ranks {ranks} ({op.some.position}); "
+                "reduce over copies of the same experts alone, and leave expert parameters out of "
+                "DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"
             )
-    by_piece = {
-        id(tensor._local_tensor): tensor for tensor in tensors if isinstance(tensor, DTensor)
-    }
-    local_args, local_kwargs = tree_map(
-        lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf, (args, dict(kwargs))
-    )
-    result = func(*local_args, **local_kwargs)
+    by_piece = {id(piece_of(tensor)): tensor for tensor in op.tensors}
+    result = op.run(lambda leaf: piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
     return tree_map(lambda leaf: by_piece.get(id(leaf), leaf), result)

@@ -13,26 +13,25 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.announced import announce
-from epcomm.sharding.pieces import own_part, piece_of
-from epcomm.sharding.shards import is_expert_tensor, own_rows
+from epcomm.sharding.pieces import Operation, own_part, piece_of
+from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from epcomm.sharding.expert_tensor import ExpertTensor
 
 _UNSCALE = "aten::_amp_foreach_non_finite_check_and_unscale_"
 _NORM, _MAX = "aten::_foreach_norm", "aten::_foreach_max"
 
-Places: TypeAlias = "Mapping[int, ExpertTensor]"
+Places: TypeAlias = "Mapping[int, ShareTensor]"
 
 
-def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> object:
+def run_on_lists(op: Operation) -> object:
     """Compute on local pieces, and reduce over all ranks where the result is a number.
 
     Collective: norms, maxima, and loss scaling, which looks for infinities; else local.
     """
-    name, is_mutable = func._schema.name, func._schema.is_mutable
+    func, args, kwargs, name, is_mutable = op.func, op.args, op.kwargs, op.name, op.writes
     experts = _experts_by_place((*args, *kwargs.values()))
     local_args = [
         _pieces(arg, experts, is_written=is_mutable and place == 0)
@@ -50,7 +49,10 @@ def run_on_lists(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
         local_args[0] = [_counted_once(leaf) for leaf in args[0]]
     result = func(*local_args, **local_kwargs)
     if is_mutable:
-        _count_writes((*args, *kwargs.values()))
+        for tensor in op.tensors:
+            if is_expert_tensor(tensor):
+                # Caches of weights compare torch's counts of writes.
+                torch.autograd.graph.increment_version(tensor._local_tensor)
         if name == _UNSCALE:
             # args[1] is found_inf, which says whether any gradient of any rank is not finite.
             for mesh in {tensor._spec.mesh for tensor in experts.values()}:
@@ -68,7 +70,7 @@ def _order_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     return float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
 
 
-def _experts_by_place(args: Sequence[Any]) -> dict[int, ExpertTensor]:
+def _experts_by_place(args: Sequence[Any]) -> dict[int, ShareTensor]:
     """Map each position where one of the lists has an ExpertTensor to that ExpertTensor."""
     found = {}
     for arg in args:
@@ -98,15 +100,7 @@ def _counted_once(tensor: Tensor) -> Tensor:
     return own_rows(piece, tensor.shard)
 
 
-def _count_writes(args: Sequence[Any]) -> None:
-    """Count the writes to local pieces, because caches of weights compare torch's counts."""
-    for arg in args:
-        for leaf in arg if isinstance(arg, list | tuple) else ():
-            if is_expert_tensor(leaf):
-                torch.autograd.graph.increment_version(leaf._local_tensor)
-
-
-def _wrapped(func: OpOverload, piece: Tensor, expert: ExpertTensor | None) -> Tensor:
+def _wrapped(func: OpOverload, piece: Tensor, expert: ShareTensor | None) -> Tensor:
     if expert is None:
         return piece
     is_elementwise = piece.shape == expert._local_tensor.shape

@@ -6,106 +6,81 @@ so that a write is kept; a part of another rank's experts is a copy, and that ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.distributed._functional_collectives import broadcast, wait_tensor
 
 from epcomm.errors import ShapeError
 from epcomm.sharding.announced import announce
-from epcomm.sharding.expert_tensor_placed import gather_experts
-from epcomm.sharding.shards import ExpertShard, logical_experts, shard_of
-
-if TYPE_CHECKING:
-    from epcomm.sharding.expert_tensor import ExpertTensor
+from epcomm.sharding.pieces import Operation, gather_experts
+from epcomm.sharding.shards import ExpertShard, ShareTensor, logical_experts
 
 _SELECT, _SLICE, _UNBIND = "aten::select", "aten::slice", "aten::unbind"
 _SPLITS = ("aten::split", "aten::split_with_sizes")
 
 
-def takes_parts(name: str, args: tuple[Any, ...]) -> bool:
+def takes_parts(op: Operation) -> bool:
     """Return whether an operator cuts its first argument along the experts."""
-    if name not in (_SELECT, _SLICE, _UNBIND, *_SPLITS):
+    if op.name not in (_SELECT, _SLICE, _UNBIND, *_SPLITS):
         return False
-    place = 2 if name in _SPLITS else 1
-    dim = args[place] if len(args) > place else 0
-    return dim in (0, -args[0].dim())
+    place = 2 if op.name in _SPLITS else 1
+    dim = op.args[place] if len(op.args) > place else 0
+    return dim in (0, -op.args[0].dim())
 
 
-def run_on_parts(
-    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], some: ExpertTensor
-) -> object:
+def run_on_parts(op: Operation) -> object:
     """Cut whole experts out of an ExpertTensor.
 
     Collective: all ranks cut alike, and each gets the experts of the others.
     Raises:
         ShapeError: the part holds experts of several ranks and not all of them; on every rank.
     """
-    numbers = torch.arange(some.shape[0], device="cpu")
-    cut = func(numbers, *args[1:], **kwargs)
+    some = op.some
+    numbers = torch.arange(some.shape[0], device="cpu").view(-1, *(1 for _ in some.shape[1:]))
+    cut = op.run(lambda leaf: numbers if leaf is some else leaf)
     if isinstance(cut, Tensor) and cut.numel() == some.shape[0]:
         return some
-    wanted = [cut] if isinstance(cut, Tensor) else list(cut)
-    shard = shard_of(some)
-    assert shard is not None, "an ExpertTensor is a share"
-    num_local = shard.num_local_experts
+    wanted, shard = [cut] if isinstance(cut, Tensor) else list(cut), some.held
     for part in wanted:
-        numbers = part.flatten().tolist()
-        owners = {shard.first_copies[number] // num_local for number in numbers}
+        experts = part.flatten().tolist()
+        owners = {shard.first_copies[expert] // shard.num_local_experts for expert in experts}
         # A placement may leave experts of one rank without even steps in between.
-        if len(owners) > 1 or (shard.physical_to_logical is not None and len(numbers) > 1):
+        if len(owners) > 1 or (shard.physical_to_logical is not None and len(experts) > 1):
             raise ShapeError(
-                f"{func}: experts {part.tolist()} of an expert parameter of {list(some.shape)} are "
-                f"of several ranks, so that what is written to them would be lost (rank "
-                f"{some.device_mesh.get_local_rank()} of {some.device_mesh.size()}); take experts "
-                "one by one, to_local() for this rank's, or full_tensor() for a copy of all"
+                f"{op.func}: experts {experts} of an expert parameter of {list(some.shape)} "
+                "are of several ranks, so that what is written to them would be lost "
+                f"({some.position}); take experts one by one, to_local() for this rank's, or "
+                "full_tensor() for a copy of all"
             )
     if not isinstance(cut, Tensor) or cut.numel():
-        announce(some.owner, func)
+        announce(some.owner, op.func)
     whole = None if isinstance(cut, Tensor) else gather_experts(some)
     parts = [_part(some, part, shard, whole) for part in wanted]
     return parts[0] if isinstance(cut, Tensor) else tuple(parts)
 
 
-def _part(some: ExpertTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
+def _part(some: ShareTensor, experts: Tensor, shard: ExpertShard, whole: Tensor | None) -> Tensor:
     """Return a view of this rank's experts, or a copy of the experts of another rank.
 
-    experts: numbers of experts of one rank, [n] in even steps, or one number without a dimension.
-    whole: the whole tensor that experts are copied from; None: the rank that owns them broadcasts
-        them, collective.
+    experts: numbers of experts of one rank, [n, 1, ...] in even steps, or one number [1, ...] with
+        a dimension less than `some`.
+    whole: the whole tensor that experts are copied from; None: the first rank that holds them
+        broadcasts them, collective.
     """
-    piece, num_local = some._local_tensor, shard.num_local_experts
-    numbers = experts.flatten().tolist()
+    piece, numbers = some._local_tensor, experts.flatten().tolist()
     if not numbers:
         return piece[:0]
-    if shard.physical_to_logical is not None:
-        return _placed_part(some, experts, shard, whole)
-    owner, first = divmod(numbers[0], num_local)
     step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
-    place = slice(first, first + numbers[-1] - numbers[0] + 1, step) if experts.dim() else first
+    length = numbers[-1] - numbers[0] + 1
+
+    def rows(first: int) -> slice | int:
+        return slice(first, first + length, step) if experts.dim() == some.dim() else first
+
     if whole is not None:
-        sent = whole[owner * num_local :][place]
+        sent = whole[rows(numbers[0])]
     else:
-        own = piece[place].contiguous()
+        owner, first = divmod(shard.first_copies[numbers[0]], shard.num_local_experts)
+        own = piece[rows(first)].contiguous()
         sent = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
-    return piece[place] if owner * num_local == shard.first_expert else sent
-
-
-def _placed_part(
-    some: ExpertTensor, expert: Tensor, shard: ExpertShard, whole: Tensor | None
-) -> Tensor:
-    """Do what _part() does for one expert, which any of several ranks may hold."""
-    piece, number = some._local_tensor, int(expert.flatten()[0])
-    owner, first = divmod(shard.first_copies[number], shard.num_local_experts)
-    held = list(logical_experts(shard))
-    place = held.index(number) if number in held else None
-    if whole is not None:
-        found = whole[number]
-    else:
-        own = piece[first].contiguous()
-        found = wait_tensor(broadcast(own, owner, (some._spec.mesh, 0)))
-    found = found if place is None else piece[place]
-    return found.expand(1, *found.shape) if expert.dim() else found
+    held = logical_experts(shard)
+    return piece[rows(held.index(numbers[0]))] if numbers[0] in held else sent

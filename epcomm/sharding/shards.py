@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from epcomm.sharding.expert_tensor import ExpertTensor
+    from torch.distributed.tensor import DTensor
+
+    from epcomm.sharding.announced import Owner
+else:
+    # DTensor, which ExpertTensor adds: its import takes seconds.
+    DTensor = Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +50,35 @@ class ExpertShard:
             for place, expert in enumerate(logical_experts(self))
             if self.first_copies[expert] == self.first_expert + place
         )
+
+
+class ShareTensor(DTensor):
+    """A tensor of all experts, of which this rank holds its own in `_local_tensor` [L, ...].
+
+    Every one is an ExpertTensor. This base says what code knows that ExpertTensor is built upon.
+    """
+
+    shard: ExpertShard | None = None
+    owner: Owner | None = None
+
+    @property
+    def held(self) -> ExpertShard:
+        """Which experts the piece holds, as a placement says or in the order of the ranks."""
+        if self.shard is not None:
+            return self.shard
+        mesh = self.device_mesh
+        return shard_of_rank(
+            rank=mesh.get_local_rank(), world_size=mesh.size(), num_experts=self.shape[0]
+        )
+
+    @property
+    def position(self) -> str:
+        """The position of this rank for messages, such as `rank 3 of 8`."""
+        return f"rank {self.device_mesh.get_local_rank()} of {self.device_mesh.size()}"
+
+    def like_self(self, share: Tensor) -> ShareTensor:
+        """Wrap a piece [L, ...] of any shape and dtype for the mesh of this tensor. Local."""
+        raise NotImplementedError
 
 
 @runtime_checkable
@@ -145,21 +178,12 @@ def shard_of(parameter: Tensor) -> ExpertShard | None:
     In groups without a DeviceMesh (MPI), parameters are ordinary tensors. For these, and for
     parameters that FSDP has replaced, see expert_shards().
     """
-    if not is_expert_tensor(parameter):
-        return None
-    if parameter.shard is not None:
-        return parameter.shard
-    mesh = parameter.device_mesh
-    return shard_of_rank(
-        rank=mesh.get_local_rank(), world_size=mesh.size(), num_experts=parameter.shape[0]
-    )
+    return parameter.held if is_expert_tensor(parameter) else None
 
 
-def is_expert_tensor(tensor: object) -> TypeGuard[ExpertTensor]:
-    """Return whether `tensor` is an ExpertTensor. Local; imports nothing."""
-    # A program that has an ExpertTensor has imported its module; others need not import it.
-    module = sys.modules.get("epcomm.sharding.expert_tensor")
-    return module is not None and isinstance(tensor, module.ExpertTensor)
+def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:
+    """Return whether `tensor` is an ExpertTensor. Local."""
+    return isinstance(tensor, ShareTensor)
 
 
 def expert_shards(module: nn.Module) -> dict[str, ExpertShard]:

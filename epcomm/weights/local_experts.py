@@ -33,14 +33,12 @@ class LocalExperts:
         self.gradient_factor = 1.0
 
     def of(self, held: Sequence[Tensor], computed: Collection[int] = ()) -> ExpertTensors:
-        """Return the experts, live. Local.
+        """Return the experts, live, of tensors that read() was given. Local.
 
         Args:
             held: tensors in the order of the roles.
             computed: the places of those that are no parameters; the factor is not for them.
         """
-        if not self._is_known(held):
-            self._read(held)
         if not (torch.is_grad_enabled() and _need_gradients(held)):
             return self._record
         factors = [1.0 if place in computed else self.gradient_factor for place in range(len(held))]
@@ -52,7 +50,8 @@ class LocalExperts:
         other.gradient_factor = self.gradient_factor
         return other
 
-    def _is_known(self, held: Sequence[Tensor]) -> bool:
+    def knows(self, held: Sequence[Tensor]) -> bool:
+        """Return whether read() was given these tensors, which hold what they held then. Local."""
         if len(held) != len(self._held):
             return False
         for tensor, known, piece in zip(held, self._held, self._pieces, strict=True):
@@ -61,7 +60,8 @@ class LocalExperts:
                 return False
         return True
 
-    def _read(self, held: Sequence[Tensor]) -> None:
+    def read(self, held: Sequence[Tensor]) -> None:
+        """Take the tensors that of() is asked for next. Local."""
         pieces = [_piece(tensor) for tensor in held]
         owned = {
             role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)

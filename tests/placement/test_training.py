@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -332,8 +331,11 @@ def test_fsdp_cuts_the_rest_of_a_model_whose_experts_move() -> None:
 def test_placed_experts_are_not_cut_and_cut_ones_do_not_move() -> None:
     training = Training(2, 4)
     experts = training.model.experts
-    with pytest.raises(ConfigError, match="may move, and FSDP's pieces"):
-        fully_shard(experts, mesh=init_device_mesh("cpu", (2,)))
+    cut = OverRanks(training.group, config=EPConfig(redundant_experts=4))
+    fully_shard(cut.experts, mesh=mesh_of((1, 2), ("dp", "ep"))["dp"])
+    for use in (lambda: cut(tokens(0)), cut.state_dict):
+        with pytest.raises(ConfigError, match="may move, and FSDP's pieces"):
+            use()
     held: object = experts.get_parameter("down_proj")
     assert isinstance(held, ExpertTensor)
     plain = DTensor.from_local(held._local_tensor, held.device_mesh, held.placements)

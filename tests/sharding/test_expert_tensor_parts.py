@@ -35,7 +35,9 @@ def own_part(whole: torch.Tensor, group: EPGroup) -> torch.Tensor:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("way", ["index", "copy", "data", "loop", "neighbours", "split"])
+@pytest.mark.parametrize(
+    "way", ["index", "copy", "select", "data", "loop", "neighbours", "split", "narrow"]
+)
 def test_experts_written_one_by_one_are_kept(way: str) -> None:
     with EPGroup() as group, torch.no_grad():
         parameter = some_parameter(group)
@@ -46,6 +48,12 @@ def test_experts_written_one_by_one_are_kept(way: str) -> None:
         elif way == "copy":
             for expert in range(-NUM_EXPERTS, 0):
                 parameter[expert].copy_(values[expert])
+        elif way == "select":
+            for expert in range(NUM_EXPERTS):
+                parameter.select(-3, expert).copy_(values[expert])
+        elif way == "narrow":
+            for first in range(0, NUM_EXPERTS, 2):
+                parameter.narrow(-3, first, 2).copy_(values[first : first + 2])
         elif way == "data":
             for expert in range(NUM_EXPERTS):
                 parameter.data[expert].copy_(values[expert])

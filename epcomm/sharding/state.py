@@ -1,0 +1,289 @@
+"""Save and load expert parameters: state_dicts, parts of checkpoints, and states of optimizers.
+
+A tensor says whose experts it holds as an ExpertTensor, or by metadata of the state_dict. Loading
+takes this rank's experts out of whole tensors, and refuses what another rank has saved. torch asks
+no parameter when an optimizer loads a state, so that is checked before the first step after it.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.sharding.data_parallel import check_fsdp_of_placed
+from epcomm.sharding.shards import (
+    ExpertParameters,
+    ExpertShard,
+    ShareTensor,
+    cut_share,
+    is_expert_tensor,
+    logical_experts,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor, Placement
+
+_METADATA = "epcomm_share"
+
+
+class Ranks(Protocol):
+    """The attributes of an EPGroup that messages of the hooks name."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def where(self) -> str:
+        """The place of this rank for messages, such as `rank 3 of 8`."""
+        ...
+
+
+class ShardedLayer(ExpertParameters, Protocol):
+    """The parts of a layer that the hooks use."""
+
+    @property
+    def group(self) -> Ranks:
+        """Return the ranks that share the experts."""
+        ...
+
+    def as_expert_tensor(self, share: Tensor) -> Tensor:
+        """Return a share as an ExpertTensor, where the group has a DeviceMesh."""
+        ...
+
+
+def note_share(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
+) -> None:
+    """Mark the tensors of a state_dict with the share that they hold. Local.
+
+    The metadata mark ordinary tensors. Where the group has a DeviceMesh, ordinary tensors in the
+    place of parameters become ExpertTensors, which share their memory.
+
+    Raises:
+        ConfigError: FSDP has cut experts that a placement may move.
+    """
+    layer: ShardedLayer = module  # type: ignore[assignment]
+    check_fsdp_of_placed(layer)
+    local_metadata[_METADATA] = _as_list(layer.shard)
+    for name in layer.expert_parameters():
+        value = state_dict.get(prefix + name)
+        # With keep_vars the caller wants the parameters themselves.
+        if isinstance(value, Tensor) and not value.requires_grad:
+            state_dict[prefix + name] = layer.as_expert_tensor(value)
+
+
+def cut_before_load(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    """Turn the tensors given to load_state_dict() into this rank's experts, or refuse them. Local.
+
+    Raises:
+        ShapeError: a share of another rank, of another number of ranks, or of unknown origin.
+    """
+    layer: ShardedLayer = module  # type: ignore[assignment]
+    is_own = local_metadata.get(_METADATA) == _as_list(layer.shard)
+    for name, parameter in layer.expert_parameters().items():
+        value = state_dict.get(prefix + name)
+        if isinstance(value, Tensor):
+            state_dict[prefix + name] = _read(value, parameter, layer, prefix + name, is_own)
+
+
+def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
+    """Return what this rank writes to a checkpoint: the experts that no rank before it holds."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunks = chunks_of(tensor)
+    properties = TensorProperties.create_from_tensor(tensor._local_tensor)
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, chunks[place].offsets),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=chunks[place], properties=properties, size=tensor.size()
+            ),
+        )
+        for place in tensor.held.first_places
+    ]
+
+
+def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
+    """Return the place of each expert of this rank in the whole tensor, a chunk for each."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    rest = tensor._local_tensor.shape[1:]
+    return [
+        ChunkStorageMetadata(
+            offsets=torch.Size((expert, *(0 for _ in rest))), sizes=torch.Size((1, *rest))
+        )
+        for expert in logical_experts(tensor.held)
+    ]
+
+
+def part_at(tensor: ShareTensor, index: MetadataIndex) -> Tensor:
+    """Return the expert of this rank, [1, ...], whose chunk is at `index`."""
+    assert index.offset is not None, "chunks_of() gave each chunk one"
+    place = logical_experts(tensor.held).index(index.offset[0])
+    return tensor._local_tensor.detach().narrow(0, place, 1)
+
+
+@cache
+def watch_optimizers() -> RemovableHandle:
+    """Check the state of every optimizer of this process before each step from now on. Local."""
+    return register_optimizer_step_pre_hook(_before_step)
+
+
+def _read(value: Tensor, parameter: Tensor, layer: ShardedLayer, name: str, is_own: bool) -> Tensor:
+    """Return a tensor that can be copied into `parameter`, of what a state_dict has for it.
+
+    is_own: the metadata say that a share is of this rank and placement.
+    """
+    shard, group = layer.shard, layer.group
+    if hasattr(value, "device_mesh"):
+        return _read_dtensor(value, parameter, layer, name, is_own)  # type: ignore[arg-type]
+    num_experts = value.shape[0] if value.dim() else 0
+    # One rank holds as many experts as there are, in the order of its placement.
+    is_share = num_experts == shard.num_local_experts and is_own
+    if num_experts == shard.num_experts and not is_share:
+        return _as(parameter, value, cut_share(value, shard))
+    if is_share:
+        return value if not hasattr(parameter, "device_mesh") else _wrapped(parameter, value)
+    raise ShapeError(
+        f"load_state_dict: {name} holds {num_experts} experts as an ordinary tensor, and nothing "
+        f"says which ({group.where}); expected all {shard.num_experts}, from gather_state_dict(), "
+        "or what state_dict() gave on this rank"
+    )
+
+
+def _read_dtensor(
+    value: DTensor, parameter: Tensor, layer: ShardedLayer, name: str, is_own: bool
+) -> Tensor:
+    if all(placement.is_replicate() for placement in value.placements):
+        return _read(value.to_local(), parameter, layer, name, is_own)
+    shard, group, saved = layer.shard, layer.group, _part_of(value)
+    is_plain = not hasattr(parameter, "device_mesh")
+    own = ((group.rank,), group.world_size, saved[2]) if is_plain else _part_of(parameter)
+    if saved != own or value.shape[0] != shard.num_experts:
+        raise ShapeError(
+            f"load_state_dict: {name} is the part of {list(value.shape)} that rank {saved[0]} of "
+            f"{saved[1]} saved as {list(saved[2])}, expected that of rank {own[0]} of {own[1]} as "
+            f"{list(own[2])} ({group.where}); load it by torch.distributed.checkpoint, which puts "
+            "the parts together"
+        )
+    placed = value.shard if is_expert_tensor(value) else None
+    if shard.physical_to_logical is not None and not (is_own or placed == shard):
+        raise ShapeError(
+            f"load_state_dict: {name} is a rank's part of {list(value.shape)}, and nothing says "
+            f"that it is of the placement of the layer ({group.where}); load it by "
+            "torch.distributed.checkpoint, or pass what gather_state_dict() returned"
+        )
+    # The mesh of the value may be an unpickled one, and not the mesh of the parameter.
+    return value.to_local() if is_plain else _wrapped(parameter, value.to_local())
+
+
+def _as(parameter: Tensor, whole: Tensor, share: Tensor) -> Tensor:
+    """Return this rank's share of `whole`, or the whole, distributed as `parameter` is."""
+    if is_expert_tensor(parameter):
+        return _wrapped(parameter, share)
+    if not hasattr(parameter, "device_mesh"):
+        return share
+    from torch.distributed.tensor import distribute_tensor
+
+    # FSDP has cut the experts further. No rank sends, because each has the whole tensor.
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+
+
+def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:
+    share = share.detach()
+    if not parameter.is_meta:
+        share = share.to(parameter.device)
+    if is_expert_tensor(parameter):
+        return parameter.like_self(share)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        share,
+        parameter.device_mesh,  # type: ignore[attr-defined]
+        parameter.placements,  # type: ignore[attr-defined]
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _as_list(shard: ExpertShard) -> list[int]:
+    share = [shard.first_expert, shard.num_local_experts, shard.num_experts]
+    return share if shard.physical_to_logical is None else share + list(logical_experts(shard))
+
+
+def _part_of(tensor: Any) -> tuple[tuple[int, ...], int, tuple[Placement, ...]]:  # noqa: ANN401
+    """Return the part of a whole that a DTensor is: rank in the mesh, number of ranks, placements.
+
+    For an unpickled DTensor, the rank is the rank that saved it.
+    """
+    mesh = tensor.device_mesh
+    return tuple(mesh.get_coordinate() or ()), mesh.size(), tuple(tensor.placements)
+
+
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        experts = [p for p in group["params"] if is_expert_tensor(p)]
+        num_others = len(group["params"]) - len(experts)
+        if experts and num_others and isinstance(optimizer, LBFGS):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step: its parameters are {len(experts)} expert "
+                f"parameters and {num_others} others ({experts[0].position}), of which it makes "
+                "one vector, but no rank holds all; give it "
+                "epcomm.sharding.shards.replicated_parameters(model), and "
+                "sharded_parameters(model) to another optimizer"
+            )
+        for parameter in experts:
+            _take_own(optimizer, parameter)
+
+
+def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
+    """Replace the DTensors of a loaded state by ExpertTensors that share their memory.
+
+    Raises:
+        ShapeError: a DTensor is the part of another rank, or of another number of ranks.
+        ConfigError: the experts were moved, and the state was not.
+    """
+    state = optimizer.state.get(parameter, {})
+    for name, value in state.items():
+        if not hasattr(value, "device_mesh"):
+            continue
+        if is_expert_tensor(value):
+            if value.shard is not parameter.shard and value.shard != parameter.shard:
+                raise ConfigError(
+                    f"{_named(optimizer, name, parameter)} is of another placement than the "
+                    f"parameter ({parameter.position}); call rebalance(placement, optimizer) with "
+                    "this optimizer"
+                )
+            continue
+        saved, own = _part_of(value), _part_of(parameter)
+        if saved != own or value.shape[0] != parameter.shape[0]:
+            raise ShapeError(
+                f"{_named(optimizer, name, parameter)} is the part of {list(value.shape)} that "
+                f"rank {saved[0]} of {saved[1]} saved as {list(saved[2])}, expected that of rank "
+                f"{own[0]} of {own[1]} ({parameter.position}); load the state that this rank "
+                "saved, or load by torch.distributed.checkpoint, which puts the parts together"
+            )
+        state[name] = parameter.like_self(value.to_local())
+
+
+def _named(optimizer: Optimizer, name: str, parameter: ShareTensor) -> str:
+    shape = list(parameter.shape)
+    return f"{type(optimizer).__name__}.step: {name} of an expert parameter of {shape}"

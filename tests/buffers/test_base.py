@@ -1,13 +1,17 @@
-"""BufferSpec: what ranks compare tells any two specifications apart."""
+"""What ranks compare of a BufferSpec, and the contract of a buffer on the page for authors."""
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from epcomm import WireDtype, WireFormat
+from epcomm.buffers.base import Backend, Buffer
 from epcomm.spec import BufferSpec
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
@@ -38,3 +42,16 @@ def test_record_shows_a_changed_format(name: str, change: str) -> None:
 )
 def test_record_shows_a_changed_size(name: str) -> None:
     assert replace(SPEC, **{name: 97}).as_record() != SPEC.as_record()
+
+
+def test_the_page_for_authors_names_every_member_of_the_contract() -> None:
+    page = (Path(__file__).parents[2] / "docs/backends/adding.md").read_text()
+    named = set(re.findall(r"`(\w+)", page))
+    own = {name for kind in (Backend, Buffer) for name in vars(kind)}
+    annotated = {name for kind in (Backend, Buffer) for name in inspect.get_annotations(kind)}
+    members = {name for name in own | annotated if not name.startswith("_")}
+    assert members <= named, sorted(members - named)
+    classes = {"AddsBias", "ExcludesRanks"}
+    rows = re.findall(r"^\| ((?:`\w+[^|]*`,? ?)+) \|", page, re.MULTILINE)
+    in_tables = set(re.findall(r"`(\w+)", " ".join(rows))) - classes
+    assert in_tables <= members, sorted(in_tables - members)

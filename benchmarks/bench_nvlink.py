@@ -45,6 +45,7 @@ from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.bench.turns import time_launch
 from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
+from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.calls.call import DispatchCall
 from epcomm.ops.slots import pack
 from epcomm.protocol import BatchFlags
@@ -121,7 +122,7 @@ class NormalWork:
         buffer.prepare()
         low_latency.check(options, group, buffer)
         call = options.make_call(0, group.rank, group.device)
-        rows = call.wire_tensor(spec.dispatch_format)
+        rows = wire_tensor_of(call, spec.dispatch_format)
         call = replace(call, quantize=lambda *_, **__: rows)
         # A batch with rows of its own: the rows of `out` are overwritten, which ends its batch.
         kept = buffer.dispatch(replace(call, flags=BatchFlags.GRAD_ENABLED))
@@ -143,7 +144,7 @@ class NormalWork:
 
     def dispatch_again(self) -> Tensor:
         """Dispatch along the exchange plan of the first dispatch."""
-        data = self.call.wire_tensor(self.wire).data
+        data = wire_tensor_of(self.call, self.wire).data
         return self.buffer.cached_dispatch(data, self.out.exchange_plan)
 
     def combine(self) -> Tensor:

@@ -39,7 +39,6 @@ from epcomm.records import (
     CombineInput,
     DispatchOutput,
     ExchangePlan,
-    PathOutput,
     ReplicaTable,
     TopKOutput,
     empty_topk,
@@ -304,9 +303,10 @@ class ExpertParallelExperts(nn.Module):
             raise
         if self._replicas is not None:
             topk = self._replicas.choose(topk)
+        if isinstance(self.path, PipelinePath):
+            return self.path.run(x, topk, weights, self._counter, decode=decode)
         out = self.path.run(x, topk, weights, decode=decode)
-        # Of y: of a call that a static buffer refuses, x may be anything.
-        self._counter.count(out.y.shape[0], out)
+        self._counter.count(out.y.shape[0], out.num_rows, out.num_slots, out.num_tokens_per_expert)
         return out.y
 
     @untraced
@@ -472,9 +472,15 @@ class PipelinePath:
         self._open(spec, chosen)
 
     def run(
-        self, x: Tensor, topk: TopKOutput, weights: ExpertTensors, *, decode: bool
-    ) -> PathOutput:
-        """Dispatch, compute and combine one batch; see ExpertParallelExperts.forward."""
+        self,
+        x: Tensor,
+        topk: TopKOutput,
+        weights: ExpertTensors,
+        counter: LayerCounter,
+        *,
+        decode: bool,
+    ) -> Tensor:
+        """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
         if self._may_widen and is_widened(weights, self._spec.dtype):
             self._widen(weights)
         try:
@@ -494,7 +500,9 @@ class PipelinePath:
             dispatcher.refuse_results(out.handle, problem)
             raise
         y = dispatcher.combine(results)
-        return path_output(y, out)
+        # Of y: of a call that a static buffer refuses, x may be anything.
+        count_batch(counter, y.shape[0], out.handle.exchange_plan)
+        return y
 
     @ranged("experts")
     def _run_experts(self, out: DispatchOutput, weights: ExpertTensors) -> CombineInput:
@@ -543,24 +551,14 @@ class PipelinePath:
         return self.phases.traffic()
 
 
-def path_output(y: Tensor, out: DispatchOutput) -> PathOutput:
-    """Return y with what the batch took on this rank. Local; no host sync."""
-    return PathOutput(
-        y=y,
-        num_rows=out.exchange_plan.num_rows,
-        num_slots=_num_slots(out.exchange_plan),
-        num_tokens_per_expert=out.num_tokens_per_expert,
-    )
-
-
-def _num_slots(exchange_plan: ExchangePlan) -> int:
-    used, row_of_slot = (
-        exchange_plan.index.host_num_tokens_per_expert,
-        exchange_plan.index.row_of_slot,
-    )
-    if used is not None:
-        return sum(used)
-    return exchange_plan.num_rows if row_of_slot is None else row_of_slot.shape[0]
+def count_batch(counter: LayerCounter, num_tokens: int, exchange_plan: ExchangePlan) -> None:
+    """Count a batch of T tokens by its exchange plan. Local; no host sync."""
+    index, num_rows = exchange_plan.index, exchange_plan.num_rows
+    if index.host_num_tokens_per_expert is not None:
+        num_slots = sum(index.host_num_tokens_per_expert)
+    else:
+        num_slots = num_rows if index.row_of_slot is None else index.row_of_slot.shape[0]
+    counter.count(num_tokens, num_rows, num_slots, index.num_tokens_per_expert)
 
 
 # Of either layout, as the plan chose; runners read what they are given.

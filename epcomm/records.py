@@ -300,20 +300,6 @@ DispatchOutput = RowsDispatchOutput | MaskedDispatchOutput
 CombineInput = RowsCombineInput | MaskedCombineInput
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PathOutput:
-    """The y of one call, [T, H], and what it took on this rank.
-
-    num_rows: received.   num_slots: computed, where the host knows, else those allocated.
-    num_tokens_per_expert: [L], int32, on the device: (token, expert) pairs that this rank computed.
-    """
-
-    y: Tensor
-    num_rows: int
-    num_slots: int
-    num_tokens_per_expert: Tensor
-
-
 class Pending(Generic[T_co]):
     """The unfinished half of an asynchronous dispatch or combine.
 

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.errors import ConfigError
-from epcomm.records import PathOutput
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
@@ -85,18 +84,24 @@ class LayerCounter:
         # Made here, not at the first call: a capture would set it to zero in every replay.
         self._expert_slots = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
 
-    def count(self, num_tokens: int, out: PathOutput) -> None:
-        """Add a call. Local; no host sync; may be captured in a device graph."""
+    def count(
+        self, num_tokens: int, num_rows: int, num_slots: int, num_tokens_per_expert: Tensor
+    ) -> None:
+        """Add a call. Local; no host sync; may be captured in a device graph.
+
+        num_tokens: of this rank.   num_rows: received.
+        num_slots: computed, where the host knows, else those allocated.
+        num_tokens_per_expert: [L], int32, on the device: the slots that this rank computed.
+        """
         # Backward is running: this call repeats one that was counted.
         if torch._C._current_graph_task_id() != -1:
             return
-        num_slots = out.num_slots
         self._num_calls += 1
         self._num_tokens += num_tokens
-        self._num_rows += out.num_rows
+        self._num_rows += num_rows
         self._num_slots += num_slots
         self._max_slots = max(self._max_slots, num_slots)
-        self._expert_slots.add_(out.num_tokens_per_expert)
+        self._expert_slots.add_(num_tokens_per_expert)
 
     def forget_experts(self) -> None:
         """Count by expert from zero, for the experts of this rank are others now. Local."""

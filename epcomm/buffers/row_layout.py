@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from epcomm.calls.call import DispatchCall
+from epcomm.quantization import row_major
 from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 
 
@@ -123,18 +124,17 @@ class RowLayout:
     def write_tokens(
         self,
         rows: Tensor,
-        write: Callable[[WireTensor], None],
+        call: DispatchCall,
         topk_ids: Tensor,
-        weights: Tensor,
     ) -> None:
         """Write tokens, and their ids and weights [T, K], into rows [T, row_bytes] of a message.
 
-        write: puts the hidden states [T, H] where it is told; quantising there, and not first into
-            memory of their own, saves a pass over them.
+        Quantising there, and not first into memory of their own, saves a pass over them.
+        topk_ids: of the call, checked.
         """
-        write(self.wire_tensor(rows))
+        write_hidden_states(call, self.wire_tensor(rows))
         self.ids(rows).copy_(topk_ids)
-        self.scalars(rows).copy_(weights)
+        self.scalars(rows).copy_(call.topk_weights)
 
     def pack_rows(self, data: Tensor, scalars: Tensor) -> Tensor:
         """Copy rows [N, H] and scalars [N, K] into one message: [N, row_bytes], uint8."""
@@ -181,3 +181,24 @@ class Scratch:
     def free(self) -> None:
         """Free the block."""
         self._block = self._block[:0].clone()
+
+
+def wire_tensor_of(call: DispatchCall, wire_format: WireFormat) -> WireTensor:
+    """Return the hidden states of a call as they travel. Lifetime: may share memory with them."""
+    rows = call.hidden_states
+    if isinstance(rows, WireTensor):
+        return row_major(rows)
+    if rows.dtype is wire_format.dtype.torch_dtype:
+        return WireTensor(data=rows, format=wire_format)
+    return call.quantize(rows, wire_format)
+
+
+def write_hidden_states(call: DispatchCall, out: WireTensor) -> None:
+    """Write the hidden states of a call as they travel into `out`, of any row stride."""
+    if isinstance(call.hidden_states, Tensor):
+        call.quantize(call.hidden_states, out.format, out=out)
+        return
+    wire = row_major(call.hidden_states)
+    out.data.copy_(wire.data)
+    if out.scales is not None and wire.scales is not None:
+        out.scales.copy_(wire.scales)

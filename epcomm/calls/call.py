@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epcomm.errors import EPError
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import quantize, row_major
+from epcomm.quantization import quantize
 from epcomm.types import Int8Profile, WireFormat, WireTensor, data_of
 
 
@@ -65,21 +65,3 @@ class DispatchCall:
         """Return the hidden states, which must be no WireTensor."""
         assert isinstance(self.hidden_states, Tensor), "this call was to be quantised here"
         return self.hidden_states
-
-    def wire_tensor(self, wire_format: WireFormat) -> WireTensor:
-        """Return the hidden states as they travel. Lifetime: may share memory with them."""
-        if isinstance(self.hidden_states, Tensor):
-            if self.hidden_states.dtype is wire_format.dtype.torch_dtype:
-                return WireTensor(data=self.hidden_states, format=wire_format)
-            return self.quantize(self.hidden_states, wire_format)
-        return row_major(self.hidden_states)
-
-    def write(self, out: WireTensor) -> None:
-        """Write the hidden states as they travel into `out`, whose rows may have any stride."""
-        if isinstance(self.hidden_states, Tensor):
-            self.quantize(self.hidden_states, out.format, out=out)
-            return
-        wire = row_major(self.hidden_states)
-        out.data.copy_(wire.data)
-        if out.scales is not None and wire.scales is not None:
-            out.scales.copy_(wire.scales)

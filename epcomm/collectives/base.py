@@ -248,12 +248,13 @@ def check_sendable(tensor: Tensor, device: torch.device) -> None:
         )
 
 
-def receiving(out: Tensor | None, send: Tensor, num_rows: int) -> Tensor:
+def receiving(out: Tensor | None, send: Tensor, num_rows: int, device: torch.device) -> Tensor:
     """Return the memory of `num_rows` rows like those of `send`: `out` if it fits, else new memory.
 
     Raises:
-        ShapeError: `out` is given and has another shape or dtype, or is not contiguous.
+        ShapeError: see check_sendable(); or `out` is given and has another shape or dtype.
     """
+    check_sendable(send, device)
     shape = (num_rows, *send.shape[1:])
     if out is None:
         return send.new_empty(shape)

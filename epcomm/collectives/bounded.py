@@ -108,6 +108,8 @@ class BoundedWait:
         self._num_exchanges = 0
         self._num_calls: Counter[str] = Counter()
         self._failure: EPError | None = None
+        # Of the exchange under way.
+        self._phase, self._start_s = "", 0.0
 
     def check(self) -> None:
         """Raise the error that ended an earlier exchange, before a new one writes anything.
@@ -148,23 +150,36 @@ class BoundedWait:
                 up; at most GRACE_S + 2 * LOOK_LIMIT_S after the deadline. Every later call raises
                 the same at once and starts nothing.
         """
+        self.begin(phase)
+        self.finish(start())
+
+    def begin(self, phase: str) -> None:
+        """Count an exchange that the caller starts now, and completes or hands to finish().
+
+        Local, but before the second exchange, when every rank has constructed its board.
+        Raises:
+            EPTimeout: an earlier exchange ended with it.
+        """
         self.check()
+        if self._num_exchanges == 1:
+            self._failure_board.read()
         self._num_exchanges += 1
         self._num_calls[phase] += 1
-        step = start()
-        start_s = time.monotonic()
-        fault = self._wait(step, start_s + self.timeout_s)
+        self._phase, self._start_s = phase, time.monotonic()
+
+    def finish(self, step: Step) -> None:
+        """Wait for the end of the exchange that begin() counted; see run()."""
+        deadline_s = self._start_s + self.timeout_s
+        fault = self._wait(step, deadline_s)
         if fault is None:
-            if self._num_exchanges == 1:
-                self._failure_board.read()
             return
         report = _Report(
             exchange=self._num_exchanges,
-            call=self._num_calls[phase],
-            phase=phase,
-            waited_s=time.monotonic() - start_s,
+            call=self._num_calls[self._phase],
+            phase=self._phase,
+            waited_s=time.monotonic() - self._start_s,
         )
-        self._failure = self._give_up(report, start_s + self.timeout_s, fault)
+        self._failure = self._give_up(report, deadline_s, fault)
         raise self._failure
 
     def _wait(self, step: Step, deadline_s: float) -> str | None:

@@ -112,7 +112,6 @@ class MpiCollectives(Collectives):
         out: Tensor | None = None,
         phase: str = "all_to_all",
     ) -> Tensor:
-        check_sendable(send, self.device)
         send_counts = self._counts(send_splits, send.shape[0])
         if sum(send_counts) != send.shape[0]:
             raise ShapeError(
@@ -120,7 +119,7 @@ class MpiCollectives(Collectives):
                 f"{send.shape[0]} rows of send ({self._where}); split all of them"
             )
         recv_counts = self._counts(recv_splits, send.shape[0])
-        recv = receiving(out, send, sum(recv_counts))
+        recv = receiving(out, send, sum(recv_counts), self.device)
         row = self._row_type(send, max(send.shape[0], recv.shape[0]))
         to_ranks, from_ranks = _message(send, send_counts, row), _message(recv, recv_counts, row)
         self._run(lambda duplicate: duplicate.Ialltoallv(to_ranks, from_ranks), row, phase)

@@ -64,7 +64,7 @@ class StagedCollectives(Collectives):
             recv_splits=recv_splits,
             phase=phase,
         )
-        return receiving(out, send, received.shape[0]).copy_(received)
+        return receiving(out, send, received.shape[0], self.device).copy_(received)
 
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
         check_sendable(tensor, self.device)

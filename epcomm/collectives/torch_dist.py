@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from epcomm.collectives.base import (
     check_sendable,
     receiving,
 )
-from epcomm.collectives.bounded import BoundedWait, Step
+from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
 from epcomm.errors import ConfigError, HandleError
@@ -123,9 +124,8 @@ class TorchDistCollectives(Collectives):
         out: Tensor | None = None,
         phase: str = "all_to_all",
     ) -> Tensor:
-        check_sendable(send, self.device)
         num_rows = send.shape[0] if recv_splits is None else sum(recv_splits)
-        recv = receiving(out, send, num_rows)
+        recv = receiving(out, send, num_rows, self.device)
         recv_bytes, send_bytes = _as_bytes(recv), _as_bytes(send)
         # None and an empty list both mean equal splits.
         recv_rows, send_rows = list(recv_splits or ()), list(send_splits or ())
@@ -238,20 +238,26 @@ def _run(
     # process group, 30 minutes, and destroying the group, aborting it or leaving the process would
     # wait for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
-    bounded.run(lambda: _step_of(start()), phase)
+    bounded.begin(phase)
+    work = start()
+    try:
+        # Most exchanges end within the first look, which needs no help.
+        is_done = _wait_for(work, min(SLICE_S, bounded.timeout_s))
+    except RuntimeError:
+        # The transport broke: asked again, it says so again.
+        is_done = False
+    if not is_done:
+        bounded.finish(partial(_wait_for, work))
 
 
-def _step_of(work: dist.Work) -> Step:
-    # The work holds the tensors of the operation, also after an EPTimeout.
-    def step(seconds: float) -> bool:
-        try:
-            return work.wait(timedelta(seconds=max(seconds, _SHORTEST_WAIT_S)))
-        except RuntimeError:
-            # 'Operation timed out!' of this wait, or the operation's own error: gloo has ended it,
-            # and asked again it answers at once.
-            return work.is_completed() and work.wait()
-
-    return step
+def _wait_for(work: dist.Work, seconds: float) -> bool:
+    """Wait as a Step does. The work holds the tensors of the operation, also after an EPTimeout."""
+    try:
+        return work.wait(timedelta(seconds=max(seconds, _SHORTEST_WAIT_S)))
+    except RuntimeError:
+        # 'Operation timed out!' of this wait, or the operation's own error: gloo has ended it, and
+        # asked again it answers at once.
+        return work.is_completed() and work.wait()
 
 
 def _backend_of(process_group: dist.ProcessGroup) -> str:

@@ -6,10 +6,11 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Literal, TypeVar
 
+from torch import Tensor
+
 from epcomm.buffers.base import Backend
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.records import PathOutput
 from epcomm.spec import Availability
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
@@ -18,14 +19,19 @@ PackedT = TypeVar("PackedT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FuseEPResult(PathOutput):
-    """The result of a call; y is weighted and summed over the experts of all ranks.
+class FuseEPResult:
+    """The result of a call; y, [T, H], is weighted and summed over the experts of all ranks.
 
-    num_tokens_per_expert: slots of each expert, with the substitutes of weight 0 for masked entries
-        and for calls without tokens.
+    num_rows: received.   num_slots: computed, where the host knows, else those allocated.
+    num_tokens_per_expert: [L], int32, on the device: slots of each expert, with the substitutes of
+        weight 0 for masked entries and for calls without tokens.
     is_reduced: y is complete; adding y up over the ranks once more would multiply it.
     """
 
+    y: Tensor
+    num_rows: int
+    num_slots: int
+    num_tokens_per_expert: Tensor
     is_reduced: Literal[True] = True
 
 

@@ -341,7 +341,8 @@ class _LocalViews(torch.autograd.Function):
         ctx.kinds = [tensor if isinstance(tensor, ExpertTensor) else None for tensor in tensors]
         # Views, because autograd changes the metadata of a Function's results, and the piece
         # belongs to the parameter.
-        views = tuple(piece_of(tensor).view_as(piece_of(tensor)) for tensor in tensors)
+        pieces = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+        views = tuple(piece.view_as(piece) for piece in pieces)
         needed = zip(views, ctx.needs_input_grad[1:], strict=True)
         ctx.mark_non_differentiable(*(view for view, is_needed in needed if not is_needed))
         return views

@@ -29,6 +29,7 @@ class LocalExperts:
         self.shard = shard
         self._held: Sequence[Tensor] = ()
         self._pieces: Sequence[Tensor] = ()
+        self._are_shares: Sequence[bool] = ()
         self._record = kind
         self.gradient_factor = 1.0
 
@@ -74,15 +75,18 @@ class LocalExperts:
             for role, piece in zip(self._roles, pieces, strict=True)
         )
         self._held, self._pieces = (held, pieces) if are_kept else ((), ())
+        # Known with the pieces, and as short as they are.
+        self._are_shares = list(map(is_expert_tensor, self._held))
 
     def _differentiable(self, held: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
-        if set(factors) == {1.0} and not any(is_expert_tensor(tensor) for tensor in held):
+        are_shares = self._are_shares or list(map(is_expert_tensor, held))
+        if set(factors) == {1.0} and not any(are_shares):
             views = [_local(tensor) for tensor in held]
         else:
             from epcomm.sharding.expert_tensor import local_views
 
-            ready = [t if is_expert_tensor(t) else _local(t) for t in held]
-            views = local_views(ready, factors)
+            pairs = zip(held, are_shares, strict=True)
+            views = local_views([t if is_share else _local(t) for t, is_share in pairs], factors)
         return [self._own(view, role) for view, role in zip(views, self._roles, strict=True)]
 
     def _own(self, tensor: Tensor, role: str) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -171,20 +172,20 @@ class ExpertWeights(ExpertTensors):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
         return ExpertWeights(**tensors, format=self.format)
 
-    @property
-    def dtype(self) -> torch.dtype:
+    @cached_property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
         return self.gate_up_proj.dtype
 
     @property
     def wire_format(self) -> WireFormat:
         return WireFormat.of(self.dtype)
 
-    @property
-    def hidden_size(self) -> int:
+    @cached_property
+    def hidden_size(self) -> int:  # type: ignore[override]
         return self.down_proj.shape[2 if self.format.is_transposed else 1]
 
-    @property
-    def intermediate_size(self) -> int:
+    @cached_property
+    def intermediate_size(self) -> int:  # type: ignore[override]
         return self.down_proj.shape[1 if self.format.is_transposed else 2]
 
     def gate_up_matrices(self) -> Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epcomm import WireDtype, WireFormat, WireTensor
-from epcomm.buffers.row_layout import RowLayout
+from epcomm.buffers.row_layout import RowLayout, wire_tensor_of
 from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import KNOWN_FORMATS
@@ -176,9 +176,9 @@ def test_tokens_quantised_inside_the_message_have_the_same_bytes(
         flags=BatchFlags.NONE,
     )
     inside = torch.full((num_tokens, layout.row_bytes), 0xA5, dtype=torch.uint8)
-    layout.write_tokens(inside, call.write, call.topk_ids, call.topk_weights)
+    layout.write_tokens(inside, call, call.topk_ids)
     copied = layout.pack_tokens(
-        call.wire_tensor(wire),
+        wire_tensor_of(call, wire),
         torch.arange(num_tokens),
         call.topk_ids,
         call.topk_weights,

@@ -556,7 +556,7 @@ OWN_ERRORS = [
         (
             "rows cannot be made",
             lambda play: play.block.experts.phases.prefill,
-            "_quantize",
+            "_make_call",
             UNREADY,
         ),
         ("results cannot be cast", lambda _: of_rows, "cast_results", FAILED_RESULTS),

@@ -176,7 +176,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             topk_ids.shape[0], layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
         )
         # Packing comes before the header, which can tell other ranks of a failure.
-        layout.write_tokens(message, call.write, topk_ids, call.topk_weights)
+        layout.write_tokens(message, call, topk_ids)
         headers = make_headers(
             self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
         )

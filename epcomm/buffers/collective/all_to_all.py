@@ -51,7 +51,7 @@ class CollectiveExchangePlan(ExchangePlan):
     """The rows that this rank sends and receives in one dispatch.
 
     send_splits, recv_splits: [W], number of rows to and from each rank.
-    slots_by_row: see Indexed.
+    slots_by_row: the slots of each row, in k order; None where the rows are not computed here.
     table: number of rows from each rank to each rank, where all ranks see all headers.
     views_epoch: epoch of the exchange that brought the rows, where they are views that a later
         exchange overwrites.
@@ -74,17 +74,9 @@ class CollectiveExchangePlan(ExchangePlan):
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Indexed:
-    """Holds the index that a rank makes of received rows; see Dispatched for its fields.
-
-    slots_by_row: the slots of each row, in k order; None where the rows are not computed here.
-    """
-
-    index: SlotIndex
-    slot_weights: Tensor | None
-    slots_by_row: AnyMembers | None
-    row_topk: tuple[Tensor, Tensor] | None = None
+# The index over received rows, the weight of each slot, and the slots of each row in k order; the
+# last two None where the rows are not computed here.
+Indexed = tuple[SlotIndex, Tensor | None, AnyMembers | None]
 
 
 class CollectiveBuffer(OverCollectives, AddsBias):
@@ -156,26 +148,26 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             phase="dispatch rows",
         )
 
-        indexed = self._index_rows(received, counts)
+        index, slot_weights, slots_of_rows = self._index_rows(received, counts)
         exchange_plan = CollectiveExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=received.shape[0],
-            index=indexed.index,
+            index=index,
             send_splits=send_splits,
             recv_splits=counts.rows_from_rank,
             sends=sends,
-            slots_by_row=indexed.slots_by_row,
+            slots_by_row=slots_of_rows,
             table=self._table,
             views_epoch=self._views_epoch,
             call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(received),
-            index=indexed.index,
-            slot_weights=indexed.slot_weights,
+            index=index,
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
-            row_topk=indexed.row_topk,
+            row_topk=self._row_topk(received),
         )
 
     def _index_rows(self, received: Tensor, counts: Counts) -> Indexed:
@@ -189,7 +181,11 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
-        return Indexed(index=index, slot_weights=slot_weights, slots_by_row=slots_by_row(index))
+        return index, slot_weights, slots_by_row(index)
+
+    def _row_topk(self, received: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the experts and weights of each row, where a caller reads these and no index."""
+        return None
 
     def _send_plan(self, call: DispatchCall) -> SendPlan:
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts

@@ -237,7 +237,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         )
         layout.ids(message[:1]).fill_(-1)
         layout.first_words(message[:1])[:] = pack_header(fault, call.flags)
-        layout.write_tokens(message[1:end], call.write, topk_ids, call.topk_weights)
+        layout.write_tokens(message[1:end], call, topk_ids)
         layout.ids(message[end:]).fill_(-1)
         return message
 

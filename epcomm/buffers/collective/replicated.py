@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Combined, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -109,7 +110,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         counts = count_experts(local_ids, num_local)
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
         # Conversion comes before the header, which can tell other ranks of a failure.
-        rows = call.wire_tensor(self._spec.dispatch_format)
+        rows = wire_tensor_of(call, self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
         index = build_slot_index(

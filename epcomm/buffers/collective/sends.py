@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epcomm.buffers.row_layout import RowLayout, Scratch
+from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import empty_headers, make_headers
 from epcomm.calls.faults import guard_ids
@@ -85,7 +85,7 @@ class PlainSendPlan(SendPlan):
         self._destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
         self._needed = _ranks_needed(self._destination, calls.world_size)
         # Each token is converted once, not once a copy: rows are gathered from the result.
-        self._hidden_states = call.wire_tensor(self._layout.format)
+        self._hidden_states = wire_tensor_of(call, self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
         return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
 
@@ -124,7 +124,7 @@ class KernelSendPlan(SendPlan):
         call, num_local = self._call, self._num_local
         self._topk_ids = call.topk_ids.contiguous()
         num_tokens, top_k = self._topk_ids.shape
-        self._hidden_states = call.wire_tensor(self._layout.format)
+        self._hidden_states = wire_tensor_of(call, self._layout.format)
         # The most rows that there can be: how many are sent is known when they are packed.
         most = num_tokens * min(top_k, calls.world_size)
         self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)

@@ -26,6 +26,7 @@ from epcomm.buffers.deep_ep.rows import (
     row_bytes_of,
     weights_argument,
 )
+from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -256,7 +257,7 @@ class DeepEPCalls(VendorCalls):
         return self._dispatched(ids, received, index, flags, has_failed)
 
     def _send(self, call: DispatchCall, ids: Tensor) -> Received:
-        rows = as_argument(call.wire_tensor(self._spec.dispatch_format))
+        rows = as_argument(wire_tensor_of(call, self._spec.dispatch_format))
         weights = weights_argument(call.topk_weights)
         return self._package.dispatch(rows, ids, weights, is_static=self.is_static)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, Indexed
@@ -34,10 +35,8 @@ class HostRowsBuffer(CollectiveBuffer):
         )
 
     def _index_rows(self, received: Tensor, counts: Counts) -> Indexed:
-        """Return the ids in the host and the weights of each row, [R, K], and no slots."""
-        layout, num_local = self._dispatch_layout, self._spec.num_local_experts
-        ids = localize(layout.ids(received), self._first_expert, num_local).long()
-        nothing = ids.new_empty(0)
+        """Return an index without slots: _row_topk() has what is read here."""
+        nothing = torch.empty(0, dtype=torch.int64, device=received.device)
         index = SlotIndex(
             row_of_slot=None,
             slots_of_row=None,
@@ -45,6 +44,11 @@ class HostRowsBuffer(CollectiveBuffer):
             first_slot=nothing,
             host_num_tokens_per_expert=None,
         )
+        return index, None, None
+
+    def _row_topk(self, received: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids in the host and the weights of each row, [R, K]."""
+        layout, num_local = self._dispatch_layout, self._spec.num_local_experts
+        ids = localize(layout.ids(received), self._first_expert, num_local).long()
         # A token that needs several hosts brings weights of the other hosts too.
-        row_topk = ids, layout.scalars(received).masked_fill(ids < 0, 0)
-        return Indexed(index=index, slot_weights=None, slots_by_row=None, row_topk=row_topk)
+        return ids, layout.scalars(received).masked_fill(ids < 0, 0)

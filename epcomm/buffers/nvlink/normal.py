@@ -37,6 +37,7 @@ from epcomm.buffers.nvlink.sizes import (
     normal_traffic,
     row_bytes,
 )
+from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
@@ -278,7 +279,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         status = 0
         if call.error is not None or call.flags is not BatchFlags.NONE:
             status = pack_status(fault_byte(call.error), call.flags)
-        wire = call.wire_tensor(self._spec.dispatch_format)
+        wire = wire_tensor_of(call, self._spec.dispatch_format)
         data, scales = wire.data, wire.scales
         num_tokens = data.shape[0]
         if scales is not None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
 from epcomm.errors import ConfigError, HandleError
-from epcomm.experts import PhaseDispatchers, path_output
+from epcomm.experts import PhaseDispatchers, count_batch
 from epcomm.group import EPGroup
 from epcomm.layers import named_expert_parallel_layers, put_in_front
 from epcomm.ops.slots import expert_of_slot, pack
@@ -280,7 +280,7 @@ class ExpertsBridge:
         y = dispatcher.combine(out.combine_input(self._run(out)))
         if self._counter is None:
             self._counter = LayerCounter(self._num_local_experts, y.device)
-        self._counter.count(hidden_states.shape[0], path_output(y, out))
+        count_batch(self._counter, hidden_states.shape[0], out.exchange_plan)
         return y
 
     @ranged("experts")

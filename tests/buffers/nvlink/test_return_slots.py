@@ -17,6 +17,7 @@ from epcomm.buffers.nvlink.low_latency import (
     NVLinkMaskedBuffer,
 )
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
+from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
@@ -69,7 +70,7 @@ class Batch:
 
     def expected_y(self, wire: WireFormat) -> Tensor:
         """Sum in float32, in order of k, what experts return that multiply by their number + 1."""
-        x = dequantize(self.call.wire_tensor(wire), torch.float32)
+        x = dequantize(wire_tensor_of(self.call, wire), torch.float32)
         total = torch.zeros(x.shape, device=x.device)
         for k in range(K):
             ids = self.call.topk_ids[:, k : k + 1]

@@ -96,7 +96,8 @@ class RowLayout:
 
     def pack_tokens(
         self,
-        hidden_states: WireTensor,
+        data: Tensor,
+        scales: Tensor | None,
         token_of_row: Tensor,
         topk_ids: Tensor,
         weights: Tensor,
@@ -105,18 +106,16 @@ class RowLayout:
     ) -> Tensor:
         """Copy each row's token, ids and weights into one message: [N, row_bytes], uint8.
 
+        data, scales: of the tokens, [T, H] and [T, num_scales], see wire_parts_of().
+
         One pass over the hidden states: they are gathered straight into the message, which is
         `out` if that is given.
         """
         rows = self._allocate(token_of_row.shape[0], token_of_row.device) if out is None else out
-        torch.index_select(
-            _movable(hidden_states.data), 0, token_of_row, out=_movable(self.data(rows))
-        )
-        scales = self.scales(rows)
-        if scales is not None and hidden_states.scales is not None:
-            torch.index_select(
-                _movable(hidden_states.scales), 0, token_of_row, out=_movable(scales)
-            )
+        torch.index_select(_movable(data), 0, token_of_row, out=_movable(self.data(rows)))
+        out_scales = self.scales(rows)
+        if out_scales is not None and scales is not None:
+            torch.index_select(_movable(scales), 0, token_of_row, out=_movable(out_scales))
         self.ids(rows).copy_(topk_ids[token_of_row])
         self.scalars(rows).copy_(weights[token_of_row])
         return rows
@@ -181,6 +180,15 @@ class Scratch:
     def free(self) -> None:
         """Free the block."""
         self._block = self._block[:0].clone()
+
+
+def wire_parts_of(call: DispatchCall, wire_format: WireFormat) -> tuple[Tensor, Tensor | None]:
+    """Return the elements and scales of the hidden states of a call; see wire_tensor_of()."""
+    rows = call.hidden_states
+    if isinstance(rows, Tensor) and rows.dtype is wire_format.dtype.torch_dtype:
+        return rows, None
+    wire = wire_tensor_of(call, wire_format)
+    return wire.data, wire.scales
 
 
 def wire_tensor_of(call: DispatchCall, wire_format: WireFormat) -> WireTensor:

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import guard_ids
 from epcomm.calls.faults import (
     DeviceFaults,
     any_flags,
     assume_all_need_grad,
     check_gradients,
-    guard_ids,
     ids_error,
     pack_header,
     raise_faults,

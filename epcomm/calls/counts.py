@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.faults import any_flags, check_gradients, ids_error, raise_faults
+from epcomm.calls.faults import any_flags, check_gradients, ids_error, is_repeated, raise_faults
 from epcomm.calls.header import (
     CHECK,
     COUNTS_IN_HEADER,
@@ -28,8 +28,8 @@ from epcomm.calls.header import (
     CallSign,
 )
 from epcomm.calls.order import Calls
-from epcomm.errors import RankNames, shown
-from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.errors import EPError, RankNames, shown
+from epcomm.protocol import BatchFlags, FaultCode, fault_word
 from epcomm.spec import BufferSpec
 
 
@@ -47,6 +47,26 @@ class Counts:
     tokens_per_expert: tuple[int, ...]
     device_tokens_per_expert: Tensor
     any_flags: BatchFlags
+
+
+def guard_ids(
+    topk_ids: Tensor, num_experts: int, error: EPError | None, *, distinct: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Replace all ids of a bad call by -1, and make its fault word, without a host sync.
+
+    distinct: whether an expert twice in a row is a fault too.
+
+    Returns:
+        topk_ids [T, K] that are safe to index with, and the fault word as an int64 scalar tensor.
+    """
+    bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
+    word = 0 if error is None else fault_word(error)
+    fault = torch.where(bad_ids, word or int(FaultCode.IDS), word)
+    if distinct:
+        has_repeated = is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
+        fault = torch.where(has_repeated, int(FaultCode.REPEATED_IDS), fault)
+    # Contiguous whatever came: torch.where keeps strides, which vendor kernels do not read.
+    return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
 
 
 def make_headers(
@@ -191,7 +211,7 @@ def read_counts(
         rows_from_rank=tuple(words[ROWS] for words in headers),
         tokens_per_expert=tuple(map(sum, zip(*slots_from_rank, strict=True))),
         device_tokens_per_expert=device_slots.sum(0),
-        any_flags=any_flags(flags),
+        any_flags=any_flags(flags) if len(set(flags)) > 1 else BatchFlags(flags[0]),
     )
 
 
@@ -210,5 +230,7 @@ def check_headers(
     own_error = call.error
     if codes[names.place] == FaultCode.IDS:
         own_error = ids_error(call.topk_ids, num_experts, names)
-    raise_faults(codes, names, own_error)
-    check_gradients(flags, names, call.expert_names)
+    if any(codes):
+        raise_faults(codes, names, own_error)
+    if len(set(flags)) > 1:
+        check_gradients(flags, names, call.expert_names)

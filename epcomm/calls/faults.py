@@ -65,27 +65,7 @@ def any_flags(flags: Sequence[int]) -> BatchFlags:
     return BatchFlags(reduce(or_, flags))
 
 
-def guard_ids(
-    topk_ids: Tensor, num_experts: int, error: EPError | None, *, distinct: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Replace all ids of a bad call by -1, and make its fault word, without a host sync.
-
-    distinct: whether an expert twice in a row is a fault too.
-
-    Returns:
-        topk_ids [T, K] that are safe to index with, and the fault word as an int64 scalar tensor.
-    """
-    bad_ids = ((topk_ids < -1) | (topk_ids >= num_experts)).any()
-    word = 0 if error is None else fault_word(error)
-    fault = torch.where(bad_ids, word or int(FaultCode.IDS), word)
-    if distinct:
-        is_repeated = _is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
-        fault = torch.where(is_repeated, int(FaultCode.REPEATED_IDS), fault)
-    # Contiguous whatever came: torch.where keeps strides, which vendor kernels do not read.
-    return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
-
-
-def _is_repeated(ordered_ids: Tensor) -> Tensor:
+def is_repeated(ordered_ids: Tensor) -> Tensor:
     """Mark entries whose next entry names the same expert, [T, K - 1]; rows of ids are ordered."""
     return (ordered_ids[:, 1:] == ordered_ids[:, :-1]) & (ordered_ids[:, 1:] >= 0)
 
@@ -104,7 +84,7 @@ def ids_error(topk_ids: Tensor, num_experts: int, names: RankNames) -> ShapeErro
 def repeated_ids_error(topk_ids: Tensor, names: RankNames) -> ShapeError:
     """Return the detailed error of a rank that names an expert twice. Reads the ids on the host."""
     ordered = topk_ids.sort(dim=1).values.cpu()
-    token, place = _is_repeated(ordered).nonzero()[0].tolist()
+    token, place = is_repeated(ordered).nonzero()[0].tolist()
     return ShapeError(
         f"dispatch: topk_ids names expert {int(ordered[token, place])} twice for token {token}, "
         f"expected distinct experts in a row ({names.where}); add up their weights "

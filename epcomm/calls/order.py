@@ -251,7 +251,7 @@ class Calls:
         if any(codes):
             raise_faults(codes, self.names, error, function=function)
         found = [words[FLAGS] for words in headers]
-        if any(found):
+        if len(set(found)) > 1:
             check_gradients(found, self.names, expert_names)
         return headers
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from epcomm import WireDtype, WireFormat, WireTensor
-from epcomm.buffers.row_layout import RowLayout, wire_tensor_of
+from epcomm import WireDtype, WireFormat
+from epcomm.buffers.row_layout import RowLayout, wire_parts_of
 from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import KNOWN_FORMATS
@@ -146,9 +146,7 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     weights = random_bits(3, case.top_k, layout.scalar_dtype)
     picked = torch.tensor(token_of_row, dtype=torch.int64)
 
-    rows = layout.pack_tokens(
-        WireTensor(data=data, format=wire, scales=scales), picked, ids, weights
-    )
+    rows = layout.pack_tokens(data, scales, picked, ids, weights)
     assert rows.shape == (len(token_of_row), case.row_bytes)
     received = layout.wire_tensor(rows)
     # Bytes are indexed: not every dtype of the wire can be.
@@ -178,7 +176,7 @@ def test_tokens_quantised_inside_the_message_have_the_same_bytes(
     inside = torch.full((num_tokens, layout.row_bytes), 0xA5, dtype=torch.uint8)
     layout.write_tokens(inside, call, call.topk_ids)
     copied = layout.pack_tokens(
-        wire_tensor_of(call, wire),
+        *wire_parts_of(call, wire),
         torch.arange(num_tokens),
         call.topk_ids,
         call.topk_weights,

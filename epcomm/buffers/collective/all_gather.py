@@ -26,8 +26,7 @@ from epcomm.buffers.sizes import (
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import Counts, counts_bytes, make_headers
-from epcomm.calls.faults import guard_ids
+from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.ops.slots import (

@@ -22,7 +22,8 @@ from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.faults import DeviceFaults, assume_all_need_grad, guard_ids, pack_header
+from epcomm.calls.counts import guard_ids
+from epcomm.calls.faults import DeviceFaults, assume_all_need_grad, pack_header
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode

@@ -554,9 +554,9 @@ OWN_ERRORS = [
         ("the router fails", lambda play: play.block.gate, "forward", UNREADY),
         ("the routing fails", lambda play: play.block.routing.custom_function, "choose", UNREADY),
         (
-            "rows cannot be made",
+            "a call cannot be checked",
             lambda play: play.block.experts.phases.prefill,
-            "_make_call",
+            "_find_call_error",
             UNREADY,
         ),
         ("results cannot be cast", lambda _: of_rows, "cast_results", FAILED_RESULTS),

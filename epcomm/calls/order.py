@@ -57,6 +57,14 @@ from epcomm.protocol import (
 
 T = TypeVar("T")
 
+# What messages about faults of a call begin with; of other kinds, the name of the exchange.
+_FUNCTIONS = {
+    CallKind.DISPATCH: "dispatch",
+    CallKind.COMBINE: "combine",
+    CallKind.COMBINE_BACKWARD: "combine",
+    CallKind.DISPATCH_BACKWARD: "combine",
+}
+
 Explain = Callable[[Sequence[CallKind], EPError | None], None]
 
 
@@ -188,7 +196,7 @@ class Calls:
     def exchange(self, message: Tensor, phase: str) -> Tensor:
         """Send row r of [W, words] to rank r; return the rows for this one, by source.
 
-        Counts the call: what fails on this rank before may still be told in a header.
+        Counts the call: what fails on this rank before can still be reported in a header.
 
         Collective: yes; of one size in all calls of the group.
         Host sync: as a collective.
@@ -246,9 +254,9 @@ class Calls:
         received = self.exchange(self.message(words), phase or kind.phase)
         headers = received[:, :HEADER_WORDS].tolist()
         self.compare(headers, received, error)
-        function = "dispatch" if kind is CallKind.DISPATCH else "combine"
         codes = [words[FAULT] for words in headers]
         if any(codes):
+            function = _FUNCTIONS.get(kind) or phase or kind.text
             raise_faults(codes, self.names, error, function=function)
         found = [words[FLAGS] for words in headers]
         if len(set(found)) > 1:
@@ -312,9 +320,8 @@ class Calls:
         for part in self._parts.values():
             # As a buffer made of parts does, relay the fault of another part.
             try:
-                part.announce(
-                    kind, sign, fault=fault_word(problem), phase=phase + part.collectives.scope
-                )
+                fault = fault_word(problem)
+                part.announce(kind, sign, fault=fault, phase=phase + part.collectives.scope)
             except EPTimeout:
                 raise
             except EPError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeGuard, TypeVar
 
 import torch
 
-from epcomm.buffers.base import Backend, Buffer, ExcludesRanks
+from epcomm.buffers.base import Backend, Buffer, ExcludesRanks, ReturnsSlots
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.header import CallKind, operation_sign
 from epcomm.calls.order import Calls
@@ -223,7 +223,7 @@ class EPGroup:
         # Compared before the look-up: a rank that finds its backend must not leave others waiting.
         self.calls.agree({"backend": name, **spec.as_record()}, what=function)
         kind, key = class_of(name), (name, spec)
-        if spec.returns_slots and not kind.returns_slots:
+        if spec.returns_slots and not issubclass(kind, ReturnsSlots):
             raise ConfigError(
                 f"{function}: {name} returns sums, and BufferSpec.returns_slots asks for a row of "
                 f"each slot ({self.where}); use nvlink in low latency"

@@ -69,7 +69,6 @@ class Backend(ABC):
         each entry is a slot.
     sums_row_scalars: combine adds the row scalars of all rows of a token; else it returns those of
         the rank of the expert, and ignores the others.
-    returns_slots: it serves specifications whose slots come home apart, BufferSpec.returns_slots.
     """
 
     needs_one_host: ClassVar[bool] = False
@@ -80,7 +79,6 @@ class Backend(ABC):
     takes_wire_tensors: ClassVar[bool] = True
     needs_distinct_ids: ClassVar[bool] = False
     sums_row_scalars: ClassVar[bool] = True
-    returns_slots: ClassVar[bool] = False
 
     name: ClassVar[str]
     modes: ClassVar[frozenset[Mode]]
@@ -265,46 +263,6 @@ class Buffer(Backend):
                 spec.compares_calls is not set: then a rank that refuses is missing.
         """
 
-    def combine_slots(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        topk_weights: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Combined:
-        """Return expert results to the rank of their token and add them up there, by weight.
-
-        In place of combine(), in buffers that were opened with BufferSpec.returns_slots: their
-        dispatch needs no router weights, and hands out none.
-
-        Args:
-            rows: [C, H], one a slot; MASKED rows flattened.
-            exchange_plan: of the dispatch.
-            topk_weights: [T, K], float32; those of masked entries are ignored.
-            out: [T, H], contiguous, in the dtype of y: memory for y; None: a new tensor.
-
-        y is the sum over k, in order, of weight * row in float32, cast once. Rows travel as they
-        are, in the dtype of y.
-        Collective: yes.   Deterministic: yes.   Host sync: none.
-        Raises:
-            as combine().
-        """
-        return self.combine_slots_async(rows, exchange_plan, topk_weights, out=out).wait()
-
-    def combine_slots_async(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        topk_weights: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Pending[Combined]:
-        """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""
-        raise NotImplementedError(
-            f"{self.name} returns sums, not a row for each slot (returns_slots)"
-        )
-
     @abstractmethod
     def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         """Report `error` to the ranks that combine: a header with its status, and no rows.
@@ -337,3 +295,45 @@ class AddsBias(Buffer):
         Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
         beside float64 rows.
         """
+
+
+class ReturnsSlots(Buffer):
+    """A buffer that can return a row for each slot: it serves BufferSpec.returns_slots."""
+
+    def combine_slots(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Combined:
+        """Return expert results to the rank of their token and add them up there, by weight.
+
+        In place of combine(), where the buffer was opened with BufferSpec.returns_slots: then its
+        dispatch needs no router weights, and hands out none.
+
+        Args:
+            rows: [C, H], one a slot; MASKED rows flattened.
+            exchange_plan: of the dispatch.
+            topk_weights: [T, K], float32; those of masked entries are ignored.
+            out: [T, H], contiguous, in the dtype of y: memory for y; None: a new tensor.
+
+        y is the sum over k, in order, of weight * row in float32, cast once. Rows travel as they
+        are, in the dtype of y.
+        Collective: yes.   Deterministic: yes.   Host sync: none.
+        Raises:
+            as combine().
+        """
+        return self.combine_slots_async(rows, exchange_plan, topk_weights, out=out).wait()
+
+    @abstractmethod
+    def combine_slots_async(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        topk_weights: Tensor,
+        *,
+        out: Tensor | None = None,
+    ) -> Pending[Combined]:
+        """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""

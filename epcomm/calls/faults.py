@@ -24,6 +24,7 @@ from epcomm.errors import (
 )
 from epcomm.protocol import (
     COMPARED_FLAGS,
+    FAULT_MASK,
     FLAGS_SHIFT,
     TRAINED_SHIFT,
     BatchFlags,
@@ -204,8 +205,11 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 
 
 def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
-    """Return the status of a rank, one int32: FaultCode (scalar tensor) and BatchFlags."""
-    return fault.to(torch.int32) | (int(flags) << FLAGS_SHIFT)
+    """Return the status of a rank, one int32: the code of a fault word and the BatchFlags.
+
+    fault: scalar tensor. A status has no room for the rank that a relayed fault names.
+    """
+    return (fault & FAULT_MASK).to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
 def _codes_of(error: EPError) -> set[FaultCode]:

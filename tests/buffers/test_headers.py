@@ -22,13 +22,14 @@ from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.collective.replicated import ReplicatedBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.faults import DeviceFaults
+from epcomm.calls.counts import guard_ids
+from epcomm.calls.faults import DeviceFaults, pack_header
 from epcomm.calls.header import CHECK, FAULT, FLAGS, HEADER_WORDS, ROWS
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.collectives.bounded import BoundedWait, FailureBoard
 from epcomm.errors import RankNames
-from epcomm.protocol import BatchFlags, FaultCode
+from epcomm.protocol import BatchFlags, FaultCode, pack_fault, unpack_status
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.cases.playing import FAULTY, KINDS, SPEC, H, K, M, identity, open_dispatcher
@@ -302,3 +303,11 @@ def test_an_older_fault_of_this_rank_remains_when_the_call_has_raised_a_later_on
     with pytest.raises(ShapeError, match="rank 0"):
         faults.check(8)
     faults.check(8)
+
+
+def test_a_relayed_fault_leaves_the_flags_of_a_status() -> None:
+    error = EPError("dispatch: rank 5 refuses")
+    error.fault_word = pack_fault(FaultCode.GRAD_MODE, 5)
+    _, fault = guard_ids(torch.zeros(1, 2, dtype=torch.int64), L, error)
+    status = int(pack_header(fault, BatchFlags.GRAD_ENABLED))
+    assert unpack_status(status) == (FaultCode.GRAD_MODE, BatchFlags.GRAD_ENABLED)

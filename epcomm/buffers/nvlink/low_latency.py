@@ -17,7 +17,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, Dispatched
+from epcomm.buffers.base import Buffer, Combined, Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
@@ -59,7 +59,7 @@ from epcomm.types import (
 _INTERPRETED_PROGRAMS = 2
 
 
-class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
+class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     """The base of low latency, in the layout that its buffer hands out."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
@@ -69,7 +69,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout]):
     # A rank with at most so many tokens sends them in lines, see kernels/nvlink/common/lines.py:
     # twice the bytes, and no fence.
     line_tokens: ClassVar[int] = 8
-    returns_slots: ClassVar[bool] = True
     needs_distinct_ids: ClassVar[bool] = False
     _has_slot_budget: ClassVar[bool] = False
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer
+from epcomm.buffers.base import Buffer, ReturnsSlots
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.header import CallKind
 from epcomm.collectives.base import Scalar
@@ -266,7 +266,7 @@ class Ranks:
 
     def returns_slots(self) -> bool:
         """Return whether low latency returns each slot to its source. Collective: at first."""
-        return self._class_of(Mode.LOW_LATENCY).returns_slots
+        return issubclass(self._class_of(Mode.LOW_LATENCY), ReturnsSlots)
 
     def refuse(
         self,
@@ -300,7 +300,7 @@ class Ranks:
             buffer, spec = last
             call = _call_without_rows(spec, self.device, error)
             out = buffer.dispatch(call)
-            if spec.returns_slots:
+            if spec.returns_slots and isinstance(buffer, ReturnsSlots):
                 # They combine what they received, and wait for every rank. Not so this rank: its
                 # next batch may have to come first.
                 hidden_dtype = spec.hidden_format.dtype.torch_dtype

@@ -19,7 +19,7 @@ from typing import NamedTuple, NoReturn, Self
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer
+from epcomm.buffers.base import Buffer, ReturnsSlots
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
@@ -213,6 +213,7 @@ class LowLatency:
         if isinstance(handle.sent, SentPairs):
             return _combine_pairs(handle, handle.sent, x, (topk_ids, topk_weights), out)
         buffer, plan = handle.sent
+        assert isinstance(buffer, ReturnsSlots), "the class was chosen for it"
         pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
         assert pending.record is not None, "y exists before it is received"
 

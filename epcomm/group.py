@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
-    from epcomm.fuseep.base import FusedBackend
+    from epcomm.buffers.fused import FusedBackend
 
 BackendT = TypeVar("BackendT", bound=Backend)
 # Of a DeviceMesh that says on which host each rank runs.

@@ -12,7 +12,7 @@ from epcomm.errors import ConfigError
 
 if TYPE_CHECKING:
     from epcomm.buffers.base import Backend, Buffer
-    from epcomm.fuseep.base import FusedBackend
+    from epcomm.buffers.fused import FusedBackend
     from epcomm.runners.base import ExpertRunner
 
 # The classes behind each name: mode, budget and `replicated` choose among them, and of several that

@@ -4,7 +4,7 @@ A fused operator is not a dispatcher: it has its own layout of weights and its o
 FusedDeepMoE, mode 2 DispatchFFNCombine; both exist on A3. No code of this folder has run on an NPU.
 """
 
-from epcomm.fuseep.base import FuseEPResult
+from epcomm.buffers.fused import FuseEPResult
 from epcomm.fuseep.path import FuseEPPath
 
 __all__ = ["FuseEPPath", "FuseEPResult"]

@@ -23,7 +23,7 @@ from epcomm.buffers.sizes import Region
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
+from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
     DISPATCH_FFN_COMBINE_LIMITS,
     FUSED_DEEP_MOE_LIMITS,

@@ -13,7 +13,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import find_call_error, num_tokens_of
 from epcomm.errors import ConfigError, EPError, HandleError
-from epcomm.fuseep.base import FuseEPResult
+from epcomm.buffers.fused import FuseEPResult
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
 from epcomm.planning.plans import PhasePlan

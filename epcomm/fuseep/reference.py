@@ -22,7 +22,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import HandleError
-from epcomm.fuseep.base import FusedBackend, FuseEPResult, check_packed
+from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.ops.slots import gather_rows
 from epcomm.platforms.machine import Machine
 from epcomm.spec import Availability, BufferCaps, BufferSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from epcomm.bench.contenders.backends import Absent
+from epcomm.bench.contenders.backends import MissingContender
 from epcomm.bench.contenders.sent_bytes import SentBytes
 from epcomm.bench.timing import Percentiles
 
@@ -63,5 +63,5 @@ class Report:
     timings: Sequence[Timing]
     layers: Sequence[Timing]
     wrong: Sequence[Wrong]
-    absent: Sequence[Absent]
+    absent: Sequence[MissingContender]
     advice: str

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from epcomm.bench.advice import advise
 from epcomm.bench.check import CheckError, check_contender
-from epcomm.bench.contenders.backends import Absent, Epcomm, find_backends
+from epcomm.bench.contenders.backends import Epcomm, MissingContender, find_backends
 from epcomm.bench.contenders.base import Contender, Experts
 from epcomm.bench.contenders.sent_bytes import SentBytes
 from epcomm.bench.contenders.torch_alone import ALTERNATIVES
@@ -36,7 +36,7 @@ class _Found:
     timings: list[Timing] = field(default_factory=list)
     layers: list[Timing] = field(default_factory=list)
     wrong: list[Wrong] = field(default_factory=list)
-    absent: dict[tuple[str, str], Absent] = field(default_factory=dict)
+    absent: dict[tuple[str, str], MissingContender] = field(default_factory=dict)
 
 
 def run_bench(options: BenchOptions, on_progress: OnProgress) -> Report:

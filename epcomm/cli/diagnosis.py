@@ -22,7 +22,7 @@ from epcomm.spec import Availability
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class DoctorReport:
     """The findings of doctor().
 
     platform: torch, its distributed backends, devices.   packages: those that epcomm may use.
@@ -41,7 +41,7 @@ class Report:
     next_steps: tuple[str, ...] = ()
 
 
-def doctor(machine: Machine | None = None) -> Report:
+def doctor(machine: Machine | None = None) -> DoctorReport:
     """Look at this machine.
 
     Args:
@@ -50,7 +50,7 @@ def doctor(machine: Machine | None = None) -> Report:
     Local; starts up to three short-lived processes.   Host sync: none.
     """
     machine = machine or this_machine()
-    report = Report(
+    report = DoctorReport(
         platform=find_platform(machine),
         packages=find_packages(machine),
         deep_ep=find_deep_ep_kind(machine),
@@ -65,7 +65,7 @@ def doctor(machine: Machine | None = None) -> Report:
 _OPTIONAL = ("transformers", "mpi4py")
 
 
-def _next_steps(report: Report) -> Iterator[str]:
+def _next_steps(report: DoctorReport) -> Iterator[str]:
     platform = {each.name: each for each in report.platform}
     for each in (*report.platform, *report.packages):
         if each.status is Status.ATTENTION:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.cli.diagnosis import Report, doctor
+from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.cli.one_line import BadInput
 from epcomm.cli.version import version
 from epcomm.config import Mode
@@ -60,7 +60,7 @@ def doctor_command(
     raise typer.Exit(0 if _is_enough(report, names or []) else NOT_HERE)
 
 
-def as_json(report: Report, names: Sequence[str]) -> str:
+def as_json(report: DoctorReport, names: Sequence[str]) -> str:
     """Return the report as one JSON object; with names, with these backends and runners alone."""
     parts = {"backends": report.backends, "runners": report.runners}
     values = {
@@ -93,7 +93,7 @@ def _parts(name: str) -> tuple[str, ...]:
     return BACKEND_GROUPS.get(name, (name,))
 
 
-def _is_enough(report: Report, names: Sequence[str]) -> bool:
+def _is_enough(report: DoctorReport, names: Sequence[str]) -> bool:
     here = {each.name for each in (*report.backends, *report.runners) if each.status is Status.HERE}
     if names:
         return all(not here.isdisjoint(_parts(name)) for name in names)
@@ -105,7 +105,7 @@ def _plain(finding: Finding) -> dict[str, object]:
     return {**asdict(finding), "command": finding.command or None}
 
 
-def _show(report: Report, *, verbose: bool) -> None:
+def _show(report: DoctorReport, *, verbose: bool) -> None:
     console = Console(highlight=False)
     console.print(_summary(report))
     say = partial(console.print, markup=False, soft_wrap=True)
@@ -124,7 +124,7 @@ def _show(report: Report, *, verbose: bool) -> None:
         console.print(_variables_table(report.variables))
 
 
-def _summary(report: Report) -> Table:
+def _summary(report: DoctorReport) -> Table:
     """Return what works here, a line each; longer lines are cut."""
     found = {each.name: each for each in (*report.platform, *report.packages)}
     here = {name: each.detail for name, each in found.items() if each.status is Status.HERE}
@@ -151,7 +151,7 @@ def _summary(report: Report) -> Table:
     return table
 
 
-def _show_parts(console: Console, report: Report, names: Sequence[str]) -> None:
+def _show_parts(console: Console, report: DoctorReport, names: Sequence[str]) -> None:
     for kind, found in (("backend", report.backends), ("runner", report.runners)):
         if parts := _named(found, names):
             console.print(_parts_table(kind, parts))

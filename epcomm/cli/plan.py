@@ -159,7 +159,7 @@ def plan_command(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Layer:
+class _LayerOptions:
     """The layer that options and a model file describe.
 
     weights: one expert without memory, to choose a runner by; None where its size is unknown.
@@ -171,7 +171,7 @@ class _Layer:
     model_type: str | None
 
 
-def _layer_of(sizes: dict[str, Any], experts: str | None, model: Path | None) -> _Layer:
+def _layer_of(sizes: dict[str, Any], experts: str | None, model: Path | None) -> _LayerOptions:
     """Return the layer; `sizes` are those of the options, which win over the file."""
     shape = None if model is None else read_model_file(model, sizes)
     said = {} if shape is None else {name: value for name, value in vars(shape).items() if value}
@@ -181,7 +181,7 @@ def _layer_of(sizes: dict[str, Any], experts: str | None, model: Path | None) ->
         dtype=_torch_dtype(said.get("dtype", "bf16")),
     )
     spec.check()
-    return _Layer(
+    return _LayerOptions(
         spec=spec,
         weights=_weights_of(spec, said.get("intermediate_size"), experts),
         model_type=None if shape is None else shape.model_type,

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
+from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.buffers.sizes import Region
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.fuseep.limits import (
     DISPATCH_FFN_COMBINE_LIMITS,
     FUSED_DEEP_MOE_LIMITS,

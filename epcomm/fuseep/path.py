@@ -8,12 +8,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from epcomm.buffers.fused import FuseEPResult
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import find_call_error, num_tokens_of
 from epcomm.errors import ConfigError, EPError, HandleError
-from epcomm.buffers.fused import FuseEPResult
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
 from epcomm.planning.plans import PhasePlan

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
+from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import HandleError
-from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.ops.slots import gather_rows
 from epcomm.platforms.machine import Machine
 from epcomm.spec import Availability, BufferCaps, BufferSpec

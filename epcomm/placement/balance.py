@@ -155,7 +155,7 @@ def _place(
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Packed:
+class _Packing:
     """Experts on ranks: the number of copies of each, and the experts that each rank holds."""
 
     copies: npt.NDArray[np.int64]
@@ -167,14 +167,14 @@ class _Packed:
         return max(self.totals)
 
 
-def _packed(values: _Loads, copies: npt.NDArray[np.int64], num_ranks: int) -> _Packed:
+def _packed(values: _Loads, copies: npt.NDArray[np.int64], num_ranks: int) -> _Packing:
     owners = np.repeat(np.arange(len(values)), copies)
     held = [owners[items] for items in _pack((values / copies)[owners], owners, num_ranks)]
     totals = [float((values / copies)[each].sum()) for each in held]
-    return _Packed(copies=copies, held=held, totals=totals)
+    return _Packing(copies=copies, held=held, totals=totals)
 
 
-def _other_copies(values: _Loads, packed: _Packed) -> Iterator[npt.NDArray[np.int64]]:
+def _other_copies(values: _Loads, packed: _Packing) -> Iterator[npt.NDArray[np.int64]]:
     """Yield numbers of copies with more or fewer of the largest experts of the highest rank."""
     copies, num_ranks = packed.copies, len(packed.held)
     experts = packed.held[int(np.argmax(packed.totals))]

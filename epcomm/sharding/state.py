@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _METADATA = "epcomm_share"
 
 
-class Ranks(Protocol):
+class StateRanks(Protocol):
     """The attributes of an EPGroup that messages of the hooks name."""
 
     rank: int
@@ -51,7 +51,7 @@ class ShardedLayer(ExpertParameters, Protocol):
     """The parts of a layer that the hooks use."""
 
     @property
-    def group(self) -> Ranks:
+    def group(self) -> StateRanks:
         """Return the ranks that share the experts."""
         ...
 

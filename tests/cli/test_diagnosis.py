@@ -13,7 +13,7 @@ import pytest
 
 import epcomm.platforms.findings
 import epcomm.platforms.machine
-from epcomm.cli.diagnosis import Report, doctor
+from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.platforms.assumed import DEVICES
 from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
 from epcomm.platforms.findings import Finding, Status
@@ -60,7 +60,7 @@ def machine(
     )
 
 
-def package(report: Report, name: str) -> Finding:
+def package(report: DoctorReport, name: str) -> Finding:
     return next(finding for finding in report.packages if finding.name == name)
 
 

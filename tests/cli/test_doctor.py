@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 import pytest
 
 import epcomm.cli.doctor
-from epcomm.cli.diagnosis import Report, doctor
+from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.platforms.assumed import DEVICES
 from epcomm.platforms.deep_ep import Variable
 from epcomm.platforms.findings import Finding, Status
@@ -31,7 +31,7 @@ MISSING = Finding(
 RUNNER = Finding(name="reference", status=Status.HERE, detail="computes", serves=("Experts",))
 TORCH = Finding(name="torch", status=Status.HERE, detail="2.13.0\nand more")
 TRITON = Finding(name="triton", status=Status.MISSING, detail="for: kernels")
-REPORT = Report(
+REPORT = DoctorReport(
     platform=(TORCH, PACKAGE),
     packages=(TRITON, PACKAGE),
     deep_ep=None,

@@ -29,7 +29,7 @@ _ROW_ERRORS = {WireDtype.FP8_E4M3: 16 / 448, WireDtype.INT8: 0.5 / 127}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Absent:
+class MissingContender:
     """A backend that does not serve a mode here, and every reason."""
 
     backend: str
@@ -119,7 +119,7 @@ class Epcomm(Contender[DispatchOutput]):
 
 def find_backends(
     group: EPGroup, spec: MoESpec, config: EPConfig, names: Sequence[str]
-) -> tuple[list[str], list[Absent]]:
+) -> tuple[list[str], list[MissingContender]]:
     """Return which of the backends called `names` serve the mode of `config` on all ranks.
 
     Collective: yes; every rank finds the same.
@@ -132,7 +132,7 @@ def find_backends(
         if not any(mode in backend_class(kind).modes for kind in class_names(name)):
             rejected[name] = (f"has no mode {mode.value}",)
     absent = [
-        Absent(backend=name, mode=mode, reasons=rejected[name])
+        MissingContender(backend=name, mode=mode, reasons=rejected[name])
         for name in names
         if name in rejected
     ]

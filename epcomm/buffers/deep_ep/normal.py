@@ -86,7 +86,7 @@ class DeepEPExchangePlan(ExchangePlan):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Received:
+class ReceivedBatch:
     """The result of dispatch() of a package.
 
     local_ids: [R, K], int64, experts of this rank or -1; undefined where a row is a slot.
@@ -133,7 +133,9 @@ class DeepEPPackage(ABC, Generic[HandleT]):
         """Open it. Collective: yes.   Host sync: yes."""
 
     @abstractmethod
-    def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
+    def dispatch(
+        self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool
+    ) -> ReceivedBatch:
         """Send rows [T, H] to the ranks of their experts, ids and weights [T, K] beside them.
 
         is_static: hand out W * M rows, and read nothing on the host.
@@ -256,7 +258,7 @@ class DeepEPCalls(VendorCalls):
         )
         return self._dispatched(ids, received, index, flags, has_failed)
 
-    def _send(self, call: DispatchCall, ids: Tensor) -> Received:
+    def _send(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:
         rows = as_argument(wire_tensor_of(call, self._spec.dispatch_format))
         weights = weights_argument(call.topk_weights)
         return self._package.dispatch(rows, ids, weights, is_static=self.is_static)
@@ -264,7 +266,7 @@ class DeepEPCalls(VendorCalls):
     def _dispatched(
         self,
         ids: Tensor,
-        received: Received,
+        received: ReceivedBatch,
         index: SlotIndex,
         flags: BatchFlags,
         has_failed: Tensor | None,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer
-from epcomm.buffers.deep_ep.normal import DeepEPCalls, DeepEPPackage, Received
+from epcomm.buffers.deep_ep.normal import DeepEPCalls, DeepEPPackage, ReceivedBatch
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import Region
 from epcomm.platforms.deep_ep import DeepEPKind
@@ -88,7 +88,9 @@ class LegacyPackage(DeepEPPackage[LegacyHandle]):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
+    def dispatch(
+        self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool
+    ) -> ReceivedBatch:
         per_rank, per_rdma_rank, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
             ids, self._num_experts
         )
@@ -103,7 +105,7 @@ class LegacyPackage(DeepEPPackage[LegacyHandle]):
             num_worst_tokens=self._num_rows if is_static else 0,
         )
         ends = _row_ends(handle, self._rank)
-        return Received(
+        return ReceivedBatch(
             rows=received,
             local_ids=local_ids,
             weights=weights,

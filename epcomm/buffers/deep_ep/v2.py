@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer
-from epcomm.buffers.deep_ep.normal import DeepEPCalls, DeepEPPackage, Received
+from epcomm.buffers.deep_ep.normal import DeepEPCalls, DeepEPPackage, ReceivedBatch
 from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, row_bytes_of
 from epcomm.buffers.sizes import Region
 from epcomm.platforms.deep_ep import DeepEPKind
@@ -91,7 +91,9 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             explicitly_destroy=True,
         )
 
-    def dispatch(self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool) -> Received:
+    def dispatch(
+        self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool
+    ) -> ReceivedBatch:
         received, local_ids, weights, handle, _ = self._buffer.dispatch(
             rows,
             topk_idx=ids,
@@ -104,7 +106,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
         )
         if is_static and not self.expands:
             local_ids = self._ids_received(local_ids, handle)
-        return Received(
+        return ReceivedBatch(
             rows=received,
             local_ids=local_ids,
             weights=weights,

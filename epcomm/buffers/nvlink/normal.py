@@ -23,7 +23,7 @@ from torch import Tensor
 from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import as_words, region_rows
-from epcomm.buffers.nvlink.normal_counts import Counts, IndexSizes, Totals
+from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
 from epcomm.buffers.nvlink.normal_kernels import NormalKernels
 from epcomm.buffers.nvlink.normal_plans import (
     ExchangePlanMemory,
@@ -325,7 +325,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         )
         return sends
 
-    def _read_counts(self, call: DispatchCall) -> Counts:
+    def _read_counts(self, call: DispatchCall) -> NormalCounts:
         """Wait for the counts of all ranks.
 
         Raises:
@@ -341,13 +341,15 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
                 "make a new one"
             )
         self._spare_totals = self._totals
-        return Counts.of(totals, call, self._layout, self._collectives.names, self._excluded_ranks)
+        return NormalCounts.of(
+            totals, call, self._layout, self._collectives.names, self._excluded_ranks
+        )
 
     def _receive(
         self,
         call: DispatchCall,
         buffer_index: int,
-        counts: Counts | None,
+        counts: NormalCounts | None,
         pushed: Sends | PlanBlock,
     ) -> Dispatched:
         """Wait for the rows and index them; counts is None where there is a budget."""

@@ -35,7 +35,7 @@ class IndexSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counts:
+class NormalCounts:
     """The counts of a dispatch that the host reads.
 
     most_tokens: T of the rank that has most.   num_rows: that arrive.
@@ -55,7 +55,7 @@ class Counts:
         layout: NormalLayout,
         names: RankNames,
         dead: Sequence[int],
-    ) -> Counts:
+    ) -> NormalCounts:
         """Read the totals that Totals.wait() returned.
 
         Raises:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
-from epcomm.buffers.nvlink.plan_blocks import WORDS_OF_16_BYTES, BlockLayout, PlanBlock
+from epcomm.buffers.nvlink.plan_blocks import WORDS_OF_16_BYTES, PlanBlock, PlanBlockLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Received, Sends
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
@@ -86,7 +86,7 @@ class ExchangePlanMemory:
     ) -> PlanBlock:
         """Allocate a plan and its index, for a kernel that runs before the host has read sizes."""
         spec, device, row_topk = self.spec, self.device, None
-        layout = BlockLayout.of(spec, self.world_size, num_tokens, most)
+        layout = PlanBlockLayout.of(spec, self.world_size, num_tokens, most)
         memory = torch.empty(layout.num_words, dtype=torch.int32, device=device)
         if wants_row_topk:
             shape = (most.num_rows, spec.top_k)

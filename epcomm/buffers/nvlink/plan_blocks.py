@@ -33,7 +33,7 @@ _INDEX = slice(2, 7)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BlockLayout:
+class PlanBlockLayout:
     """The places of PLAN_PARTS in a block, all of which begin at multiples of 16 bytes.
 
     offsets: bytes before each.   num_words: of all.   index_words: from part to part of the index.
@@ -50,7 +50,7 @@ class BlockLayout:
     @classmethod
     def of(
         cls, spec: BufferSpec, world_size: int, num_tokens: int, most: IndexSizes
-    ) -> BlockLayout:
+    ) -> PlanBlockLayout:
         """Return the layout for T tokens, and for as many rows and slots as may come."""
         return _layout_of(
             spec.top_k,
@@ -65,7 +65,7 @@ class BlockLayout:
 @lru_cache(maxsize=256)
 def _layout_of(
     top_k: int, num_local: int, world_size: int, num_tokens: int, num_rows: int, num_slots: int
-) -> BlockLayout:
+) -> PlanBlockLayout:
     sends = (num_tokens * world_size, num_tokens * top_k)
     index = _index_words(num_rows, num_slots, top_k, num_local)
     lengths = (*sends, *index, world_size, world_size, 2)
@@ -81,7 +81,7 @@ def _layout_of(
     ):
         places.append(len(pieces))
         pieces += [length, words - length] if words > length else [length]
-    return BlockLayout(
+    return PlanBlockLayout(
         offsets=offsets,
         num_words=sum(padded),
         index_words=tuple(padded[_INDEX]),
@@ -103,12 +103,14 @@ class LateIndex(SlotIndex):
 
     slot_weights: Tensor
     _memory: Tensor
-    _layout: BlockLayout
+    _layout: PlanBlockLayout
     _sizes: IndexSizes
     _spec: BufferSpec
 
     @classmethod
-    def of(cls, memory: Tensor, layout: BlockLayout, sizes: IndexSizes, spec: BufferSpec) -> Self:
+    def of(
+        cls, memory: Tensor, layout: PlanBlockLayout, sizes: IndexSizes, spec: BufferSpec
+    ) -> Self:
         """Keep the memory of the index in a block, and the sizes that the host has read."""
         index = object.__new__(cls)
         # It is frozen; __getattr__() is not asked for what is there.
@@ -183,7 +185,7 @@ class PlanBlock:
 
     spec: BufferSpec
     memory: Tensor
-    layout: BlockLayout
+    layout: PlanBlockLayout
     received: Received
 
     def parts(self, sizes: IndexSizes) -> tuple[Sends, Arrivals, LateIndex]:

@@ -66,7 +66,7 @@ _POINTERS = (
 )
 
 
-class _Arguments(ctypes.Structure):
+class _CombineArguments(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in _POINTERS),
         ("own", c_uint64),
@@ -165,7 +165,7 @@ def combine_rows_cpp(
     launch = exchange.cpp_launches.get(key)
     if launch is None:
         launch = exchange.cpp_launches[key] = _prepared(exchange, key, rows.device)
-    arguments = _Arguments.from_buffer_copy(launch.arguments)
+    arguments = _CombineArguments.from_buffer_copy(launch.arguments)
     arguments.rows = rows.data_ptr()
     arguments.rows_stride = rows.stride(0) * rows.itemsize
     arguments.weights = _address(slot_weights)
@@ -189,7 +189,7 @@ def combine_rows_cpp(
 def _prepared(exchange: NormalExchange, key: _Key, device: torch.device) -> PreparedCuda:
     peers = exchange.peers
     kernel, num_sms = _kernel(peers.layout, key.hidden_size, device)
-    arguments = _Arguments(
+    arguments = _CombineArguments(
         table=peers.table.data_ptr(),
         excluded=peers.excluded.data_ptr(),
         state=exchange.state.data_ptr(),

@@ -27,7 +27,7 @@ CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cu
 class Shape:
     """A kernel by its rows and its ranks; experts and top_k: None: 256 experts and top-8."""
 
-    rows: launch.Rows
+    rows: launch.RowForm
     world_size: int
     local_experts: int | None = None
     top_k: int = 8
@@ -40,7 +40,9 @@ SPEC = BufferSpec(
     dispatch_format=PLAIN,
     hidden_format=PLAIN,
 )
-BF16_ROWS = launch.Rows(row_bytes=14336, scale_bytes=0, scale_unit=16, alignment=1, is_planned=True)
+BF16_ROWS = launch.RowForm(
+    row_bytes=14336, scale_bytes=0, scale_unit=16, alignment=1, is_planned=True
+)
 SHAPES = {
     "bf16": Shape(rows=BF16_ROWS, world_size=8),
     "fp8": Shape(rows=BF16_ROWS._replace(row_bytes=7168, scale_bytes=224), world_size=2),

@@ -103,7 +103,7 @@ _write_plan = struct.Struct(f"={len(PLAN_PARTS)}Q").pack_into
 _PLAN_AT = getattr(_Arguments, PLAN_PARTS[0]).offset
 
 
-class Rows(NamedTuple):
+class RowForm(NamedTuple):
     """Says which rows a compiled kernel is for, beside a layout: a key that every call makes.
 
     row_bytes: of elements.   scale_bytes: of the scales of a row, 0 for none.
@@ -140,14 +140,14 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
     wire, size = spec.dispatch_format, spec.hidden_size
     scale_bytes = wire.scale_bytes(size)
     for rows in (
-        Rows(
+        RowForm(
             row_bytes=wire.data_bytes(size),
             scale_bytes=scale_bytes,
             scale_unit=_unit(scale_bytes),
             alignment=spec.expert_alignment,
             is_planned=True,
         ),
-        Rows(
+        RowForm(
             row_bytes=spec.hidden_format.data_bytes(size),
             scale_bytes=0,
             scale_unit=_COPY_BYTES,
@@ -171,7 +171,7 @@ def num_stages(row_bytes: int) -> int:
     return min(MAX_STAGES, (RING_BYTES // COPIERS - 8 * MAX_STAGES) // piece)
 
 
-def definitions(layout: NormalLayout, rows: Rows) -> Mapping[str, int]:
+def definitions(layout: NormalLayout, rows: RowForm) -> Mapping[str, int]:
     """Return what the files take as constants."""
     return {
         "ROW_BYTES": rows.row_bytes,
@@ -243,7 +243,7 @@ def dispatch_rows(
         scale_bytes = scales.shape[1] * scales.itemsize
         scales_stride = scales.stride(0) * scales.itemsize
         unit = _unit(scales.data_ptr() | scale_bytes | scales_stride)
-    rows = Rows(
+    rows = RowForm(
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
         scale_unit=unit,
@@ -282,7 +282,7 @@ def dispatch_rows(
         launch.kernel.launch(min(num_sms or launch.num_blocks, launch.num_blocks), arguments)
 
 
-def _prepared(exchange: NormalExchange, rows: Rows, device: torch.device) -> PreparedCuda:
+def _prepared(exchange: NormalExchange, rows: RowForm, device: torch.device) -> PreparedCuda:
     peers, plan = exchange.peers, exchange.plan
     kernel, num_sms = _kernel(peers.layout, rows, device)
     arguments = _Arguments(
@@ -319,7 +319,7 @@ def _unit(bits: int) -> int:
 
 
 @cache
-def _kernel(layout: NormalLayout, rows: Rows, device: torch.device) -> tuple[CudaKernel, int]:
+def _kernel(layout: NormalLayout, rows: RowForm, device: torch.device) -> tuple[CudaKernel, int]:
     """Return the kernel for one layout and kind of rows, and the SMs of the GPU."""
     capability = compute_capability(device)
     assert capability is not None, "can_serve() has asked for a GPU"

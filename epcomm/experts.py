@@ -27,7 +27,7 @@ from epcomm.dispatchers.dispatcher import (
 from epcomm.errors import ConfigError, EPError, PickleRefused, ShapeError
 from epcomm.fuseep.path import FuseEPPath
 from epcomm.group import EPGroup
-from epcomm.ops.precision import check_cast, is_widened
+from epcomm.ops.precision import check_cast
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.placement.moving import MoveMemory, stage_experts
 from epcomm.placement.rebalancing import ExpertState, agree_on_move, agree_to_write, check_placement
@@ -481,18 +481,20 @@ class PipelinePath:
         decode: bool,
     ) -> Tensor:
         """Dispatch, compute, combine and count one batch; see ExpertParallelExperts.forward."""
-        if self._may_widen and is_widened(weights, self._spec.dtype):
+        dtype, planned = weights.dtype, self._spec.dtype
+        if dtype is not planned and dtype.itemsize > planned.itemsize and self._may_widen:
             self._widen(weights)
         try:
             dispatcher = self.phases.of_phase(decode=decode)
         except ConfigError as error:
             self.refuse(error, decode=decode)
-        misplaced = self._find_misplaced(weights)
+        tensors = weights.tensors()
+        misplaced = self._find_misplaced(tensors)
         if misplaced is not None:
             dispatcher.refuse(misplaced)
         trained: NeedGrad = False
         if torch.is_grad_enabled():
-            trained = {name: tensor.requires_grad for name, tensor in weights.tensors().items()}
+            trained = {name: tensor.requires_grad for name, tensor in tensors.items()}
         out = dispatcher.dispatch(x, topk, experts_need_grad=trained)
         try:
             results = self._run_experts(out, weights)
@@ -531,9 +533,9 @@ class PipelinePath:
         is_served = not decode or self.phases.decode is not None
         self.phases.of_phase(decode=decode and is_served).refuse(error)
 
-    def _find_misplaced(self, weights: ExpertTensors) -> ShapeError | None:
+    def _find_misplaced(self, tensors: Mapping[str, Tensor]) -> ShapeError | None:
         """Find experts that are not on the device of the group, as after construction on meta."""
-        for name, tensor in weights.tensors().items():
+        for name, tensor in tensors.items():
             if tensor.device != self._group.device:
                 return ShapeError(
                     f"ExpertParallelExperts: {name} is on {tensor.device}, expected "

@@ -78,7 +78,7 @@ class EPGroup:
         self._owns_collectives = self.collectives is not ranks
         if device is not None and device.type != self.collectives.device.type:
             self.collectives = StagedCollectives(self.collectives, device)
-        self.calls = Calls(self.collectives)
+        self.calls = Calls.of(self.collectives)
         self.rank = self.collectives.rank
         self.world_size = self.collectives.world_size
         self.device: torch.device = self.collectives.device
@@ -252,7 +252,6 @@ class EPGroup:
                 backend.abandon()
             else:
                 backend.close()
-        self.calls.close()
         if self._owns_collectives:
             self.collectives.close()
 

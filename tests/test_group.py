@@ -163,6 +163,18 @@ def test_ready_collectives_are_taken_as_they_are() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
+def test_calls_of_two_groups_over_the_same_collectives_are_compared() -> None:
+    assert dist.group.WORLD is not None
+    collectives = TorchDistCollectives(dist.group.WORLD)
+    dispatchers = [DeepEPNormalDispatcher(EPGroup(collectives), MOE) for _ in range(2)]
+    x = torch.ones(1, MOE.hidden_size)
+    topk = TopKOutput(topk_ids=torch.tensor([[0, 1]]), topk_weights=torch.ones(1, 2))
+    with pytest.raises(HandleError, match=r"rank 2 is in dispatch of dispatcher 2 .* while ranks"):
+        dispatchers[collectives.rank == 2].dispatch(x, topk)
+    dispatchers[0].dispatch(x, topk)
+
+
+@pytest.mark.ranks(NUM_RANKS)
 def test_equal_specifications_share_a_buffer() -> None:
     with EPGroup() as group:
         buffer = group.open_buffer("CollectiveBuffer", SPEC)

@@ -96,6 +96,7 @@ class Calls:
         counts_in_whole: what is called here counts there too.
         """
         self.collectives = collectives
+        collectives.calls = self
         self.world_size = collectives.world_size
         # The numbers of the ranks for messages; in a part of a group, those in the group.
         self.names = collectives.names
@@ -111,6 +112,12 @@ class Calls:
         # The mode of each.
         self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
         self._parts: dict[tuple[tuple[int, ...], ...], Calls] = {}
+
+    @classmethod
+    def of(cls, collectives: Collectives) -> Calls:
+        """Return the calls over `collectives`, which all groups on them share. Local."""
+        found = collectives.calls
+        return found if isinstance(found, Calls) else cls(collectives)
 
     @property
     def has_board(self) -> bool:
@@ -155,9 +162,7 @@ class Calls:
         return self._parts[key]
 
     def close(self) -> None:
-        """Close the boards of the group and its parts. Local, idempotent."""
-        for part in self._parts.values():
-            part.close()
+        """Close the board, if there is one; the collectives do it. Local, idempotent."""
         self._parts.clear()
         if self._board is not None:
             self._board.close()

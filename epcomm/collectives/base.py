@@ -6,7 +6,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,14 @@ _FIRST_BYTES = 8192
 _LENGTH_BYTES = 8
 
 
+class Closable(Protocol):
+    """Something that holds memory until it is closed."""
+
+    def close(self) -> None:
+        """Free it. Local, idempotent."""
+        ...
+
+
 class Collectives(ABC):
     """Three collective operations over the ranks of one group.
 
@@ -50,6 +58,8 @@ class Collectives(ABC):
     bounded: BoundedWait | None = None
     # Seconds that kernels wait for other ranks, see limit_waits().
     kernel_timeout_s: float = DEFAULT_TIMEOUT_S
+    # What compares calls over these collectives, for all groups on them; close() ends it.
+    calls: Closable | None = None
     # What messages say behind a phase, in a part of a group: `, between hosts`.
     scope: str = ""
 
@@ -122,6 +132,8 @@ class Collectives(ABC):
         for part in self._parts.values():
             part.close()
         self._parts.clear()
+        if self.calls is not None:
+            self.calls.close()
 
     @abstractmethod
     def all_to_all(

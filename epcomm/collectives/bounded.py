@@ -108,8 +108,6 @@ class BoundedWait:
         self._num_exchanges = 0
         self._num_calls: Counter[str] = Counter()
         self._failure: EPError | None = None
-        # Of the exchange under way.
-        self._phase, self._start_s = "", 0.0
 
     def check(self) -> None:
         """Raise the error that ended an earlier exchange, before a new one writes anything.
@@ -150,11 +148,13 @@ class BoundedWait:
                 up; at most GRACE_S + 2 * LOOK_LIMIT_S after the deadline. Every later call raises
                 the same at once and starts nothing.
         """
-        self.begin(phase)
-        self.finish(start())
+        start_s = self.begin(phase)
+        self.finish(start(), phase, start_s)
 
-    def begin(self, phase: str) -> None:
+    def begin(self, phase: str) -> float:
         """Count an exchange that the caller starts now, and completes or hands to finish().
+
+        Returns: the time on the monotonic clock.
 
         Local, but before the second exchange, when every rank has constructed its board.
         Raises:
@@ -165,19 +165,22 @@ class BoundedWait:
             self._failure_board.read()
         self._num_exchanges += 1
         self._num_calls[phase] += 1
-        self._phase, self._start_s = phase, time.monotonic()
+        return time.monotonic()
 
-    def finish(self, step: Step) -> None:
-        """Wait for the end of the exchange that begin() counted; see run()."""
-        deadline_s = self._start_s + self.timeout_s
-        fault = self._wait(step, deadline_s)
+    def finish(self, step: Step, phase: str, start_s: float, *, has_waited: bool = False) -> None:
+        """Wait for the end of the exchange that begin() counted; see run().
+
+        has_waited: the caller has waited SLICE_S already, so that it is time to look at the board.
+        """
+        deadline_s = start_s + self.timeout_s
+        fault = "" if has_waited and self._failure_board.read() else self._wait(step, deadline_s)
         if fault is None:
             return
         report = _Report(
             exchange=self._num_exchanges,
-            call=self._num_calls[self._phase],
-            phase=self._phase,
-            waited_s=time.monotonic() - self._start_s,
+            call=self._num_calls[phase],
+            phase=phase,
+            waited_s=time.monotonic() - start_s,
         )
         self._failure = self._give_up(report, deadline_s, fault)
         raise self._failure

@@ -238,16 +238,16 @@ def _run(
     # process group, 30 minutes, and destroying the group, aborting it or leaving the process would
     # wait for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
-    bounded.begin(phase)
-    work = start()
+    start_s = bounded.begin(phase)
+    work, is_broken = start(), False
     try:
         # Most exchanges end within the first look, which needs no help.
-        is_done = _wait_for(work, min(SLICE_S, bounded.timeout_s))
+        if _wait_for(work, min(SLICE_S, bounded.timeout_s)):
+            return
     except RuntimeError:
-        # The transport broke: asked again, it says so again.
-        is_done = False
-    if not is_done:
-        bounded.finish(partial(_wait_for, work))
+        # Asked again, the transport says again what broke.
+        is_broken = True
+    bounded.finish(partial(_wait_for, work), phase, start_s, has_waited=not is_broken)
 
 
 def _wait_for(work: dist.Work, seconds: float) -> bool:

@@ -194,8 +194,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
-        self._num_calls += 1
-        handle = Handle(owner=self, call=self._num_calls, num_tokens=num_tokens, dtype=dtype)
+        handle = Handle(owner=self, call=0, num_tokens=num_tokens, dtype=dtype)
         call = self._make_call(hidden_states, topk, experts_need_grad, error)
         return call, hidden_states, topk.topk_weights, handle
 
@@ -209,6 +208,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self, out: Dispatched, rows: WireTensor, slot_weights: Tensor | None, handle: Handle
     ) -> DispatchT:
         """Return the record of a batch, of which `rows` and `slot_weights` have their history."""
+        self._num_calls += 1
+        handle.call = self._num_calls
         handle.open(out.exchange_plan, bool(int(out.any_flags) & _NEEDS_BACKWARD))
         rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
         if self.plan.caps.layout is Layout.MASKED:

@@ -70,11 +70,6 @@ def cast_experts(weights: ExpertWeights, dtype: torch.dtype) -> ExpertWeights:
     return weights.with_tensors({name: t.to(dtype) for name, t in weights.tensors().items()})
 
 
-def is_widened(weights: ExpertTensors, planned: torch.dtype) -> bool:
-    """Return whether experts were cast to a dtype wider than the planned dtype of the rows."""
-    return weights.dtype is not planned and weights.dtype.itemsize > planned.itemsize
-
-
 def check_cast(weights: ExpertTensors, convert: Callable[[Tensor], Tensor], where: str) -> None:
     """Refuse to cast codes and scales of eight-bit experts, as module.to() would.
 

@@ -172,8 +172,8 @@ class ExpertWeights(ExpertTensors):
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
         return ExpertWeights(**tensors, format=self.format)
 
-    @cached_property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
+    @property
+    def dtype(self) -> torch.dtype:
         return self.gate_up_proj.dtype
 
     @property

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -21,6 +22,7 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
+from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.ops.slots import pack
 from epcomm.runners import grouped_mm, reference
 from epcomm.runners.base import ExpertRunner
@@ -335,6 +337,23 @@ def test_dispatcher_casts_rows_weights_and_results() -> None:
         assert relative_error(y, batch.x * total) <= tolerance(BF16)
         assert relative_error(x.grad, batch.dy * total) <= tolerance(BF16)
         assert relative_error(router_weights.grad, dots) <= tolerance(BF16)
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_experts_that_a_cast_widens_are_noticed_without_a_mesh() -> None:
+    """Their parameters are plain tensors, which a cast writes and does not exchange."""
+    assert dist.group.WORLD is not None
+    with EPGroup(TorchDistCollectives(dist.group.WORLD)) as group, torch.no_grad():
+        weights = make_weights(replace(SPEC, dtype=FP32), NUM_RANKS, device=group.device)
+        layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
+        batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
+        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+        before = layer(batch.x.float(), topk)
+        layer.to(FP64)
+        assert layer.weights.dtype is FP64
+        after = layer(batch.x.double(), topk)
+        assert after.dtype is FP64
+        assert relative_error(before, after) <= tolerance(FP32)
 
 
 FUSED = EPConfig(mode="fuseep", backend="fuseep_reference", max_tokens_per_rank=16)

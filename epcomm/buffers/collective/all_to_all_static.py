@@ -207,8 +207,9 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
+            rows = rows.contiguous()
             self._announce(kind, exchange_plan.call)
-            returned = self._send_sums(rows.contiguous(), phase="combine")
+            returned = self._send_sums(rows, phase="combine")
             has_failed = self._faults.record_combine(_read_codes(returned), None)
             has_failed = has_failed | exchange_plan.has_failed
             y = _sum_returned(returned, exchange_plan.num_tokens, has_failed, bias)

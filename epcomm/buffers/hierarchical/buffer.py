@@ -265,10 +265,6 @@ class HierarchicalBuffer(Buffer):
                 self._refuse_between(problem)
             raise
 
-    def _way_home(self, exchange_plan: HierarchicalExchangePlan, sums: Combined) -> ExchangePlan:
-        """Return the plan along which the sums of this host go to the others."""
-        return exchange_plan.outer
-
     def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         with suppress(type(error)):
             self._inner.refuse_combine(error)

@@ -107,7 +107,7 @@ class ExpertParallelTraining:
         """Place the experts of each layer by their load since the last call. Collective: yes."""
         assert self._recorder is not None, "experts are placed"
         self._recorder.end_window()
-        load = self._recorder.gather(self._group.collectives)
+        load = self._recorder.gather(self._group.calls)
         self._optimizer.zero_grad()
         num_ranks, shares = self._group.world_size, []
         for place, moe in enumerate(self._moe_layers):

@@ -27,6 +27,9 @@ REPO = Path(__file__).parents[2]
 # Seconds for all scenarios together, of which they take 35 on two idle cores and 300 beside other
 # work. A scenario that hangs is ended by its own limit.
 LAUNCH_LIMIT_S = 1800
+# Seconds without a core, of all threads of a rank together, after which it may miss the grace in
+# which others wait for its report. On two idle cores it is at most 4.
+STARVED_S = 6.0
 
 PHASE_NAMES = {
     "dispatch": "dispatch counts",
@@ -144,13 +147,18 @@ def run(request: pytest.FixtureRequest, played: dict[str, Played]) -> Played:
 
 def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
     scenario = run.scenario
-    lost = ", ".join(map(str, scenario.lost_ranks))
-    named = f"rank{'s' if len(scenario.lost_ranks) > 1 else ''} {lost} did not arrive"
-    starved_s = sum(run.outcome(rank).starved_s for rank in scenario.survivors)
-    for rank in scenario.survivors:
-        outcome = run.outcome(rank)
+    lost = set(scenario.lost_ranks)
+    outcomes = {rank: run.outcome(rank) for rank in scenario.survivors}
+    starved_s = sum(outcome.starved_s for outcome in outcomes.values())
+    # A survivor that has no core reports later than the grace, and is named beside the lost ranks.
+    is_starved = any(outcome.starved_s > STARVED_S for outcome in outcomes.values())
+    for rank, outcome in outcomes.items():
         scope = "(, (between|inside) hosts)?" if scenario.backend == "hierarchical" else ""
-        assert re.match(f"{PHASE_NAMES[scenario.phase]}{scope}: {named}", outcome.message)
+        story = rf"{PHASE_NAMES[scenario.phase]}{scope}: ranks? (?P<named>[\d, ]+) did not arrive"
+        found = re.match(story, outcome.message)
+        assert found, outcome.message
+        named = set(map(int, found["named"].split(", ")))
+        assert named == lost or (lost < named and is_starved), outcome.message
         assert "(call 2, exchange " in outcome.message
         assert f"; this is rank {rank} of {scenario.num_ranks})" in outcome.message
         assert outcome.elapsed_s <= scenario.timeout_s + NAMING_LIMIT_S + starved_s

@@ -395,21 +395,28 @@ def run(mutant: type[Any], group: EPGroup) -> None:
         layer_suite.run_scenario(MUTANTS[mutant], layer_env)
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_the_suite_fails_on_this_mutant(mutant: type[Any]) -> None:
-    is_noticed = False
+def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
+    """Return whether the suite fails on this mutant, on this rank."""
     try:
         with EPGroup(dist.new_group()) as group:
-            group.limit_waits(PATIENCE_S)
+            group.limit_waits(patience_s)
             run(mutant, group)
     except EPTimeout:
         # The rank waited for one that has failed; of this mutant alone nothing else is noticed.
-        is_noticed = mutant is OwnFlagsAlone
+        return mutant is OwnFlagsAlone
     # EPError: one that the suite did not expect. IndexError: rows of one batch and the exchange
     # plan of another.
     except (AssertionError, EPError, IndexError):
-        is_noticed = True
+        return True
+    return False
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_the_suite_fails_on_this_mutant(mutant: type[Any]) -> None:
     of_ranks: list[bool] = [False, False]
-    dist.all_gather_object(of_ranks, is_noticed)
+    # On a busy machine both ranks may have run out of patience.
+    for patience_s in (PATIENCE_S, 5 * PATIENCE_S):
+        if not any(of_ranks):
+            dist.all_gather_object(of_ranks, is_noticed_within(patience_s, mutant))
     assert any(of_ranks)

@@ -38,7 +38,7 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.ranks import COLLECTIVE_TIMEOUT, of_all_ranks
 from epcomm.bench.timing import Percentiles, captured, clock_for
 from epcomm.bench.turns import wait_for_all
-from epcomm.buffers.base import Buffer, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.calls.call import DispatchCall
@@ -204,6 +204,7 @@ def combine(buffer: Buffer, out: Dispatched, results: Tensor, topk_weights: Tens
     """Combine results of slots [C, H], by the weights that came with dispatch, or by these."""
     plan, weights = out.exchange_plan, out.slot_weights
     if weights is None:
+        assert isinstance(buffer, ReturnsSlots), "a dispatch without weights"
         return buffer.combine_slots(results, plan, topk_weights).y
     return buffer.combine(results, plan, rows_per=RowsPer.SLOT, slot_weights=weights).y
 

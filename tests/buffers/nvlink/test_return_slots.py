@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import ConfigError, EPGroup, Mode, ShapeError
-from epcomm.buffers.base import Dispatched
+from epcomm.buffers.base import Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.low_latency import (
     NVLinkLowLatency,
     NVLinkLowLatencyBuffer,
@@ -142,6 +142,13 @@ BY_COLUMN = ScaleLayout(column_major=True, alignment=4)
 PACKED = replace(BY_COLUMN, packed=True)
 
 
+def open_slots(group: EPGroup, name: str, spec: BufferSpec) -> ReturnsSlots:
+    """Open a buffer that returns slots."""
+    buffer = group.open_buffer(name, spec)
+    assert isinstance(buffer, ReturnsSlots)
+    return buffer
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -164,7 +171,7 @@ def test_slots_are_weighed_and_summed_at_home(
 ) -> None:
     monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     with EPGroup() as group, poisoned_memory():
-        buffer = group.open_buffer(backend, spec_of(wire, scale_layout))
+        buffer = open_slots(group, backend, spec_of(wire, scale_layout))
         addresses = set()
         for number, tokens in enumerate(TOKENS):
             batch = Batch.of(group, number, tokens[group.rank], wire)
@@ -202,7 +209,7 @@ def test_a_refusal_reaches_all_and_the_next_batch_is_right(
 ) -> None:
     monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     with EPGroup() as group:
-        buffer = group.open_buffer(ROWS, spec_of())
+        buffer = open_slots(group, ROWS, spec_of())
         batch = Batch.of(group, 0, 3, BF16)
         for refuses in (True, False):
             out = buffer.dispatch(batch.call)
@@ -222,7 +229,7 @@ def test_a_refusal_reaches_all_and_the_next_batch_is_right(
 @pytest.mark.slow
 def test_slots_count_as_bytes_of_combine() -> None:
     with EPGroup() as group:
-        buffer, tokens = group.open_buffer(ROWS, spec_of()), (4, 3)
+        buffer, tokens = open_slots(group, ROWS, spec_of()), (4, 3)
         batches = [Batch.of(replace_rank(group, r), 0, tokens[r], BF16).call for r in range(2)]
         mine, theirs = (batches[group.rank], batches[1 - group.rank])
         # Where launching is slow, empty batches have come before.

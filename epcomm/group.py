@@ -137,7 +137,7 @@ class EPGroup:
         )
 
     def limit_waits(self, timeout_s: float) -> None:
-        """Let a layer say how long it waits for other ranks; plan() does, with its group.
+        """Set how long a layer waits for other ranks; plan() calls it.
 
         The group waits as long as its most patient layer. Before the first, it waits
         DEFAULT_TIMEOUT_S of epcomm/collectives/base.py.
@@ -169,7 +169,7 @@ class EPGroup:
         return self._open(name, spec, fused_class, "open_fused")
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
-        """Let the layers of this group go on without ranks that are dead, over backend nvlink.
+        """Exclude dead ranks, so that the layers of this group work without them over nvlink.
 
         An EPTimeout has named them. Their experts are lost: entries of topk_ids that name one are
         as entries of -1. What was under way is lost too, and excluded ranks stay excluded. What all

@@ -93,7 +93,7 @@ def is_fault_byte(byte: int) -> bool:
 
 
 def is_passed_on(word: int) -> bool:
-    """Tell whether a fault word is of another rank than the one that it came from."""
+    """Return whether a fault word is of another rank than the one that it came from."""
     return word >> _FAULTY_RANK_SHIFT > 0
 
 

@@ -1,4 +1,4 @@
-"""Say what a layer asks of a backend, and what a backend says that it can do."""
+"""The requirements of a layer on a backend, and the capabilities of a backend."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class HostLayout:
 
     @property
     def is_even(self) -> bool:
-        """Tell whether all hosts have as many ranks."""
+        """Return whether all hosts have as many ranks."""
         return len({len(ranks) for ranks in self.ranks_of_host}) == 1
 
     def ranks_elsewhere(self, rank: int) -> tuple[int, ...]:

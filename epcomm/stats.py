@@ -1,4 +1,4 @@
-"""Say what a layer has done on one rank: plain counts, and the load of each of its experts."""
+"""Counts of a layer on one rank, and the load of each of its experts."""
 
 from __future__ import annotations
 

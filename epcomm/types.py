@@ -21,7 +21,7 @@ MAX_RANKS = 4096
 
 
 def is_size(value: object, most: int = MAX_SIZE) -> TypeGuard[int]:
-    """Tell whether a value is an integer from 1 to `most`; True is none, though Python says so."""
+    """Return whether a value is an integer from 1 to `most`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 

@@ -1,4 +1,4 @@
-"""Say what a run of `epcomm bench` finds."""
+"""The results of a run of `epcomm bench`."""
 
 from __future__ import annotations
 

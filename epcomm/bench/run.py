@@ -31,7 +31,7 @@ OnProgress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Found:
-    """Hold what a run has found so far."""
+    """The results of a run so far."""
 
     timings: list[Timing] = field(default_factory=list)
     layers: list[Timing] = field(default_factory=list)

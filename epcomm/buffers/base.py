@@ -87,7 +87,7 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def probe(cls, machine: Machine) -> Availability:
-        """Tell whether this backend can run on a rank of `machine`. Local; allocates nothing."""
+        """Return whether this backend can run on a rank of `machine`. Local; allocates nothing."""
 
     @classmethod
     @abstractmethod
@@ -96,17 +96,17 @@ class Backend(ABC):
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Say why it cannot serve a layer, beyond what caps() says. Local; allocates nothing."""
+        """Return the reasons against a layer, beyond caps(). Local; allocates nothing."""
         return ()
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Say why it cannot serve this layer on this `machine`. Local; allocates nothing."""
+        """Return the reasons why it cannot serve a layer on `machine`. Local; allocates nothing."""
         return ()
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
-        """Say why it cannot serve ranks on the hosts that spec.hosts names, None for one host.
+        """Return the reasons why it cannot serve ranks on spec.hosts, None for one host.
 
         Local; every rank gives the same answer, for nothing of this rank is looked at.
         """

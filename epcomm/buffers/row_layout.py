@@ -96,8 +96,7 @@ class RowLayout:
 
     def pack_tokens(
         self,
-        data: Tensor,
-        scales: Tensor | None,
+        hidden_states: WireTensor,
         token_of_row: Tensor,
         topk_ids: Tensor,
         weights: Tensor,
@@ -106,12 +105,11 @@ class RowLayout:
     ) -> Tensor:
         """Copy each row's token, ids and weights into one message: [N, row_bytes], uint8.
 
-        data, scales: of the tokens, [T, H] and [T, num_scales], see wire_parts_of().
-
         One pass over the hidden states: they are gathered straight into the message, which is
         `out` if that is given.
         """
         rows = self._allocate(token_of_row.shape[0], token_of_row.device) if out is None else out
+        data, scales = hidden_states.data, hidden_states.scales
         torch.index_select(_movable(data), 0, token_of_row, out=_movable(self.data(rows)))
         out_scales = self.scales(rows)
         if out_scales is not None and scales is not None:
@@ -180,15 +178,6 @@ class Scratch:
     def free(self) -> None:
         """Free the block."""
         self._block = self._block[:0].clone()
-
-
-def wire_parts_of(call: DispatchCall, wire_format: WireFormat) -> tuple[Tensor, Tensor | None]:
-    """Return the elements and scales of the hidden states of a call; see wire_tensor_of()."""
-    rows = call.hidden_states
-    if isinstance(rows, Tensor) and rows.dtype is wire_format.dtype.torch_dtype:
-        return rows, None
-    wire = wire_tensor_of(call, wire_format)
-    return wire.data, wire.scales
 
 
 def wire_tensor_of(call: DispatchCall, wire_format: WireFormat) -> WireTensor:

@@ -1,4 +1,4 @@
-"""Tell how large a call is: memory by region, and a rank's part of it; numbers alone, no tensors.
+"""The size of a call: memory by region, and a rank's part of it; numbers, no tensors.
 
 Buffers answer both questions before anything is allocated (Buffer.region_bytes, Buffer.wire_bytes),
 so that a plan needs no group and no device. Worked example, rows of 144 B, W = 4, K = 2, M = 16:

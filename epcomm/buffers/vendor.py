@@ -1,4 +1,4 @@
-"""Say what backends on vendor kernels share: faults, traffic, the group.
+"""The part that backends on vendor kernels share: faults, traffic, the group.
 
 A vendor kernel carries no fault code. A rank that finds a fault takes part with ids of -1 and
 raises, or keeps the fault for check(), alone; with spec.compares_calls the ranks spend one small
@@ -16,10 +16,9 @@ from torch import Tensor
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import guard_ids
+from epcomm.calls.counts import any_flags, guard_ids
 from epcomm.calls.faults import (
     DeviceFaults,
-    any_flags,
     assume_all_need_grad,
     check_gradients,
     ids_error,

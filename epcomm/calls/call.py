@@ -23,7 +23,7 @@ class RowQuantizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchCall:
-    """One rank's part of a dispatch.
+    """The part of one rank in a dispatch.
 
     hidden_states: [T, H], unquantised, or a WireTensor of rows that are quantised already, in the
         dispatch format of the buffer, with scales of any layout and strides: those travel as they

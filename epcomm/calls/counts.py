@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
 
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.faults import any_flags, check_gradients, ids_error, is_repeated, raise_faults
+from epcomm.calls.faults import check_gradients, ids_error, is_repeated, raise_faults
 from epcomm.calls.header import (
     CHECK,
     COUNTS_IN_HEADER,
@@ -47,6 +49,11 @@ class Counts:
     tokens_per_expert: tuple[int, ...]
     device_tokens_per_expert: Tensor
     any_flags: BatchFlags
+
+
+def any_flags(flags: Sequence[int]) -> BatchFlags:
+    """Return the flags of all ranks, or-ed."""
+    return BatchFlags(reduce(or_, flags))
 
 
 def guard_ids(
@@ -99,8 +106,13 @@ def make_headers(
     header[:, FAULT] = fault
     header[:, ROWS] = rows
     header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
-    header[:, CHECK] -= header.sum(1)
+    seal(header)
     return header, by_rank[:, num_here:].contiguous()
+
+
+def seal(header: Tensor) -> None:
+    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none."""
+    header[:, CHECK] -= header.sum(1)
 
 
 def empty_headers(calls: Calls, num_experts: int, *, has_rest: bool) -> tuple[Tensor, Tensor]:
@@ -211,7 +223,7 @@ def read_counts(
         rows_from_rank=tuple(words[ROWS] for words in headers),
         tokens_per_expert=tuple(map(sum, zip(*slots_from_rank, strict=True))),
         device_tokens_per_expert=device_slots.sum(0),
-        any_flags=any_flags(flags) if len(set(flags)) > 1 else BatchFlags(flags[0]),
+        any_flags=any_flags(flags),
     )
 
 

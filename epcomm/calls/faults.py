@@ -7,8 +7,6 @@ they read anyway, so no extra message is spent and the group stays usable.
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from functools import reduce
-from operator import or_
 
 import torch
 from torch import Tensor
@@ -59,11 +57,6 @@ _ERRORS = (
     (HandleError, {FaultCode.HANDLE, FaultCode.CALLS}),
     (EPError, {FaultCode.EXPERTS, FaultCode.UNREADY}),
 )
-
-
-def any_flags(flags: Sequence[int]) -> BatchFlags:
-    """Return the flags of all ranks, or-ed."""
-    return BatchFlags(reduce(or_, flags))
 
 
 def is_repeated(ordered_ids: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from functools import lru_cache
 from zlib import crc32
 
 import torch
-from torch import Tensor
 
 # The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
 KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
@@ -54,7 +53,7 @@ class CallKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSign:
-    """What belongs to a call, as all ranks must name it beside its kind.
+    """The identity of a call beside its kind, which is equal on all ranks.
 
     buffer, dispatcher: numbers of Calls.add_buffer() and add_dispatcher(), 0 for none.
     batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
@@ -103,8 +102,3 @@ def operation_of(size: int) -> str:
         size, letter = divmod(size, len(_LETTERS) + 1)
         name += _LETTERS[letter - 1] if letter else "?"
     return name
-
-
-def seal(header: Tensor) -> None:
-    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none."""
-    header[:, CHECK] -= header.sum(1)

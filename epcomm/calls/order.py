@@ -236,7 +236,7 @@ class Calls:
             kind, sign: the call.
             size: of its rows, see rows_size(); None: that of the sign.
             error: why this rank refuses it.
-            fault: what tells the other ranks of that; None: as the error says.
+            fault: the fault word of that; None: the one of the error.
             flags: BatchFlags of this rank's batch, where ranks compare them.
             num_rows: a word that may differ.
             expert_names: of the tensors of the experts, in the order of their bits in the flags.

@@ -100,7 +100,7 @@ class BoundedWait:
     def __init__(
         self, failure_board: FailureBoard, *, rank: int, world_size: int, timeout_s: float
     ) -> None:
-        """Wait at most timeout_s for the other ranks; `timeout_s` may be set anew between runs."""
+        """Wait at most timeout_s for the other ranks; `timeout_s` may change between runs."""
         self.timeout_s = timeout_s
         self._failure_board = failure_board
         self._rank = rank
@@ -118,7 +118,7 @@ class BoundedWait:
             raise type(self._failure)(*self._failure.args)
 
     def fail(self, error: EPError) -> None:
-        """Let every later call here raise `error`, and waits of the other ranks end with it.
+        """Make every later call raise `error`, and end the waits of the other ranks with it.
 
         Local; returns within 2 * LOOK_LIMIT_S.
         """
@@ -270,7 +270,7 @@ class BoundedWait:
     def _explain(
         self, own: _Report, others: Mapping[int, _Report], *, is_whole: bool
     ) -> tuple[str, str]:
-        """Say in one sentence what happened and what to do about it."""
+        """Return what happened and the remedy, a sentence each."""
         blamed = own.gave_up_on or ()
         reasons = [f"rank {r} left: {o.reason}" for r, o in sorted(others.items()) if o.reason]
         if reasons:

@@ -136,7 +136,7 @@ def port_of(store: Store) -> int | None:
 
 
 def listens_on(port: int) -> bool:
-    """Tell whether this process answers for the store at `port`. Local."""
+    """Return whether this process answers for the store at `port`. Local."""
     return any(
         own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and own.getsockname()[1] == port
         for own in _open_sockets()

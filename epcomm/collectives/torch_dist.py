@@ -83,7 +83,7 @@ class TorchDistCollectives(Collectives):
             )
 
     def close(self) -> None:
-        """Let go of the process group: destroying it then ends its threads. Local, idempotent."""
+        """Release the process group, so that destroying it ends its threads. Local, idempotent."""
         super().close()
         self.process_group = self._group = None
 

@@ -154,7 +154,7 @@ class _Combine(torch.autograd.Function):
 
 def dispatch_rows(
     buffer: Buffer, x: Tensor | WireTensor, topk_weights: Tensor, call: DispatchCall
-) -> tuple[Dispatched, WireTensor, Tensor | None]:
+) -> Dispatched:
     """Dispatch with gradients for x and topk_weights.
 
     Args:
@@ -162,19 +162,17 @@ def dispatch_rows(
         topk_weights: [T, K], call.topk_weights with its history.
         call: the call; its tensors carry no history.
 
-    Returns: what the buffer returned, and its rows and slot weights with their history.
-
     Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.
     """
     if call.flags == BatchFlags.NONE:
-        out = buffer.dispatch(call)
-        return out, out.rows, out.slot_weights
+        return buffer.dispatch(call)
     assert isinstance(x, Tensor), "codes have no gradient, so their calls have no flags"
     out = _dispatch_watched(buffer, call)
     if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
-        return out, out.rows, out.slot_weights
+        return out
     rows, slot_weights = _Dispatch.apply(_anchored(x), topk_weights, buffer, out)
-    return out, WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
+    wire = WireTensor(data=rows, format=WireFormat.of(x.dtype))
+    return replace(out, rows=wire, slot_weights=slot_weights)
 
 
 def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.dtype) -> Tensor:
@@ -258,7 +256,7 @@ def _combine_watched(
 
 
 def _is_watched() -> bool:
-    """Tell whether a mode sees operators that is more than one for tensors without data.
+    """Return whether a mode sees operators that is more than one for tensors without data.
 
     A tensor without data has nothing that a policy could save, and the operators no kernel for it.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import ClassVar, NoReturn, cast
 
@@ -53,9 +53,18 @@ from epcomm.types import ROW_MAJOR, Layout, RowsPer, ScaleLayout, WireTensor, da
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
 
 
-# The call without history, its hidden states and router weights with their history, and the handle
-# of the batch, whose exchange plan comes with the rows.
-_Prepared = tuple[DispatchCall, Tensor | WireTensor, Tensor, Handle]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Batch:
+    """A batch before it is sent.
+
+    call: without history.   hidden_states, topk_weights: those of the call, with their history.
+    handle: takes the exchange plan when the rows have come.
+    """
+
+    call: DispatchCall
+    hidden_states: Tensor | WireTensor
+    topk_weights: Tensor
+    handle: Handle
 
 
 class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
@@ -125,12 +134,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._check_group_open("dispatch")
 
         def send() -> DispatchT:
-            call, rows, weights, handle = self._prepare(
-                hidden_states, topk, experts_need_grad, refusal
-            )
-            out, wire, slot_weights = dispatch_rows(self._buffer, rows, weights, call)
-            self._end_refused(call, out)
-            return self._record(out, wire, slot_weights, handle)
+            batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
+            out = dispatch_rows(self._buffer, batch.hidden_states, batch.topk_weights, batch.call)
+            self._end_refused(batch.call, out)
+            return self._record(out, batch.handle)
 
         is_reported = refusal is not None or not self._buffer.counts_calls
         return self._calls.announced(send, None if is_reported else self.refuse_for)
@@ -155,21 +162,20 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
         self._check_group_open("dispatch")
 
-        def begin() -> tuple[_Prepared, Pending[Dispatched]]:
-            prepared = self._prepare(hidden_states, topk, experts_need_grad)
-            return prepared, self._buffer.dispatch_async(prepared[0])
+        def begin() -> tuple[_Batch, Pending[Dispatched]]:
+            batch = self._prepare(hidden_states, topk, experts_need_grad)
+            return batch, self._buffer.dispatch_async(batch.call)
 
-        (call, _, _, handle), pending = self._calls.announced(
+        batch, pending = self._calls.announced(
             begin, self.refuse_for if self._buffer.counts_calls else None
         )
-        if call.error is not None and call.error.was_raised:
-            self._end_refused(call, pending.wait())
-        return Pending(partial(self._receive, pending, handle))
+        if batch.call.error is not None and batch.call.error.was_raised:
+            self._end_refused(batch.call, pending.wait())
+        return Pending(partial(self._receive, pending, batch.handle))
 
     @ranged("dispatch_wait")
     def _receive(self, pending: Pending[Dispatched], handle: Handle) -> DispatchT:
-        out = pending.wait()
-        return self._record(out, out.rows, out.slot_weights, handle)
+        return self._record(pending.wait(), handle)
 
     def _prepare(
         self,
@@ -177,7 +183,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
-    ) -> _Prepared:
+    ) -> _Batch:
         """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
@@ -195,8 +201,12 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
         handle = Handle(owner=self, call=0, num_tokens=num_tokens, dtype=dtype)
-        call = self._make_call(hidden_states, topk, experts_need_grad, error)
-        return call, hidden_states, topk.topk_weights, handle
+        return _Batch(
+            call=self._make_call(hidden_states, topk, experts_need_grad, error),
+            hidden_states=hidden_states,
+            topk_weights=topk.topk_weights,
+            handle=handle,
+        )
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
         """Return the hidden states and routing of a rank without tokens."""
@@ -204,13 +214,12 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
         return hidden_states, empty_topk(self._spec.top_k, device)
 
-    def _record(
-        self, out: Dispatched, rows: WireTensor, slot_weights: Tensor | None, handle: Handle
-    ) -> DispatchT:
-        """Return the record of a batch, of which `rows` and `slot_weights` have their history."""
+    def _record(self, out: Dispatched, handle: Handle) -> DispatchT:
+        """Return the record of a batch, and open its handle."""
         self._num_calls += 1
         handle.call = self._num_calls
         handle.open(out.exchange_plan, bool(int(out.any_flags) & _NEEDS_BACKWARD))
+        rows, slot_weights = out.rows, out.slot_weights
         rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
         if self.plan.caps.layout is Layout.MASKED:
             capacity = rows.data.shape[:2]

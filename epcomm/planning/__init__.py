@@ -1,1 +1,1 @@
-"""Say what serves a layer: candidates, what a plan chose, and why."""
+"""Candidates for a layer, the choice of a plan, and its reasons."""

@@ -1,4 +1,4 @@
-"""Say what a plan has chosen, one line a phase, for the logs of a job."""
+"""Log lines of a plan, one for each phase."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def _choose_buffer(
 
 
 def _by_reason(rejected: Sequence[Rejection]) -> str:
-    """Say each reason once, with the backends that have it; those of most backends come first."""
+    """Return each reason once with its backends, the most frequent first."""
     names: dict[str, list[str]] = {}
     for each in rejected:
         for reason in each.reasons:

@@ -115,7 +115,7 @@ class PhasePlan:
         return found
 
     def explain(self, *, phase: str = "") -> str:
-        """Say what was chosen, what was rejected and why, and bytes and limits, as text."""
+        """Return the choice, the rejected candidates with reasons, bytes and limits, as text."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
         lines = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
@@ -185,7 +185,7 @@ class EPPlan:
         return {name: phase for name, phase in both.items() if phase is not None}
 
     def explain(self) -> str:
-        """Say what was chosen, what was rejected and why, and bytes and limits, as text."""
+        """Return the choice, the rejected candidates with reasons, bytes and limits, as text."""
         lines = [f"assumed: {fact}" for fact in self.assumed]
         lines += [phase.explain(phase=name) for name, phase in self.phases().items()]
         if self.decode is None:

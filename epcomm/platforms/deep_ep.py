@@ -104,7 +104,7 @@ def find_deep_ep() -> InstalledDeepEP | None:
 
 
 def runs_on_cpu_ranks() -> bool:
-    """Tell whether fakes.deep_ep stands in for the package."""
+    """Return whether fakes.deep_ep stands in for the package."""
     return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))
 
 

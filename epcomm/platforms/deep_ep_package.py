@@ -32,7 +32,7 @@ SCALE_BLOCK = 128
 
 
 def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Availability:
-    """Tell whether one of `kinds` is on a machine, None for this one, with devices for it.
+    """Return whether one of `kinds` is on a machine, None for this one, with devices for it.
 
     Local; imports nothing.
     """

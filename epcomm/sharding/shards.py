@@ -1,4 +1,4 @@
-"""Say which experts a rank holds; cut shares out of whole tensors and put them together again."""
+"""The experts that a rank holds: cut shares from whole tensors, and join them again."""
 
 from __future__ import annotations
 

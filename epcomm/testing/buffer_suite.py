@@ -748,7 +748,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
 
 
 def tests_anything(name: str, caps: BufferCaps) -> bool:
-    """Tell whether a scenario has anything to test of a backend that can do `caps`."""
+    """Return whether a scenario has anything to test of a backend that can do `caps`."""
     if name == "more_in_flight":
         return caps.batches_in_flight is not None and caps.batches_on_request
     if name == "budget":

@@ -34,7 +34,7 @@ class Activation(StrEnum):
 
     @property
     def is_gated(self) -> bool:
-        """Tell whether the first matrix yields gate and up."""
+        """Return whether the first matrix yields gate and up."""
         return self is not Activation.RELU2
 
 
@@ -107,7 +107,7 @@ class ExpertTensors(ABC):
 
     @property
     def requires_grad(self) -> bool:
-        """Tell whether any tensor needs gradients."""
+        """Return whether any tensor needs gradients."""
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
     def shard(self, rank: int, world_size: int) -> Self:

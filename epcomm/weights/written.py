@@ -49,7 +49,7 @@ class WriteState:
         )
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Tell whether `tensor` is that one, lies where it lay, and was not written since."""
+        """Return whether `tensor` is that one, lies where it lay, and was not written since."""
         is_same = self.source() is tensor and self.address == tensor.data_ptr()
         return is_same and self.num_writes == tensor._version
 

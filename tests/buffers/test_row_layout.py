@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from epcomm import WireDtype, WireFormat
-from epcomm.buffers.row_layout import RowLayout, wire_parts_of
+from epcomm.buffers.row_layout import RowLayout, wire_tensor_of
 from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import KNOWN_FORMATS
+from epcomm.types import WireTensor
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
 FP8_BYTE_SCALES = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
@@ -146,7 +147,9 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     weights = random_bits(3, case.top_k, layout.scalar_dtype)
     picked = torch.tensor(token_of_row, dtype=torch.int64)
 
-    rows = layout.pack_tokens(data, scales, picked, ids, weights)
+    rows = layout.pack_tokens(
+        WireTensor(data=data, format=wire, scales=scales), picked, ids, weights
+    )
     assert rows.shape == (len(token_of_row), case.row_bytes)
     received = layout.wire_tensor(rows)
     # Bytes are indexed: not every dtype of the wire can be.
@@ -173,10 +176,11 @@ def test_tokens_quantised_inside_the_message_have_the_same_bytes(
         topk_weights=torch.rand(num_tokens, 2, generator=generator),
         flags=BatchFlags.NONE,
     )
+    wired = wire_tensor_of(call, wire)
     inside = torch.full((num_tokens, layout.row_bytes), 0xA5, dtype=torch.uint8)
     layout.write_tokens(inside, call, call.topk_ids)
     copied = layout.pack_tokens(
-        *wire_parts_of(call, wire),
+        wired,
         torch.arange(num_tokens),
         call.topk_ids,
         call.topk_weights,

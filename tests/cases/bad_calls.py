@@ -21,6 +21,7 @@ from epcomm import (
     ShapeError,
     TopKOutput,
 )
+from epcomm.calls.order import Calls
 from epcomm.dispatchers import dispatcher as of_rows
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
 from epcomm.types import RowsPer, WireFormat, WireTensor
@@ -540,6 +541,20 @@ def module_of_sums(play: Play) -> object:
     return next(module for module in modules if hasattr(module, "reduce_rows"))
 
 
+def without_a_header(play: Play) -> object:
+    """Call the block while a buffer fails once before it has made its first header."""
+    header, left = Calls.header, iter([fail])
+
+    def failing_once(self: Calls, *arguments: Any, **named: Any) -> list[int]:  # noqa: ANN401
+        for fail_now in left:
+            fail_now()
+        return header(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Calls, "header", failing_once)
+        return of_block(play)
+
+
 OWN_ERRORS = [
     Bad(
         id=name,
@@ -553,12 +568,6 @@ OWN_ERRORS = [
     for name, owner, attribute, told in (
         ("the router fails", lambda play: play.block.gate, "forward", UNREADY),
         ("the routing fails", lambda play: play.block.routing.custom_function, "choose", UNREADY),
-        (
-            "a call cannot be checked",
-            lambda play: play.block.experts.phases.prefill,
-            "_find_call_error",
-            UNREADY,
-        ),
         ("results cannot be cast", lambda _: of_rows, "cast_results", FAILED_RESULTS),
         (
             "sums cannot be made",
@@ -568,6 +577,17 @@ OWN_ERRORS = [
         ),
     )
 ]
+OWN_ERRORS.append(
+    Bad(
+        id="the header cannot be made",
+        call=without_a_header,
+        others=of_block,
+        own="no memory",
+        told=UNREADY,
+        error=EPError,
+        raised=OwnError,
+    )
+)
 
 LAYER_FAULTS = [
     Bad(

@@ -71,7 +71,7 @@ class AscendCalls:
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Give no reason of its own; see Backend."""
+        """Return no reasons; see Backend."""
         return ()
 
     @classmethod

@@ -74,11 +74,6 @@ class CollectiveExchangePlan(ExchangePlan):
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
 
-# The index over received rows, the weight of each slot, and the slots of each row in k order; the
-# last two None where the rows are not computed here.
-Indexed = tuple[SlotIndex, Tensor | None, AnyMembers | None]
-
-
 class CollectiveBuffer(OverCollectives, AddsBias):
     """Serves normal mode over `Collectives`, with exact sizes and one host sync a dispatch."""
 
@@ -148,7 +143,7 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             phase="dispatch rows",
         )
 
-        index, slot_weights, slots_of_rows = self._index_rows(received, counts)
+        index, slot_weights = self._index_rows(received, counts)
         exchange_plan = CollectiveExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=received.shape[0],
@@ -156,7 +151,7 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             send_splits=send_splits,
             recv_splits=counts.rows_from_rank,
             sends=sends,
-            slots_by_row=slots_of_rows,
+            slots_by_row=None if index.slots_of_row is None else slots_by_row(index),
             table=self._table,
             views_epoch=self._views_epoch,
             call=batch,
@@ -170,10 +165,10 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             row_topk=self._row_topk(received),
         )
 
-    def _index_rows(self, received: Tensor, counts: Counts) -> Indexed:
+    def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
         """Make the index over received rows, and bring their weights into its order."""
         layout = self._dispatch_layout
-        index, slot_weights = index_slots(
+        return index_slots(
             layout.ids(received),
             layout.scalars(received),
             counts.device_tokens_per_expert,
@@ -181,7 +176,6 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
-        return index, slot_weights, slots_by_row(index)
 
     def _row_topk(self, received: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return the experts and weights of each row, where a caller reads these and no index."""

@@ -28,8 +28,8 @@ from epcomm.buffers.sizes import (
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import guard_ids
-from epcomm.calls.faults import any_flags, ids_error
+from epcomm.calls.counts import any_flags, guard_ids
+from epcomm.calls.faults import ids_error
 from epcomm.calls.header import FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import ShapeError

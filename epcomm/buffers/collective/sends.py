@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epcomm.buffers.row_layout import RowLayout, Scratch, wire_parts_of
+from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import empty_headers, guard_ids, make_headers
-from epcomm.calls.header import ROWS, CallKind, CallSign, seal
+from epcomm.calls.counts import empty_headers, guard_ids, make_headers, seal
+from epcomm.calls.header import ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.ops.slots import AnyMembers, MemberTable, count_experts, members_of
 from epcomm.protocol import FaultCode, fault_word
@@ -84,7 +84,7 @@ class PlainSendPlan(SendPlan):
         self._destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
         self._needed = _ranks_needed(self._destination, calls.world_size)
         # Each token is converted once, not once a copy: rows are gathered from the result.
-        self._data, self._scales = wire_parts_of(call, self._layout.format)
+        self._wire = wire_tensor_of(call, self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
         return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
 
@@ -97,7 +97,11 @@ class PlainSendPlan(SendPlan):
 
         def write(rows: slice, out: Tensor) -> None:
             self._layout.pack_tokens(
-                self._data, self._scales, token_of_row[rows], self._topk_ids, weights, out=out
+                self._wire,
+                token_of_row[rows],
+                self._topk_ids,
+                weights,
+                out=out,
             )
 
         return write
@@ -123,7 +127,7 @@ class KernelSendPlan(SendPlan):
         call, num_local = self._call, self._num_local
         self._topk_ids = call.topk_ids.contiguous()
         num_tokens, top_k = self._topk_ids.shape
-        self._data, self._scales = wire_parts_of(call, self._layout.format)
+        self._wire = wire_tensor_of(call, self._layout.format)
         # The most rows that there can be: how many are sent is known when they are packed.
         most = num_tokens * min(top_k, calls.world_size)
         self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)
@@ -148,8 +152,8 @@ class KernelSendPlan(SendPlan):
         layout, rows = self._layout, self._rows
         self._ops.scatter_tokens(
             (
-                self._data,
-                self._scales,
+                self._wire.data,
+                self._wire.scales,
                 self._topk_ids,
                 self._call.topk_weights.contiguous(),
             ),

@@ -1,4 +1,4 @@
-"""Say what the buffers over both deep_ep packages share, but for low latency of V1.
+"""The part that buffers over both deep_ep packages share, except low latency of V1.
 
 A token goes once to each rank that needs it. Dispatch returns rows with the ids of each; the
 expert-major index is built here from those. Combine adds rows up and knows no weights, so the

@@ -172,7 +172,7 @@ class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:
-    """Tell which of R rows came, [R], bool."""
+    """Return which of R rows came, [R], bool."""
     num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
     return torch.arange(num_rows, device=num_received.device) < num_received
 

@@ -202,7 +202,7 @@ class HierarchicalBuffer(Buffer):
         return replace(inner, exchange_plan=exchange_plan)
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
-        """Dispatch inside the host; what fails before any rank knows of the call is told to all."""
+        """Dispatch inside the host; report to its ranks what fails before the header."""
 
         def report(problem: Exception) -> None:
             if isinstance(problem, EPError):
@@ -252,18 +252,18 @@ class HierarchicalBuffer(Buffer):
             if isinstance(problem, EPError) or not is_untold:
                 self._refuse_between(problem)
             raise
-        number = self._calls_between.next_batch
-        try:
-            return self._outer.combine(
-                sums.y, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=sums.scalars
-            )
-        except EPError:
-            raise
-        except Exception as problem:
+
+        def report(problem: Exception) -> None:
             # The ranks of this host have combined.
-            if self._calls_between.next_batch == number:
+            if not isinstance(problem, EPError):
                 self._refuse_between(problem)
-            raise
+
+        return self._calls_between.announced(
+            lambda: self._outer.combine(
+                sums.y, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=sums.scalars
+            ),
+            report,
+        )
 
     def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
         with suppress(type(error)):
@@ -296,7 +296,7 @@ class HierarchicalBuffer(Buffer):
         return replace(call, topk_ids=torch.where(is_expert, places, ids))
 
     def _refuse_between(self, problem: Exception) -> None:
-        """Let ranks of other hosts hear of a problem when they combine, unless ranks are lost."""
+        """Report a problem to the ranks of other hosts, in their combine, unless ranks are lost."""
         if not isinstance(problem, EPTimeout):
             error = _as_error(problem, "combine", self._collectives)
             # The caller raises the problem.

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer, Indexed
+from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.sizes import Region
 from epcomm.calls.counts import Counts
 from epcomm.ops.slots import localize
@@ -34,7 +34,7 @@ class HostRowsBuffer(CollectiveBuffer):
             if region.name not in _OF_SLOTS
         )
 
-    def _index_rows(self, received: Tensor, counts: Counts) -> Indexed:
+    def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
         """Return an index without slots: _row_topk() has what is read here."""
         nothing = torch.empty(0, dtype=torch.int64, device=received.device)
         index = SlotIndex(
@@ -44,7 +44,7 @@ class HostRowsBuffer(CollectiveBuffer):
             first_slot=nothing,
             host_num_tokens_per_expert=None,
         )
-        return index, None, None
+        return index, None
 
     def _row_topk(self, received: Tensor) -> tuple[Tensor, Tensor]:
         """Return the ids in the host and the weights of each row, [R, K]."""

@@ -44,7 +44,7 @@ def inner_spec(spec: BufferSpec) -> BufferSpec:
 
 
 def hosts_lack(spec: BufferSpec) -> tuple[str, ...]:
-    """Say why hosts do not allow a hierarchical exchange; nothing if they do."""
+    """Return the reasons why hosts do not allow a hierarchical exchange; none if they do."""
     hosts = spec.hosts
     if hosts is None or hosts.num_hosts == 1:
         return (

@@ -167,7 +167,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._faults.check(num_slots, has_budget=self._has_slot_budget)
 
     def close(self) -> None:
-        """Let go of the memory once no rank writes it: ranks close together. Idempotent.
+        """Release the memory when no rank writes it any more; ranks close together. Idempotent.
 
         A rank that does not come is waited for as long as in a call, and not at all once a wait has
         been in vain. It is no danger then: a block lasts until nobody has it mapped, and what this

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import check_headers
-from epcomm.calls.faults import any_flags
+from epcomm.calls.counts import any_flags, check_headers
 from epcomm.errors import RankNames
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.protocol import (

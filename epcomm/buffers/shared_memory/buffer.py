@@ -35,8 +35,9 @@ from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.counts import seal
 from epcomm.calls.faults import overwritten_error
-from epcomm.calls.header import HEADER_WORDS, ROWS, CallKind, CallSign, seal
+from epcomm.calls.header import HEADER_WORDS, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError

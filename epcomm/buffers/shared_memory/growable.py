@@ -1,4 +1,4 @@
-"""Hold a region of shared memory that grows: some receive buffers in each rank's block."""
+"""A region of shared memory that grows: some receive buffers in each rank's block."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Let the ranks of one host wait for one another by signals in shared memory.
+"""Signals in shared memory, by which ranks of one host wait for one another.
 
 A signal belongs to a kind and a source; each rank has the signals of all ranks in its own block.
 The source writes its epoch there after its data, and the owner polls. Epochs only grow, and are

@@ -83,7 +83,7 @@ class _Key(NamedTuple):
 
 
 def serves(exchange: NormalExchange, rows: Tensor, out: Tensor, bias: Tensor | None = None) -> bool:
-    """Tell whether these rows are combined here.
+    """Return whether these rows are combined here.
 
     They are if they are bfloat16, in vectors, on a GPU with a copy engine, and NVRTC is there.
     """
@@ -106,7 +106,7 @@ def _can_run(device: torch.device) -> bool:
 
 
 def fits(layout: MemoryLayout) -> bool:
-    """Tell whether a warp has lanes for all entries of a token, and for all ranks."""
+    """Return whether a warp has lanes for all entries of a token, and for all ranks."""
     return max(layout.top_k, layout.world_size) <= _LANES
 
 

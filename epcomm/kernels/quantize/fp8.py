@@ -217,7 +217,7 @@ def tile_of(scale_block: int) -> tuple[int, int]:
 
 
 def has_e4m3(device: torch.device) -> bool:
-    """Tell whether the device converts to e4m3 in hardware."""
+    """Return whether the device converts to e4m3 in hardware."""
     found = None if IS_INTERPRETED else compute_capability(device)
     return found is not None and found >= _FIRST_WITH_E4M3
 

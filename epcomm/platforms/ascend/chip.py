@@ -43,7 +43,7 @@ def device_name() -> str | None:
 
 
 def is_torch_npu_imported() -> bool:
-    """Tell whether torch_npu is imported; that loads the toolkit, so it is the caller's to do."""
+    """Return whether torch_npu is imported; that loads the toolkit, so it is the caller's to do."""
     return "torch_npu" in sys.modules
 
 

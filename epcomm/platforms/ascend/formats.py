@@ -26,7 +26,7 @@ _FORMAT = "get_npu_format"
 
 
 def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
-    """Tell whether matrices [num_rows, num_columns] are whole tiles, as GEMMs ask of NZ weights.
+    """Return whether matrices [num_rows, num_columns] are whole tiles, as GEMMs ask of NZ weights.
 
     Args:
         num_rows, num_columns: K and N of the product.

@@ -9,7 +9,7 @@ _DISPATCH_KEYS = {"npu": "PrivateUse1", "cpu": "CPU"}
 
 
 def has_kernel(name: str, device: torch.device | str) -> bool:
-    """Tell whether torch.ops.npu.<name> is registered for tensors of `device`. Local, no import.
+    """Return whether torch.ops.npu.<name> is registered for tensors of `device`. Local, no import.
 
     device: or its type alone; "npu" makes no torch.device where torch_npu is not imported.
 

@@ -459,9 +459,9 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     x = call.unquantized.clone().requires_grad_()
     weights = call.topk_weights.clone().requires_grad_()
     call = replace(call, flags=TRAINS)
-    out, rows, slot_weights = dispatch_rows(buffer, x, weights, call)
-    assert slot_weights is not None
-    slots = gather_rows(rows.data, out.index)
+    out = dispatch_rows(buffer, x, weights, call)
+    assert out.slot_weights is not None
+    slots = gather_rows(out.rows.data, out.index)
     handle = Handle(
         owner=buffer,
         exchange_plan=out.exchange_plan,
@@ -472,7 +472,7 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     results = RowsCombineInput(
         hidden_states=3 * slots * slots,
         rows_per=RowsPer.SLOT,
-        slot_weights=slot_weights,
+        slot_weights=out.slot_weights,
         handle=handle,
     )
     y = combine_rows(buffer, results, torch.bfloat16)

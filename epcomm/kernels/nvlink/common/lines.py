@@ -121,7 +121,7 @@ def begin_wait(max_polls: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def is_waiting(late: tl.tensor, polls_left: tl.tensor) -> tl.tensor:
-    """Tell whether to look again: someone is late, no one has aborted, and polls are left."""
+    """Return whether to look again: someone is late, no one has aborted, and polls are left."""
     return (late > 0) & (late < _ABORTED) & (polls_left > 0)
 
 

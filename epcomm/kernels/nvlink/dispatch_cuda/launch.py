@@ -119,7 +119,7 @@ class RowForm(NamedTuple):
 
 
 def can_serve(layout: MemoryLayout, spec: BufferSpec, device: torch.device) -> bool:
-    """Tell whether this rank can dispatch rows of a buffer here: in vectors, on its GPU."""
+    """Return whether this rank can dispatch rows of a buffer here: in vectors, on its GPU."""
     formats = (spec.dispatch_format, spec.hidden_format)
     return (
         device.type == "cuda"
@@ -159,7 +159,7 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
 
 
 def fits(layout: MemoryLayout) -> bool:
-    """Tell whether a warp has lanes for all ranks and entries, and a block memory for experts."""
+    """Return whether a warp has lanes for all ranks and entries, and a block memory for experts."""
     num_experts = layout.world_size * layout.num_local_experts
     return max(layout.top_k, layout.world_size) <= _LANES and num_experts <= _MAX_EXPERTS
 

@@ -154,7 +154,7 @@ class NormalWork:
             self.kept.exchange_plan,
             rows_per=RowsPer.SLOT,
             slot_weights=self.kept.slot_weights,
-        ).y
+        )[0]
 
     def pack(self) -> Tensor:
         """The rows of the first dispatch, by slots; codes as bytes, for torch cannot index them."""

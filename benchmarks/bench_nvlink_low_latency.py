@@ -205,8 +205,8 @@ def combine(buffer: Buffer, out: Dispatched, results: Tensor, topk_weights: Tens
     plan, weights = out.exchange_plan, out.slot_weights
     if weights is None:
         assert isinstance(buffer, ReturnsSlots), "a dispatch without weights"
-        return buffer.combine_slots(results, plan, topk_weights).y
-    return buffer.combine(results, plan, rows_per=RowsPer.SLOT, slot_weights=weights).y
+        return buffer.combine_slots(results, plan, topk_weights)
+    return buffer.combine(results, plan, rows_per=RowsPer.SLOT, slot_weights=weights)[0]
 
 
 def find_fault(wanted: Dispatched, found: Dispatched) -> str:

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.base import NeedGrad
-from epcomm.dispatchers.checks import unready_error
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
@@ -296,8 +295,6 @@ class ExpertParallelExperts(nn.Module):
         decode = self.is_decoding if decode is None else decode
         try:
             weights = self.weights
-        except EPError as error:
-            self.path.refuse(error, decode=decode)
         except Exception as problem:
             self.refuse(problem, decode=decode)
             raise
@@ -319,9 +316,9 @@ class ExpertParallelExperts(nn.Module):
         Collective: yes, in place of forward().   Host sync: as forward().
         """
         decode = self.is_decoding if decode is None else decode
-        # A device that has failed may not be able to tell either.
+        # A device that has failed may be unable to send the report too.
         with suppress(EPError, RuntimeError):
-            self.path.refuse(unready_error(problem, self.group.where), decode=decode)
+            self.path.refuse(problem, decode=decode)
 
     def idle(self, carry: Tensor) -> Tensor:
         """Take part in a call without a token; see ExpertParallelLayer.idle."""
@@ -499,7 +496,9 @@ class PipelinePath:
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            dispatcher.refuse_results(out.handle, problem)
+            # As in ExpertParallelExperts.refuse().
+            with suppress(EPError, RuntimeError):
+                dispatcher.refuse_combine(problem, out.handle.exchange_plan)
             raise
         y = dispatcher.combine(results)
         # Of y: of a call that a static buffer refuses, x may be anything.
@@ -525,13 +524,13 @@ class PipelinePath:
         # Last, so that a refusal is met again by the next call.
         self._spec, self.chosen = spec, chosen
 
-    def refuse(self, error: EPError, *, decode: bool) -> NoReturn:
-        """Raise what keeps this rank from a call, after the other ranks have heard of it.
+    def refuse(self, problem: Exception, *, decode: bool) -> NoReturn:
+        """Report to the other ranks what keeps this rank from a call, and raise it.
 
         Collective: yes, in place of run().
         """
         is_served = not decode or self.phases.decode is not None
-        self.phases.of_phase(decode=decode and is_served).refuse(error)
+        self.phases.of_phase(decode=decode and is_served).refuse(problem)
 
     def _find_misplaced(self, tensors: Mapping[str, Tensor]) -> ShapeError | None:
         """Find experts that are not on the device of the group, as after construction on meta."""

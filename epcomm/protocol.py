@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import IntEnum, IntFlag
 
-from epcomm.errors import CapacityError, ConfigError, EPError, HandleError
+from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
 
 
 class FaultCode(IntEnum):
@@ -41,9 +41,9 @@ class FaultCode(IntEnum):
             return cls.CAPACITY
         if isinstance(error, ConfigError):
             return cls.NO_GRADIENTS
-        if type(error) is EPError:
-            return cls.EXPERTS if in_combine else cls.UNREADY
-        return cls.ROWS if in_combine else cls.SHAPE
+        if isinstance(error, ShapeError):
+            return cls.ROWS if in_combine else cls.SHAPE
+        return cls.EXPERTS if in_combine else cls.UNREADY
 
 
 # In the fault word of a relayed fault, above its code: 1 + the rank of the EP group that has it.

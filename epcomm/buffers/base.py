@@ -42,17 +42,6 @@ class Dispatched:
     row_topk: tuple[Tensor, Tensor] | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Combined:
-    """The result of Buffer.combine().
-
-    y: [T, H].   scalars: [T, K], float32, where row scalars were given.
-    """
-
-    y: Tensor
-    scalars: Tensor | None
-
-
 class Backend(ABC):
     """The base of buffers and fused operators: what a plan asks of them before it chooses.
 
@@ -220,11 +209,14 @@ class Buffer(Backend):
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
-    ) -> Pending[Combined]:
+    ) -> Pending[Tensor]:
         """Begin a combine; where caps.has_receive_hook, sums are received in wait()."""
-        return Pending(
-            lambda: self.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
-        )
+
+        def combine() -> Tensor:
+            y, _ = self.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
+            return y
+
+        return Pending(combine)
 
     @abstractmethod
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -239,40 +231,37 @@ class Buffer(Backend):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Sum expert results per (token, rank), return the sums and add them up by token.
 
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
+            exchange_plan: of the dispatch. With an error it may be None, if the batch that the
+                other ranks combine is not known; buffers whose batches have separate memory then
+                take the oldest batch.
             slot_weights: [C], float32, multiplied into slot rows, or None.
             row_scalars: [R, K], float32, sent beside the rows. Scalar (token, k) of the result is
                 the sum over all rows of the token, whichever rank has its k-th expert.
+            error: why this rank takes part without rows; its rows are [0, H], rows_per ROW.
+
+        Returns:
+            y: [T, H], and the scalars, [T, K], float32, where row_scalars were given. With an error
+            their content is undefined.
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
         Collective: yes.   Deterministic: yes where caps.ordered.
         Host sync: none, unless spec.compares_calls.
         Raises:
-            HandleError, ShapeError: some rank refuses its call (refuse_combine); on every rank,
-                before rows are sent. Where is_static, y is NaN instead and check() tells. Never
-                with row_scalars, nor where the host does not wait in collectives and
-                spec.compares_calls is not set: then a rank that refuses is missing.
-        """
-
-    @abstractmethod
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
-        """Report `error` to the ranks that combine: a header with its status, and no rows.
-
-        exchange_plan: of the batch that the other ranks combine; None: not known. Buffers whose
-            batches have memory of their own then take the oldest.
-
-        Collective: yes, in place of combine().   Host sync: as combine().
-        Raises:
-            error: where the others raise too.
+            HandleError, ShapeError: some rank has an error; on every rank, before rows are sent.
+                Where is_static, y is NaN instead and check() raises. Never with row_scalars, nor
+                where the host does not wait in collectives and spec.compares_calls is not set: then
+                the rank with an error is missing.
         """
 
 
@@ -283,13 +272,14 @@ class AddsBias(Buffer):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
+        error: EPError | None = None,
         bias: Tensor | None = None,
-    ) -> Combined:
+    ) -> tuple[Tensor, Tensor | None]:
         """Combine as Buffer.combine() does, onto bias [T, H], float32, contiguous, if it is given.
 
         Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
@@ -307,7 +297,7 @@ class ReturnsSlots(Buffer):
         topk_weights: Tensor,
         *,
         out: Tensor | None = None,
-    ) -> Combined:
+    ) -> Tensor:
         """Return expert results to the rank of their token and add them up there, by weight.
 
         In place of combine(), where the buffer was opened with BufferSpec.returns_slots: then its
@@ -335,5 +325,5 @@ class ReturnsSlots(Buffer):
         topk_weights: Tensor,
         *,
         out: Tensor | None = None,
-    ) -> Pending[Combined]:
+    ) -> Pending[Tensor]:
         """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""

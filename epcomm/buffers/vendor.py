@@ -29,7 +29,6 @@ from epcomm.calls.faults import (
 from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, EPError, HandleError
 from epcomm.protocol import BatchFlags, FaultCode
-from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 
 # Places in the bytes that are counted.
@@ -186,11 +185,8 @@ class VendorCalls:
         num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
         self._sent_bytes[kind] += num_rows * row_bytes
 
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
-        self._compare_combine(error)
-
-    def _compare_combine(self, error: EPError | None = None) -> None:
-        """Ask, with compares_calls, who refuses a combine; raise on every rank if any does.
+    def _compare_combine(self, error: EPError | None) -> None:
+        """Raise on every rank if any has an error, where compares_calls is set.
 
         Host sync: with compares_calls, one.
         """

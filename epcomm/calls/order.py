@@ -17,6 +17,7 @@ a rank that reads one ends the group's waits on all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn, Protocol, TypeVar
 
 import torch
@@ -279,7 +280,9 @@ class Calls:
             return call()
         except Exception as problem:
             if report is not None and self.next_batch == number:
-                report(problem)
+                # A device that has failed may be unable to send the report too.
+                with suppress(EPError, RuntimeError):
+                    report(problem)
             raise
 
     def gather_records(

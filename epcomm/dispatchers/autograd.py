@@ -101,13 +101,13 @@ class _Dispatch(torch.autograd.Function):
         exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
         slots_of_row = exchange_plan.index.slots_of_row
         assert slots_of_row is not None, "a trainable buffer hands out an index over rows"
-        returned = ctx.buffer.combine(  # type: ignore[attr-defined]
+        grad_x, grad_weights = ctx.buffer.combine(  # type: ignore[attr-defined]
             grad_rows,
             exchange_plan,
             rows_per=RowsPer.ROW,
             row_scalars=gather_scalars(grad_slot_weights, slots_of_row),
         )
-        return returned.y.to(ctx.dtype), returned.scalars, None, None  # type: ignore[attr-defined]
+        return grad_x.to(ctx.dtype), grad_weights, None, None  # type: ignore[attr-defined]
 
 
 class _Combine(torch.autograd.Function):
@@ -152,31 +152,29 @@ class _Combine(torch.autograd.Function):
         return grad, grad_weights, None, None, None, None, None
 
 
-def dispatch_rows(
-    buffer: Buffer, x: Tensor | WireTensor, topk_weights: Tensor, call: DispatchCall
-) -> Dispatched:
-    """Dispatch with gradients for x and topk_weights.
+def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
+    """Dispatch in grad mode; rows and weights have no history before with_history().
 
-    Args:
-        x: [T, H], what call.hidden_states was made from; codes where the call has no flags.
-        topk_weights: [T, K], call.topk_weights with its history.
-        call: the call; its tensors carry no history.
-
-    Collective: yes, and so is its backward, on every rank if any rank's inputs need gradients.
+    Collective: as Buffer.dispatch; unless a policy of checkpointing had saved the result, on all
+        ranks alike.
     """
-    if call.flags == BatchFlags.NONE:
-        return buffer.dispatch(call)
+    with torch.no_grad():
+        return _dispatch_watched(buffer, call)
+
+
+def with_history(buffer: Buffer, call: DispatchCall, out: Dispatched) -> tuple[WireTensor, Tensor]:
+    """Return the rows and slot weights of a dispatch, with gradients for those of the call.
+
+    Backward is collective, on every rank if the inputs of any rank need gradients.
+    """
+    x = call.hidden_states
     assert isinstance(x, Tensor), "codes have no gradient, so their calls have no flags"
-    out = _dispatch_watched(buffer, call)
-    if not out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
-        return out
-    rows, slot_weights = _Dispatch.apply(_anchored(x), topk_weights, buffer, out)
-    wire = WireTensor(data=rows, format=WireFormat.of(x.dtype))
-    return replace(out, rows=wire, slot_weights=slot_weights)
+    rows, slot_weights = _Dispatch.apply(_anchored(x), call.topk_weights, buffer, out)
+    return WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
 
 
 def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.dtype) -> Tensor:
-    """Combine with gradients for the expert rows and, if given, the slot weights.
+    """Combine in grad mode, with gradients for the expert rows and, if given, the slot weights.
 
     Args:
         buffer: the buffer that dispatched.
@@ -186,10 +184,6 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
     Collective: yes, and so is its backward, on every rank if any rank needs one.
     """
     handle, hidden_states, slot_weights = rows.handle, rows.hidden_states, rows.slot_weights
-    if not torch.is_grad_enabled():
-        return buffer.combine(
-            hidden_states, handle.exchange_plan, rows_per=rows.rows_per, slot_weights=slot_weights
-        ).y
     exchange_plan, rows_per = handle.exchange_plan, rows.rows_per
     if handle.needs_backward:
         hidden_states = _anchored(hidden_states)
@@ -250,7 +244,8 @@ def _combine_watched(
     Collective: as Buffer.combine; unless a policy had saved it, on all ranks alike.
     """
     if not _is_watched():
-        return buffer.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights).y
+        y, _ = buffer.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
+        return y
     held = _CombineOn(buffer=buffer, exchange_plan=exchange_plan, rows_per=rows_per)
     return torch.ops.epcomm.combine.default(rows, slot_weights, _number_of(held))
 
@@ -284,9 +279,10 @@ def _dispatch_kernel(
 def _combine_kernel(rows: Tensor, slot_weights: Tensor | None, call: int) -> Tensor:
     held = _numbered[call]
     assert isinstance(held, _CombineOn), "numbers are made here"
-    return held.buffer.combine(
+    y, _ = held.buffer.combine(
         rows, held.exchange_plan, rows_per=held.rows_per, slot_weights=slot_weights
-    ).y
+    )
+    return y
 
 
 _library = Library("epcomm", "DEF")

@@ -199,8 +199,10 @@ def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan 
     return handle.exchange_plan
 
 
-def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
-    """Return the error that reports `problem`, which a rank met before it could send rows."""
+def as_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
+    """Return `problem`, or the EPError that reports it to other ranks before rows are sent."""
+    if isinstance(problem, EPError):
+        return problem
     return EPError(
         f"{function}: {type(problem).__name__} before any rows were sent ({where}): {problem}"
     )

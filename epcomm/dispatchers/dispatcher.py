@@ -4,26 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
+from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
 from epcomm.dispatchers.checks import (
+    as_error,
     find_call_error,
     find_combine_error,
     needs_gradients,
     num_tokens_of,
     open_exchange_plan_of,
-    unready_error,
 )
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError
 from epcomm.group import EPGroup
@@ -51,20 +51,6 @@ from epcomm.types import ROW_MAJOR, Layout, RowsPer, ScaleLayout, WireTensor, da
 
 # Flags of which any makes all ranks run the backward of a batch.
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Batch:
-    """A batch before it is sent.
-
-    call: without history.   hidden_states, topk_weights: those of the call, with their history.
-    handle: takes the exchange plan when the rows have come.
-    """
-
-    call: DispatchCall
-    hidden_states: Tensor | WireTensor
-    topk_weights: Tensor
-    handle: Handle
 
 
 class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
@@ -134,21 +120,15 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._check_group_open("dispatch")
 
         def send() -> DispatchT:
-            batch = self._prepare(hidden_states, topk, experts_need_grad, refusal)
-            out = dispatch_rows(self._buffer, batch.hidden_states, batch.topk_weights, batch.call)
-            self._end_refused(batch.call, out)
-            return self._record(out, batch.handle)
+            call, handle = self._prepare(hidden_states, topk, experts_need_grad, refusal)
+            if call.flags == BatchFlags.NONE:
+                out = self._buffer.dispatch(call)
+            else:
+                out = dispatch_rows(self._buffer, call)
+            return self._record(call, out, handle)
 
         is_reported = refusal is not None or not self._buffer.counts_calls
-        return self._calls.announced(send, None if is_reported else self.refuse_for)
-
-    def _end_refused(self, call: DispatchCall, out: Dispatched) -> None:
-        """End a batch that this rank refuses, where a static buffer has not raised.
-
-        No combine will come of it.
-        """
-        if call.error is not None and call.error.was_raised:
-            self._refuse_combine(call.error, out.exchange_plan)
+        return self._calls.announced(send, None if is_reported else self.refuse)
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
@@ -162,20 +142,20 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
         self._check_group_open("dispatch")
 
-        def begin() -> tuple[_Batch, Pending[Dispatched]]:
-            batch = self._prepare(hidden_states, topk, experts_need_grad)
-            return batch, self._buffer.dispatch_async(batch.call)
+        def begin() -> Pending[DispatchT]:
+            call, handle = self._prepare(hidden_states, topk, experts_need_grad)
+            pending = self._buffer.dispatch_async(call)
+            if call.error is not None and call.error.was_raised:
+                self._record(call, pending.wait(), handle)
+            return Pending(partial(self._receive, pending, call, handle))
 
-        batch, pending = self._calls.announced(
-            begin, self.refuse_for if self._buffer.counts_calls else None
-        )
-        if batch.call.error is not None and batch.call.error.was_raised:
-            self._end_refused(batch.call, pending.wait())
-        return Pending(partial(self._receive, pending, batch.handle))
+        return self._calls.announced(begin, self.refuse if self._buffer.counts_calls else None)
 
     @ranged("dispatch_wait")
-    def _receive(self, pending: Pending[Dispatched], handle: Handle) -> DispatchT:
-        return self._record(pending.wait(), handle)
+    def _receive(
+        self, pending: Pending[Dispatched], call: DispatchCall, handle: Handle
+    ) -> DispatchT:
+        return self._record(call, pending.wait(), handle)
 
     def _prepare(
         self,
@@ -183,8 +163,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         topk: TopKOutput,
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
-    ) -> _Batch:
-        """Check a call and cast its tensors; a bad one becomes a batch without tokens."""
+    ) -> tuple[DispatchCall, Handle]:
+        """Check a call and cast its tensors; a call with an error becomes one without tokens."""
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
         error = refusal or self._find_call_error(hidden_states, topk)
@@ -201,12 +181,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
         handle = Handle(owner=self, call=0, num_tokens=num_tokens, dtype=dtype)
-        return _Batch(
-            call=self._make_call(hidden_states, topk, experts_need_grad, error),
-            hidden_states=hidden_states,
-            topk_weights=topk.topk_weights,
-            handle=handle,
-        )
+        return self._make_call(hidden_states, topk, experts_need_grad, error), handle
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
         """Return the hidden states and routing of a rank without tokens."""
@@ -214,12 +189,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
         return hidden_states, empty_topk(self._spec.top_k, device)
 
-    def _record(self, out: Dispatched, handle: Handle) -> DispatchT:
-        """Return the record of a batch, and open its handle."""
+    def _record(self, call: DispatchCall, out: Dispatched, handle: Handle) -> DispatchT:
+        """Return the record of a batch, and open its handle.
+
+        Raises:
+            EPError: the error of this rank's call, where a static buffer has not raised it. No
+                combine will follow, so this rank takes part in that of the other ranks first.
+        """
+        if call.error is not None and call.error.was_raised:
+            self.refuse_combine(call.error, out.exchange_plan)
         self._num_calls += 1
         handle.call = self._num_calls
         handle.open(out.exchange_plan, bool(int(out.any_flags) & _NEEDS_BACKWARD))
         rows, slot_weights = out.rows, out.slot_weights
+        if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
+            rows, slot_weights = with_history(self._buffer, call, out)
         rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
         if self.plan.caps.layout is Layout.MASKED:
             capacity = rows.data.shape[:2]
@@ -250,9 +234,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
         def send() -> Tensor:
             rows = cast_results(_as_rows(combine_input), self._dtype)
-            return combine_rows(self._buffer, rows, self._dtype)
+            if torch.is_grad_enabled():
+                return combine_rows(self._buffer, rows, self._dtype)
+            y, _ = self._buffer.combine(
+                rows.hidden_states,
+                rows.handle.exchange_plan,
+                rows_per=rows.rows_per,
+                slot_weights=rows.slot_weights,
+            )
+            return y
 
-        y = self._calls.announced(send, self._report_results(combine_input.handle))
+        y = self._calls.announced(send, self._report_combine(combine_input.handle))
         combine_input.handle.spend("was combined before")
         return self._finished(y, combine_input.handle)
 
@@ -262,7 +254,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return super().combine_async(combine_input)
         self._check_combine(combine_input)
 
-        def begin() -> Pending[Combined]:
+        def begin() -> Pending[Tensor]:
             rows = cast_results(_as_rows(combine_input), self._dtype)
             return self._buffer.combine_async(
                 rows.hidden_states,
@@ -271,44 +263,52 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 slot_weights=rows.slot_weights,
             )
 
-        pending = self._calls.announced(begin, self._report_results(combine_input.handle))
+        pending = self._calls.announced(begin, self._report_combine(combine_input.handle))
         combine_input.handle.spend("was combined before")
         return Pending(partial(self._receive_sums, pending, combine_input.handle))
 
     @ranged("combine_wait")
-    def _receive_sums(self, pending: Pending[Combined], handle: Handle) -> Tensor:
-        return self._finished(pending.wait().y, handle)
+    def _receive_sums(self, pending: Pending[Tensor], handle: Handle) -> Tensor:
+        return self._finished(pending.wait(), handle)
 
-    def refuse(self, error: EPError) -> NoReturn:
-        """Take part in the dispatch of the other ranks without tokens, and report `error` to them.
+    def refuse(self, problem: Exception) -> NoReturn:
+        """Take part in the dispatch of the other ranks without tokens, and report `problem` there.
 
         Collective: yes, in place of dispatch(), and on a static buffer of combine() too.
+        Raises:
+            EPError: always; `problem`, or for another exception one that has its text.
         """
+        error = as_error(problem, self._where)
         self._dispatch(*self._nothing(), False, refusal=error)
         raise error
 
-    def refuse_for(self, problem: Exception) -> None:
-        """Report `problem`, which keeps this rank from dispatching, to the ranks that dispatch.
+    def refuse_combine(self, problem: Exception, exchange_plan: ExchangePlan | None) -> NoReturn:
+        """Take part in the combine of the other ranks without rows, and report `problem` there.
 
-        Collective: yes, as refuse().
-        """
-        # A device that has failed may not be able to tell either.
-        with suppress(EPError, RuntimeError):
-            self.refuse(unready_error(problem, self._where))
-
-    def refuse_results(self, handle: Handle, problem: Exception) -> None:
-        """Report to the ranks that combine this batch that its experts failed on this rank.
+        exchange_plan: of the batch that they combine; None if that is not known.
 
         Collective: yes, in place of combine().
+        Raises:
+            EPError: as refuse().
         """
-        error = unready_error(problem, self._where, function="combine")
-        # As in refuse_for().
-        with suppress(EPError, RuntimeError):
-            self._refuse_combine(error, handle.exchange_plan)
+        error = as_error(problem, self._where, function="combine")
+        error.was_raised = True
+        no_rows, _ = self._nothing()
+        try:
+            self._buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
+            if self._checks_calls:
+                # Faults of other ranks, which would hide that of this one.
+                with suppress(EPError):
+                    self.check()
+        except EPTimeout as timeout:
+            raise error from timeout
+        raise error
 
-    def _report_results(self, handle: Handle) -> Callable[[Exception], None] | None:
+    def _report_combine(self, handle: Handle) -> Callable[[Exception], object] | None:
         """Return what reports a failure before the header of combine, where a header is sent."""
-        return partial(self.refuse_results, handle) if self._buffer.counts_calls else None
+        if not self._buffer.counts_calls:
+            return None
+        return partial(self.refuse_combine, exchange_plan=handle.exchange_plan)
 
     def _check_combine(self, combine_input: CombineT) -> None:
         """Refuse a bad call, before all ranks."""
@@ -323,7 +323,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             layout=self.plan.caps.layout,
         )
         if error is not None:
-            self._refuse_combine(error, open_exchange_plan_of(combine_input, self))
+            self.refuse_combine(error, open_exchange_plan_of(combine_input, self))
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
         """Return y with as many rows as the batch, and in the dtype in which the caller gave it."""
@@ -398,22 +398,6 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             backend_limit=self.plan.caps.max_tokens_per_rank,
         )
 
-    def _refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
-        """Report `error` to the other ranks, so that they do not wait, and raise it.
-
-        exchange_plan: of the batch that they combine, or end; None if that is not known.
-        """
-        error.was_raised = True
-        try:
-            self._buffer.refuse_combine(error, exchange_plan)
-            if self._checks_calls:
-                # Faults of other ranks, which would hide that of this one.
-                with suppress(EPError):
-                    self.check()
-        except EPTimeout as timeout:
-            raise error from timeout
-        raise error
-
     def _make_call(
         self,
         hidden_states: Tensor | WireTensor,
@@ -431,14 +415,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 flags = _flags_of(inputs_need_grad, tuple(experts_need_grad.values()))
             else:
                 flags = _flags_of(inputs_need_grad, experts_need_grad)
-        topk_weights = topk.topk_weights
-        # Without history there is nothing to detach, which takes host time.
-        if is_tensor and hidden_states.requires_grad:
-            hidden_states = hidden_states.detach()
         return DispatchCall(
             hidden_states=hidden_states,
             topk_ids=topk.topk_ids,
-            topk_weights=topk_weights.detach() if topk_weights.requires_grad else topk_weights,
+            topk_weights=topk.topk_weights,
             flags=flags,
             expert_names=expert_names,
             error=error,

@@ -103,9 +103,9 @@ class FuseEPPath:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
         self._operator.check()
 
-    def refuse(self, error: EPError, *, decode: bool) -> NoReturn:
-        """Raise the error that keeps this rank from a call. Local: no other rank is told."""
-        raise error
+    def refuse(self, problem: Exception, *, decode: bool) -> NoReturn:
+        """Raise the problem that keeps this rank from a call. Local: no other rank is told."""
+        raise problem
 
     def repack(self) -> None:
         """Pack the experts anew at the next call. Local.

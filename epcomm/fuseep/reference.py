@@ -85,11 +85,11 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
         counts = out.index.host_num_tokens_per_expert
         assert counts is not None, "the host has read them"
         results = compute_experts(slots, counts, experts)
-        combined = self._buffer.combine(
+        y, _ = self._buffer.combine(
             results.float(), out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
         )
         return FuseEPResult(
-            y=combined.y.to(call.unquantized.dtype),
+            y=y.to(call.unquantized.dtype),
             num_tokens_per_expert=out.index.num_tokens_per_expert,
             num_slots=sum(counts),
             num_rows=out.exchange_plan.num_rows,

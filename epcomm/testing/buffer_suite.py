@@ -441,7 +441,7 @@ def _combine_with_weights(done: _Computed) -> None:
         done.out.exchange_plan,
         rows_per=RowsPer.SLOT,
         slot_weights=done.out.slot_weights,
-    ).y
+    )[0]
     done.expect("combine with weights", y, done.weighted_sums)
 
 
@@ -449,7 +449,7 @@ def _combine_weighted_slots(done: _Computed) -> None:
     assert done.out.slot_weights is not None, "who applies weights has them"
     weighted = (done.results * done.out.slot_weights.unsqueeze(1)).to(done.spec.dtype)
     weighted = poison_rows(weighted, done.scale > 0)
-    y = done.buffer.combine(weighted, done.out.exchange_plan, rows_per=RowsPer.SLOT).y
+    y = done.buffer.combine(weighted, done.out.exchange_plan, rows_per=RowsPer.SLOT)[0]
     done.expect("combine of weighted slots", y, done.weighted_sums)
     if y.dtype != done.spec.dtype:
         _fail(done.env, f"combine returned {y.dtype}, expected {done.spec.dtype}")
@@ -458,15 +458,15 @@ def _combine_weighted_slots(done: _Computed) -> None:
 def _combine_rows(done: _Computed) -> None:
     per_row, scalars = _reduce_to_rows(done.out, done.results, done.scale)
     plain = done.arriving * done.factor.sum(1, keepdim=True)
-    returned = done.buffer.combine(
+    y, returned_scalars = done.buffer.combine(
         per_row,
         done.out.exchange_plan,
         rows_per=RowsPer.ROW,
         row_scalars=scalars if done.env.caps.trainable else None,
     )
-    done.expect("combine of rows", returned.y, plain)
+    done.expect("combine of rows", y, plain)
     if done.env.caps.trainable:
-        assert returned.scalars is not None, "row scalars come back"
+        assert returned_scalars is not None, "row scalars come back"
         ids = done.batch.topk_ids
         owners = torch.where(ids < 0, -1, ids // done.spec.num_local_experts)
         ranks = range(done.env.group.world_size)
@@ -475,7 +475,7 @@ def _combine_rows(done: _Computed) -> None:
         expected = done.factor.float()
         if done.buffer.sums_row_scalars:
             expected = expected + _OTHER_SCALAR * num_others
-        _expect_equal(done.env, "scalars", returned.scalars.tolist(), expected.tolist())
+        _expect_equal(done.env, "scalars", returned_scalars.tolist(), expected.tolist())
 
 
 def check_cached_dispatch(
@@ -522,7 +522,7 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
 def _check_sums_repeat(done: _Computed) -> None:
     """Check that the same rows give equal bits in sums; on three ranks their order shows."""
     sums = [
-        done.buffer.combine(done.results, done.out.exchange_plan, rows_per=RowsPer.SLOT).y.clone()
+        done.buffer.combine(done.results, done.out.exchange_plan, rows_per=RowsPer.SLOT)[0].clone()
         for _ in range(2)
     ]
     if not torch.equal(*(y.view(torch.uint8) for y in sums)):
@@ -625,7 +625,10 @@ def check_combine_faults(env: BufferEnv) -> None:
 
         def run(out: Dispatched = out, own_error: EPError = own_error) -> None:
             if is_faulty:
-                buffer.refuse_combine(own_error)
+                no_rows = torch.empty(
+                    0, spec.hidden_size, dtype=spec.dtype, device=env.group.device
+                )
+                buffer.combine(no_rows, None, rows_per=RowsPer.ROW, error=own_error)
                 return
             y = _finish(env, buffer, out, spec)
             if waits_for_check and not y.isnan().all():
@@ -680,7 +683,7 @@ def _finish(env: BufferEnv, buffer: Buffer, out: Dispatched, spec: BatchSpec) ->
     num_rows = flat_rows(out, env.caps.layout).data.shape[0]
     zeros = torch.zeros(num_rows, spec.hidden_size, dtype=spec.dtype, device=env.group.device)
     rows_per = RowsPer.ROW if has_rows else RowsPer.SLOT
-    return buffer.combine(zeros, out.exchange_plan, rows_per=rows_per).y
+    return buffer.combine(zeros, out.exchange_plan, rows_per=rows_per)[0]
 
 
 def _expect_fault(

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm import EPConfig, EPError, EPGroup, EPTimeout, ExpertParallelExperts, Mode, TopKOutput
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.traffic import BufferTraffic
@@ -28,6 +28,8 @@ from epcomm.testing import buffer_suite, layer_suite
 
 # Seconds that a rank waits for one that has failed; on a busy machine opening a buffer takes two.
 PATIENCE_S = 4.0
+# What combine() returns: y and scalars.
+Sums = tuple[Tensor, Tensor | None]
 
 
 class WrongExpert(CollectiveBuffer):
@@ -101,7 +103,7 @@ class RepeatsHaveTheFirstWeight(CollectiveBuffer):
 class IgnoresWeights(CollectiveBuffer):
     """Sum rows without the weights that combine is given."""
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
         options["slot_weights"] = None
         return super().combine(rows, exchange_plan, **options)
 
@@ -130,37 +132,37 @@ class TokensBackwards(CollectiveBuffer):
         self._turned.append(out.exchange_plan)
         return out
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
-        done = super().combine(rows, exchange_plan, **options)
-        scalars = None if done.scalars is None else self._in_order(done.scalars, exchange_plan)
-        return replace(done, y=self._in_order(done.y, exchange_plan), scalars=scalars)
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+        y, scalars = super().combine(rows, exchange_plan, **options)
+        scalars = None if scalars is None else self._in_order(scalars, exchange_plan)
+        return self._in_order(y, exchange_plan), scalars
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         return super().cached_dispatch(self._in_order(hidden_states, exchange_plan), exchange_plan)
 
-    def _in_order(self, rows: Tensor, exchange_plan: ExchangePlan) -> Tensor:
+    def _in_order(self, rows: Tensor, exchange_plan: ExchangePlan | None) -> Tensor:
         return rows.flip(0) if any(exchange_plan is each for each in self._turned) else rows
 
 
 class ReadsPadding(CollectiveBuffer):
     """Read every row in combine, and multiply most by zero."""
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
         return super().combine(rows + 0 * rows.sum(0), exchange_plan, **options)
 
 
 class AddsARowTwice(CollectiveBuffer):
     """Add the rows of the first token twice."""
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
-        done = super().combine(rows, exchange_plan, **options)
-        return replace(done, y=torch.cat([2 * done.y[:1], done.y[1:]]))
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+        y, scalars = super().combine(rows, exchange_plan, **options)
+        return torch.cat([2 * y[:1], y[1:]]), scalars
 
 
 class LosesPrecision(CollectiveBuffer):
     """Return rows to their source in bfloat16."""
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
         return super().combine(rows.bfloat16().to(rows.dtype), exchange_plan, **options)
 
 
@@ -169,10 +171,10 @@ class SumsDiffer(CollectiveBuffer):
 
     _is_odd = False
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
-        done = super().combine(rows, exchange_plan, **options)
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+        y, scalars = super().combine(rows, exchange_plan, **options)
         self._is_odd = not self._is_odd
-        return replace(done, y=done.y * (1 + torch.finfo(done.y.dtype).eps * self._is_odd))
+        return y * (1 + torch.finfo(y.dtype).eps * self._is_odd), scalars
 
 
 class LeavesYUnwritten(CollectiveBuffer):
@@ -184,9 +186,9 @@ class LeavesYUnwritten(CollectiveBuffer):
         self._goes_nowhere = bool((call.topk_ids < 0).all())
         return super().dispatch(call)
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
-        done = super().combine(rows, exchange_plan, **options)
-        return replace(done, y=done.y * float("nan")) if self._goes_nowhere else done
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+        y, scalars = super().combine(rows, exchange_plan, **options)
+        return y * float("nan") if self._goes_nowhere else y, scalars
 
 
 class CombinesTheLastBatch(CollectiveBuffer):
@@ -199,7 +201,7 @@ class CombinesTheLastBatch(CollectiveBuffer):
         self._last = out.exchange_plan
         return out
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
         is_forward = options.get("row_scalars") is None
         return super().combine(rows, self._last if is_forward else exchange_plan, **options)
 
@@ -222,9 +224,9 @@ class CachedRowsAreStale(CollectiveBuffer):
 class ScalarsToOtherK(CollectiveBuffer):
     """Return the gradient of weight k as that of another k."""
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
-        done = super().combine(rows, exchange_plan, **options)
-        return replace(done, scalars=None if done.scalars is None else done.scalars.flip(1))
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+        y, scalars = super().combine(rows, exchange_plan, **options)
+        return y, None if scalars is None else scalars.flip(1)
 
 
 class CountsNoBytes(CollectiveBuffer):
@@ -278,9 +280,9 @@ class RaisesFaultsTwice(StaticCollectiveBuffer):
 class RefusedCombineIsZero(StaticCollectiveBuffer):
     """Return zeros from a combine that another rank refused."""
 
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan, **options: Any) -> Combined:
-        done = super().combine(rows, exchange_plan, **options)
-        return replace(done, y=done.y.nan_to_num(0)) if done.y.isnan().all() else done
+    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+        y, scalars = super().combine(rows, exchange_plan, **options)
+        return y.nan_to_num(0) if y.isnan().all() else y, scalars
 
 
 class OrderInTurns(TokensBackwards):

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.errors import BackendUnavailable
+from epcomm.errors import BackendUnavailable, EPError
 from epcomm.ops.masked_entries import fill_masked_entries
 from epcomm.platforms.ascend.chip import Soc, current_soc
 from epcomm.platforms.ascend.environment import Rounds, int8_reasons, rounds_of, variable_reasons
@@ -185,23 +185,26 @@ class AscendBuffer(AscendCalls, VendorCalls):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
-        assert isinstance(exchange_plan, AscendExchangePlan), "an exchange plan of this buffer"
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         assert slot_weights is None, "weights are applied by combine"
         assert row_scalars is None, "there is no backward"
+        self._compare_combine(error)
+        if error is not None:
+            return rows, None
         self._check_open()
-        self._compare_combine()
+        assert isinstance(exchange_plan, AscendExchangePlan), "an exchange plan of this buffer"
         # The slice cuts off the dummy token of a rank that has no token.
         y = self._return_rows(rows, exchange_plan)[: exchange_plan.num_tokens].masked_fill(
             exchange_plan.is_empty, 0.0
         )
         self._count_bytes(COMBINE, exchange_plan.slots_from_rank, slot_bytes(self._spec)[1])
-        return Combined(y=y, scalars=None)
+        return y, None
 
     @abstractmethod
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import NEEDS, device_types
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, GatheredExchangePlan
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, max_slots_of, rows_region
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
+from epcomm.errors import EPError
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
@@ -201,20 +202,21 @@ class AscendStandardBuffer(AllGatherBuffer):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is not None:
+            return self._announce_error(rows, error)
         assert isinstance(exchange_plan, AscendStandardExchangePlan), (
             "an exchange plan of this buffer"
         )
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
-        return Combined(
-            y=self._sum_returned(self._add_up(rows, exchange_plan), exchange_plan), scalars=None
-        )
+        return self._sum_returned(self._add_up(rows, exchange_plan), exchange_plan), None
 
     def _add_up(self, rows: Tensor, exchange_plan: AscendStandardExchangePlan) -> Tensor:
         """Sum results [C, H] into this rank's part of each gathered token, [W * max T, H]."""

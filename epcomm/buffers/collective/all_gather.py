@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -29,6 +29,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
+from epcomm.errors import EPError
 from epcomm.ops.slots import (
     AnyMembers,
     count_experts,
@@ -199,12 +200,15 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is not None:
+            return self._announce_error(rows, error)
         assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
@@ -212,7 +216,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             # Rows without a slot are undefined, and here all of them travel.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
-            return Combined(y=self._sum_returned(rows, exchange_plan), scalars=None)
+            return self._sum_returned(rows, exchange_plan), None
         rows = _tokens_of(rows, exchange_plan)
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars[exchange_plan.row_of_token])
@@ -221,10 +225,8 @@ class AllGatherBuffer(OverCollectives, Buffer):
             0, 1
         )
         shape = (self._world_size, exchange_plan.num_tokens)
-        return Combined(
-            y=sum_parts(layout.data(returned).unflatten(0, shape), rows.dtype),
-            scalars=sum_parts(layout.scalars(returned).unflatten(0, shape), row_scalars.dtype),
-        )
+        y = sum_parts(layout.data(returned).unflatten(0, shape), rows.dtype)
+        return y, sum_parts(layout.scalars(returned).unflatten(0, shape), row_scalars.dtype)
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
         """Gather [T, ...] of each rank into [W * max_tokens, ...]; bytes of padding are 255."""

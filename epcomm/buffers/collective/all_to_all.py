@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Combined, Dispatched
+from epcomm.buffers.base import AddsBias, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
 from epcomm.buffers.sizes import (
@@ -31,6 +31,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, counts_bytes
 from epcomm.calls.header import CallKind, CallSign
 from epcomm.config import Mode
+from epcomm.errors import EPError
 from epcomm.ops.slots import (
     AnyMembers,
     index_slots,
@@ -203,13 +204,16 @@ class CollectiveBuffer(OverCollectives, AddsBias):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
+        error: EPError | None = None,
         bias: Tensor | None = None,
-    ) -> Combined:
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is not None:
+            return self._announce_error(rows, error)
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
@@ -223,7 +227,7 @@ class CollectiveBuffer(OverCollectives, AddsBias):
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
             returned = self._send_sums(sums, exchange_plan, shape, kind)
-            return Combined(y=_summed(returned, rows_of_token, bias), scalars=None)
+            return _summed(returned, rows_of_token, bias), None
         layout = self._scalar_layout(rows.dtype)
 
         def packed(part: slice) -> Tensor:
@@ -232,7 +236,7 @@ class CollectiveBuffer(OverCollectives, AddsBias):
         shape = (layout.row_bytes, torch.uint8)
         returned = self._send_sums(packed, exchange_plan, shape, kind)
         scalars = reduce_rows(layout.scalars(returned).contiguous(), rows_of_token)
-        return Combined(y=_summed(layout.data(returned), rows_of_token, bias), scalars=scalars)
+        return _summed(layout.data(returned), rows_of_token, bias), scalars
 
     def _send_rows(
         self,

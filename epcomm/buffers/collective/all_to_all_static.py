@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Combined, Dispatched
+from epcomm.buffers.base import AddsBias, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
@@ -175,29 +175,20 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
         return self._gather(rows, phase="backward of combine")
 
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
-        rows = torch.zeros(
-            self._num_rows,
-            self._spec.hidden_size,
-            dtype=self._spec.hidden_format.dtype.torch_dtype,
-            device=self._collectives.device,
-        )
-        code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
-        rows[:: self._rows_per_rank, :1] = int(code)
-        self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
-        returned = self._send_sums(rows, phase="combine")
-        self._faults.record_combine(_read_codes(returned), error)
-
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
+        error: EPError | None = None,
         bias: Tensor | None = None,
-    ) -> Combined:
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is not None:
+            self._send_code(rows, error)
+            return rows, None
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         # Either way header rows become zeros, which say that this rank has no fault.
@@ -213,7 +204,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             has_failed = self._faults.record_combine(_read_codes(returned), None)
             has_failed = has_failed | exchange_plan.has_failed
             y = _sum_returned(returned, exchange_plan.num_tokens, has_failed, bias)
-            return Combined(y=y, scalars=None)
+            return y, None
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
         self._announce(kind, exchange_plan.call)
@@ -227,7 +218,16 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             )
             for part, each in ((layout.data(returned), bias), (layout.scalars(returned), None))
         )
-        return Combined(y=y, scalars=scalars)
+        return y, scalars
+
+    def _send_code(self, no_rows: Tensor, error: EPError) -> None:
+        """Take part in a combine whose header rows have the code of `error`; no_rows is [0, H]."""
+        rows = no_rows.new_zeros(self._num_rows, no_rows.shape[1])
+        code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
+        rows[:: self._rows_per_rank, :1] = int(code)
+        self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
+        returned = self._send_sums(rows, phase="combine")
+        self._faults.record_combine(_read_codes(returned), error)
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor

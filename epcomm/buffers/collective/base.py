@@ -17,7 +17,6 @@ from epcomm.calls.order import Calls
 from epcomm.errors import EPError
 from epcomm.ops.slots import row_ops_of
 from epcomm.platforms.machine import Machine
-from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
 
@@ -68,9 +67,15 @@ class OverCollectives:
     def prepare(self) -> None:
         """Allocate nothing: sizes are known only with the calls."""
 
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
+    def _announce_error(self, rows: Tensor, error: EPError) -> tuple[Tensor, None]:
+        """Report `error` to the ranks that combine, and return the rows that combine() was given.
+
+        Raises:
+            error: where the other ranks raise too.
+        """
         # This rank does not know which batch the other ranks combine, nor through which buffer.
         self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
+        return rows, None
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
         """Return the sign that all ranks give this dispatch and the calls along its plan."""

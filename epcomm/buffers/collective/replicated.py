@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import (
@@ -32,7 +32,7 @@ from epcomm.calls.counts import any_flags, guard_ids
 from epcomm.calls.faults import ids_error
 from epcomm.calls.header import FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
-from epcomm.errors import ShapeError
+from epcomm.errors import EPError, ShapeError
 from epcomm.ops.slots import (
     AnyMembers,
     build_slot_index,
@@ -168,12 +168,15 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is not None:
+            return self._announce_error(rows, error)
         assert isinstance(exchange_plan, ReplicatedExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         if rows_per is RowsPer.SLOT:
@@ -184,7 +187,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         if row_scalars is None:
             rows = rows.contiguous()
             self._announce(kind, exchange_plan.call)
-            return Combined(y=self._sum_over_ranks(rows, rows.dtype), scalars=None)
+            return self._sum_over_ranks(rows, rows.dtype), None
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
         self._announce(kind, exchange_plan.call)
@@ -195,9 +198,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
         )
         returned = self._gather(total, phase=kind.text)[: exchange_plan.num_tokens]
-        return Combined(
-            y=layout.data(returned).contiguous(), scalars=layout.scalars(returned).contiguous()
-        )
+        return layout.data(returned).contiguous(), layout.scalars(returned).contiguous()
 
     def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Sum partial sums [T, ...] of all ranks to totals [T, ...] on every rank."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.deep_ep.rows import (
     Rows,
     as_argument,
@@ -39,6 +39,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
+from epcomm.errors import EPError
 from epcomm.ops.slots import (
     AnyMembers,
     build_slot_index,
@@ -305,16 +306,19 @@ class DeepEPCalls(VendorCalls):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
-        assert isinstance(exchange_plan, DeepEPExchangePlan), "an exchange plan of this buffer"
-        self._check_open()
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         if row_scalars is None:
-            self._compare_combine()
+            self._compare_combine(error)
+        if error is not None:
+            return rows, None
+        self._check_open()
+        assert isinstance(exchange_plan, DeepEPExchangePlan), "an exchange plan of this buffer"
         if rows_per is RowsPer.SLOT:
             rows = self._rows_of_slots(rows, exchange_plan, slot_weights)
         has_failed = exchange_plan.has_failed
@@ -326,7 +330,7 @@ class DeepEPCalls(VendorCalls):
         self._count_bytes(COMBINE, exchange_plan.rows_from_rank, row.combine)
         if has_failed is not None:
             y = y.masked_fill(has_failed, float("nan"))
-        return Combined(y=y, scalars=scalars)
+        return y, scalars
 
     @staticmethod
     def _rows_of_slots(

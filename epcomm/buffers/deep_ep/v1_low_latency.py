@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.errors import HandleError
+from epcomm.errors import EPError, HandleError
 from epcomm.ops.slots import count_experts
 from epcomm.platforms.deep_ep import queue_reasons
 from epcomm.platforms.deep_ep_package import (
@@ -225,16 +225,22 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         assert row_scalars is None, "low latency has no backward"
-        return self.combine_async(
+        if error is not None:
+            self._compare_combine(error)
+            return rows, None
+        assert exchange_plan is not None, "it is None with an error alone"
+        pending = self.combine_async(
             rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights
-        ).wait()
+        )
+        return pending.wait(), None
 
     def combine_async(
         self,
@@ -243,13 +249,13 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
-    ) -> Pending[Combined]:
+    ) -> Pending[Tensor]:
         assert isinstance(exchange_plan, LowLatencyExchangePlan), "an exchange plan of this buffer"
         assert rows_per is RowsPer.SLOT, "a row is a slot here"
         assert slot_weights is None, "weights are applied by combine"
         self._check_open()
         self._check_in_flight(exchange_plan.batch, "combine")
-        self._compare_combine()
+        self._compare_combine(None)
         self._last_sent.run()
         y, _, receive = self._buffer.low_latency_combine(
             rows.contiguous().view(self._spec.num_local_experts, self._expert_capacity, -1),
@@ -263,9 +269,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             self._in_flight.remove(exchange_plan.batch)
         receipt = self._last_sent = _Receipt(receive)
 
-        def wait() -> Combined:
+        def wait() -> Tensor:
             receipt.run()
-            return Combined(y=y.masked_fill(exchange_plan.has_failed, float("nan")), scalars=None)
+            return y.masked_fill(exchange_plan.has_failed, float("nan"))
 
         return Pending(wait)
 

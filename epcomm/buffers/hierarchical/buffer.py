@@ -22,7 +22,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.hierarchical.inner import inner_buffer_class
@@ -221,25 +221,30 @@ class HierarchicalBuffer(Buffer):
         )
         rows = _tried(lambda: self._outer.cached_dispatch(hidden_states, exchange_plan.outer))
         if isinstance(rows, EPError):
-            self._inner.refuse_combine(rows)
+            self._inner.combine(hidden_states[:0], None, rows_per=RowsPer.ROW, error=rows)
             raise rows
         return self._inner.cached_dispatch(rows, exchange_plan.inner)
 
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is not None:
+            with suppress(type(error)):
+                self._inner.combine(rows, None, rows_per=rows_per, error=error)
+            return self._outer.combine(rows, None, rows_per=rows_per, error=error)
         assert isinstance(exchange_plan, HierarchicalExchangePlan), (
             "an exchange plan of this buffer"
         )
         number = self._calls_inside.next_batch
         try:
-            sums = self._inner.combine(
+            sums, scalars = self._inner.combine(
                 rows,
                 exchange_plan.inner,
                 rows_per=rows_per,
@@ -260,15 +265,10 @@ class HierarchicalBuffer(Buffer):
 
         return self._calls_between.announced(
             lambda: self._outer.combine(
-                sums.y, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=sums.scalars
+                sums, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=scalars
             ),
             report,
         )
-
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
-        with suppress(type(error)):
-            self._inner.refuse_combine(error)
-        self._outer.refuse_combine(error)
 
     def check(self) -> None:
         self._outer.check()
@@ -301,8 +301,10 @@ class HierarchicalBuffer(Buffer):
             error = _as_error(problem, "combine", self._collectives)
             # The caller raises the problem.
             error.was_raised = True
+            shape, dtype = (0, self._spec.hidden_size), self._spec.hidden_format.dtype.torch_dtype
+            no_rows = torch.empty(shape, dtype=dtype, device=self._collectives.device)
             with suppress(type(error)):
-                self._outer.refuse_combine(error)
+                self._outer.combine(no_rows, None, rows_per=RowsPer.ROW, error=error)
 
 
 def _tried(function: Callable[[], T]) -> T | EPError:

@@ -17,7 +17,7 @@ from typing import ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Combined, Dispatched, ReturnsSlots
+from epcomm.buffers.base import Buffer, Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
@@ -277,13 +277,17 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
-    ) -> Combined:
+        error: EPError | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         assert row_scalars is None, "without gradients there are none"
+        if error is not None:
+            return self._send_error(rows, exchange_plan, error), None
+        assert exchange_plan is not None, "it is None with an error alone"
         assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_results(
@@ -293,7 +297,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             slot_weights=slot_weights,
             rows_per=rows_per,
         )
-        return self._take_sums(receive_buffer, y)
+        return self._take_sums(receive_buffer, y), None
 
     def combine_async(
         self,
@@ -302,7 +306,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
-    ) -> Pending[Combined]:
+    ) -> Pending[Tensor]:
         assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
         y = self._send_results(
@@ -321,7 +325,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         topk_weights: Tensor,
         *,
         out: Tensor | None = None,
-    ) -> Combined:
+    ) -> Tensor:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
         # Not when it is received: as y, see _send_results().
         weights = topk_weights.contiguous()
@@ -335,7 +339,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         topk_weights: Tensor,
         *,
         out: Tensor | None = None,
-    ) -> Pending[Combined]:
+    ) -> Pending[Tensor]:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
         # Not when it is received: as y, see _send_results().
         weights = topk_weights.contiguous()
@@ -344,13 +348,13 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
     def _receive_later(
         self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None
-    ) -> Pending[Combined]:
+    ) -> Pending[Tensor]:
         """Return what receives the sums that other ranks have begun to send."""
         sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
 
         # Done once: when it is waited for, or earlier if its receive buffer is needed.
         @cache
-        def receive() -> Combined:
+        def receive() -> Tensor:
             if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
                 y.record_stream(stream)
             self._follow()
@@ -358,14 +362,14 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
         receive_buffer.unfinished = receive
 
-        def wait() -> Combined:
-            combined = receive()
+        def wait() -> Tensor:
+            receive()
             if receive_buffer.unfinished is receive:
                 # The caller owns y: a receive buffer that waits for its turn must not keep it.
                 receive_buffer.unfinished = None
-            return combined
+            return y
 
-        return Pending(wait, record=Combined(y=y, scalars=None))
+        return Pending(wait, record=y)
 
     def _begin_combine(self, exchange_plan: ExchangePlan, rows_per: RowsPer) -> ReceiveBuffer:
         """Return the receive buffer of a batch, which awaits its combine or was combined before."""
@@ -406,12 +410,14 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
     def _take_sums(
         self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None = None
-    ) -> Combined:
+    ) -> Tensor:
         receive_buffer.take_sums(self._kernels, y, topk_weights)
-        return Combined(y=y, scalars=None)
+        return y
 
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
-        """Send only the fault, in the combine of a batch; see Buffer.refuse_combine.
+    def _send_error(
+        self, rows: Tensor, exchange_plan: ExchangePlan | None, error: EPError
+    ) -> Tensor:
+        """Send only the code of `error`, in the combine of a batch; rows are [0, H].
 
         Without an exchange plan that is the oldest batch that awaits its combine; ranks that
         combine another one wait until the timeout.
@@ -432,9 +438,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._faults.note_own(error)
         receive_buffer = min(meant, key=lambda each: each.batch)
         code = FaultCode.of(error, in_combine=True)
-        y = self._send_results(receive_buffer, self._no_rows, 0, rows_per=RowsPer.ROW, code=code)
+        y = self._send_results(receive_buffer, rows, 0, rows_per=RowsPer.ROW, code=code)
         weights = self._no_weights if self._spec.returns_slots else None
-        self._take_sums(receive_buffer, y, weights)
+        return self._take_sums(receive_buffer, y, weights)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         raise NotImplementedError("low latency has no backward (caps.trainable)")

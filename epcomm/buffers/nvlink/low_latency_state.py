@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined
 from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.protocol import FaultCode
@@ -82,7 +81,7 @@ class ReceiveBuffer:
     is_open: bool = False
     is_combined: bool = False
     was_captured: bool = False
-    unfinished: Callable[[], Combined] | None = None
+    unfinished: Callable[[], Tensor] | None = None
 
     @classmethod
     def of(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Combined, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Dispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import as_words, region_rows
 from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
@@ -198,18 +198,24 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
+        error: EPError | None = None,
         bias: Tensor | None = None,
-    ) -> Combined:
-        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
+    ) -> tuple[Tensor, Tensor | None]:
         if row_scalars is None:
-            self._check_rows(exchange_plan)
-            self._compare_combine()
+            if error is None:
+                self._check_rows(rows, exchange_plan)
+            self._compare_combine(error)
         self._begin_call()
+        if error is not None:
+            # Only its code travels. Unless ranks compare their calls, y is NaN on the others.
+            self._faults.note_own(error)
+            exchange_plan = self._plan_memory.empty_exchange_plan()
+        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         return self._combine(
             rows if rows.stride(-1) == 1 else rows.contiguous(),
@@ -217,19 +223,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             slot_weights if rows_per is RowsPer.SLOT else None,
             row_scalars,
             per_row=rows_per is RowsPer.ROW,
+            code=FaultCode.of(error, in_combine=True),
             bias=bias,
-        )
-
-    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None = None) -> None:
-        """Refuse a combine; unless ranks compare their calls, y is NaN on the others."""
-        self._compare_combine(error)
-        self._begin_call()
-        self._faults.note_own(error)
-        dtype = self._spec.hidden_format.dtype.torch_dtype
-        rows = torch.empty(0, self._spec.hidden_size, dtype=dtype, device=self._device)
-        code = FaultCode.of(error, in_combine=True)
-        self._combine(
-            rows, self._plan_memory.empty_exchange_plan(), None, None, per_row=True, code=code
         )
 
     def traffic(self) -> BufferTraffic:
@@ -259,7 +254,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
                 # Rows along old exchange plans are used where they lie.
                 rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
-    def _compare_combine(self, error: EPError | None = None) -> None:
+    def _compare_combine(self, error: EPError | None) -> None:
         """Raise on every rank if any refuses a combine, where the specification asks for it."""
         if self.is_static or self._excluded_ranks or not self._spec.compares_calls:
             # Hosts must not wait, or would wait for the dead: y is NaN, and check() tells.
@@ -445,9 +440,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         row_scalars: Tensor | None,
         *,
         per_row: bool,
-        code: FaultCode = FaultCode.NONE,
-        bias: Tensor | None = None,
-    ) -> Combined:
+        code: FaultCode,
+        bias: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
         y = rows.new_empty(exchange_plan.num_tokens, self._spec.hidden_size)
         scalars = None
         if row_scalars is not None:
@@ -468,7 +463,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
             num_sms=exchange_plan.num_sms,
         )
-        return Combined(y=y, scalars=scalars)
+        return y, scalars
 
     def _next_buffer_index(self) -> int:
         buffer_index = self._num_dispatches % self._layout.num_buffers
@@ -488,15 +483,16 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         """The number of the dispatch that took a receive buffer last."""
         return self._num_earlier + self._num_dispatches
 
-    def _check_rows(self, exchange_plan: NVLinkNormalExchangePlan) -> None:
+    def _check_rows(self, rows: Tensor, exchange_plan: ExchangePlan | None) -> None:
         """Refuse a batch whose receive buffer a later dispatch took; every rank counts alike."""
+        assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         num_buffers = self._layout.num_buffers
         if exchange_plan.owns_rows or self._last_batch - exchange_plan.batch < num_buffers:
             return
         where = f"rank {self._rank} of {self._world_size}"
         error = overwritten_error(self.name, exchange_plan.batch, num_buffers, where)
         # Ranks that run with gradients own their rows and go on.
-        self.refuse_combine(error)
+        self.combine(rows[:0], None, rows_per=RowsPer.ROW, error=error)
         raise error
 
     def _open(self, max_tokens: int | None = None) -> None:

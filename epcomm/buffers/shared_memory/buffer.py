@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan, RowTable
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.requirements import batches_in_flight_of
@@ -170,20 +170,23 @@ class SharedMemoryBuffer(CollectiveBuffer):
     def combine(
         self,
         rows: Tensor,
-        exchange_plan: ExchangePlan,
+        exchange_plan: ExchangePlan | None,
         *,
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
         row_scalars: Tensor | None = None,
+        error: EPError | None = None,
         bias: Tensor | None = None,
-    ) -> Combined:
-        self._check_views(exchange_plan)
+    ) -> tuple[Tensor, Tensor | None]:
+        if error is None:
+            self._check_views(exchange_plan)
         return super().combine(
             rows,
             exchange_plan,
             rows_per=rows_per,
             slot_weights=slot_weights,
             row_scalars=row_scalars,
+            error=error,
             bias=bias,
         )
 
@@ -295,7 +298,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         self._check_open()
         super()._announce(kind, batch, rows=rows, error=error)
 
-    def _check_views(self, exchange_plan: ExchangePlan) -> None:
+    def _check_views(self, exchange_plan: ExchangePlan | None) -> None:
         """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
         self._check_open()
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"

@@ -19,7 +19,7 @@ from epcomm.buffers.base import AddsBias, Buffer, Dispatched
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks
+from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, combine_error
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
@@ -289,7 +289,7 @@ def _refuse_on_hosts(ranks: Ranks, exchange: RowExchange, error: EPError) -> Non
         return
     if exchange.spec.max_tokens_per_rank is None:
         # In the group of the handle, which may be of an earlier Buffer.
-        exchange.buffer.refuse_combine(error)
+        combine_error(exchange.buffer, exchange.spec.hidden_size, exchange.device, error)
     ranks.refuse_combine(Mode.NORMAL, error)
 
 
@@ -306,7 +306,7 @@ def refuse_return(
     """
     _refuse_on_hosts(ranks, exchange, error)
     for _ in range(num_combines):
-        exchange.buffer.refuse_combine(error)
+        combine_error(exchange.buffer, exchange.spec.hidden_size, exchange.device, error)
     raise error
 
 
@@ -332,12 +332,11 @@ def return_rows(
     weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
     plan, buffer = exchange.exchange_plan, exchange.buffer
     if bias is None:
-        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
+        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
     else:
         assert isinstance(buffer, AddsBias), "those of normal mode do"
-        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
-    scalars = combined.scalars
-    return _dense(combined.y), None if scalars is None else _dense(scalars)
+        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
+    return _dense(y), None if scalars is None else _dense(scalars)
 
 
 def bias_of(biases: Sequence[Tensor]) -> Tensor | None:

@@ -31,6 +31,7 @@ from epcomm.errors import (
 from epcomm.group import EPGroup
 from epcomm.planning.ranks import PlannedRanks
 from epcomm.protocol import BatchFlags
+from epcomm.records import ExchangePlan
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer
@@ -327,7 +328,7 @@ class Ranks:
         """
         self.refuse_on_hosts(mode, error)
         if mode is Mode.LOW_LATENCY and (last := self.last.get(self._names(mode))) is not None:
-            last[0].refuse_combine(error)
+            combine_error(last[0], last[1].hidden_size, self.device, error)
         raise error
 
     def refuse_on_hosts(self, mode: Mode, error: EPError, *, is_static: bool = False) -> None:
@@ -512,3 +513,20 @@ def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -
         flags=BatchFlags.GRAD_ENABLED,
         error=error,
     )
+
+
+def combine_error(
+    buffer: Buffer,
+    hidden_size: int,
+    device: torch.device,
+    error: EPError,
+    exchange_plan: ExchangePlan | None = None,
+) -> None:
+    """Take part in a combine without rows, so that the other ranks learn of `error`.
+
+    Collective: in place of combine().
+    Raises:
+        error: where the other ranks raise too.
+    """
+    no_rows = torch.empty(0, hidden_size, dtype=torch.bfloat16, device=device)
+    buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)

@@ -338,7 +338,7 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
         results = compute(out, rank)
         y = buffer.combine(
             results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-        ).y
+        )[0]
         assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
@@ -415,22 +415,23 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
                 )
                 if factor != 2:
                     # Else it is received when the next one is sent.
-                    assert torch.equal(pending.wait().y, wanted * factor)
+                    assert torch.equal(pending.wait(), wanted * factor)
                 else:
                     early = pending
             assert early is not None
-            assert torch.equal(early.wait().y, wanted * 2)
+            assert torch.equal(early.wait(), wanted * 2)
         # One rank refuses to combine again: all hear of it, and may try once more.
         if rank == 0:
-            buffer.refuse_combine(ShapeError("bad rows here"), out.exchange_plan)
+            error = ShapeError("bad rows here")
+            buffer.combine(results[:0], out.exchange_plan, rows_per=RowsPer.ROW, error=error)
         else:
-            y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT).y
+            y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT)[0]
             assert y.isnan().all()
         with pytest.raises(ShapeError, match="bad rows here" if rank == 0 else "rank 0"):
             buffer.check()
         y = buffer.combine(
             results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-        ).y
+        )[0]
         assert torch.equal(y, wanted)
         buffer.dispatch(call)
         with pytest.raises(HandleError, match="1 may be in flight"):
@@ -476,7 +477,8 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
                 buffer.dispatch(call)
             # A graph goes on, for its host does not look.
             buffer._report.entries.zero_()
-            y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT).y
+            rows = compute(out, group.rank)
+            y, _ = buffer.combine(rows, out.exchange_plan, rows_per=RowsPer.SLOT)
             assert y.numel() > 0
             assert y.isnan().all()
         # The process lives on, and so does the group.
@@ -538,7 +540,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
             out.exchange_plan,
             rows_per=RowsPer.SLOT,
             slot_weights=out.slot_weights,
-        ).y
+        )[0]
         is_lost = call.topk_ids // NUM_LOCAL == dead
         left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
         assert torch.equal(y, expected_sums(left, world_size)), f"round {number}, rank {rank}"
@@ -608,7 +610,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
         for call, home in zip(calls, homes, strict=True):
             wanted = expected_sums(call, group.world_size)
             assert wanted.any()
-            assert torch.equal(home.wait().y, wanted)
+            assert torch.equal(home.wait(), wanted)
         buffer.close()
 
 

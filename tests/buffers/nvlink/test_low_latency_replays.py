@@ -16,7 +16,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup
-from epcomm.buffers.base import Combined, Dispatched
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels
 from epcomm.calls.call import DispatchCall
@@ -76,7 +76,7 @@ class Run:
     def compute(self, out: Dispatched) -> None:
         self.perform(partial(compute, out, self.factors, self.results))
 
-    def combine_async(self, call: DispatchCall, out: Dispatched) -> Pending[Combined]:
+    def combine_async(self, call: DispatchCall, out: Dispatched) -> Pending[Tensor]:
         if self.buffer._spec.returns_slots:
             return self.buffer.combine_slots_async(
                 self.results, out.exchange_plan, call.topk_weights
@@ -89,7 +89,7 @@ class Run:
         )
 
     def combine(self, call: DispatchCall, out: Dispatched) -> Tensor:
-        return self.combine_async(call, out).wait().y
+        return self.combine_async(call, out).wait()
 
     def whole(self, call: DispatchCall) -> Tensor:
         out = self.buffer.dispatch(call)
@@ -211,7 +211,7 @@ def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
         run.compute(out)
         sums = run.combine_async(call, out)
         replay()
-        check_refused(run, sums.wait().y)
+        check_refused(run, sums.wait())
         assert torch.equal(y, captured_wanted)
 
         # Nobody combines this one.

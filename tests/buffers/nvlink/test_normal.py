@@ -164,7 +164,7 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
         for _ in range(number % 3):
             y = buffer.combine(
                 results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-            ).y
+            )[0]
             assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
@@ -248,12 +248,12 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
             flags=BatchFlags.NONE,
         )
         out = buffer.dispatch(large)
-        y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT).y
+        y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT)[0]
         factors = factor_of(0) + factor_of(NUM_LOCAL * group.world_size - 1)
         assert torch.equal(y, large.unquantized * factors)
         y = buffer.combine(
             results, early.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=early.slot_weights
-        ).y
+        )[0]
         assert torch.equal(y, expected_sums(call, group.world_size))
         again = buffer.cached_dispatch(call.unquantized, early.exchange_plan)
         assert early.index.row_of_slot is not None
@@ -295,7 +295,7 @@ def test_rank_that_misses_a_combine_is_named() -> None:
         buffer._exchange = impatient
         results = compute(out, group.rank)
         if group.rank == 0:
-            y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT).y
+            y = buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT)[0]
             with pytest.raises(EPTimeout, match="rank 1 did not arrive in the beginning of comb"):
                 buffer.check()
             assert y.numel() > 0
@@ -328,7 +328,7 @@ def without_the_dead(call: DispatchCall) -> DispatchCall:
 def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
     return buffer.combine(
         results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-    ).y
+    )[0]
 
 
 def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Dispatched) -> None:
@@ -377,13 +377,13 @@ def check_cached_exchange_plan(
     assert not rows[first : first + count].any()
     is_left = without_the_dead(call).topk_ids >= 0
     scalars = torch.ones(len(rows), TOP_K, device=rows.device)
-    home = buffer.combine(rows, exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
-    assert home.scalars is not None
+    y, sums = buffer.combine(rows, exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
+    assert sums is not None
     owners = torch.where(is_left, call.topk_ids // NUM_LOCAL, -1)
     num_ranks = sum((owners == rank).any(dim=1, keepdim=True).int() for rank in range(3))
     num_ranks = torch.as_tensor(num_ranks)
-    assert torch.equal(home.scalars, num_ranks.float().expand(-1, TOP_K))
-    assert torch.equal(home.y, call.unquantized * num_ranks)
+    assert torch.equal(sums, num_ranks.float().expand(-1, TOP_K))
+    assert torch.equal(y, call.unquantized * num_ranks)
 
 
 def go_on_without_the_dead(

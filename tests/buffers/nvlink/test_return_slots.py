@@ -24,7 +24,7 @@ from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, dequantize, quantize
 from epcomm.spec import BufferSpec
 from epcomm.testing.poison import poisoned_memory
-from epcomm.types import ROW_MAJOR, ScaleLayout, WireFormat
+from epcomm.types import ROW_MAJOR, RowsPer, ScaleLayout, WireFormat
 
 ROWS, MASKED = "NVLinkLowLatencyBuffer", "NVLinkMaskedBuffer"
 H, K, L, M = 300, 3, 3, 5
@@ -194,8 +194,8 @@ def test_slots_are_weighed_and_summed_at_home(
                 results, out.exchange_plan, batch.topk_weights, out=y
             )
             assert combining.record is not None
-            assert combining.record.y is y
-            assert combining.wait().y is y
+            assert combining.record is y
+            assert combining.wait() is y
             assert torch.equal(y, batch.expected_y(wire)), f"batch {number}"
         buffer.check()
         assert len(addresses) == NVLinkLowLatencyBuffer.num_buffers
@@ -214,10 +214,12 @@ def test_a_refusal_reaches_all_and_the_next_batch_is_right(
         for refuses in (True, False):
             out = buffer.dispatch(batch.call)
             if refuses and group.rank == 1:
-                buffer.refuse_combine(ShapeError("bad rows here"), out.exchange_plan)
+                error = ShapeError("bad rows here")
+                rows = results_of(out, group.rank)[:0]
+                buffer.combine(rows, out.exchange_plan, rows_per=RowsPer.ROW, error=error)
             else:
                 results = results_of(out, group.rank)
-                y = buffer.combine_slots(results, out.exchange_plan, batch.topk_weights).y
+                y = buffer.combine_slots(results, out.exchange_plan, batch.topk_weights)
                 assert y.isnan().all() if refuses else torch.equal(y, batch.expected_y(BF16))
             if refuses:
                 with pytest.raises(ShapeError, match="bad rows" if group.rank else "on rank 1"):

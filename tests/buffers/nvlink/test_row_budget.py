@@ -64,7 +64,7 @@ def check_full(buffer: Buffer, group: EPGroup) -> Tensor:
     assert torch.equal(weights == 0, ids < 0)
     rows = out.rows.data * 2
     rows[len(sources) :] = float("nan")
-    y = buffer.combine(rows, out.exchange_plan, rows_per=RowsPer.ROW).y
+    y = buffer.combine(rows, out.exchange_plan, rows_per=RowsPer.ROW)[0]
     num_ranks = torch.tensor([[2.0], [1.0]] if group.rank == 0 else [[1.0]], device=group.device)
     assert torch.equal(y, call.unquantized * 2 * num_ranks.bfloat16())
     return y
@@ -92,7 +92,7 @@ def test_rows_have_no_gaps_and_one_more_than_fits_is_heard_everywhere(
         num_tokens = 3 if group.rank == 0 else 4
         call = call_of([[0, -1, -1]] * num_tokens, group.rank, group.device)
         out = buffer.dispatch(replace(call, flags=BatchFlags.GRAD_ENABLED))
-        y = buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW).y
+        y = buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)[0]
         assert y.isnan().all()
         with pytest.raises(CapacityError, match=r"rank 0 received up to 7 rows.*_rank = 6 .*to 7"):
             buffer.check()

@@ -431,7 +431,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
         y = buffer._send_results(receive_buffer, rows, 3, slot_weights=weights)
-        assert buffer._take_sums(receive_buffer, y).y is y
+        assert buffer._take_sums(receive_buffer, y) is y
     assert y.shape == (3, HIDDEN)
     assert allocated[0] > before
     assert allocated[1] == allocated[0]

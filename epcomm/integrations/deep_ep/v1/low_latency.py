@@ -33,7 +33,7 @@ from epcomm.integrations.deep_ep.normal import (
     return_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import OpenBuffer, Options, Ranks
+from epcomm.integrations.deep_ep.ranks import OpenBuffer, Options, Ranks, combine_error
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales
@@ -220,7 +220,7 @@ class LowLatency:
         def receive() -> None:
             pending.wait()
 
-        return pending.record.y, receive
+        return pending.record, receive
 
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
@@ -283,7 +283,7 @@ def refuse_low_latency_combine(handle: LowLatencyHandle, error: EPError) -> NoRe
     if isinstance(handle.sent, SentPairs):
         handle.ranks.refuse_combine(Mode.LOW_LATENCY, error)
     buffer, plan = handle.sent
-    buffer.refuse_combine(error, plan)
+    combine_error(buffer, handle.slab_shape[2], handle.ranks.device, error, plan)
     raise error
 
 

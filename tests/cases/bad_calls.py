@@ -602,9 +602,8 @@ LAYER_FAULTS = [
             call=lambda play, spoil=spoil: play.block(spoil(play.x.detach())),
             others=of_block,
             own=f"ExpertParallelMoE: x is {came}, expected a tensor [..., 16] (rank 1 of 2); pass",
-            told=UNREADY,
-            error=EPError,
-            raised=ShapeError,
+            told=WRONG_TENSOR,
+            error=ShapeError,
         )
         for name, came, spoil in (
             ("None", "NoneType", lambda x: None),

@@ -20,7 +20,7 @@ from epcomm.buffers.collective.all_gather import AllGatherBuffer
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.all_to_all_static import StaticCollectiveBuffer
 from epcomm.buffers.collective.replicated import ReplicatedBuffer
-from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.buffers.shared_memory.buffer import HostMover
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import guard_ids
 from epcomm.calls.faults import DeviceFaults, pack_header
@@ -242,13 +242,13 @@ def flip_word(patched: pytest.MonkeyPatch, flip: Flip) -> None:
 
 def flip_table(patched: pytest.MonkeyPatch) -> None:
     """Let rank 0 read another number of rows from rank 1 in the headers of all ranks."""
-    table_of = SharedMemoryBuffer._table_of
+    table_of = HostMover._table_of
 
-    def changing(self: SharedMemoryBuffer, headers: Tensor) -> object:
+    def changing(self: HostMover, headers: Tensor) -> object:
         headers[1, 0, ROWS] ^= 1
         return table_of(self, headers)
 
-    patched.setattr(SharedMemoryBuffer, "_table_of", changing)
+    patched.setattr(HostMover, "_table_of", changing)
 
 
 CASES: list[tuple[str, Flip | None]] = [

@@ -1,23 +1,31 @@
-"""Send one copy of a token per destination rank, over plain collectives.
+"""Send one copy of a token per destination rank: the buffer over plain collectives.
 
 A call has two messages: the header (in a dispatch with the counts), then the rows (in a dispatch
 with their ids and weights). Both run on any transport with an all-to-all, so this buffer is also
-the reference for other buffers. What leaves a rank is planned in sends.py.
+the reference for other buffers. Worked example, 2 ranks, 1 expert each, on rank 0:
+
+    topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
+    row_of_topk [[0, 1], [2, -1]]   rows leave by rank, then token: 1 row to rank 0, 2 to rank 1
+
+A SendPlan counts, orders and packs the rows of one dispatch, RowsBuffer indexes what it receives,
+and a RowMover moves rows and sums: CollectiveMover by collectives, HostMover of shared_memory
+through memory.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
-from epcomm.buffers.collective.sends import KernelSendPlan, PlainSendPlan, SendOrder, SendPlan
+from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -28,23 +36,201 @@ from epcomm.buffers.sizes import (
 )
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.counts import Counts, counts_bytes
-from epcomm.calls.header import CallKind, CallSign
+from epcomm.calls.counts import (
+    Counts,
+    counts_bytes,
+    empty_headers,
+    guard_ids,
+    make_headers,
+    seal,
+)
+from epcomm.calls.header import ROWS, CallKind, CallSign
+from epcomm.calls.order import Calls
+from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
     AnyMembers,
+    MemberTable,
+    count_experts,
     index_slots,
+    members_of,
     reduce_rows,
     reduce_rows_onto,
     slots_by_row,
 )
+from epcomm.protocol import BatchFlags, FaultCode, fault_word
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
+if TYPE_CHECKING:
+    from epcomm.ops.with_triton import TritonRowOps
+
 # The number of rows from each rank to each rank, [W][W].
 RowTable = tuple[tuple[int, ...], ...]
+# Writes the range of the rows that a rank sends into given memory.
+WriteRows = Callable[[slice, Tensor], None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SendOrder:
+    """The N rows that leave this rank, by destination rank, then token.
+
+    token_of_row: [N], int64; None where kernels read rows_of_token instead.
+    rows_of_token: the rows that carry each token, by rank.
+    row_of_topk: [T, K], the row that carries (t, k), or -1.
+    """
+
+    token_of_row: Tensor | None
+    rows_of_token: AnyMembers
+    row_of_topk: Tensor
+
+    def copy_tokens(self, hidden_states: Tensor, rows: slice, out: Tensor) -> None:
+        """Write the tokens [T, H] of a range of the rows; without token_of_row, of all."""
+        assert self.token_of_row is not None, "an order in plain torch"
+        torch.index_select(hidden_states, 0, self.token_of_row[rows], out=out)
+
+
+class SendPlan(ABC):
+    """The sends of one dispatch while they are planned; the calls below come in their order."""
+
+    def __init__(self, call: DispatchCall, layout: RowLayout, num_local: int) -> None:
+        """Begin with what this rank sends, `call`, laid out as `layout`; L is num_local."""
+        self._call, self._layout, self._num_local = call, layout, num_local
+
+    @abstractmethod
+    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
+        """Count, and make the headers of the dispatch, see make_headers(), without a host sync.
+
+        Memory is allocated and tokens are converted here, before the header, which can tell other
+        ranks of a failure.
+        """
+
+    def run_ahead(self) -> None:  # noqa: B027 - plain torch has nothing to do
+        """Launch what needs no answer of other ranks."""
+
+    @abstractmethod
+    def order(self, num_sends: int) -> SendOrder:
+        """Order the rows, whose number the host knows now."""
+
+    @abstractmethod
+    def packed(self, order: SendOrder) -> Tensor | WriteRows:
+        """Return all rows as they are sent, or what writes a range of them where it is told."""
+
+
+class PlainSendPlan(SendPlan):
+    """Plans in plain torch."""
+
+    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
+        call, num_local = self._call, self._num_local
+        num_experts = num_local * calls.world_size
+        self._topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
+        self._destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
+        self._needed = _ranks_needed(self._destination, calls.world_size)
+        # Each token is converted once, not once a copy: rows are gathered from the result.
+        self._wire = wire_tensor_of(call, self._layout.format)
+        counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
+        return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
+
+    def order(self, num_sends: int) -> SendOrder:
+        return _order_sends(self._needed, self._destination, num_sends)
+
+    def packed(self, order: SendOrder) -> WriteRows:
+        assert order.token_of_row is not None, "as order() made it"
+        token_of_row, weights = order.token_of_row, self._call.topk_weights
+
+        def write(rows: slice, out: Tensor) -> None:
+            self._layout.pack_tokens(
+                self._wire,
+                token_of_row[rows],
+                self._topk_ids,
+                weights,
+                out=out,
+            )
+
+        return write
+
+
+class KernelSendPlan(SendPlan):
+    """Plans by kernels: rows are numbered and packed while headers travel and the host reads."""
+
+    def __init__(
+        self,
+        call: DispatchCall,
+        layout: RowLayout,
+        num_local: int,
+        *,
+        ops: TritonRowOps,
+        memory: Scratch,
+    ) -> None:
+        """Plan a call as SendPlan does; rows are packed by `ops` into `memory`."""
+        super().__init__(call, layout, num_local)
+        self._ops, self._memory = ops, memory
+
+    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
+        call, num_local = self._call, self._num_local
+        self._topk_ids = call.topk_ids.contiguous()
+        num_tokens, top_k = self._topk_ids.shape
+        self._wire = wire_tensor_of(call, self._layout.format)
+        # The most rows that there can be: how many are sent is known when they are packed.
+        most = num_tokens * min(top_k, calls.world_size)
+        self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)
+        words = calls.header(CallKind.DISPATCH, sign, flags=int(call.flags))[:ROWS]
+        words[-2] = fault_word(call.error)
+        self._header, rest = empty_headers(calls, num_local, has_rest=has_rest)
+        self._ops.count_sends(
+            self._topk_ids,
+            self._header,
+            rest,
+            tuple(words),
+            wrong_ids=int(FaultCode.IDS),
+            num_local=num_local,
+        )
+        seal(self._header)
+        return self._header, rest
+
+    def run_ahead(self) -> None:
+        self._row_of_rank, self._row_of_topk = self._ops.order_sends(
+            self._topk_ids, self._header, rows_at=ROWS, num_local=self._num_local
+        )
+        layout, rows = self._layout, self._rows
+        self._ops.scatter_tokens(
+            (
+                self._wire.data,
+                self._wire.scales,
+                self._topk_ids,
+                self._call.topk_weights.contiguous(),
+            ),
+            self._row_of_rank,
+            (layout.data(rows), layout.scales(rows), layout.ids(rows), layout.scalars(rows)),
+        )
+
+    def order(self, num_sends: int) -> SendOrder:
+        self._rows = self._rows[:num_sends]
+        return KernelSendOrder(
+            token_of_row=None,
+            rows_of_token=MemberTable(table=self._row_of_rank),
+            row_of_topk=self._row_of_topk,
+            ops=self._ops,
+        )
+
+    def packed(self, order: SendOrder) -> Tensor:
+        return self._rows
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KernelSendOrder(SendOrder):
+    """An order that kernels made, and read."""
+
+    ops: TritonRowOps
+
+    def copy_tokens(self, hidden_states: Tensor, rows: slice, out: Tensor) -> None:
+        assert isinstance(self.rows_of_token, MemberTable), "as order() made it"
+        nothing = (None, None, None)
+        self.ops.scatter_tokens(
+            (hidden_states, *nothing), self.rows_of_token.table, (out, *nothing)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,21 +261,142 @@ class CollectiveExchangePlan(ExchangePlan):
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
 
-class CollectiveBuffer(OverCollectives, AddsBias):
-    """Serves normal mode over `Collectives`, with exact sizes and one host sync a dispatch."""
+class RowMover(ABC):
+    """Moves the rows of one buffer between its ranks.
 
-    name: ClassVar[str] = "collective"
-    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    has_rest: see make_headers().
+    """
+
+    has_rest: bool
+
+    @property
+    def table(self) -> RowTable | None:
+        """The rows between ranks from the last headers, where all ranks see all headers."""
+        return None
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch of the last rows, where they are views that a later exchange overwrites."""
+        return None
+
+    def prepare(self) -> None:  # noqa: B027 - collectives are open
+        """Allocate. Collective: yes.   Host sync: yes."""
+
+    def check_open(self) -> None:  # noqa: B027 - collectives check themselves
+        """Raise HandleError if the memory is closed. Local."""
+
+    def find_overwritten(self, exchange_plan: CollectiveExchangePlan) -> EPError | None:
+        """Return the error of a batch whose rows a later exchange has overwritten, or None."""
+        return None
+
+    def exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
+        """Return what exchanges the headers of a dispatch in place of the calls, or None."""
+        return None
+
+    @abstractmethod
+    def send_rows(
+        self,
+        rows: Tensor | WriteRows,
+        table: RowTable | None,
+        splits: tuple[Sequence[int], Sequence[int]],
+        shape: tuple[int, torch.dtype],
+        *,
+        phase: str,
+        is_kept: bool,
+    ) -> Tensor:
+        """Send rows to the ranks of experts, and return those from all ranks, by source.
+
+        Args:
+            rows: all rows, by rank, then token, or what writes a range of them into the memory that
+                they are sent from.
+            table: see CollectiveExchangePlan.
+            splits: number of rows to each rank, and from each rank.
+            shape: number of elements of a row, and their dtype.
+            phase: name of the exchange, for errors.
+            is_kept: the caller owns the rows; else they may be views that a later exchange
+                overwrites.
+        """
+
+    @abstractmethod
+    def write_sums(
+        self,
+        make: Callable[[slice], Tensor],
+        exchange_plan: CollectiveExchangePlan,
+        shape: tuple[int, torch.dtype],
+    ) -> Callable[[str], Tensor]:
+        """Compute the sums that go back to the sources of rows, and return what exchanges them.
+
+        Ranks compare the call between the two. The exchange takes its name, for errors, and returns
+        the sums from all ranks, by rank of the experts.
+
+        Args:
+            make: computes a range of the sums, numbered as the rows arrived.
+            exchange_plan: the plan of the dispatch.
+            shape: number of elements of a row, and their dtype.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the memory. Local, idempotent."""
+
+
+class CollectiveMover(RowMover):
+    """Moves rows by one all-to-all."""
+
+    def __init__(self, collectives: Collectives, *, waits: bool) -> None:
+        """Move rows over `collectives`; waits: the host waits in them."""
+        self.has_rest = waits
+        self._collectives = collectives
+        self._sent = Scratch(collectives.device, keeps=waits)
+        self._returned = Scratch(collectives.device, keeps=waits)
+
+    def send_rows(
+        self,
+        rows: Tensor | WriteRows,
+        table: RowTable | None,
+        splits: tuple[Sequence[int], Sequence[int]],
+        shape: tuple[int, torch.dtype],
+        *,
+        phase: str,
+        is_kept: bool,
+    ) -> Tensor:
+        if not isinstance(rows, Tensor):
+            write, num_rows = rows, sum(splits[0])
+            rows = self._sent.rows(num_rows, *shape)
+            write(slice(0, num_rows), rows)
+        return self._collectives.all_to_all(
+            rows, send_splits=splits[0], recv_splits=splits[1], phase=phase
+        )
+
+    def write_sums(
+        self,
+        make: Callable[[slice], Tensor],
+        exchange_plan: CollectiveExchangePlan,
+        shape: tuple[int, torch.dtype],
+    ) -> Callable[[str], Tensor]:
+        rows, send_splits = make(slice(0, exchange_plan.num_rows)), exchange_plan.send_splits
+
+        def exchange(phase: str) -> Tensor:
+            return self._collectives.all_to_all(
+                rows,
+                send_splits=exchange_plan.recv_splits,
+                recv_splits=send_splits,
+                out=self._returned.rows(sum(send_splits), *shape),
+                phase=phase,
+            )
+
+        return exchange
+
+    def close(self) -> None:
+        self._sent.free()
+        self._returned.free()
+
+
+class RowsBuffer(OverCollectives, AddsBias):
+    """Serves exact sizes with one host sync a dispatch; its mover moves the rows."""
+
     # Every call has a header, because it brings the counts.
     counts_calls = True
-    # Rows between ranks from the last headers, where all ranks see all headers.
-    _table: RowTable | None = None
-    # Epoch of the rows of the current dispatch, where they are views.
-    _views_epoch: int | None = None
-
-    @classmethod
-    def caps(cls, mode: Mode) -> BufferCaps:
-        return COLLECTIVE_CAPS
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -128,20 +435,34 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             bytes_between=sent_between + call.rows_received_between * row.combine,
         )
 
+    def __init__(self, calls: Calls, spec: BufferSpec, mover: RowMover) -> None:
+        """Keep the arguments; prepare() does the rest."""
+        super().__init__(calls, spec)
+        self._mover = mover
+        self._has_rest = mover.has_rest
+        # Kernels pack rows here while the headers travel.
+        self._packed = Scratch(self._collectives.device, keeps=self._waits)
+
+    def prepare(self) -> None:
+        self._mover.prepare()
+
     def dispatch(self, call: DispatchCall) -> Dispatched:
+        self._mover.check_open()
         layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
         headers = sending.headers(self._calls, batch, has_rest=self._has_rest)
         counts = self._exchange_counts(call, headers, sending.run_ahead)
         send_splits = counts.rows_to_rank
         sends = sending.order(sum(send_splits))
         self._traffic.dispatch(send_splits, layout.row_bytes)
-        received = self._send_rows(
+        # Autograd keeps rows beyond the life of a receive buffer.
+        is_kept = bool(call.flags & BatchFlags.GRAD_ENABLED)
+        received = self._mover.send_rows(
             sending.packed(sends),
-            self._table,
-            send_splits,
-            counts.rows_from_rank,
+            self._mover.table,
+            (send_splits, counts.rows_from_rank),
             (layout.row_bytes, torch.uint8),
             phase="dispatch rows",
+            is_kept=is_kept,
         )
 
         index, slot_weights = self._index_rows(received, counts)
@@ -153,8 +474,8 @@ class CollectiveBuffer(OverCollectives, AddsBias):
             recv_splits=counts.rows_from_rank,
             sends=sends,
             slots_by_row=None if index.slots_of_row is None else slots_by_row(index),
-            table=self._table,
-            views_epoch=self._views_epoch,
+            table=self._mover.table,
+            views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
         )
         return Dispatched(
@@ -186,19 +507,20 @@ class CollectiveBuffer(OverCollectives, AddsBias):
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts
         if self._row_ops is None:
             return PlainSendPlan(call, layout, num_local)
-        return KernelSendPlan(call, layout, num_local, ops=self._row_ops, memory=self._sent)
+        return KernelSendPlan(call, layout, num_local, ops=self._row_ops, memory=self._packed)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
+        self._mover.check_open()
         self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call, rows=hidden_states)
         self._traffic.dispatch(exchange_plan.send_splits, row_bytes_of(hidden_states))
-        return self._send_rows(
+        return self._mover.send_rows(
             partial(exchange_plan.sends.copy_tokens, hidden_states),
             exchange_plan.table,
-            exchange_plan.send_splits,
-            exchange_plan.recv_splits,
+            (exchange_plan.send_splits, exchange_plan.recv_splits),
             (hidden_states.shape[1], hidden_states.dtype),
             phase="backward of combine",
+            is_kept=True,
         )
 
     def combine(
@@ -212,9 +534,13 @@ class CollectiveBuffer(OverCollectives, AddsBias):
         error: EPError | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
+        self._mover.check_open()
         if error is not None:
             return self._announce_error(rows, error)
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
+        if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
+            # A rank in grad mode owns its rows, and learns of the error by this header.
+            self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
         def sums(part: slice) -> Tensor:
@@ -238,36 +564,6 @@ class CollectiveBuffer(OverCollectives, AddsBias):
         scalars = reduce_rows(layout.scalars(returned).contiguous(), rows_of_token)
         return _summed(layout.data(returned), rows_of_token, bias), scalars
 
-    def _send_rows(
-        self,
-        rows: Tensor | Callable[[slice, Tensor], None],
-        table: RowTable | None,
-        send_splits: Sequence[int],
-        recv_splits: Sequence[int],
-        shape: tuple[int, torch.dtype],
-        *,
-        phase: str,
-    ) -> Tensor:
-        """Send rows to the ranks of experts.
-
-        Args:
-            rows: all rows, by rank, then token, or what writes a range of them into the memory that
-                they are sent from.
-            table: see CollectiveExchangePlan.
-            send_splits, recv_splits: number of rows to and from each rank.
-            shape: number of elements of a row, and their dtype.
-            phase: name of the exchange, for errors.
-
-        Returns: the rows from all ranks, by source.
-        """
-        if not isinstance(rows, Tensor):
-            write, num_rows = rows, sum(send_splits)
-            rows = self._sent.rows(num_rows, *shape)
-            write(slice(0, num_rows), rows)
-        return self._collectives.all_to_all(
-            rows, send_splits=send_splits, recv_splits=recv_splits, phase=phase
-        )
-
     def _send_sums(
         self,
         make: Callable[[slice], Tensor],
@@ -275,28 +571,64 @@ class CollectiveBuffer(OverCollectives, AddsBias):
         shape: tuple[int, torch.dtype],
         kind: CallKind,
     ) -> Tensor:
-        """Send the results for received rows back to the ranks that the rows came from.
+        """Send the sums for received rows back; see RowMover.write_sums().
 
-        Args:
-            make: computes a range of the rows to send, numbered as they arrived.
-            exchange_plan: the plan of the dispatch.
-            shape: number of elements of a row, and their dtype.
-            kind: kind of the call, which ranks compare between the local work and the exchange.
-
-        Returns: the rows from all ranks, by rank of the experts.
+        kind: the kind of the call, which ranks compare between the local work and the exchange.
         """
-        width, dtype = shape
-        rows = make(slice(0, exchange_plan.num_rows))
+        exchange = self._mover.write_sums(make, exchange_plan, shape)
         self._announce(kind, exchange_plan.call)
-        self._traffic.combine(exchange_plan.recv_splits, row_bytes_of(rows))
-        return self._collectives.all_to_all(
-            rows,
-            send_splits=exchange_plan.recv_splits,
-            recv_splits=exchange_plan.send_splits,
-            out=self._returned.rows(sum(exchange_plan.send_splits), width, dtype),
-            phase=kind.text,
-        )
+        self._traffic.combine(exchange_plan.recv_splits, shape[0] * shape[1].itemsize)
+        return exchange(kind.text)
+
+    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
+        return self._mover.exchange_headers(call)
+
+    def close(self) -> None:
+        self._mover.close()
+        self._packed.free()
+
+
+class CollectiveBuffer(RowsBuffer):
+    """Serves normal mode over `Collectives`."""
+
+    name: ClassVar[str] = "collective"
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+
+    @classmethod
+    def caps(cls, mode: Mode) -> BufferCaps:
+        return COLLECTIVE_CAPS
+
+    def __init__(self, calls: Calls, spec: BufferSpec) -> None:
+        super().__init__(calls, spec, CollectiveMover(calls.collectives, waits=calls.waits))
 
 
 def _summed(rows: Tensor, members: AnyMembers, bias: Tensor | None) -> Tensor:
     return reduce_rows(rows, members) if bias is None else reduce_rows_onto(bias, rows, members)
+
+
+def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
+    """Return whether token t goes to rank d, [T, W], bool; destination [T, K] has ranks or -1."""
+    # One more column takes the -1 entries and is cut off.
+    needed = torch.zeros(
+        destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
+    )
+    needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
+    return needed[:, :world_size]
+
+
+def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
+    """Order the rows to send by destination rank, then by token."""
+    by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
+    row_of_rank = torch.where(needed, by_rank, -1)
+    rows_of_token = members_of(row_of_rank, num_sends)
+    tokens = torch.arange(needed.shape[0], device=needed.device)
+    token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
+    token_of_row[rows_of_token.flat] = torch.repeat_interleave(
+        tokens, needed.sum(1), output_size=num_sends
+    )
+    picked = row_of_rank.gather(1, destination.clamp(min=0))
+    return SendOrder(
+        token_of_row=token_of_row,
+        rows_of_token=rows_of_token,
+        row_of_topk=torch.where(destination >= 0, picked, -1),
+    )

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.row_layout import RowLayout, Scratch
+from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, exchange_counts
@@ -55,12 +55,10 @@ class OverCollectives:
         # Where the host does not wait in collectives, a header of its own would make it wait.
         self._compares_calls = self._waits or spec.compares_calls
         self.counts_calls |= self._compares_calls
-        # Headers have one size in every call, and the rest of the counts a message of its own,
+        # Headers have one size in every call, and the rest of the counts takes a second message,
         # where two ranks in different calls would break the transport.
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
-        self._sent = Scratch(collectives.device, keeps=self._waits)
-        self._returned = Scratch(collectives.device, keeps=self._waits)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
         self._scalar_layouts: dict[torch.dtype, RowLayout] = {}
 
@@ -136,8 +134,7 @@ class OverCollectives:
         """Do nothing: the calls raise all faults themselves."""
 
     def close(self) -> None:
-        self._sent.free()
-        self._returned.free()
+        """Free nothing: calls allocate what they need."""
 
     def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
         """Return the layout of the rows of a combine that bring scalars of `dtype` along."""

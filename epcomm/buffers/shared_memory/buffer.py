@@ -1,8 +1,8 @@
 """Move tokens between CPU ranks of one host: rows are written where the receiver reads them.
 
 The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, receive
-buffers used in turn. CollectiveBuffer plans and packs; only the exchanges differ: a row crosses
-memory once, from the token to the expert's rank, and a sum once in combine.
+buffers used in turn. RowsBuffer plans, packs and indexes, as over collectives; HostMover moves: a
+row crosses memory once, from the token to the expert's rank, and a sum once in combine.
 
 Rows and sums have capacity for the largest call so far: with the headers every rank knows the
 capacity that every rank needs, and all ranks grow alike.
@@ -25,27 +25,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Dispatched
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer, CollectiveExchangePlan, RowTable
+from epcomm.buffers.collective.all_to_all import (
+    CollectiveExchangePlan,
+    RowMover,
+    RowsBuffer,
+    RowTable,
+    WriteRows,
+)
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.requirements import batches_in_flight_of
-from epcomm.buffers.shared_memory.board import HostBoard
 from epcomm.buffers.shared_memory.growable import MIN_CAPACITY_BYTES, HostRegion, line_aligned
 from epcomm.buffers.shared_memory.memory import HostMemory
-from epcomm.buffers.shared_memory.signals import HostSignals, Signal, signal_bytes
+from epcomm.buffers.shared_memory.signals import HostBoard, HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import seal
 from epcomm.calls.faults import overwritten_error
-from epcomm.calls.header import HEADER_WORDS, ROWS, CallKind, CallSign
+from epcomm.calls.header import HEADER_WORDS, ROWS, CallKind
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.platforms.machine import Machine
-from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import RowsPer
 
 # Number of receive buffers of headers and of sums, which are read within a call.
 _NUM_BUFFERS = 2
@@ -56,8 +57,174 @@ _NUM_BATCHES = 2
 _PART_BYTES = 2**21
 
 
-class SharedMemoryBuffer(CollectiveBuffer):
-    """Serves both phases over shared memory, with exact sizes; under no_grad rows are views of it.
+class HostMover(RowMover):
+    """Moves rows through the memory of the host: a rank writes them where the receiver reads."""
+
+    def __init__(self, calls: Calls, spec: BufferSpec, name: str) -> None:
+        """Keep the arguments; name: of the buffer, for messages."""
+        # Headers in shared memory hold all counts, so that no second message carries the rest.
+        self.has_rest = False
+        self._calls, self._spec, self._name = calls, spec, name
+        self._rank, self._world_size = calls.collectives.rank, calls.world_size
+        self._widest_row, self._widest_sum = _widest_bytes(spec)
+        self._num_batches = num_batches(spec)
+        rows, sums = _most_bytes(spec, self._world_size)
+        self._rows = HostRegion(calls, "rows", self._num_batches, rows)
+        self._sums = HostRegion(calls, "sums", _NUM_BUFFERS, sums)
+        self._table: RowTable | None = None
+        self._num_dispatches = 0
+        self._is_open = False
+
+    @property
+    def table(self) -> RowTable | None:
+        return self._table
+
+    @property
+    def epoch(self) -> int:
+        return self._signals.coming_epoch(Signal.ROWS_READY) - 1
+
+    def prepare(self) -> None:
+        """Attach the signals and headers of all ranks.
+
+        Collective: yes.   Host sync: yes.
+        Raises:
+            BackendUnavailable: not enough shared memory on some rank; on every rank.
+        """
+        bounded, size = self._calls.collectives.bounded, self._world_size
+        assert bounded is not None, "the host waits in the collectives of a CPU group"
+        table_shape = _table_shape(self._spec, size)
+        table_at = line_aligned(signal_bytes(size))
+        if not self._calls.has_board:
+            self._calls.use(HostBoard(self._calls))
+        num_bytes = _opening_bytes(self._spec, size)
+        memory = HostMemory(self._calls, num_bytes, phase="open shared_memory")
+
+        def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
+            count = torch.Size(shape).numel()
+            return [
+                block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
+            ]
+
+        # Each rank's block has the headers from every rank to every rank.
+        self._headers = words(table_at, table_shape)
+        self._signals = HostSignals(memory, self._rank, size, bounded)
+        self._bounded = bounded
+        self._is_open = True
+
+    def check_open(self) -> None:
+        if not self._is_open:
+            where = self._calls.names.where
+            raise HandleError(f"{self._name}: the buffer is closed ({where}); make a new EPGroup")
+
+    def find_overwritten(self, exchange_plan: CollectiveExchangePlan) -> EPError | None:
+        views_epoch = exchange_plan.views_epoch
+        if views_epoch is None or self.epoch - views_epoch < self._num_batches:
+            return None
+        return overwritten_error(
+            self._name, views_epoch, self._num_batches, self._calls.names.where
+        )
+
+    def exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor]:
+        return partial(self._share_headers, call)
+
+    def _share_headers(self, call: DispatchCall, header: Tensor) -> Tensor:
+        self._bounded.check()
+        buffer_index = (self._num_dispatches + 1) % _NUM_BUFFERS
+        for table in self._headers:
+            table[buffer_index, self._rank] = header[:, : table.shape[-1]]
+        # A rank that has sent its header has written its counts before, and is done with the rows
+        # of the batch before the last.
+        of_call = self._calls.message(())
+        of_call[:, :HEADER_WORDS] = header[:, :HEADER_WORDS]
+        seal(of_call)
+        call_headers = self._calls.exchange(of_call, CallKind.DISPATCH.phase)
+        self._calls.compare(call_headers[:, :HEADER_WORDS].tolist(), call_headers, call.error)
+        # A refused call leaves the receive buffer to the next call, which writes the same memory.
+        self._num_dispatches += 1
+        headers = self._headers[self._rank][buffer_index].clone()
+        self._table = self._table_of(headers)
+        received = [sum(rows) for rows in zip(*self._table, strict=True)]
+        self._rows.require(max(received) * self._widest_row)
+        self._sums.require(max(map(sum, self._table)) * self._widest_sum)
+        return headers[:, self._rank].contiguous()
+
+    def _table_of(self, headers: Tensor) -> RowTable:
+        """Read the number of rows from each rank to each rank in all headers [W, W, words]."""
+        table = tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())
+        most = self._spec.max_tokens_per_rank
+        for source, totals in enumerate(headers.sum(2).tolist()):
+            for destination, total in enumerate(totals):
+                num_rows = table[source][destination]
+                if total or num_rows < 0 or (most is not None and num_rows > most):
+                    self._calls.reject(
+                        source,
+                        f"words for rank {destination} that add up to {total}, expected 0, with "
+                        f"rows {num_rows}, expected 0 to {most or 'any'}",
+                    )
+        return table
+
+    def send_rows(
+        self,
+        rows: Tensor | WriteRows,
+        table: RowTable | None,
+        splits: tuple[Sequence[int], Sequence[int]],
+        shape: tuple[int, torch.dtype],
+        *,
+        phase: str,
+        is_kept: bool,
+    ) -> Tensor:
+        assert table is not None, "headers brought it"
+        assert not isinstance(rows, Tensor), "on a CPU, rows are written where they are read"
+        epoch, sent = self._signals.next_epoch(Signal.ROWS_READY), 0
+        for destination, num_rows in enumerate(splits[0]):
+            first = sum(sends[destination] for sends in table[: self._rank])
+            place = slice(first, first + num_rows)
+            if num_rows:
+                out = self._rows.rows(destination, epoch, place, *shape)
+                rows(slice(sent, sent + num_rows), out)
+            sent += num_rows
+        self._signals.publish(Signal.ROWS_READY)
+        self._signals.wait(Signal.ROWS_READY, phase)
+        received = self._rows.rows(self._rank, epoch, slice(0, sum(splits[1])), *shape)
+        return received.clone() if is_kept else received
+
+    def write_sums(
+        self,
+        make: Callable[[slice], Tensor],
+        exchange_plan: CollectiveExchangePlan,
+        shape: tuple[int, torch.dtype],
+    ) -> Callable[[str], Tensor]:
+        assert exchange_plan.table is not None, "headers brought it"
+        # A refused call leaves the epoch to the next call, which writes the same memory again.
+        epoch, first = self._signals.coming_epoch(Signal.SUMS_READY), 0
+        for destination, num_rows in enumerate(exchange_plan.recv_splits):
+            # In the destination's block, sums are ordered by the rank of their experts.
+            place = sum(exchange_plan.table[destination][: self._rank])
+            out = self._sums.rows(destination, epoch, slice(place, place + num_rows), *shape)
+            for part in _parts(num_rows, shape[0] * shape[1].itemsize):
+                out[part] = make(slice(first + part.start, first + part.stop))
+            first += num_rows
+
+        def exchange(phase: str) -> Tensor:
+            self._signals.next_epoch(Signal.SUMS_READY)
+            self._signals.publish(Signal.SUMS_READY)
+            self._signals.wait(Signal.SUMS_READY, phase)
+            num_rows = sum(exchange_plan.send_splits)
+            return self._sums.rows(self._rank, epoch, slice(0, num_rows), *shape)
+
+        return exchange
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._signals.release()
+            self._headers = []
+        self._rows.free()
+        self._sums.free()
+
+
+class SharedMemoryBuffer(RowsBuffer):
+    """Serves both phases through shared memory; under no_grad rows are views of it.
 
     Decode needs no static sizes here: on a CPU no graph is captured, and no device runs ahead of
     the host.
@@ -112,215 +279,7 @@ class SharedMemoryBuffer(CollectiveBuffer):
         return tuple(found.values())
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
-        super().__init__(calls, spec)
-        self._widest_row, self._widest_sum = _widest_bytes(spec)
-        self._num_batches = num_batches(spec)
-        rows, sums = _most_bytes(spec, self._world_size)
-        self._rows = HostRegion(calls, "rows", self._num_batches, rows)
-        self._sums = HostRegion(calls, "sums", _NUM_BUFFERS, sums)
-        self._num_dispatches = 0
-        # Headers in shared memory hold all counts, so that no second message carries the rest.
-        self._has_rest = False
-        self._is_open = False
-
-    def prepare(self) -> None:
-        """Attach the signals and headers of all ranks.
-
-        Collective: yes.   Host sync: yes.
-        Raises:
-            BackendUnavailable: not enough shared memory on some rank; on every rank.
-        """
-        bounded, size = self._collectives.bounded, self._world_size
-        assert bounded is not None, "the host waits in the collectives of a CPU group"
-        table_shape = _table_shape(self._spec, size)
-        table_at = line_aligned(signal_bytes(size))
-        if not self._calls.has_board:
-            self._calls.use(HostBoard(self._calls))
-        num_bytes = _opening_bytes(self._spec, size)
-        memory = HostMemory(self._calls, num_bytes, phase="open shared_memory")
-
-        def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
-            count = torch.Size(shape).numel()
-            return [
-                block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
-            ]
-
-        # Each rank's block has the headers from every rank to every rank.
-        self._headers = words(table_at, table_shape)
-        self._signals = HostSignals(memory, self._rank, size, bounded)
-        self._bounded = bounded
-        self._is_open = True
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        self._check_open()
-        is_view = not call.flags & BatchFlags.GRAD_ENABLED
-        self._views_epoch = self._signals.coming_epoch(Signal.ROWS_READY) if is_view else None
-        out = super().dispatch(call)
-        if is_view:
-            return out
-        # Autograd keeps rows beyond the life of a receive buffer, so they are copied.
-        scales = None if out.rows.scales is None else out.rows.scales.clone()
-        return replace(out, rows=replace(out.rows, data=out.rows.data.clone(), scales=scales))
-
-    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        # The header of this call says that every rank is done with the rows of the batch before
-        # the last.
-        return super().cached_dispatch(hidden_states, exchange_plan).clone()
-
-    def combine(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan | None,
-        *,
-        rows_per: RowsPer,
-        slot_weights: Tensor | None = None,
-        row_scalars: Tensor | None = None,
-        error: EPError | None = None,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if error is None:
-            self._check_views(exchange_plan)
-        return super().combine(
-            rows,
-            exchange_plan,
-            rows_per=rows_per,
-            slot_weights=slot_weights,
-            row_scalars=row_scalars,
-            error=error,
-            bias=bias,
-        )
-
-    def close(self) -> None:
-        super().close()
-        if self._is_open:
-            self._is_open = False
-            self._signals.release()
-            self._headers = []
-        self._rows.free()
-        self._sums.free()
-
-    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor]:
-        return partial(self._share_headers, call)
-
-    def _share_headers(self, call: DispatchCall, header: Tensor) -> Tensor:
-        self._bounded.check()
-        buffer_index = (self._num_dispatches + 1) % _NUM_BUFFERS
-        for table in self._headers:
-            table[buffer_index, self._rank] = header[:, : table.shape[-1]]
-        # A rank that has sent its header has written its counts before, and is done with the rows
-        # of the batch before the last.
-        of_call = self._calls.message(())
-        of_call[:, :HEADER_WORDS] = header[:, :HEADER_WORDS]
-        seal(of_call)
-        call_headers = self._calls.exchange(of_call, CallKind.DISPATCH.phase)
-        self._calls.compare(call_headers[:, :HEADER_WORDS].tolist(), call_headers, call.error)
-        # A refused call leaves the receive buffer to the next call, which writes the same memory.
-        self._num_dispatches += 1
-        headers = self._headers[self._rank][buffer_index].clone()
-        self._table = self._table_of(headers)
-        received = [sum(rows) for rows in zip(*self._table, strict=True)]
-        self._rows.require(max(received) * self._widest_row)
-        self._sums.require(max(map(sum, self._table)) * self._widest_sum)
-        return headers[:, self._rank].contiguous()
-
-    def _table_of(self, headers: Tensor) -> RowTable:
-        """Read the number of rows from each rank to each rank in all headers [W, W, words]."""
-        table = tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())
-        most = self._spec.max_tokens_per_rank
-        for source, totals in enumerate(headers.sum(2).tolist()):
-            for destination, total in enumerate(totals):
-                num_rows = table[source][destination]
-                if total or num_rows < 0 or (most is not None and num_rows > most):
-                    self._calls.reject(
-                        source,
-                        f"words for rank {destination} that add up to {total}, expected 0, with "
-                        f"rows {num_rows}, expected 0 to {most or 'any'}",
-                    )
-        return table
-
-    def _send_rows(
-        self,
-        rows: Tensor | Callable[[slice, Tensor], None],
-        table: RowTable | None,
-        send_splits: Sequence[int],
-        recv_splits: Sequence[int],
-        shape: tuple[int, torch.dtype],
-        *,
-        phase: str,
-    ) -> Tensor:
-        assert table is not None, "headers brought it"
-        assert not isinstance(rows, Tensor), "on a CPU, rows are written where they are read"
-        epoch, sent = self._signals.next_epoch(Signal.ROWS_READY), 0
-        for destination, num_rows in enumerate(send_splits):
-            first = sum(sends[destination] for sends in table[: self._rank])
-            place = slice(first, first + num_rows)
-            if num_rows:
-                out = self._rows.rows(destination, epoch, place, *shape)
-                rows(slice(sent, sent + num_rows), out)
-            sent += num_rows
-        self._signals.publish(Signal.ROWS_READY)
-        self._signals.wait(Signal.ROWS_READY, phase)
-        return self._rows.rows(self._rank, epoch, slice(0, sum(recv_splits)), *shape)
-
-    def _send_sums(
-        self,
-        make: Callable[[slice], Tensor],
-        exchange_plan: CollectiveExchangePlan,
-        shape: tuple[int, torch.dtype],
-        kind: CallKind,
-    ) -> Tensor:
-        assert exchange_plan.table is not None, "headers brought it"
-        row_bytes = shape[0] * shape[1].itemsize
-        # A refused call leaves the epoch to the next call, which writes the same memory again.
-        epoch, first = self._signals.coming_epoch(Signal.SUMS_READY), 0
-        for destination, num_rows in enumerate(exchange_plan.recv_splits):
-            # In the destination's block, sums lie by the rank of their experts.
-            place = sum(exchange_plan.table[destination][: self._rank])
-            out = self._sums.rows(destination, epoch, slice(place, place + num_rows), *shape)
-            for part in _parts(num_rows, row_bytes):
-                out[part] = make(slice(first + part.start, first + part.stop))
-            first += num_rows
-        self._announce(kind, exchange_plan.call)
-        self._traffic.combine(exchange_plan.recv_splits, row_bytes)
-        self._signals.next_epoch(Signal.SUMS_READY)
-        self._signals.publish(Signal.SUMS_READY)
-        self._signals.wait(Signal.SUMS_READY, kind.text)
-        return self._sums.rows(self._rank, epoch, slice(0, sum(exchange_plan.send_splits)), *shape)
-
-    def _announce(
-        self,
-        kind: CallKind,
-        batch: CallSign,
-        *,
-        rows: Tensor | None = None,
-        error: EPError | None = None,
-    ) -> None:
-        self._check_open()
-        super()._announce(kind, batch, rows=rows, error=error)
-
-    def _check_views(self, exchange_plan: ExchangePlan | None) -> None:
-        """Refuse, on every rank, a batch whose rows a later exchange has overwritten."""
-        self._check_open()
-        assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
-        epoch = exchange_plan.views_epoch
-        if (
-            epoch is None
-            or self._signals.coming_epoch(Signal.ROWS_READY) - epoch <= self._num_batches
-        ):
-            return
-        error = overwritten_error(
-            self.name, epoch, self._num_batches, self._collectives.names.where
-        )
-        # Ranks may differ in grad mode, and a rank in grad mode has copies, which stay valid: that
-        # rank must hear of the error.
-        self._announce(CallKind.COMBINE, exchange_plan.call, error=error)
-
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise HandleError(
-                f"{self.name}: the buffer is closed ({self._collectives.names.where}); "
-                "make a new EPGroup"
-            )
+        super().__init__(calls, spec, HostMover(calls, spec, self.name))
 
 
 def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:

@@ -23,7 +23,7 @@ from epcomm import (
 from epcomm.buffers.base import Buffer
 from epcomm.buffers.shared_memory import buffer as shared_memory
 from epcomm.buffers.shared_memory import memory as host_memory
-from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.buffers.shared_memory.buffer import HostMover, SharedMemoryBuffer
 from epcomm.buffers.shared_memory.growable import HostRegion
 from epcomm.buffers.shared_memory.memory import HostMemory
 from epcomm.collectives.torch_dist import TorchDistCollectives
@@ -213,7 +213,7 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
 def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(SharedMemoryBuffer, "_check_views", lambda buffer, exchange_plan: None)
+    monkeypatch.setattr(HostMover, "find_overwritten", lambda mover, exchange_plan: None)
     with EPGroup() as group, pytest.raises(AssertionError, match="expected HandleError with 2"):
         run_scenario("stand_alone", env_of(group))
 

@@ -316,9 +316,12 @@ class ExpertParallelExperts(nn.Module):
         Collective: yes, in place of forward().   Host sync: as forward().
         """
         decode = self.is_decoding if decode is None else decode
+        if not isinstance(self.path, PipelinePath):
+            # The operator of fuseep takes no reports.
+            return
         # A device that has failed may be unable to send the report too.
         with suppress(EPError, RuntimeError):
-            self.path.refuse(problem, decode=decode)
+            self.path.phases.any_of(decode=decode).refuse(problem)
 
     def idle(self, carry: Tensor) -> Tensor:
         """Take part in a call without a token; see ExpertParallelLayer.idle."""
@@ -484,7 +487,7 @@ class PipelinePath:
         try:
             dispatcher = self.phases.of_phase(decode=decode)
         except ConfigError as error:
-            self.refuse(error, decode=decode)
+            self.phases.any_of(decode=decode).refuse(error)
         tensors = weights.tensors()
         misplaced = self._find_misplaced(tensors)
         if misplaced is not None:
@@ -523,14 +526,6 @@ class PipelinePath:
         self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
         # Last, so that a refusal is met again by the next call.
         self._spec, self.chosen = spec, chosen
-
-    def refuse(self, problem: Exception, *, decode: bool) -> NoReturn:
-        """Report to the other ranks what keeps this rank from a call, and raise it.
-
-        Collective: yes, in place of run().
-        """
-        is_served = not decode or self.phases.decode is not None
-        self.phases.of_phase(decode=decode and is_served).refuse(problem)
 
     def _find_misplaced(self, tensors: Mapping[str, Tensor]) -> ShapeError | None:
         """Find experts that are not on the device of the group, as after construction on meta."""
@@ -606,6 +601,10 @@ class PhaseDispatchers:
                 f"({self._where}); {self._decode_lacks}"
             )
         return self.decode
+
+    def any_of(self, *, decode: bool) -> AnyDispatcher:
+        """Return the dispatcher of a phase, or that of prefill where nothing serves decode."""
+        return self.decode or self.prefill if decode else self.prefill
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""

@@ -26,6 +26,7 @@ from epcomm.calls.faults import (
     raise_faults,
     repeated_ids_error,
 )
+from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable, EPError, HandleError
 from epcomm.protocol import BatchFlags, FaultCode
@@ -192,7 +193,4 @@ class VendorCalls:
         """
         if not self._spec.compares_calls:
             return
-        code = int(FaultCode.of(error, in_combine=True))
-        mine = torch.full((1,), code, device=self._device)
-        codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
-        raise_faults(codes, self._collectives.names, error, function="combine")
+        self._calls.announce(CallKind.COMBINE, ANY_BATCH, error=error)

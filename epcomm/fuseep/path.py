@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -102,10 +101,6 @@ class FuseEPPath:
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
         self._operator.check()
-
-    def refuse(self, problem: Exception, *, decode: bool) -> NoReturn:
-        """Raise the problem that keeps this rank from a call. Local: no other rank is told."""
-        raise problem
 
     def repack(self) -> None:
         """Pack the experts anew at the next call. Local.

@@ -24,6 +24,7 @@ from epcomm.buffers.collective.all_gather import AllGatherBuffer, Gathered, Gath
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.sizes import Region, max_slots_of, rows_region
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.platforms.ascend.operators import has_kernel
@@ -210,7 +211,8 @@ class AscendStandardBuffer(AllGatherBuffer):
         error: EPError | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if error is not None:
-            return self._announce_error(rows, error)
+            self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
+            return rows, None
         assert isinstance(exchange_plan, AscendStandardExchangePlan), (
             "an exchange plan of this buffer"
         )

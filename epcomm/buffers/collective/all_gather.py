@@ -27,7 +27,7 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
-from epcomm.calls.header import CallKind, CallSign
+from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
@@ -208,7 +208,8 @@ class AllGatherBuffer(OverCollectives, Buffer):
         error: EPError | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if error is not None:
-            return self._announce_error(rows, error)
+            self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
+            return rows, None
         assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)

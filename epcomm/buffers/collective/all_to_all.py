@@ -44,7 +44,7 @@ from epcomm.calls.counts import (
     make_headers,
     seal,
 )
-from epcomm.calls.header import ROWS, CallKind, CallSign
+from epcomm.calls.header import ANY_BATCH, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -536,7 +536,8 @@ class RowsBuffer(OverCollectives, AddsBias):
     ) -> tuple[Tensor, Tensor | None]:
         self._mover.check_open()
         if error is not None:
-            return self._announce_error(rows, error)
+            self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
+            return rows, None
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
             # A rank in grad mode owns its rows, and learns of the error by this header.

@@ -187,8 +187,14 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if error is not None:
-            self._send_code(rows, error)
-            return rows, None
+            # Header rows with the code of the error travel, and rows of zeros.
+            code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
+            rows = rows.new_zeros(self._num_rows, rows.shape[1])
+            rows[:: self._rows_per_rank, :1] = int(code)
+            self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
+            returned = self._send_sums(rows, phase="combine")
+            self._faults.record_combine(_read_codes(returned), error)
+            return rows[:0], None
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         # Either way header rows become zeros, which say that this rank has no fault.
@@ -219,15 +225,6 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             for part, each in ((layout.data(returned), bias), (layout.scalars(returned), None))
         )
         return y, scalars
-
-    def _send_code(self, no_rows: Tensor, error: EPError) -> None:
-        """Take part in a combine whose header rows have the code of `error`; no_rows is [0, H]."""
-        rows = no_rows.new_zeros(self._num_rows, no_rows.shape[1])
-        code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
-        rows[:: self._rows_per_rank, :1] = int(code)
-        self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
-        returned = self._send_sums(rows, phase="combine")
-        self._faults.record_combine(_read_codes(returned), error)
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor

@@ -12,7 +12,7 @@ from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.traffic import BufferTraffic, TrafficMeter
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import Counts, exchange_counts
-from epcomm.calls.header import ANY_BATCH, CallKind, CallSign, rows_size
+from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
 from epcomm.ops.slots import row_ops_of
@@ -64,16 +64,6 @@ class OverCollectives:
 
     def prepare(self) -> None:
         """Allocate nothing: sizes are known only with the calls."""
-
-    def _announce_error(self, rows: Tensor, error: EPError) -> tuple[Tensor, None]:
-        """Report `error` to the ranks that combine, and return the rows that combine() was given.
-
-        Raises:
-            error: where the other ranks raise too.
-        """
-        # This rank does not know which batch the other ranks combine, nor through which buffer.
-        self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
-        return rows, None
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
         """Return the sign that all ranks give this dispatch and the calls along its plan."""

@@ -30,7 +30,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import any_flags, guard_ids
 from epcomm.calls.faults import ids_error
-from epcomm.calls.header import FLAGS, ROWS, CallKind, CallSign
+from epcomm.calls.header import ANY_BATCH, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
 from epcomm.ops.slots import (
@@ -176,7 +176,8 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         error: EPError | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if error is not None:
-            return self._announce_error(rows, error)
+            self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
+            return rows, None
         assert isinstance(exchange_plan, ReplicatedExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         if rows_per is RowsPer.SLOT:

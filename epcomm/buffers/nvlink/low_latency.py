@@ -286,7 +286,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     ) -> tuple[Tensor, Tensor | None]:
         assert row_scalars is None, "without gradients there are none"
         if error is not None:
-            return self._send_error(rows, exchange_plan, error), None
+            # Only its code is sent.
+            receive_buffer = self._find_batch(exchange_plan, error)
+            code = FaultCode.of(error, in_combine=True)
+            y = self._send_results(receive_buffer, rows, 0, rows_per=RowsPer.ROW, code=code)
+            weights = self._no_weights if self._spec.returns_slots else None
+            return self._take_sums(receive_buffer, y, weights), None
         assert exchange_plan is not None, "it is None with an error alone"
         assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
         receive_buffer = self._begin_combine(exchange_plan, rows_per)
@@ -414,10 +419,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         receive_buffer.take_sums(self._kernels, y, topk_weights)
         return y
 
-    def _send_error(
-        self, rows: Tensor, exchange_plan: ExchangePlan | None, error: EPError
-    ) -> Tensor:
-        """Send only the code of `error`, in the combine of a batch; rows are [0, H].
+    def _find_batch(self, exchange_plan: ExchangePlan | None, error: EPError) -> ReceiveBuffer:
+        """Begin a combine without rows, and return the receive buffer of its batch.
 
         Without an exchange plan that is the oldest batch that awaits its combine; ranks that
         combine another one wait until the timeout.
@@ -436,11 +439,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         if not meant:
             raise error
         self._faults.note_own(error)
-        receive_buffer = min(meant, key=lambda each: each.batch)
-        code = FaultCode.of(error, in_combine=True)
-        y = self._send_results(receive_buffer, rows, 0, rows_per=RowsPer.ROW, code=code)
-        weights = self._no_weights if self._spec.returns_slots else None
-        return self._take_sums(receive_buffer, y, weights)
+        return min(meant, key=lambda each: each.batch)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         raise NotImplementedError("low latency has no backward (caps.trainable)")

@@ -41,7 +41,8 @@ from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
-from epcomm.calls.faults import assume_all_need_grad, overwritten_error, raise_faults
+from epcomm.calls.faults import assume_all_need_grad, overwritten_error
+from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
@@ -259,10 +260,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         if self.is_static or self._excluded_ranks or not self._spec.compares_calls:
             # Hosts must not wait, or would wait for the dead: y is NaN, and check() tells.
             return
-        code = int(FaultCode.of(error, in_combine=True))
-        mine = torch.full((1,), code, device=self._device)
-        codes = self._collectives.all_gather(mine, phase="combine calls").flatten().tolist()
-        raise_faults(codes, self._collectives.names, error, function="combine")
+        self._calls.announce(CallKind.COMBINE, ANY_BATCH, error=error)
 
     def _push(
         self, call: DispatchCall, buffer_index: int, totals: Tensor | None

@@ -23,9 +23,7 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "nvlink": (
             "epcomm.buffers.nvlink.normal:NVLinkBuffer",
             "epcomm.buffers.nvlink.normal:NVLinkStaticBuffer",
-            "epcomm.buffers.nvlink.normal_row_budget:NVLinkRowBudgetBuffer",
             "epcomm.buffers.nvlink.low_latency:NVLinkLowLatencyBuffer",
-            "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
         ),
         "deep_ep_v2": (
             "epcomm.buffers.deep_ep.v2:DeepEPV2Buffer",
@@ -50,6 +48,15 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.collective.all_gather:AllGatherBuffer",
             "epcomm.buffers.collective.replicated:ReplicatedBuffer",
         ),
+    }
+)
+# Classes that the drop-in deep_ep opens by name; no configuration selects them.
+DROP_IN_BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "nvlink": (
+            "epcomm.buffers.nvlink.normal_row_budget:NVLinkRowBudgetBuffer",
+            "epcomm.buffers.nvlink.low_latency:NVLinkMaskedBuffer",
+        )
     }
 )
 MEASURED_ORDER = (
@@ -97,7 +104,8 @@ def _by_class(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
 
 
 # A plan looks up a hundred names.
-_BUFFER_CLASSES, _FUSED_CLASSES = _by_class(BUFFERS), _by_class(FUSED)
+_BUFFER_CLASSES = {**_by_class(BUFFERS), **_by_class(DROP_IN_BUFFERS)}
+_FUSED_CLASSES = _by_class(FUSED)
 
 
 def buffer_class(name: str) -> type[Buffer]:

@@ -24,6 +24,10 @@ if not torch.cuda.is_available():
 
         make_faster()
 
+    from tests.kernels.nvlink.host_cuda import install
+
+    install()
+
 pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 
 

@@ -43,6 +43,10 @@ class Capabilities:
         return f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
 
 
+# GPUs with an engine that copies between global and shared memory, from Hopper on.
+COPY_ENGINE = Capabilities(least=(9, 0))
+
+
 def cuda_reasons(machine: Machine) -> list[str]:
     """List why no kernel of CUDA runs on a machine; empty if there is a device. Local."""
     return [] if machine.has_cuda() else ["there is no CUDA device"]

@@ -33,16 +33,11 @@ from epcomm.kernels.nvlink import (
     ll_combine_slots,
     ll_dispatch_recv,
     ll_dispatch_send,
-    normal_combine,
-    normal_dispatch_copy_out,
-    normal_dispatch_recv,
-    normal_dispatch_send,
 )
 from epcomm.kernels.nvlink.common import barrier, dependent_launch
 from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
-from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
-from epcomm.kernels.nvlink.normal_exchange import NormalExchange
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
@@ -53,7 +48,7 @@ from epcomm.kernels.rows.slot_index import number_slots
 from epcomm.kernels.rows.sums import sum_parts, sum_rows
 from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
-from epcomm.records import ReplicaTable, SlotIndex
+from epcomm.records import ReplicaTable
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -164,12 +159,8 @@ def low_latency_exchange(
     return LowLatencyExchange.of(blocks_of(layout, num_programs=128, num_counters=4), 0)
 
 
-def normal_exchange(
-    wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8
-) -> NormalExchange:
-    layout = NVLinkBuffer.layout_for(spec_of(wire, hidden, world), world, 4096)
-    layout = replace(layout, item_rows=32)
-    return NormalExchange.of(blocks_of(layout, num_programs=32, num_counters=5))
+def normal_layout(wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8) -> NormalLayout:
+    return NVLinkBuffer.layout_for(spec_of(wire, hidden, world), world, 4096)
 
 
 KINDS: Mapping[WireFormat, int] = {
@@ -279,69 +270,6 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "receive lines": lambda: combine_recv.receive_combine_lines(
         low_latency_exchange(), Y, IS_SENT, 2, batch=0
     ),
-}
-
-
-def arrivals_of(world: int) -> Arrivals:
-    return Arrivals(rows_from=i32(world), row_base=i32(world), has_failed=i32(2))
-
-
-def push(wire: WireFormat, hidden: int = HIDDEN, world: int = 8) -> None:
-    num_scales = wire.num_scales(hidden) if wire.scale_dtype else 0
-    normal_dispatch_send.push_rows(
-        normal_exchange(wire, hidden, world),
-        i32(2, wire.data_bytes(hidden) // 4),
-        f32(2, num_scales) if num_scales else None,
-        Sends(places=i32(2, world), positions=i32(2, 8)),
-        buffer_index=0,
-        topk=(rows(2, 8, I64), f32(2, 8)),
-        totals=i32(3 * world + 256 // world),
-    )
-
-
-def index() -> None:
-    normal_dispatch_recv.index_rows(
-        normal_exchange(),
-        SlotIndex(
-            row_of_slot=i32(64),
-            slots_of_row=i32(64, 8),
-            num_tokens_per_expert=i32(32),
-            first_slot=i32(33),
-            host_num_tokens_per_expert=None,
-            is_dense=True,
-        ),
-        f32(64),
-        arrivals_of(8),
-        buffer_index=0,
-        is_compact=True,
-        has_budget=False,
-    )
-
-
-def combine(hidden: int = HIDDEN, world: int = 8) -> None:
-    normal_combine.combine_rows(
-        normal_exchange(PLAIN, hidden, world),
-        rows(2, hidden, BF16),
-        Sends(places=i32(2, world), positions=i32(2, 8)),
-        arrivals_of(world),
-        i32(2, 8),
-        rows(2, hidden, BF16),
-        slot_weights=f32(2),
-        row_scalars=None,
-        out_scalars=None,
-    )
-
-
-NORMAL: Mapping[str, Callable[[], None]] = {
-    "push bf16": partial(push, PLAIN),
-    "push odd": partial(push, PLAIN, 2056, 3),
-    "push fp8": partial(push, FP8_FLOAT32_SCALES, HIDDEN, 2),
-    "index": index,
-    "collect": lambda: normal_dispatch_copy_out.collect_rows(
-        normal_exchange(), arrivals_of(8), buffer_index=0, out=i32(2, HIDDEN // 2)
-    ),
-    "combine": combine,
-    "combine odd": partial(combine, 2056, 3),
 }
 
 
@@ -549,7 +477,6 @@ PRODUCTS: Mapping[str, Callable[[], None]] = {
 
 KERNELS = {
     **LOW_LATENCY,
-    **NORMAL,
     **ROWS,
     **QUANTIZE,
     **GATES,

@@ -9,6 +9,7 @@ import torch
 
 from epcomm import EPConfig, EPGroup, MoESpec, plan
 from epcomm.buffers.nvlink.base import NVLinkHost
+from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.planning import candidates
 from epcomm.platforms import nvlink
 from epcomm.platforms.assumed import DEVICES
@@ -111,7 +112,8 @@ CASES = [
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NVLinkHost, "probe", lambda machine: Availability(ok=True))
+    for kind in (NVLinkHost, NVLinkNormal):
+        monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
         # As over nccl: tensors on a GPU, and collectives in which no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
@@ -138,7 +140,8 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NVLinkHost, "probe", lambda machine: Availability(ok=True))
+    for kind in (NVLinkHost, NVLinkNormal):
+        monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
     reason = "serves one host, which only a process group shows; run under torchrun"
     assert f"rejected nvlink, shared_memory: {reason}" in text
@@ -157,3 +160,19 @@ def test_low_latency_is_refused_to_more_ranks_than_its_waits_can_tell_apart(
     assert chosen.decode is not None
     assert (chosen.decode.buffer == NAME) == (world_size == 30)
     assert ("serves at most 30 ranks, not 31" in chosen.explain()) == (world_size == 31)
+
+
+def test_normal_mode_is_left_to_collective_on_gpus_before_hopper() -> None:
+    there = replace(DEVICES["h200"], capability=(8, 0))
+    chosen = plan(CONFIG, SPEC, world_size=2, machine=there)
+    assert chosen.prefill.buffer == "CollectiveBuffer"
+    assert chosen.decode is not None
+    assert chosen.decode.buffer == NAME
+    assert "compute capability is (8, 0), expected at least (9, 0)" in chosen.explain()
+
+
+def test_normal_mode_needs_nvrtc() -> None:
+    found = replace(DEVICES["h200"].machine(), has_library=lambda load: False)
+    verdict = NVLinkNormal.probe(found)
+    assert verdict.reasons == ("NVRTC is not installed",)
+    assert "nvidia-cuda-nvrtc" in verdict.command

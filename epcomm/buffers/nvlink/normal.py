@@ -1,35 +1,32 @@
 """Normal mode between the GPUs of one host: one copy of a token to each rank of its experts.
 
 Rows are used where peers have stored them, through an expert-major index; with gradients they are
-copied once into memory of their own. Signals, memory order and reuse:
-epcomm/kernels/nvlink/normal_dispatch_send.py, normal_dispatch_recv.py and normal_combine.py; where
-all ranks can, dispatch_cuda does the work of the first two in one kernel. Every operation stands
-alone: a dispatch needs no combine, a combine no dispatch.
+copied once into memory of their own. Signals, memory order and reuse: dispatch.cu and combine.cu in
+epcomm/kernels/nvlink/normal. Operations are independent: a dispatch needs no combine, a combine no
+dispatch.
 
-Sizes are exact, and the host reads counts while rows are on their way; or there is a budget of
-slots, and the host reads nothing: for graphs, and where it must not wait.
+Sizes are exact, and the host reads counts while rows are in flight; or there is a budget of slots,
+and the host reads nothing: for graphs, and where it must not wait.
 """
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.buffers.nvlink.memory import as_words, region_rows
+from epcomm.buffers.nvlink.memory import region_rows
 from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
-from epcomm.buffers.nvlink.normal_kernels import NormalKernels
 from epcomm.buffers.nvlink.normal_plans import (
     ExchangePlanMemory,
     NVLinkNormalExchangePlan,
 )
-from epcomm.buffers.nvlink.plan_blocks import LateDispatched, LateIndex, PlanBlock
+from epcomm.buffers.nvlink.plan_blocks import LateDispatched, PlanBlock
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
     normal_layout,
@@ -45,11 +42,30 @@ from epcomm.calls.faults import assume_all_need_grad, overwritten_error
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
-from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
+from epcomm.errors import (
+    BackendUnavailable,
+    CapacityError,
+    EPError,
+    EPTimeout,
+    describe_ranks,
+)
+from epcomm.kernels.cuda_jit import nvrtc_is_installed
 from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.normal import program
+from epcomm.kernels.nvlink.normal.collect import collect_rows
+from epcomm.kernels.nvlink.normal.combine import combine_rows
+from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows, limits_of, prepare
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange
+from epcomm.platforms.cuda import (
+    COPY_ENGINE,
+    cuda_reasons,
+    symmetric_memory_reasons,
+    triton_reasons,
+)
+from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
-from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.spec import BufferCaps, BufferSpec
+from epcomm.records import ExchangePlan
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import (
     FLOAT32_SUM_DTYPES,
     Layout,
@@ -58,13 +74,10 @@ from epcomm.types import (
     align_up,
 )
 
-if TYPE_CHECKING:
-    from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
-
 _logger = logging.getLogger(__name__)
 
-# Enough for programs to wait for one another; an interpreter gains nothing by more.
-_INTERPRETED_PROGRAMS = 3
+# Blocks of CPU ranks in tests: enough to wait for one another.
+_CPU_BLOCKS = 3
 # By which a buffer without a limit grows.
 _TOKEN_MULTIPLE = 128
 
@@ -73,6 +86,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
     """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    takes_num_sms = True
     is_static: ClassVar[bool] = False
     # Of static sizes: M rows at most come from all ranks together, and are numbered without gaps.
     has_row_budget: ClassVar[bool] = False
@@ -80,11 +94,22 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
     default_num_sms: ClassVar[int] = 32
 
     @classmethod
+    def probe(cls, machine: Machine) -> Availability:
+        nvrtc = [] if machine.has_library(nvrtc_is_installed) else ["NVRTC is not installed"]
+        return Availability.judge(
+            missing=[*triton_reasons(machine), *symmetric_memory_reasons(machine), *nvrtc],
+            command="pip install --upgrade 'torch>=2.11' triton nvidia-cuda-nvrtc",
+            absent=cuda_reasons(machine) or COPY_ENGINE.lacking(machine.capability(None)),
+            needs=f"NVIDIA GPUs of one host that NVLink joins, of {COPY_ENGINE}",
+        )
+
+    @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
         return BufferCaps(
             layout=Layout.ROWS,
             trainable=True,
             ordered=True,
+            max_top_k=program.LANES,
             wire_dtypes=FLOAT32_SUM_DTYPES,
             is_static=cls.is_static,
             batches_in_flight=cls.num_buffers,
@@ -139,8 +164,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
 
         Collective: yes.   Host sync: yes.
         Raises:
-            BackendUnavailable: some rank has not enough memory or cannot map it, or this is a CPU
-                rank whose kernels are not interpreted.
+            BackendUnavailable: some rank has not enough memory, cannot map it, or cannot run the
+                kernels.
         """
         self._open()
         if self._device.type == "cuda":
@@ -173,27 +198,20 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         self._begin_call()
         buffer_index = self._next_buffer_index()
-        is_cpp = self._exchange.is_cpp
-        kernels, sends = self._kernels, exchange_plan.sends
-        if is_cpp:
-            push, rows = (
-                partial(kernels.dispatch_rows, num_sms=exchange_plan.num_sms),
-                hidden_states,
-            )
-        else:
-            push, rows = kernels.push_rows, as_words(hidden_states)
-        push(self._exchange, rows, None, sends, buffer_index=buffer_index, topk=None)
+        dispatch_rows(
+            self._exchange,
+            hidden_states,
+            None,
+            exchange_plan.sends,
+            buffer_index=buffer_index,
+            topk=None,
+            num_sms=exchange_plan.num_sms,
+        )
         if not exchange_plan.owns_rows and exchange_plan.capacity_tokens == self._layout.max_tokens:
-            if not is_cpp:
-                self._kernels.collect_rows(
-                    self._exchange, exchange_plan.arrivals, buffer_index=buffer_index
-                )
             rows = region_rows(self._block, self._layout, buffer_index, "data")
             return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
         out = hidden_states.new_empty(exchange_plan.num_rows, hidden_states.shape[1])
-        self._kernels.collect_rows(
-            self._exchange, exchange_plan.arrivals, buffer_index=buffer_index, out=out
-        )
+        collect_rows(self._exchange, exchange_plan.arrivals, buffer_index=buffer_index, out=out)
         return out
 
     def combine(
@@ -217,9 +235,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             self._faults.note_own(error)
             exchange_plan = self._plan_memory.empty_exchange_plan()
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
-        rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         return self._combine(
-            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype),
             exchange_plan,
             slot_weights if rows_per is RowsPer.SLOT else None,
             row_scalars,
@@ -243,7 +260,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         block, layout, exchange = self._block, self._layout, self._exchange
         # All signals: they lie before the returned sums.
         block[: layout.offsets["returned"]].zero_()
-        for tensor in (exchange.state, exchange.plan.counted, exchange.peers.faults):
+        for tensor in (exchange.state, exchange.counted, exchange.peers.faults):
             tensor.zero_()
         # Ranks may have come to different numbers.
         self._num_earlier += self._num_dispatches
@@ -262,13 +279,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             return
         self._calls.announce(CallKind.COMBINE, ANY_BATCH, error=error)
 
-    def _push(
-        self, call: DispatchCall, buffer_index: int, totals: Tensor | None
-    ) -> Sends | PlanBlock:
-        """Send the tokens, or none if there is no capacity for them.
-
-        Returns: where they go; with the index, if one kernel writes both.
-        """
+    def _push(self, call: DispatchCall, buffer_index: int, totals: Tensor | None) -> PlanBlock:
+        """Send the tokens, or none if there is no capacity for them; return where they went."""
         status = 0
         if call.error is not None or call.flags is not BatchFlags.NONE:
             status = pack_status(fault_byte(call.error), call.flags)
@@ -280,43 +292,28 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             scales = scales if scales.stride(-1) == 1 else scales.contiguous()
         if num_tokens > self._layout.max_tokens:
             data, scales = data[:0], None if scales is None else scales[:0]
-        topk = call.topk_ids.contiguous(), call.topk_weights.contiguous()
-        if self._exchange.is_cpp:
-            block = self._plan_memory.block(
-                num_tokens,
-                self._most_sizes,
-                has_budget=self.is_static,
-                has_row_budget=self.has_row_budget,
-                is_compact=self.has_row_budget or (not self.is_static and _owns_rows(call)),
-                wants_row_topk=call.wants_row_topk,
-            )
-            self._kernels.dispatch_rows(
-                self._exchange,
-                data,
-                scales,
-                None,
-                buffer_index=buffer_index,
-                topk=topk,
-                received=block.received,
-                status=status,
-                wanted_tokens=num_tokens,
-                totals=totals,
-                num_sms=call.num_sms,
-            )
-            return block
-        sends = self._plan_memory.sends(num_tokens)
-        self._kernels.push_rows(
+        block = self._plan_memory.block(
+            num_tokens,
+            self._most_sizes,
+            has_budget=self.is_static,
+            has_row_budget=self.has_row_budget,
+            is_compact=self.has_row_budget or (not self.is_static and _owns_rows(call)),
+            wants_row_topk=call.wants_row_topk,
+        )
+        dispatch_rows(
             self._exchange,
-            as_words(data),
+            data,
             scales,
-            sends,
+            None,
             buffer_index=buffer_index,
-            topk=topk,
+            topk=(call.topk_ids.contiguous(), call.topk_weights.contiguous()),
+            received=block.received,
             status=status,
             wanted_tokens=num_tokens,
             totals=totals,
+            num_sms=call.num_sms,
         )
-        return sends
+        return block
 
     def _read_counts(self, call: DispatchCall) -> NormalCounts:
         """Wait for the counts of all ranks.
@@ -343,9 +340,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         call: DispatchCall,
         buffer_index: int,
         counts: NormalCounts | None,
-        pushed: Sends | PlanBlock,
+        block: PlanBlock,
     ) -> Dispatched:
-        """Wait for the rows and index them; counts is None where there is a budget."""
+        """Return the rows and their index; counts is None where there is a budget."""
         owns_rows = self.has_row_budget or _owns_rows(call)
         if counts is None:
             sizes = self._most_sizes
@@ -353,13 +350,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             sizes = counts.index_sizes(self._spec.expert_alignment)
             if not owns_rows:
                 sizes = replace(sizes, num_rows=self._layout.num_rows)
-        slot_weights, row_topk = None, None
-        if isinstance(pushed, PlanBlock):
-            sends, arrivals, index = pushed.parts(sizes)
-            row_topk = pushed.row_topk(sizes)
-        else:
-            sends = pushed
-            index, arrivals, slot_weights = self._indexed(sizes, buffer_index, is_compact=owns_rows)
+        sends, arrivals, index = block.parts(sizes)
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=sizes.num_rows,
@@ -369,49 +360,18 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
-            num_sms=call.num_sms if self.takes_num_sms else None,
+            num_sms=call.num_sms,
         )
         rows = self._rows[buffer_index]
         if owns_rows:
             rows = self._copied(rows, exchange_plan, buffer_index)
-        flags = assume_all_need_grad(call.flags) if counts is None else counts.any_flags
-        if isinstance(index, LateIndex):
-            return LateDispatched.of(
-                rows=rows,
-                exchange_plan=exchange_plan,
-                index=index,
-                any_flags=flags,
-                row_topk=row_topk,
-            )
-        return Dispatched(
+        return LateDispatched.of(
             rows=rows,
-            index=index,
-            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
-            any_flags=flags,
+            index=index,
+            any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
+            row_topk=block.row_topk(sizes),
         )
-
-    def _indexed(
-        self, sizes: IndexSizes, buffer_index: int, *, is_compact: bool
-    ) -> tuple[SlotIndex, Arrivals, Tensor]:
-        """Index the rows, without gaps between ranks or where they lie; return slot weights too."""
-        index, arrivals = self._plan_memory.received(
-            sizes.num_rows, sizes.num_slots, sizes.per_expert, is_dense=sizes.is_dense
-        )
-        slot_weights = torch.empty(sizes.num_slots, dtype=torch.float32, device=self._device)
-        if self.is_static:
-            slot_weights.zero_()
-        self._kernels.index_rows(
-            self._exchange,
-            index,
-            slot_weights,
-            arrivals,
-            buffer_index=buffer_index,
-            is_compact=self.has_row_budget or (not self.is_static and is_compact),
-            has_budget=self.is_static,
-            has_row_budget=self.has_row_budget,
-        )
-        return index, arrivals, slot_weights
 
     def _copied(
         self, rows: WireTensor, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int
@@ -421,7 +381,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         data = rows.data.new_empty(num_rows, self._spec.hidden_size)
         if scales is not None:
             scales = scales.new_empty(num_rows, scales.shape[1])
-        self._kernels.collect_rows(
+        collect_rows(
             self._exchange,
             exchange_plan.arrivals,
             buffer_index=buffer_index,
@@ -441,18 +401,17 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         code: FaultCode,
         bias: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        y = rows.new_empty(exchange_plan.num_tokens, self._spec.hidden_size)
         scalars = None
         if row_scalars is not None:
             scalars = row_scalars.new_empty(exchange_plan.num_tokens, self._spec.top_k)
             row_scalars = row_scalars.contiguous()
-        self._kernels.combine_rows(
+        y = combine_rows(
             self._exchange,
             rows,
             exchange_plan.sends,
             exchange_plan.arrivals,
             None if per_row else exchange_plan.index.slots_of_row,
-            y,
+            exchange_plan.num_tokens,
             slot_weights=None if slot_weights is None else slot_weights.contiguous(),
             row_scalars=row_scalars,
             out_scalars=scalars,
@@ -495,15 +454,12 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
 
     def _open(self, max_tokens: int | None = None) -> None:
         """Open memory for M tokens of each rank, with signals of 0."""
-        from epcomm.kernels.nvlink.normal_exchange import NormalExchange
-
-        self._kernels = NormalKernels.load()
         # It may be of another length.
         self._spare_totals = None
-        self._open_memory(self.layout_for(self._spec, self._world_size, max_tokens))
-        self._exchange = NormalExchange.of(self._blocks, is_cpp=self._all_can_dispatch_cpp())
-        # Its blocks share the tokens whatever their number; programs of Triton are told it before.
-        self.takes_num_sms = self._exchange.is_cpp
+        layout = self.layout_for(self._spec, self._world_size, max_tokens)
+        self._load_kernels(layout)
+        self._open_memory(layout)
+        self._exchange = NormalExchange.of(self._blocks)
         self._rows = self.received_rows()
         num_rows = self._layout.max_tokens if self.has_row_budget else self._layout.num_rows
         # Of an index before the host knows what comes; with a budget it never does.
@@ -514,16 +470,28 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             is_dense=False,
         )
 
-    def _all_can_dispatch_cpp(self) -> bool:
-        """Agree on the kernel of dispatch: ranks wait for one another within it.
+    def _load_kernels(self, layout: NormalLayout) -> None:
+        """Compile the kernels of dispatch, in which ranks wait for one another.
 
         Collective: yes.   Host sync: yes.
+        Raises:
+            BackendUnavailable: some rank cannot run them; on all ranks.
         """
-        can = self._kernels.can_dispatch_cpp(self._layout, self._spec, self._device)
-        if can:
-            self._kernels.prepare_cpp(self._layout, self._spec, self._device)
-        records = self._calls.gather_records({"can": can}, phase=f"open {self.name}")
-        return all(each["can"] for each in records)
+        reasons = [*program.reasons_against(self._device), *limits_of(layout)]
+        if not reasons:
+            prepare(layout, self._spec, self._device)
+        mine = {"reasons": "; ".join(reasons)}
+        records = self._calls.gather_records(mine, phase=f"open {self.name}")
+        faults = [
+            f"rank {rank}: {each['reasons']}"
+            for rank, each in enumerate(records)
+            if each["reasons"]
+        ]
+        if faults:
+            raise BackendUnavailable(
+                f"{self.name}: kernels of normal mode cannot run, {', '.join(faults)} (this is "
+                f"rank {self._rank} of {self._world_size}); use backend='collective'"
+            )
 
     def _grow(self, num_tokens: int) -> None:
         """Grow the memory of every rank to so many tokens a rank: all have read the same counts.
@@ -579,7 +547,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
     @property
     def _num_programs(self) -> int:
         if self._device.type != "cuda":
-            return _INTERPRETED_PROGRAMS
+            return _CPU_BLOCKS
         return self._spec.num_sms or self.default_num_sms
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
-from epcomm.buffers.nvlink.plan_blocks import WORDS_OF_16_BYTES, PlanBlock, PlanBlockLayout
+from epcomm.buffers.nvlink.plan_blocks import PlanBlock, PlanBlockLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Received, Sends
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import BufferSpec
@@ -47,33 +46,6 @@ class ExchangePlanMemory:
     world_size: int
     device: torch.device
 
-    def sends(self, num_tokens: int) -> Sends:
-        num_entries = num_tokens * self.spec.top_k
-        places, positions = self._integers(num_tokens * self.world_size, num_entries)
-        return Sends(places=places, positions=positions)
-
-    def received(
-        self, num_rows: int, num_slots: int, counts: Sequence[int] | None, *, is_dense: bool
-    ) -> tuple[SlotIndex, Arrivals]:
-        """Allocate an index over received rows, and what came from each rank, for a kernel.
-
-        counts: slots of each expert, where the host has read them.
-        """
-        num_local, top_k, size = self.spec.num_local_experts, self.spec.top_k, self.world_size
-        row_of_slot, slots_of_row, per_expert, first_slot, rows_from, row_base, has_failed = (
-            self._integers(num_slots, num_rows * top_k, num_local, num_local + 1, size, size, 2)
-        )
-        index = SlotIndex(
-            row_of_slot=row_of_slot,
-            slots_of_row=slots_of_row.view(num_rows, top_k),
-            num_tokens_per_expert=per_expert,
-            first_slot=first_slot,
-            host_num_tokens_per_expert=None if counts is None else tuple(counts),
-            expert_alignment=self.spec.expert_alignment,
-            is_dense=is_dense,
-        )
-        return index, Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed)
-
     def block(
         self,
         num_tokens: int,
@@ -105,31 +77,26 @@ class ExchangePlanMemory:
         return PlanBlock(spec=spec, memory=memory, layout=layout, received=received)
 
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
-        """Return the plan of a dispatch in which nothing went anywhere, and nothing came."""
-        index, arrivals = self.received(0, 0, None, is_dense=True)
-        for tensor in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
-            tensor.zero_()
+        """Return the plan of a dispatch in which nothing was sent, and nothing came."""
+        spec, size = self.spec, self.world_size
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
         return NVLinkNormalExchangePlan(
             num_tokens=0,
             num_rows=0,
-            index=index,
-            sends=self.sends(0),
-            arrivals=arrivals,
+            index=SlotIndex(
+                row_of_slot=zeros(0),
+                slots_of_row=zeros(0, spec.top_k),
+                num_tokens_per_expert=zeros(spec.num_local_experts),
+                first_slot=zeros(spec.num_local_experts + 1),
+                host_num_tokens_per_expert=None,
+                expert_alignment=spec.expert_alignment,
+                is_dense=True,
+            ),
+            sends=Sends(places=zeros(0), positions=zeros(0)),
+            arrivals=Arrivals(rows_from=zeros(size), row_base=zeros(size), has_failed=zeros(2)),
             owns_rows=True,
             capacity_tokens=0,
         )
-
-    def _integers(self, *lengths: int) -> tuple[Tensor, ...]:
-        """Return int32 of these lengths, in one piece of memory: an allocation takes 2 us.
-
-        Each begins at a multiple of 16 bytes, as kernels are compiled for.
-        """
-        parts, places = [], []
-        for length in lengths:
-            places.append(len(parts))
-            parts.append(length)
-            if gap := -length % WORDS_OF_16_BYTES:
-                parts.append(gap)
-        memory = torch.empty(sum(parts), dtype=torch.int32, device=self.device)
-        pieces = memory.split_with_sizes(parts)
-        return tuple([pieces[place] for place in places])

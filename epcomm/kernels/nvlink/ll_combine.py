@@ -435,7 +435,6 @@ def _receive_combine_kernel(
     # Looked at before it is known whether the batch is still there.
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         int32_at(buffer_address + ARRIVED_SUMS_AT) + source_lane,
-        None,
         both(is_source, is_overwritten == 0),
         source_lane < W,
         int32_at(own_address),

@@ -110,7 +110,7 @@ def _await_signals_of(
     signals_ptr = int32_at(address) + tl.arange(0, W_LANES)
     abort_ptr = int32_at(own_address)
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr, None, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys", True
+        signals_ptr, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys", True
     )
     return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, W, W_LANES)
 
@@ -130,10 +130,10 @@ def _hand_out_nothing(
     """Take back an index of rows that have not come, once program 0 has written its counts."""
     counted_ptr = state_ptr + _COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
-    await_at(counted_ptr, None, is_counted, is_counted, None, epoch, max_polls, "gpu", True)
+    await_at(counted_ptr, is_counted, is_counted, None, epoch, max_polls, "gpu", True)
     # Program 0 stores that word without a release, which would add a fence to every dispatch. Its
     # counts are visible one poll, a millisecond, later.
-    await_at(counted_ptr, None, is_counted, is_counted, None, next_epoch(epoch), 1, "gpu", True)
+    await_at(counted_ptr, is_counted, is_counted, None, next_epoch(epoch), 1, "gpu", True)
     expert = tl.arange(0, L_LANES)
     tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
     tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)

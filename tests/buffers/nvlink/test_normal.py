@@ -23,7 +23,6 @@ from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.calls.call import DispatchCall
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
 from epcomm.errors import CapacityError, EPTimeout, HandleError
-from epcomm.kernels.nvlink.dispatch_cuda import launch
 from epcomm.ops.slots import gather_rows, row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
@@ -72,19 +71,6 @@ def run_scenarios(backend: str, group: EPGroup) -> None:
     )
     for scenario in scenarios_of(backend, group):
         buffer_suite.run_scenario(scenario, env)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", ["NVLinkBuffer", "NVLinkStaticBuffer"])
-def test_gpus_without_a_copy_engine_keep_the_contract(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with EPGroup() as group:
-        if group.device.type == "cuda":
-            # A CPU has the kernels that serve there in any case.
-            monkeypatch.setattr(launch, "can_serve", lambda *_: False)
-            run_scenarios(backend, group)
 
 
 @pytest.mark.slow
@@ -505,8 +491,7 @@ def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
 def test_calls_of_one_buffer_take_as_many_sms_as_they_say(backend: str) -> None:
     with EPGroup() as group:
         buffer = group.open_buffer(backend, spec_of())
-        # Ranks may differ; 200 is more than there are. Interpreted kernels take no notice.
-        on_gpus = group.device.type == "cuda"
+        # Ranks may differ; 200 is more than there are.
         results = [
             gradients(
                 buffer,
@@ -515,10 +500,10 @@ def test_calls_of_one_buffer_take_as_many_sms_as_they_say(backend: str) -> None:
                     num_sms=num_sms and num_sms + group.rank,
                 ),
             )
-            for num_sms in ((None, 1, 5, 200, None) if on_gpus else (None, 1))
+            for num_sms in (None, 1, 5, 200, None)
         ]
         buffer.check()
-        assert buffer.takes_num_sms == on_gpus
+        assert buffer.takes_num_sms
         for found in results[1:]:
             for tensor, wanted in zip(found, results[0], strict=True):
                 assert torch.equal(tensor, wanted)
@@ -533,12 +518,10 @@ def test_experts_of_rows_come_with_them_as_the_index_has_them(backend: str) -> N
         for flags in (BatchFlags.NONE, TRAINS):
             call = call_of(2, group.rank, group.world_size, group.device)
             out = buffer.dispatch(replace(call, flags=flags, wants_row_topk=True))
-            assert (out.row_topk is not None) == (group.device.type == "cuda")
-            if out.row_topk is not None:
-                assert out.slot_weights is not None
-                wanted = row_topk(out.index, out.slot_weights)
-                assert out.index.slots_of_row is not None
-                # Rows that did not come have no experts in either, where there are such.
-                for found, each in zip(out.row_topk, wanted, strict=True):
-                    assert torch.equal(found, each)
+            assert out.row_topk is not None
+            assert out.slot_weights is not None
+            wanted = row_topk(out.index, out.slot_weights)
+            # Rows that did not come have no experts in either, where there are such.
+            for found, each in zip(out.row_topk, wanted, strict=True):
+                assert torch.equal(found, each)
         buffer.check()

@@ -1,4 +1,4 @@
-"""The index of normal mode over NVLink in one process, which plays what two ranks have sent."""
+"""Dispatch and combine of one rank, in a process that plays what the other rank has sent."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 pytest.importorskip("triton")
-import triton.language as tl
 
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
+from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
-from epcomm.kernels import launch
-from epcomm.kernels.nvlink import normal_dispatch_recv, normal_plan
-from epcomm.kernels.nvlink.common.epochs import COMBINE_EPOCH, DISPATCH_EPOCH, DISPATCH_LOST
+from epcomm.buffers.nvlink.plan_blocks import LateIndex
 from epcomm.kernels.nvlink.common.exchange import PeerBlocks
-from epcomm.kernels.nvlink.normal_combine import combine_rows
-from epcomm.kernels.nvlink.normal_dispatch_recv import index_rows
-from epcomm.kernels.nvlink.normal_dispatch_send import push_rows
-from epcomm.kernels.nvlink.normal_exchange import NormalExchange
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.normal.combine import combine_rows
+from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
+from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, NormalExchange
 from epcomm.protocol import HEADER_WORDS, BatchFlags, FaultCode, Wait, pack_status
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
 BF16 = WireFormat.of(torch.bfloat16)
-WORLD_SIZE, MAX_TOKENS = 2, 2
-# Of each rank: one token for expert 0 of rank 0.
+WORLD_SIZE, MAX_TOKENS, NUM_BLOCKS = 2, 2, 2
+# Polls of a millisecond: more than this rank needs for itself, and few for one that does not come.
+PATIENT, IMPATIENT = 10_000, 3
+# One expert a rank, top-1.
 SPEC = BufferSpec(
     hidden_size=8,
     top_k=1,
@@ -37,26 +38,81 @@ SPEC = BufferSpec(
 )
 
 
-def rank_0(device: torch.device) -> tuple[NormalExchange, list[torch.Tensor]]:
-    """What rank 0 has, and the words of the blocks of both ranks."""
-    layout = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
-    blocks = [
-        torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(WORLD_SIZE)
-    ]
-    addresses = [block.data_ptr() for block in blocks]
-    peers = PeerBlocks(
-        rank=0,
-        num_programs=2,
-        max_polls=3,
-        own_address=addresses[0],
-        table=torch.tensor(addresses, dtype=torch.int64, device=device),
-        layout=layout,
-        excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
-        counters=torch.zeros(5, dtype=torch.int64, device=device),
-        faults=torch.zeros(WORLD_SIZE, 2, dtype=torch.int64, device=device),
-        report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32, device=device),
-    )
-    return NormalExchange.of(peers), [block.view(torch.int32) for block in blocks]
+class Rank0:
+    """Rank 0 of two, and the words of the blocks of both."""
+
+    def __init__(self, device: torch.device, max_polls: int) -> None:
+        self.device, self.layout = device, NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
+        num_bytes = self.layout.num_bytes
+        blocks = [
+            torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(WORLD_SIZE)
+        ]
+        addresses = [block.data_ptr() for block in blocks]
+        self.peers = PeerBlocks(
+            rank=0,
+            num_programs=NUM_BLOCKS,
+            max_polls=max_polls,
+            own_address=addresses[0],
+            table=torch.tensor(addresses, dtype=torch.int64, device=device),
+            layout=self.layout,
+            excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
+            counters=torch.zeros(5, dtype=torch.int64, device=device),
+            faults=torch.zeros(WORLD_SIZE, 2, dtype=torch.int64, device=device),
+            report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32, device=device),
+        )
+        self.exchange = NormalExchange.of(self.peers)
+        self.words, self.theirs = [block.view(torch.int32) for block in blocks]
+
+    def receive(self, region: str, values: list[int], *, at: int = 0) -> None:
+        """Store what rank 1 would store in a region, `at` words behind its beginning."""
+        begin = self.layout.offsets[region] // 4 + at
+        if region in self.layout.buffer_sizes():
+            begin += self.layout.buffers_at // 4
+        self.words[begin : begin + len(values)] = torch.tensor(
+            values, dtype=torch.int32, device=self.device
+        )
+
+    def receive_signals(self, *, rows_ready: int = NUM_BLOCKS) -> None:
+        for name, value in (("dispatch_begin", 1), ("counts_ready", 1), ("rows_ready", rows_ready)):
+            self.receive(name, [value], at=1)
+
+    def receive_header(self, header: list[int]) -> None:
+        """Store the header of rank 1: fault and flags, T, rows for each rank, slots by expert."""
+        assert len(header) == HEADER_WORDS + 2 * WORLD_SIZE
+        self.receive("header", header, at=self.layout.header_bytes // 4)
+
+    def dispatch(
+        self, num_tokens: int, *, status: int = 0, has_budget: bool = True
+    ) -> tuple[Arrivals, LateIndex]:
+        """Send tokens to the expert of this rank; indices begin as 77."""
+        num_rows = WORLD_SIZE * MAX_TOKENS
+        sizes = IndexSizes(num_rows=num_rows, num_slots=num_rows, per_expert=None, is_dense=False)
+        memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=self.device)
+        block = memory.block(
+            num_tokens, sizes, has_budget=has_budget, is_compact=False, wants_row_topk=False
+        )
+        block.memory.fill_(77)
+        dispatch_rows(
+            self.exchange,
+            torch.ones(num_tokens, SPEC.hidden_size, dtype=torch.bfloat16, device=self.device),
+            None,
+            None,
+            buffer_index=0,
+            topk=(
+                torch.zeros(num_tokens, 1, dtype=torch.int64, device=self.device),
+                torch.ones(num_tokens, 1, device=self.device),
+            ),
+            received=block.received,
+            status=status,
+            wanted_tokens=num_tokens,
+        )
+        _, arrivals, index = block.parts(sizes)
+        return arrivals, index
+
+
+def values(tensor: Tensor | None) -> list[float]:
+    assert tensor is not None
+    return tensor.flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -70,155 +126,53 @@ def rank_0(device: torch.device) -> tuple[NormalExchange, list[torch.Tensor]]:
 def test_gradients_may_differ_where_the_host_reads_headers(
     has_budget: bool, flags_of_rank_1: BatchFlags, code: FaultCode, device: torch.device
 ) -> None:
-    exchange, (words, _theirs) = rank_0(device)
-    peers, layout = exchange.peers, exchange.peers.layout
-    faults = peers.faults
-    exchange.state[DISPATCH_EPOCH] = 1
-    got = layout.offsets["rows_ready"] // 4
-    words[got : got + WORLD_SIZE] = peers.num_programs
+    rank = Rank0(device, PATIENT)
+    rank.receive_signals()
+    rank.receive_header([pack_status(FaultCode.NONE, flags_of_rank_1), 1, 1, 0, 1, 0])
+    # Its only row is of expert 0, at position 0, with a weight of 1: zeros and the bits of 1.0.
+    metadata_words = rank.layout.metadata_bytes // 4
+    at = MAX_TOKENS * metadata_words + 2 * rank.layout.metadata_words
+    rank.receive("metadata", [0x3F800000], at=at)
     trains = BatchFlags.GRAD_ENABLED | BatchFlags.of_experts([True, True])
-    for rank, flags in enumerate((trains, flags_of_rank_1)):
-        begin = (layout.buffers_at + layout.offsets["header"] + rank * layout.header_bytes) // 4
-        # Fault and flags, T, rows for each rank, slots of each expert.
-        header = [pack_status(FaultCode.NONE, flags), 1, 1, 0, 1, 0]
-        assert len(header) == HEADER_WORDS + 2 * WORLD_SIZE
-        words[begin : begin + len(header)] = torch.tensor(header, device=device)
-        # Its only row is of expert 0, at position 0, with a weight of 1: all zeros but that.
-        row = (
-            layout.buffers_at
-            + layout.offsets["metadata"]
-            + rank * MAX_TOKENS * layout.metadata_bytes
-        )
-        words.view(torch.float32)[row // 4 + 2 * layout.metadata_words] = 1
-    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
-    index, arrivals = memory.received(4, 2, None, is_dense=True)
-    slot_weights = torch.zeros(2, device=device)
-    index_rows(
-        exchange,
-        index,
-        slot_weights,
-        arrivals,
-        buffer_index=0,
-        is_compact=False,
-        has_budget=has_budget,
+    arrivals, index = rank.dispatch(
+        1, status=pack_status(FaultCode.NONE, trains), has_budget=has_budget
     )
-    assert faults[:, 0].tolist() == [0, int(code)]
+    assert rank.peers.faults[:, 0].tolist() == [0, int(code)]
     assert arrivals.has_failed.tolist() == [int(code != FaultCode.NONE), 1]
     if not has_budget:
-        assert index.num_tokens_per_expert.tolist() == [2]
-        assert index.row_of_slot is not None
-        assert index.row_of_slot.tolist() == [0, MAX_TOKENS]
-        assert slot_weights.tolist() == [1, 1]
+        assert values(index.num_tokens_per_expert) == [2]
+        assert values(index.row_of_slot)[:2] == [0, MAX_TOKENS]
+        assert values(index.slot_weights)[:2] == [1, 1]
 
 
-def test_no_program_indexes_where_another_has_timed_out(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchange, (words, _theirs) = rank_0(device)
-    layout, await_rows = exchange.peers.layout, normal_dispatch_recv.await_or_abort
-    exchange.state[DISPATCH_EPOCH] = 1
-    got = layout.offsets["rows_ready"] // 4
-    words[got : got + WORLD_SIZE] = exchange.peers.num_programs
-    header = (layout.buffers_at + layout.offsets["header"]) // 4
-    # From rank 0 two rows for the only expert, from rank 1 none.
-    words[header : header + 6] = torch.tensor([0, 2, 2, 0, 2, 0], device=device)
-    if launch.IS_INTERPRETED:
-        # Of program 1 the peer is late, and on time for program 0.
-        monkeypatch.setattr(
-            normal_dispatch_recv,
-            "await_or_abort",
-            lambda peers, address, wanted, *rest: await_rows(
-                peers, address, wanted + tl.program_id(0), *rest
-            ),
-        )
-    else:
-        words[got + 1] -= 1
-    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
-    index, arrivals = memory.received(4, 2, None, is_dense=True)
-    assert index.row_of_slot is not None
-    assert index.slots_of_row is not None
-    index_rows(
-        exchange,
-        index,
-        torch.zeros(2, device=device),
-        arrivals,
-        buffer_index=0,
-        is_compact=False,
-        has_budget=True,
-    )
-    assert exchange.peers.report[0] == Wait.ROWS
+def test_index_is_emptied_where_rows_do_not_come(device: torch.device) -> None:
+    rank = Rank0(device, IMPATIENT)
+    # One of the blocks of rank 1 is late.
+    rank.receive_signals(rows_ready=NUM_BLOCKS - 1)
+    rank.receive_header([0, 1, 1, 0, 1, 0])
+    arrivals, index = rank.dispatch(2)
+    assert rank.peers.report[0] in (Wait.ROWS, Wait.DISPATCH_BEGIN)
+    assert rank.theirs[0] != 0, "the other rank is aborted"
     assert arrivals.has_failed[0] == 1
-    assert index.num_tokens_per_expert.tolist() == [0]
-    assert index.first_slot.tolist() == [0, 0]
-    assert index.row_of_slot.tolist() == [-1, -1]
-    assert index.slots_of_row.flatten().tolist() == [-1] * 4
-    assert arrivals.rows_from.tolist() == [0, 0]
+    assert values(index.num_tokens_per_expert) == [0]
+    assert values(index.first_slot) == [0, 0]
+    assert values(index.row_of_slot) == [-1] * 4
+    assert values(index.slots_of_row) == [-1] * 4
+    assert values(arrivals.rows_from) == [0, 0]
 
 
-def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(
-    device: torch.device,
-) -> None:
-    exchange, (words, _theirs) = rank_0(device)
-    layout = exchange.peers.layout
-    exchange.state[DISPATCH_EPOCH] = 1
-    got = layout.offsets["rows_ready"] // 4
-    words[got : got + WORLD_SIZE] = exchange.peers.num_programs
-    header = (layout.buffers_at + layout.offsets["header"] + layout.header_bytes) // 4
+def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: torch.device) -> None:
+    rank = Rank0(device, PATIENT)
+    rank.receive_signals()
     # From rank 1 five rows, where it may send two, of an expert that this rank does not have.
-    words[header : header + 6] = torch.tensor([0, 5, 5, 0, 5, 0], device=device)
-    records = (layout.buffers_at + layout.offsets["metadata"]) // 4
-    words[records : records + WORLD_SIZE * MAX_TOKENS * layout.metadata_bytes // 4] = 3
-    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
-    index, arrivals = memory.received(4, 2, None, is_dense=True)
-    row_of_slot, slots_of_row = torch.full((2, 16), 77, dtype=torch.int32, device=device)
-    index = replace(index, row_of_slot=row_of_slot[:2], slots_of_row=slots_of_row[:4].view(4, 1))
-    weights = torch.full((16,), 77.0, device=device)
-    index_rows(
-        exchange,
-        index,
-        weights[:2],
-        arrivals,
-        buffer_index=0,
-        is_compact=False,
-        has_budget=False,
-    )
-    assert slots_of_row.tolist() == [-1] * 4 + [77] * 12
-    assert (row_of_slot[2:] == 77).all()
-    assert (weights[2:] == 77).all()
-    assert arrivals.rows_from.tolist() == [0, MAX_TOKENS]
-
-
-@pytest.mark.skipif(not launch.IS_INTERPRETED, reason="programs of a GPU run at the same time")
-def test_no_program_sends_where_an_earlier_one_has_not_counted(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exchange, (words, theirs) = rank_0(device)
-    offsets, await_counts = exchange.peers.layout.offsets, normal_plan.await_at
-    begun = offsets["dispatch_begin"] // 4
-    words[begun : begun + WORLD_SIZE] = torch.tensor([0, 1], device=device)
-    monkeypatch.setattr(
-        normal_plan,
-        "await_at",
-        lambda first, last, needed, read, abort, wanted, *rest: await_counts(
-            first, last, needed, read, abort, wanted + tl.program_id(0), *rest
-        ),
-    )
-    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
-    ids = torch.ones(MAX_TOKENS, 1, dtype=torch.int64, device=device)
-    push_rows(
-        exchange,
-        torch.ones(MAX_TOKENS, 8, dtype=torch.bfloat16, device=device),
-        None,
-        memory.sends(MAX_TOKENS),
-        buffer_index=0,
-        topk=(ids, torch.ones(MAX_TOKENS, 1, device=device)),
-    )
-    # Program 0 has sent its token; program 1 does not know where its own belongs.
-    assert theirs[offsets["rows_ready"] // 4] == 1
-    assert theirs[offsets["counts_ready"] // 4] == 0
-    assert exchange.peers.report[: 4 + WORLD_SIZE].tolist() == [Wait.DISPATCH_BEGIN, 1, 0, 0, 1, 0]
-    assert theirs[0] != 0, "the other rank waits"
-    assert exchange.state[DISPATCH_LOST] == 1
+    rank.receive_header([0, 5, 5, 0, 5, 0])
+    num_words = WORLD_SIZE * MAX_TOKENS * rank.layout.metadata_bytes // 4
+    rank.receive("metadata", [3] * num_words)
+    arrivals, index = rank.dispatch(0, has_budget=False)
+    assert values(index.slots_of_row) == [-1] * 4
+    assert values(index.row_of_slot) == [77] * 4
+    assert values(index.slot_weights.view(torch.int32)) == [77] * 4
+    assert values(arrivals.rows_from) == [0, MAX_TOKENS]
 
 
 # Behind 2**31 combines, and the one whose number is 0.
@@ -227,29 +181,73 @@ def test_no_program_sends_where_an_earlier_one_has_not_counted(
 def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     epoch: int, is_there: bool, device: torch.device
 ) -> None:
-    exchange, (words, theirs) = rank_0(device)
-    layout = exchange.peers.layout
-    exchange.state[COMBINE_EPOCH] = epoch - 1
-    begun = layout.offsets["combine_begin"] // 4
-    words[begun : begun + WORLD_SIZE] = torch.tensor([epoch - 1, epoch], device=device)
-    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=device)
-    sends, (_, arrivals) = memory.sends(1), memory.received(0, 0, None, is_dense=True)
+    rank = Rank0(device, PATIENT if is_there else IMPATIENT)
+    layout = rank.layout
+    rank.exchange.state[COMBINE_EPOCH] = epoch - 1
+    rank.receive("combine_begin", [epoch - 1, epoch])
     # The only token of this rank went to rank 1, and nothing came here.
-    sends.places[:] = torch.tensor([-1, 0], device=device)
-    for tensor in (arrivals.rows_from, arrivals.row_base, arrivals.has_failed):
-        tensor.zero_()
+    numbers = torch.zeros(3, WORLD_SIZE, dtype=torch.int32, device=device)
+    arrivals = Arrivals(rows_from=numbers[0], row_base=numbers[1], has_failed=numbers[2])
+    places = torch.tensor([-1, 0], dtype=torch.int32, device=device)
     if is_there:
-        # As rank 1 would announce its first item.
-        ready = layout.offsets["sums_ready"] // 4
-        words[ready + layout.num_items] = epoch or -(2**31)
-    y = torch.zeros(1, SPEC.hidden_size, dtype=torch.bfloat16, device=device)
+        # As rank 1 would signal its first item.
+        rank.receive("sums_ready", [epoch or -(2**31)], at=layout.num_items)
     rows = torch.zeros(0, SPEC.hidden_size, dtype=torch.bfloat16, device=device)
     status = layout.offsets["combine_status"] // 4
-    theirs[status : status + 2 * WORLD_SIZE] = 77
-    combine_rows(exchange, rows, sends, arrivals, None, y)
+    rank.theirs[status : status + 2 * WORLD_SIZE] = 77
+    sends = Sends(places=places, positions=places[:1])
+    y = combine_rows(rank.exchange, rows, sends, arrivals, None, 1)
     # Its status, in the half of this epoch; of rank 1, in the block of which it is.
-    told = theirs[status : status + 2 * WORLD_SIZE].view(2, WORLD_SIZE)
-    assert told[epoch & 1].tolist() == [0, 77]
-    assert (exchange.peers.report[0] == 0) == is_there
+    sent = rank.theirs[status : status + 2 * WORLD_SIZE].view(2, WORLD_SIZE)
+    assert sent[epoch & 1].tolist() == [0, 77]
+    assert (rank.peers.report[0] == 0) == is_there
     assert y.isnan().any() != is_there
-    assert exchange.state[COMBINE_EPOCH] == epoch
+    assert rank.exchange.state[COMBINE_EPOCH] == epoch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("hidden_size", [3, 8])
+def test_sums_are_those_of_torch_to_the_bit(
+    dtype: torch.dtype, hidden_size: int, device: torch.device
+) -> None:
+    rank = Rank0(device, PATIENT)
+    wire = WireFormat.of(dtype)
+    spec = BufferSpec(
+        hidden_size=hidden_size,
+        top_k=2,
+        num_local_experts=2,
+        dispatch_format=wire,
+        hidden_format=wire,
+        max_tokens_per_rank=MAX_TOKENS,
+    )
+    layout = NVLinkBuffer.layout_for(spec, 1)
+    block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+    peers = replace(
+        rank.peers,
+        own_address=block.data_ptr(),
+        table=torch.tensor([block.data_ptr()], dtype=torch.int64, device=device),
+        layout=layout,
+    )
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, hidden_size, generator=generator).to(dtype).to(device)
+    bias = torch.randn(2, hidden_size, generator=generator).to(device)
+    weights = torch.rand(4, generator=generator).to(device)
+    slots = torch.tensor([[2, 0], [-1, 3]], dtype=torch.int32, device=device)
+    numbers = torch.tensor([[2], [0]], dtype=torch.int32, device=device)
+    has_failed = torch.zeros(2, dtype=torch.int32, device=device)
+    places = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    y = combine_rows(
+        NormalExchange.of(peers),
+        rows,
+        Sends(places=places, positions=places),
+        Arrivals(rows_from=numbers[0], row_base=numbers[1], has_failed=has_failed),
+        slots,
+        2,
+        slot_weights=weights,
+        bias=bias,
+    )
+    parts = rows.float() * weights.unsqueeze(1)
+    sums = torch.stack([parts[2] + parts[0], parts[3]]).to(dtype)
+    assert torch.equal(y, (bias + sums.float()).to(dtype))
+    assert y.shape == (2, hidden_size)
+    assert y.is_contiguous()

@@ -1,7 +1,7 @@
 """A barrier of the ranks on their devices: none goes on before all have come, or polls are spent.
 
 Memory order: what a rank's stream did before its launch is visible to all ranks behind it, by the
-release of publish() and the acquire of await_signals(). Unlike a barrier of the host's transport it
+release of publish() and the acquire of await_at(). Unlike a barrier of the host's transport it
 ends when a rank is dead, and it needs nothing but the memory that the ranks share.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
-from epcomm.kernels.nvlink.common.signals import await_signals, int32_at, publish
+from epcomm.kernels.nvlink.common.signals import await_at, int32_at, publish, taking_part
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -30,10 +30,17 @@ def _barrier_kernel(
 ) -> None:
     """Wait: in the third barrier rank 0 finds the signals 3 2, and 3 3 once rank 1 has come."""
     publish(flags_table_ptr, rank * 4, 1, W, W_LANES, excluded_ptr)
-    missing, _ = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(flags_address), None, number, max_polls, W, W_LANES, excluded_ptr
-    )
     lane = tl.arange(0, W_LANES)
+    missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+        int32_at(flags_address) + lane,
+        taking_part(excluded_ptr, W, W_LANES),
+        lane < W,
+        None,
+        number,
+        max_polls,
+        "sys",
+        False,
+    )
     tl.store(missing_ptr + lane, missing, mask=lane < W)
 
 

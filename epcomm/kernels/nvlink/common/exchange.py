@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
+# Looks of a GPU at a signal between two looks at its clock: some 50 to 200 us, so that most waits,
+# of microseconds, never read it.
+LOOKS_PER_TICK = 256
+# One poll of a GPU takes 2**POLL_BITS nanoseconds: a tick that comes late counts all that are over.
+POLL_BITS = 20
+
 # Integers that change from call to call, by their names in kernels: one compiled variant serves
 # all.
 VARYING = (
     "own_address",
     "buffer_address",
-    "region_address",
-    "out_address",
-    "scales_address",
-    "out_scales_address",
     "flags_address",
     "rank",
-    "buffer_index",
     "number",
     "num_tokens",
     "wanted_tokens",
-    "num_senders",
     "batch",
     "is_captured",
     "status",

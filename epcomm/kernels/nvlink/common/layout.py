@@ -102,11 +102,6 @@ class MemoryLayout(ABC):
         return _lanes(self.num_local_experts)
 
     @cached_property
-    def expert_lanes(self) -> int:
-        """The experts W * L, rounded up to a power of two."""
-        return _lanes(self.world_size * self.num_local_experts)
-
-    @cached_property
     def rank_constants(self) -> Mapping[str, int]:
         """The constants of kernels about ranks; the next two add entries and experts."""
         return {"W": self.world_size, "W_LANES": self.world_lanes, "M": self.max_tokens}
@@ -253,8 +248,8 @@ class NormalLayout(MemoryLayout):
 
     abort            int32 flag: some rank has timed out
     dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
-                     dispatches begun, headers sent (and metadata, by dispatch_cuda), programs
-                     that have sent, combines begun
+                     dispatches begun, headers and metadata sent, blocks that have sent, combines
+                     begun
     combine_status [2, W]   int32: fault code of the combine call, alternating
     sums_ready [W, items]   int32: the number of the combine whose sums are there
     returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank

@@ -23,6 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common.exchange import LOOKS_PER_TICK, POLL_BITS
 from epcomm.kernels.nvlink.common.status import (
     MAX_MISSING,
     MISSING_SHIFT,
@@ -31,12 +32,6 @@ from epcomm.kernels.nvlink.common.status import (
     REPORT_MISSING,
     REPORT_WAIT,
 )
-
-# Looks of a GPU between two looks at its clock: some 50 to 200 us, so that most waits, of
-# microseconds, never read it.
-LOOKS_PER_TICK = 256
-# One poll of a GPU takes 2**POLL_BITS nanoseconds: a tick that comes late counts all that are over.
-POLL_BITS = 20
 
 _IS_TIMED, _POLL_BITS = tl.constexpr(not IS_INTERPRETED), tl.constexpr(POLL_BITS)
 _POLL_NS = tl.constexpr(2**POLL_BITS)
@@ -86,7 +81,7 @@ def publish(
     tl.debug_barrier()
     signals = (bases + offset).to(tl.pointer_type(tl.int32))
     amounts = is_rank.to(tl.int32) * amount
-    # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
+    # Read by await_at() on every rank. One vector, hence one fence for all ranks.
     tl.atomic_add(signals, amounts, mask=is_rank, sem="release", scope="sys")
 
 
@@ -122,7 +117,7 @@ def publish_as_last(
         tl.debug_barrier()
         words = (bases + offset).to(tl.pointer_type(tl.int32))
         numbers = is_told.to(tl.int32) * number
-        # Read by await_signals() on every rank. One vector, hence one fence for all ranks.
+        # Read by await_at() on every rank. One vector, hence one fence for all ranks.
         tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")
 
 
@@ -173,8 +168,7 @@ def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl
 
 @triton.jit
 def _behind(
-    first_ptr: tl.tensor,
-    last_ptr: tl.tensor | None,
+    signals_ptr: tl.tensor,
     is_needed: tl.tensor,
     is_read: tl.tensor,
     wanted: tl.tensor,
@@ -182,18 +176,14 @@ def _behind(
     IS_EXACT: tl.constexpr,
 ) -> tl.tensor:
     """Look once; return 1 for each needed source whose signals are not there yet, int32."""
-    ahead = _look(first_ptr, is_read, SCOPE) - wanted
+    ahead = _look(signals_ptr, is_read, SCOPE) - wanted
     is_behind = (ahead != 0) if IS_EXACT else (ahead < 0)
-    if last_ptr is not None:
-        ahead = _look(last_ptr, is_read, SCOPE) - wanted
-        is_behind |= (ahead != 0) if IS_EXACT else (ahead < 0)
     return (is_needed & is_behind).to(tl.int32)
 
 
 @triton.jit
 def await_at(
-    first_ptr: tl.tensor,
-    last_ptr: tl.tensor | None,
+    signals_ptr: tl.tensor,
     is_needed: tl.tensor,
     is_read: tl.tensor,
     abort_ptr: tl.tensor | None,
@@ -206,7 +196,7 @@ def await_at(
 
     IS_EXACT: they are to be `wanted` itself, as signals that are not written in each epoch.
 
-    first_ptr, last_ptr: [n], one or two signals of each source, of this rank.
+    signals_ptr: [n], a signal of each source, of this rank.
     is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.
     abort_ptr: not 0 once any rank has timed out; None: none does.
     Returns: [n], int32, 1 for each source that is still missing, and the abort flag or 0.
@@ -218,9 +208,7 @@ def await_at(
     end_ns = num_looks.to(tl.int64)
     # Only scalars go around: a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
-        num_missing = tl.sum(
-            _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT)
-        )
+        num_missing = tl.sum(_behind(signals_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left -= spent
@@ -229,40 +217,10 @@ def await_at(
             polls_left = tl.where(aborted != 0, 0, polls_left)
     missing = is_needed.to(tl.int32) * 0
     if num_missing > 0:
-        missing = _behind(first_ptr, last_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT)
+        missing = _behind(signals_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
     return missing, aborted
-
-
-@triton.jit
-def await_signals(
-    signals_ptr: tl.tensor,
-    abort_ptr: tl.tensor | None,
-    wanted: tl.tensor,
-    max_polls: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    excluded_ptr: tl.tensor,
-    IS_EXACT: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
-) -> tuple[tl.tensor, tl.tensor | int]:
-    """Wait as await_at() for W signals at signals_ptr; an excluded rank is never missing.
-
-    With signals 4 and 2 and a `wanted` of 3: missing is 0 1 until the second signal is 3.
-    """
-    lane = tl.arange(0, LANES)
-    # Looked at before it is known which ranks take part.
-    return await_at(
-        signals_ptr + lane,
-        None,
-        taking_part(excluded_ptr, W, LANES),
-        lane < W,
-        abort_ptr,
-        wanted,
-        max_polls,
-        "sys",
-        IS_EXACT,
-    )
 
 
 @triton.jit
@@ -279,7 +237,7 @@ def abort_if_missing(
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
-    missing, aborted: as await_signals() returned them.   wait: a Wait.
+    missing, aborted: as await_at() returned them.   wait: a Wait.
     peers: own_address, of this rank's block; table_ptr, [W] addresses of all blocks, each of which
         begins with its abort flag; excluded_ptr, as of taking_part(); report_ptr,
         [REPORT_MISSING + W], which the host reads; and the rank.
@@ -309,33 +267,3 @@ def abort_if_missing(
             # Behind that fence: the host reads the rest of the report once it finds this.
             tl.store(report_ptr + REPORT_WAIT, wait)
     return is_lost
-
-
-@triton.jit
-def await_or_abort(
-    peers: tl.tuple,
-    address: tl.tensor,
-    wanted: tl.tensor,
-    max_polls: tl.tensor,
-    wait: tl.constexpr,
-    epoch: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    IS_EXACT: tl.constexpr = False,  # pyright: ignore[reportArgumentType]
-) -> tl.tensor:
-    """Wait as await_signals() for the signals at `address`; abort as abort_if_missing().
-
-    Returns: whether this rank cannot go on.
-    """
-    own_address, _, excluded_ptr, _, _ = peers
-    missing, aborted = await_signals(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(address),
-        int32_at(own_address),
-        wanted,
-        max_polls,
-        W,
-        LANES,
-        excluded_ptr,
-        IS_EXACT,
-    )
-    return abort_if_missing(missing, aborted, peers, wait, epoch, W, LANES)

@@ -21,11 +21,6 @@ _COMPARED_FLAGS = tl.constexpr(protocol.COMPARED_FLAGS)
 WAIT_CREDIT = tl.constexpr(int(Wait.CREDIT))
 WAIT_DISPATCH = tl.constexpr(int(Wait.DISPATCH))
 WAIT_COMBINE = tl.constexpr(int(Wait.COMBINE))
-WAIT_DISPATCH_BEGIN = tl.constexpr(int(Wait.DISPATCH_BEGIN))
-WAIT_HEADERS = tl.constexpr(int(Wait.HEADERS))
-WAIT_ROWS = tl.constexpr(int(Wait.ROWS))
-WAIT_COMBINE_BEGIN = tl.constexpr(int(Wait.COMBINE_BEGIN))
-WAIT_SUMS = tl.constexpr(int(Wait.SUMS))
 
 REPORT_WAIT = tl.constexpr(protocol.REPORT_WAIT)
 REPORT_EPOCH = tl.constexpr(protocol.REPORT_EPOCH)
@@ -33,7 +28,6 @@ REPORT_ABORTED = tl.constexpr(protocol.REPORT_ABORTED)
 REPORT_MISSING = tl.constexpr(protocol.REPORT_MISSING)
 MISSING_SHIFT = tl.constexpr(protocol.MISSING_SHIFT)
 MAX_MISSING = tl.constexpr(protocol.MAX_MISSING)
-HEADER_WORDS = tl.constexpr(protocol.HEADER_WORDS)
 
 
 @triton.jit

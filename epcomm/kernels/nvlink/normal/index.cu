@@ -12,9 +12,7 @@ struct Index {
     bool has_failed;
 };
 
-__device__ void helpers_meet() {
-    asm volatile("bar.sync 2, %0;" ::"n"(32 * HELPERS) : "memory");
-}
+__device__ void helpers_meet() { meet<2, 32 * HELPERS>(); }
 
 __device__ int aligned(int count) { return (count + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT; }
 

@@ -8,7 +8,7 @@
 //
 // A cached dispatch plans and indexes nothing: rows alone travel.
 //
-// Behind common/peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu.
+// Behind peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu.
 //
 // Defined before, beside what peers.cu wants: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED,
 // COPIERS, HELPERS, SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and
@@ -47,7 +47,6 @@ __device__ bool await_rows(const Arguments& a, int epoch) {
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const Arguments a) {
-    extern __shared__ __align__(128) char memory[];
     __shared__ bool is_lost;
     __shared__ bool has_rows;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -58,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
     const int first = min((int)blockIdx.x * run, a.num_tokens);
     const int end = min(first + run, a.num_tokens);
     Ring ring = {};
-    if (warp < COPIERS) ring = begin_ring(a, (u32)__cvta_generic_to_shared(memory), first, end);
+    if (warp < COPIERS) ring = begin_ring(a, dynamic_memory(), first, end);
     if (warp == WARPS - 1) {
         const bool is_there = begin(a, epoch);
         if (lane == 0) is_lost = !is_there;
@@ -79,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
     } else if (warp < COPIERS) {
         push(a, ring, end, buffer_at);
         // Rows and scales: helpers arrive below.
-        asm volatile("bar.sync 3, %0;" ::"n"(32 * WARPS) : "memory");
+        meet<3, 32 * WARPS>();
         if (warp == 0) publish_rows(a);
         if (warp == 0 && blockIdx.x == 0) {
             const bool is_there = await_rows(a, epoch);
@@ -100,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
 #if SCALE_ROW_BYTES > 0
         send_scales(a, first, end, buffer_at, helper);
 #endif
-        asm volatile("bar.arrive 3, %0;" ::"n"(32 * WARPS) : "memory");
+        arrive<3, 32 * WARPS>();
 #if IS_PLANNED
         index_rows(a, index, a.own + buffer_at, epoch, helper);
 #endif

@@ -16,11 +16,6 @@ struct Ring {
     int first;  // token of this warp
 };
 
-__device__ void store_piece(u64 to, u32 from, u32 num_bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                 ::"l"(to), "r"(from), "r"(num_bytes) : "memory");
-}
-
 __device__ u32 bytes_of(int piece) { return min(PIECE, ROW_BYTES - piece * PIECE); }
 
 // Begin to bring in the piece `item` of this warp; by one lane.
@@ -29,8 +24,8 @@ __device__ void bring(const Arguments& a, const Ring& ring, int item, int stage)
     const i64 token = ring.first + item / PIECES * COPIERS;
     const u32 barrier = ring.barriers + 8 * stage;
     expect(barrier, bytes_of(piece));
-    copy_piece(ring.memory + stage * PIECE, (u64)a.rows + token * a.rows_stride + piece * PIECE,
-               bytes_of(piece), barrier);
+    bring_piece(ring.memory + stage * PIECE, (u64)a.rows + token * a.rows_stride + piece * PIECE,
+                bytes_of(piece), barrier);
 }
 
 __device__ Ring begin_ring(const Arguments& a, u32 memory, int first, int end) {
@@ -40,7 +35,7 @@ __device__ Ring begin_ring(const Arguments& a, u32 memory, int first, int end) {
     ring.num_items = max(0, (end - ring.first + COPIERS - 1) / COPIERS) * PIECES;
     if (threadIdx.x % 32 == 0) {
         for (int stage = 0; stage < STAGES; ++stage) begin_barrier(ring.barriers + 8 * stage);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
         for (int item = 0; item < min(STAGES, ring.num_items); ++item) bring(a, ring, item, item);
     }
     __syncwarp();
@@ -93,8 +88,8 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
             }
             if (lane == 0) {
                 // An empty group, too: they are counted as pieces are.
-                asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-                asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(STORED) : "memory");
+                end_group();
+                await_read<STORED>();
                 const int read = item - STORED;
                 if (read >= 0 && read + STAGES < ring.num_items) {
                     bring(a, ring, read + STAGES, (stage + AHEAD) % STAGES);
@@ -109,7 +104,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
     }
     if (lane == 0) {
         // Not only read: what this thread releases afterwards covers them.
-        asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+        await_stored();
         atomicAdd(a.counters + (IS_PLANNED ? 1 : 2), num_sent);
     }
     __syncwarp();

@@ -1,26 +1,38 @@
-// Combine of normal mode over NVLink, bfloat16: what normal_combine.py does, with the same signals,
-// places and the same roundings, but a warp for each row, so that a few SMs keep the wire busy.
+// Combine of normal mode over NVLink: the sums of each row's slots are sent to the rank of its token,
+// and added up there.
 //
-// The warps of a block have three roles. Senders take the rows of an item in turn, sum the slots of
-// each and store the sum at the token's rank. A releaser sets the signals of items that all senders
-// of its block have left behind: its fence waits for the wire, and senders need not. Reducers take a
-// token each, acquire the signals of the items that hold its sums, and add them up. Senders wait for
-// no reducer, and all reduce when all is sent. No more blocks than SMs: one that is not there yet
-// would be waited for by all that are, on every rank.
+// Senders sum the slots of a row in k order, in float32, round once, and store the sum at the place of
+// its token on the token's rank. Reducers there add the sums of the ranks up, in rank order, in float32,
+// and round once. A signal of each item, ITEM_ROWS rows of one source, lets reducers follow while the
+// wire is busy.
 //
-// Rows come in pieces by the copy engine, into a ring of shared memory that each warp has for itself:
-// what is under way at once decides how fast a few SMs read, and registers would hold less. Pieces of
-// a sender's next row are under way before its last one is summed.
+// Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
+// previous one. A rank that has that signal stores there, and releases the number of the combine into
+// the signal of the item, which the reducer acquires.
 //
-// Behind common/peers.cu. Defined before, beside what that wants: HIDDEN (a multiple of 8), TOP_K and
+// The warps of a block have three roles. Senders take the rows of an item in turn. A releaser sets the
+// signals of items that all senders of its block have sent: its fence waits for the wire, and senders
+// need not. Reducers take a token each, acquire the signals of the items that hold its sums, and add
+// them up. Senders wait for no reducer, and all reduce when all is sent. No more blocks than SMs: every
+// rank would wait for one that does not run yet.
+//
+// The copy engine brings pieces of rows into a ring of shared memory that each warp has for itself:
+// the bytes in flight decide how fast a few SMs read, and registers would hold less. Pieces of a
+// sender's next row are in flight before its last one is summed.
+//
+// Comes after ptx.cu and peers.cu. Constants besides those of peers.cu: ROW_KIND (of the numbers in a
+// row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers in a row of a multiple of 16 bytes), TOP_K and
 // WORLD (at most 32), K_LANES, MAX_TOKENS, ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES,
 // PIECE (bytes, a multiple of 512), the offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT,
 // RETURNED_AT, RETURNED_SCALARS_AT, the places in the state that common/epochs.py has, and waits of
 // epcomm/protocol.py.
 
-constexpr int ROW_BYTES = 2 * HIDDEN;
+constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
+// Numbers that 16 bytes hold.
+constexpr int NUMBERS = 16 / NUMBER_BYTES;
+constexpr int ROW_BYTES = NUMBER_BYTES * HIDDEN;
 constexpr int PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
-// No more than a row has, so that those under way are of one row and of the next.
+// No more than a row has, so that those in flight are of one row and of the next.
 constexpr int RING = STAGES < PIECES ? STAGES : PIECES;
 // Vectors of 16 bytes that a lane has of a piece.
 constexpr int UNROLL = PIECE / 512;
@@ -55,59 +67,52 @@ struct Arguments {
     int max_polls;
 };
 
-// How many items a warp has left behind, in shared memory.
-__device__ void leave_behind(u32* word, u32 number) {
-    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(word)),
-                 "r"(number) : "memory");
+// The numbers of a vector, as float32.
+__device__ void unpack(float (&values)[NUMBERS], uint4 v) {
+    const u32 words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (ROW_KIND == FLOAT32) {
+            values[i] = __uint_as_float(words[i]);
+        } else if constexpr (ROW_KIND == FLOAT16) {
+            values[2 * i] = of_float16((u16)words[i]);
+            values[2 * i + 1] = of_float16((u16)(words[i] >> 16));
+        } else {
+            values[2 * i] = __uint_as_float(words[i] << 16);
+            values[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
+        }
+    }
 }
 
-__device__ u32 left_behind(const u32* word) {
-    u32 number;
-    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(number)
-                 : "r"((u32)__cvta_generic_to_shared(word)) : "memory");
-    return number;
-}
-
-__device__ uint4 load_piece(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address) : "memory");
-    return v;
-}
-
-__device__ u32 rounded(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
+__device__ uint4 packed(const float (&sum)[NUMBERS]) {
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (ROW_KIND == FLOAT32) words[i] = __float_as_uint(sum[i]);
+        else if constexpr (ROW_KIND == FLOAT16) words[i] = as_float16(sum[2 * i], sum[2 * i + 1]);
+        else words[i] = as_bfloat16(sum[2 * i], sum[2 * i + 1]);
+    }
+    return {words[0], words[1], words[2], words[3]};
 }
 
 // Rounded twice, as plain torch does: a product, unless all weights are 1, and a sum.
 template <bool HAS_WEIGHTS>
-__device__ void add(float (&sum)[8], uint4 v, float weight) {
-    const u32 words[4] = {v.x, v.y, v.z, v.w};
+__device__ void add(float (&sum)[NUMBERS], uint4 v, float weight) {
+    float values[NUMBERS];
+    unpack(values, v);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        float low = __uint_as_float(words[i] << 16);
-        float high = __uint_as_float(words[i] & 0xffff0000u);
-        if (HAS_WEIGHTS) {
-            low = __fmul_rn(low, weight);
-            high = __fmul_rn(high, weight);
-        }
-        sum[2 * i] = __fadd_rn(sum[2 * i], low);
-        sum[2 * i + 1] = __fadd_rn(sum[2 * i + 1], high);
+    for (int i = 0; i < NUMBERS; ++i) {
+        const float value = HAS_WEIGHTS ? __fmul_rn(values[i], weight) : values[i];
+        sum[i] = __fadd_rn(sum[i], value);
     }
 }
 
-__device__ void load_bias(float (&sum)[8], const float* from) {
-    const float4 low = ((const float4*)from)[0], high = ((const float4*)from)[1];
-    sum[0] = low.x, sum[1] = low.y, sum[2] = low.z, sum[3] = low.w;
-    sum[4] = high.x, sum[5] = high.y, sum[6] = high.z, sum[7] = high.w;
-}
-
-__device__ uint4 packed(const float (&sum)[8]) {
-    return {rounded(sum[0], sum[1]), rounded(sum[2], sum[3]), rounded(sum[4], sum[5]),
-            rounded(sum[6], sum[7])};
+__device__ void load_bias(float (&sum)[NUMBERS], const float* from) {
+#pragma unroll
+    for (int i = 0; i < NUMBERS; i += 4) {
+        const float4 four = *(const float4*)(from + i);
+        sum[i] = four.x, sum[i + 1] = four.y, sum[i + 2] = four.z, sum[i + 3] = four.w;
+    }
 }
 
 // Rows that are added up: those of the lanes in `mask`, each of which holds where its row begins, and
@@ -136,7 +141,7 @@ __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
         const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = ring.barriers + 8 * stage;
         expect(barrier, num_bytes);
-        copy_piece(ring.memory + PIECE * stage, rows.from + at, num_bytes, barrier);
+        bring_piece(ring.memory + PIECE * stage, rows.from + at, num_bytes, barrier);
     }
     ring.left &= ring.left - 1;
     if (!ring.left) {
@@ -164,13 +169,13 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
     bool brings_next = false;
 #pragma unroll 1
     for (int piece = 0; piece < PIECES; ++piece) {
-        float sum[UNROLL][8];
+        float sum[UNROLL][NUMBERS];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) sum[u][i] = 0.0f;
+            for (int i = 0; i < NUMBERS; ++i) sum[u][i] = 0.0f;
             const int at = piece * PIECE + 16 * (lane + 32 * u);
-            if (bias != nullptr && at < ROW_BYTES) load_bias(sum[u], bias + at / 2);
+            if (bias != nullptr && at < ROW_BYTES) load_bias(sum[u], bias + at / NUMBER_BYTES);
         }
         u32 left = rows.mask;
 #pragma unroll 1
@@ -204,15 +209,15 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int at = piece * PIECE + 16 * (lane + 32 * u);
-            if (at < ROW_BYTES) *(uint4*)(to + at) = packed(sum[u]);
+            if (at < ROW_BYTES) store_far((uint4*)(to + at), packed(sum[u]));
         }
     }
     ring.is_begun = rows.mask ? next.mask != 0 : ring.is_begun;
 }
 
-// Write a row that nothing is known of.
+// Write a row of numbers that are none.
 __device__ void write_void(char* to) {
-    const u32 both = 0x7fc07fc0u;
+    const u32 both = ROW_KIND == FLOAT32 ? 0x7fc00000u : ROW_KIND == FLOAT16 ? 0x7e007e00u : 0x7fc07fc0u;
 #pragma unroll 1
     for (int at = 16 * (threadIdx.x % 32); at < ROW_BYTES; at += 512) {
         *(uint4*)(to + at) = {both, both, both, both};
@@ -291,14 +296,14 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_left_behind, int n
             else add_rows<false>(ring, rows, next, nullptr, to);
             rows = next;
             if (a.scalars != nullptr && lane < TOP_K) {
-                ((float*)(home + RETURNED_SCALARS_AT))[target * K_LANES + lane] =
-                    a.scalars[(i64)(row_base + place) * TOP_K + lane];
+                store_far((float*)(home + RETURNED_SCALARS_AT) + target * K_LANES + lane,
+                          a.scalars[(i64)(row_base + place) * TOP_K + lane]);
             }
             num_sent += source != a.rank;
         }
         __syncwarp();
         // Acquired by the releaser.
-        if (lane == 0) leave_behind(num_left_behind + warp, ++num_items_done);
+        if (lane == 0) release_in_block(num_left_behind + warp, ++num_items_done);
     }
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
 }
@@ -311,7 +316,7 @@ __device__ void release_items(const Arguments& a, const u32* num_left_behind, in
         ? 0 : (num_items - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
     int num_released = 0;
     while (num_released < num_own) {
-        const u32 mine = lane < SENDERS ? left_behind(num_left_behind + lane) : ALL_LANES;
+        const u32 mine = lane < SENDERS ? acquired_in_block(num_left_behind + lane) : ALL_LANES;
         const int num_done = (int)__reduce_min_sync(ALL_LANES, mine);
         __syncwarp();
         // A fence for up to 32 items.
@@ -354,7 +359,7 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         char* to = a.out + (i64)token * ROW_BYTES;
         const float* bias = a.bias == nullptr ? nullptr : a.bias + (i64)token * HIDDEN;
         // The copy engine reads what was acquired by loads.
-        asm volatile("fence.proxy.async.global;" ::: "memory");
+        pass_to_copies();
         if (is_void) write_void(to);
         else add_rows<false>(ring, rows, {0, 0.0f, 0}, bias, to);
         if (a.scalars != nullptr) {
@@ -376,13 +381,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     __shared__ int failed;
     __shared__ int most;
     __shared__ u32 num_left_behind[SENDERS];
-    extern __shared__ __align__(128) char memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 pieces = (u32)__cvta_generic_to_shared(memory);
+    const u32 pieces = dynamic_memory();
     Ring ring = {pieces + warp * (RING * PIECE), pieces + WARPS * RING * PIECE + warp * (RING * 8),
                  0, 0, false, 0, 0};
     if (lane < RING) begin_barrier(ring.barriers + 8 * lane);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    publish_barriers();
     if (threadIdx.x < SENDERS) num_left_behind[threadIdx.x] = 0;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
@@ -393,8 +397,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             // counts nothing.
             const bool is_overwritten = !a.status && a.buffer_index >= 0
                 && a.state[BUFFER_MARKS + a.buffer_index] != a.has_failed[1];
-            *(int*)(a.table[lane] + combine_status_at + 4 * a.rank) =
-                is_overwritten ? FAULT_HANDLE : a.status;
+            store_far((int*)(a.table[lane] + combine_status_at + 4 * a.rank),
+                      is_overwritten ? FAULT_HANDLE : a.status);
         }
         __syncwarp();
         if (blockIdx.x == 0 && takes_part(a, lane)) {

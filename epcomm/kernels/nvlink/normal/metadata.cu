@@ -46,7 +46,7 @@ __device__ void send_metadata(const Arguments& a, int first, int end, u64 buffer
                     if (word < K_LANES) {
                         value = value >= 0 && value / LOCAL == peer ? value - peer * LOCAL : -1;
                     }
-                    if (word < 3 * K_LANES) to[word] = value;
+                    if (word < 3 * K_LANES) store_far(to + word, value);
                 }
             }
         }
@@ -92,7 +92,7 @@ __device__ void send_scales(const Arguments& a, int first, int end, u64 buffer_a
                 const u64 target = home + (u64)places[i] * SCALE_BYTES;
                 for (u32 left = __ballot_sync(ALL_LANES, places[i] >= 0); left; left &= left - 1) {
                     Scale* to = (Scale*)__shfl_sync(ALL_LANES, target, __ffs(left) - 1);
-                    if (at < UNITS) to[at] = scales[i];
+                    if (at < UNITS) store_far(to + at, scales[i]);
                 }
             }
         }
@@ -110,13 +110,13 @@ __device__ void send_headers(const Arguments& a, const Plan& plan, u64 buffer_at
         if (!plan.takes[peer]) continue;
         int* header = (int*)(a.table[peer] + buffer_at + HEADER_AT + (u64)a.rank * HEADER_BYTES);
         if (helper == 0) {
-            header[0] = status;
-            header[1] = a.wanted_tokens;
+            store_far(header, status);
+            store_far(header + 1, a.wanted_tokens);
         }
         for (int i = helper; i < COUNTERS; i += 32 * HELPERS) {
             // Rows for each rank are in front.
             const int word = i < EXPERTS ? WORLD + i : i - EXPERTS;
-            header[HEADER_WORDS + word] = is_sent ? plan.before[i] : 0;
+            store_far(header + HEADER_WORDS + word, is_sent ? plan.before[i] : 0);
         }
     }
 }

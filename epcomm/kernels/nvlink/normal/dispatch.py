@@ -1,63 +1,55 @@
-"""Launch dispatch.cu, which dispatches, indexes and waits for the rows in one kernel.
+"""Dispatch of normal mode over NVLink: plan, send, index and wait for rows, in one kernel.
 
-All ranks of a buffer take it, or none does: metadata are ready on their own here, ahead of rows.
-
-Between two H200 with 4096 tokens each, hidden size 7168 and top-8, on 32 of their SMs, it takes
-0.12 ms with FP8 rows and 0.20 with BF16, where the kernels of Triton take 0.17 and 0.24: these
-index when all rows are there, and a few SMs have too little under way. One token takes as long as
-there, less a launch.
+Between two H200 with 4096 tokens each, hidden size 7168 and top-8, it takes 0.12 ms with FP8 rows
+and 0.20 with BF16 on 32 of their SMs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_uint64, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from epcomm import protocol
-from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, compile_to_cubin, nvrtc_is_installed
-from epcomm.kernels.nvlink.common.cuda_source import source_of
-from epcomm.kernels.nvlink.common.epochs import (
+from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
+from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
+from epcomm.kernels.nvlink.normal import program
+from epcomm.kernels.nvlink.normal.exchange import (
     BUFFER_MARKS,
     DISPATCH_COUNTED,
     DISPATCH_EPOCH,
     DISPATCH_LEFT,
     DISPATCH_LOST,
+    NormalExchange,
+    PreparedKernel,
+    scratch_words,
 )
-from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
-from epcomm.kernels.nvlink.normal_exchange import NormalExchange, PreparedCuda, scratch_words
-from epcomm.platforms.cuda import compute_capability, num_sms_of, on_device, shared_bytes_of
+from epcomm.kernels.nvlink.normal.program import COPY_BYTES, LANES, Program, in_vectors
+from epcomm.platforms.cuda import on_device
 from epcomm.spec import BufferSpec
+from epcomm.types import align_up
 
-_FOLDER = Path(__file__).parent
-# What comes later uses what comes earlier.
-_FILES = ("arguments.cu", "plan.cu", "rows.cu", "metadata.cu", "index.cu", "dispatch.cu")
+# Each uses the ones before it.
+_FILES = (
+    *("peers.cu", "arguments.cu", "plan.cu", "rows.cu", "metadata.cu", "index.cu"),
+    "dispatch.cu",
+)
 # Warps of a block.
 COPIERS, HELPERS = 6, 8
-# Bytes that are brought in at once, at most, and pieces of a copier under way, at most. While it
+# Bytes that are brought in at a time, at most, and pieces of a copier in flight, at most. While it
 # brings in one half of them, it does not wait for the stores of the other.
 MAX_PIECE, MAX_STAGES = 8192, 8
 # Dynamic shared memory for the pieces of a block.
 RING_BYTES = 176 * 1024
-# Static shared memory of a block, at most: by experts and ranks.
-_STATIC_BYTES = 48 * 1024
-_MAX_EXPERTS = 1024
-# Each lane of a warp holds one rank, or one entry of a token.
-_LANES = 32
-# What the copy engine moves.
-_COPY_BYTES = 16
+# The counts of experts and ranks are in static shared memory.
+MAX_EXPERTS = 1024
 # No unit of scales.
 _EIGHT_BYTES = 8
-# The first with an engine that copies into shared memory.
-_COPY_ENGINE = (9, 0)
 _REGIONS = ("dispatch_begin", "counts_ready", "rows_ready", "header", "metadata", "data", "scales")
 _NUMBERS = {
     "DISPATCH_EPOCH": DISPATCH_EPOCH,
@@ -118,19 +110,6 @@ class RowForm(NamedTuple):
     is_planned: bool
 
 
-def can_serve(layout: MemoryLayout, spec: BufferSpec, device: torch.device) -> bool:
-    """Return whether this rank can dispatch rows of a buffer here: in vectors, on its GPU."""
-    formats = (spec.dispatch_format, spec.hidden_format)
-    return (
-        device.type == "cuda"
-        and fits(layout)
-        and all(each.data_bytes(spec.hidden_size) % _COPY_BYTES == 0 for each in formats)
-        and (compute_capability(device) or (0, 0)) >= _COPY_ENGINE
-        and (shared_bytes_of(device) or 0) >= RING_BYTES + _STATIC_BYTES
-        and nvrtc_is_installed()
-    )
-
-
 def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> None:
     """Compile and load the kernels for the rows of a buffer, before any rank waits for another.
 
@@ -141,16 +120,16 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
     scale_bytes = wire.scale_bytes(size)
     for rows in (
         RowForm(
-            row_bytes=wire.data_bytes(size),
+            row_bytes=align_up(wire.data_bytes(size), COPY_BYTES),
             scale_bytes=scale_bytes,
-            scale_unit=_unit(scale_bytes),
+            scale_unit=unit_of(scale_bytes),
             alignment=spec.expert_alignment,
             is_planned=True,
         ),
         RowForm(
-            row_bytes=spec.hidden_format.data_bytes(size),
+            row_bytes=align_up(spec.hidden_format.data_bytes(size), COPY_BYTES),
             scale_bytes=0,
-            scale_unit=_COPY_BYTES,
+            scale_unit=COPY_BYTES,
             alignment=1,
             is_planned=False,
         ),
@@ -158,22 +137,30 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
         _kernel(layout, rows, device)
 
 
-def fits(layout: MemoryLayout) -> bool:
-    """Return whether a warp has lanes for all ranks and entries, and a block memory for experts."""
+def limits_of(layout: MemoryLayout) -> list[str]:
+    """List why these kernels do not serve a layout; empty if they do."""
     num_experts = layout.world_size * layout.num_local_experts
-    return max(layout.top_k, layout.world_size) <= _LANES and num_experts <= _MAX_EXPERTS
+    return [
+        f"{name} is {found}, expected at most {most}"
+        for name, found, most in (
+            ("top_k", layout.top_k, LANES),
+            ("the number of ranks", layout.world_size, LANES),
+            ("num_experts", num_experts, MAX_EXPERTS),
+        )
+        if found > most
+    ]
 
 
 def num_stages(row_bytes: int) -> int:
     """Return the pieces that a copier may have under way."""
     pieces = -(-row_bytes // MAX_PIECE)
-    piece = -(-row_bytes // _COPY_BYTES // pieces) * _COPY_BYTES
+    piece = -(-row_bytes // COPY_BYTES // pieces) * COPY_BYTES
     return min(MAX_STAGES, (RING_BYTES // COPIERS - 8 * MAX_STAGES) // piece)
 
 
-def definitions(layout: NormalLayout, rows: RowForm) -> Mapping[str, int]:
-    """Return what the files take as constants."""
-    return {
+def program_of(layout: NormalLayout, rows: RowForm) -> Program:
+    """Return the kernel for one layout and form of rows."""
+    constants = {
         "ROW_BYTES": rows.row_bytes,
         "MAX_PIECE": MAX_PIECE,
         "STAGES": num_stages(rows.row_bytes),
@@ -199,16 +186,13 @@ def definitions(layout: NormalLayout, rows: RowForm) -> Mapping[str, int]:
         **{f"{name.upper()}_AT": layout.offsets[name] for name in _REGIONS},
         **_NUMBERS,
     }
-
-
-def source_for(constants: Mapping[str, int]) -> str:
-    """Return the source of the program, with its constants."""
-    return source_of(constants, [_FOLDER / name for name in _FILES])
-
-
-def num_blocks(num_programs: int, num_sms: int) -> int:
-    """Return as many as run at once: they wait for one another, here and on peers."""
-    return min(num_programs, num_sms)
+    return Program(
+        entry="dispatch_rows",
+        files=_FILES,
+        constants=constants,
+        threads=32 * (COPIERS + HELPERS),
+        shared_bytes=RING_BYTES,
+    )
 
 
 def dispatch_rows(
@@ -227,22 +211,34 @@ def dispatch_rows(
 ) -> None:
     """Send tokens to the ranks of their experts, index what comes, and wait for it.
 
-    Arguments are those of push_rows() of normal_dispatch_send.py, of rows of any dtype. What is in
-    `received` is written along with them, sends too; a cached dispatch has sends alone. num_sms: as
-    many blocks at most, None for those of the exchange; other ranks may have others.
+    Args:
+        exchange: the memory of all ranks.
+        data: [T, H], the rows, of any dtype.
+        scales: [T, num_scales], of any dtype, or None.
+        sends: of the exchange plan of a cached dispatch, which only sends rows; else None.
+        buffer_index: the receive buffer to which rows go, on every rank.
+        topk: topk_ids [T, K], int64, and topk_weights [T, K], float32, contiguous; None: a cached
+            dispatch, for which the rest is not needed.
+        received: where the plan and the index are written.
+        status: fault and flags of this rank, as pack_status() packs them.
+        wanted_tokens: T as the caller gave it.
+        totals: [3 * W + L], int32, in memory that the host reads: negative before; then fault and
+            flags, T and rows from each rank, 0 if it is excluded, and slots for each expert of this
+            rank.
+        num_sms: blocks at most, None for those of the exchange; other ranks may have others.
 
     Collective: yes.   Host sync: none.   Graph capture: after one call, unless there are totals.
-    Allocates: a copy of rows that do not begin at multiples of 16 bytes.
+    Allocates: a copy of rows that are no multiple of 16 bytes or begin at no multiple of them.
     Raises:
         CudaError: the compiler or the driver refuses.
     """
     data = in_vectors(data)
     num_tokens, row_bytes = data.shape[0], data.shape[1] * data.itemsize
-    scale_bytes, scales_stride, unit = 0, 0, _COPY_BYTES
+    scale_bytes, scales_stride, unit = 0, 0, COPY_BYTES
     if scales is not None:
         scale_bytes = scales.shape[1] * scales.itemsize
         scales_stride = scales.stride(0) * scales.itemsize
-        unit = _unit(scales.data_ptr() | scale_bytes | scales_stride)
+        unit = unit_of(scales.data_ptr() | scale_bytes | scales_stride)
     rows = RowForm(
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
@@ -250,9 +246,9 @@ def dispatch_rows(
         alignment=1 if received is None else received.expert_alignment,
         is_planned=topk is not None,
     )
-    launch = exchange.cpp_launches.get(rows)
+    launch = exchange.launches.get(rows)
     if launch is None:
-        launch = exchange.cpp_launches[rows] = _prepared(exchange, rows, data.device)
+        launch = exchange.launches[rows] = _prepared(exchange, rows, data.device)
     arguments = _Arguments.from_buffer_copy(launch.arguments)
     arguments.rows = data.data_ptr()
     arguments.rows_stride = data.stride(0) * data.itemsize if num_tokens > 1 else row_bytes
@@ -279,15 +275,14 @@ def dispatch_rows(
         if totals is not None:
             arguments.totals = totals.data_ptr()
     with on_device(data.device):
-        launch.kernel.launch(min(num_sms or launch.num_blocks, launch.num_blocks), arguments)
+        launch.kernel.launch(launch.blocks(num_sms), arguments)
 
 
-def _prepared(exchange: NormalExchange, rows: RowForm, device: torch.device) -> PreparedCuda:
-    peers, plan = exchange.peers, exchange.plan
-    kernel, num_sms = _kernel(peers.layout, rows, device)
+def _prepared(exchange: NormalExchange, rows: RowForm, device: torch.device) -> PreparedKernel:
+    peers = exchange.peers
     arguments = _Arguments(
-        scratch=plan.scratch.data_ptr(),
-        counted=plan.counted.data_ptr(),
+        scratch=exchange.scratch.data_ptr(),
+        counted=exchange.counted.data_ptr(),
         table=peers.table.data_ptr(),
         excluded=peers.excluded.data_ptr(),
         state=exchange.state.data_ptr(),
@@ -299,37 +294,19 @@ def _prepared(exchange: NormalExchange, rows: RowForm, device: torch.device) -> 
         num_senders=peers.num_programs,
         max_polls=peers.max_polls,
     )
-    return PreparedCuda(
-        kernel=kernel, num_blocks=num_blocks(peers.num_programs, num_sms), arguments=arguments
+    return PreparedKernel(
+        kernel=_kernel(peers.layout, rows, device),
+        num_blocks=program.resident_blocks(peers.num_programs, device),
+        arguments=arguments,
     )
 
 
-def in_vectors(data: Tensor) -> Tensor:
-    """Return rows that the copy engine can read: these, or a copy."""
-    stride_bytes = data.stride(0) * data.itemsize if data.shape[0] > 1 else 0
-    if (data.data_ptr() | stride_bytes) % _COPY_BYTES or data.stride(1) != 1:
-        return data.clone(memory_format=torch.contiguous_format)
-    return data
-
-
-def _unit(bits: int) -> int:
-    """Return the widest unit by which scales may be read, where `bits` are all addresses or-ed."""
-    lowest = bits & -bits or _COPY_BYTES
-    return min(lowest, _COPY_BYTES) if lowest != _EIGHT_BYTES else _EIGHT_BYTES // 2
+def unit_of(bits: int) -> int:
+    """Return the widest unit of access, where `bits` are all addresses and lengths or-ed."""
+    lowest = bits & -bits or COPY_BYTES
+    return min(lowest, COPY_BYTES) if lowest != _EIGHT_BYTES else _EIGHT_BYTES // 2
 
 
 @cache
-def _kernel(layout: NormalLayout, rows: RowForm, device: torch.device) -> tuple[CudaKernel, int]:
-    """Return the kernel for one layout and kind of rows, and the SMs of the GPU."""
-    capability = compute_capability(device)
-    assert capability is not None, "can_serve() has asked for a GPU"
-    source = source_for(definitions(layout, rows))
-    cubin = compile_to_cubin(source, arch="sm_{}{}".format(*capability), name="dispatch.cu")
-    with torch.cuda.device(device):
-        kernel = CudaModule(cubin).kernel(
-            "dispatch_rows",
-            threads=32 * (COPIERS + HELPERS),
-            shared_bytes=RING_BYTES,
-            is_cooperative=True,
-        )
-    return kernel, num_sms_of(device)
+def _kernel(layout: NormalLayout, rows: RowForm, device: torch.device) -> program.LoadedKernel:
+    return program.load_kernel(program_of(layout, rows), device)

@@ -1,0 +1,112 @@
+"""Copy the rows of a dispatch out of a receive buffer, which later dispatches overwrite.
+
+A caller that keeps rows for a backward has them copied once. Other rows are used where they are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals
+from epcomm.kernels.nvlink.normal import program
+from epcomm.kernels.nvlink.normal.dispatch import unit_of
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange, PreparedKernel
+from epcomm.kernels.nvlink.normal.program import Program
+from epcomm.platforms.cuda import num_sms_of, on_device
+
+# Of a block: with 4 units of 16 bytes a lane in flight they hide the latency of memory.
+WARPS = 16
+_POINTERS = ("data", "scales", "out", "out_scales", "rows_from", "row_base", "excluded")
+
+
+class _CollectArguments(ctypes.Structure):
+    _fields_ = [(name, c_void_p) for name in _POINTERS]
+
+
+class CopyForm(NamedTuple):
+    """The bytes of a row and of its scales, 0 for none, as a compiled kernel copies them."""
+
+    row_bytes: int
+    scale_bytes: int
+
+
+def program_of(layout: NormalLayout, form: CopyForm) -> Program:
+    """Return the kernel for one layout and form of rows."""
+    return Program(
+        entry="collect_rows",
+        files=("collect.cu",),
+        constants={
+            "WORLD": layout.world_size,
+            "MAX_TOKENS": layout.max_tokens,
+            "WARPS": WARPS,
+            "DATA_BYTES": layout.data_bytes,
+            "SCALE_BYTES": layout.scale_bytes,
+            "OUT_BYTES": form.row_bytes,
+            "OUT_SCALE_BYTES": form.scale_bytes,
+            "UNIT": unit_of(form.row_bytes),
+            "SCALE_UNIT": unit_of(form.scale_bytes),
+        },
+        threads=32 * WARPS,
+        is_cooperative=False,
+    )
+
+
+def collect_rows(
+    exchange: NormalExchange,
+    arrivals: Arrivals,
+    *,
+    buffer_index: int,
+    out: Tensor,
+    scales: Tensor | None = None,
+) -> None:
+    """Copy the rows of all ranks, which have arrived; rows of excluded ranks are 0.
+
+    Args:
+        exchange: the memory of all ranks.
+        arrivals: of the exchange plan.
+        buffer_index: the receive buffer of the rows.
+        out: [R, columns] of any dtype, contiguous.
+        scales: [R, columns] of any dtype, contiguous, to which scales are copied, or None.
+
+    Collective: no.   Allocates nothing.   Host sync: none.
+    """
+    peers, layout = exchange.peers, exchange.peers.layout
+    form = CopyForm(
+        *(0 if each is None else each.shape[1] * each.itemsize for each in (out, scales))
+    )
+    launch = exchange.launches.get(form)
+    if launch is None:
+        launch = exchange.launches[form] = _prepared(exchange, form, out.device)
+    arguments = _CollectArguments.from_buffer_copy(launch.arguments)
+    begin = peers.own_address + layout.buffer_offset(buffer_index)
+    arguments.data = begin + layout.offsets["data"]
+    arguments.out = out.data_ptr()
+    if scales is not None:
+        arguments.scales = begin + layout.offsets["scales"]
+        arguments.out_scales = scales.data_ptr()
+    arguments.rows_from = arrivals.rows_from.data_ptr()
+    arguments.row_base = arrivals.row_base.data_ptr()
+    with on_device(out.device):
+        launch.kernel.launch(launch.num_blocks, arguments)
+
+
+def _prepared(exchange: NormalExchange, form: CopyForm, device: torch.device) -> PreparedKernel:
+    peers = exchange.peers
+    return PreparedKernel(
+        kernel=_kernel(peers.layout, form, device),
+        # No block waits for another, so each SM has one.
+        num_blocks=num_sms_of(device) if device.type == "cuda" else peers.num_programs,
+        arguments=_CollectArguments(excluded=peers.excluded.data_ptr()),
+    )
+
+
+@cache
+def _kernel(layout: NormalLayout, form: CopyForm, device: torch.device) -> program.LoadedKernel:
+    return program.load_kernel(program_of(layout, form), device)

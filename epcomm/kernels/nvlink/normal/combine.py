@@ -1,0 +1,213 @@
+"""Combine of normal mode over NVLink: senders and reducers in one kernel.
+
+Between two H100 with 4096 tokens each, hidden size 7168 and top-8, it takes 0.42 ms on 24 of their
+SMs with slot weights, and 0.38 ms without. With five pieces in flight in each warp it took 0.47 ms
+in both cases, because too many copies delay one another.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int, c_int64, c_uint64, c_void_p
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from epcomm import protocol
+from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.normal import program
+from epcomm.kernels.nvlink.normal.exchange import (
+    BUFFER_MARKS,
+    COMBINE_EPOCH,
+    COMBINE_LEFT,
+    COMBINE_TOKENS,
+    NormalExchange,
+    PreparedKernel,
+)
+from epcomm.kernels.nvlink.normal.program import Program, in_vectors
+from epcomm.platforms.cuda import on_device
+
+# Warps of a block, beside one that releases. Senders share the rows of an item evenly.
+SENDERS, REDUCERS = 16, 3
+# Bytes that are brought in at a time, and how many of these a warp has in flight.
+PIECE, STAGES = 2048, 3
+NUM_WARPS = SENDERS + 1 + REDUCERS
+# Dynamic shared memory of a block: pieces, with a barrier for each.
+SHARED_BYTES = NUM_WARPS * STAGES * (PIECE + 8)
+# The kinds of numbers in rows.
+_KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
+# Regions of a block whose offsets the program knows, by their names and _AT.
+_REGIONS = ("combine_begin", "combine_status", "sums_ready", "returned", "returned_scalars")
+_NUMBERS = {
+    **{name: number for number, name in enumerate(_KINDS.values())},
+    "COMBINE_EPOCH": COMBINE_EPOCH,
+    "COMBINE_LEFT": COMBINE_LEFT,
+    "COMBINE_TOKENS": COMBINE_TOKENS,
+    "BUFFER_MARKS": BUFFER_MARKS,
+    "FAULT_HANDLE": int(protocol.FaultCode.HANDLE),
+    "WAIT_COMBINE_BEGIN": int(protocol.Wait.COMBINE_BEGIN),
+    "WAIT_SUMS": int(protocol.Wait.SUMS),
+}
+
+# In the order of struct Arguments.
+_POINTERS = (
+    *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
+    *("places", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
+    *("faults", "report"),
+)
+
+
+class _CombineArguments(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in _POINTERS),
+        ("own", c_uint64),
+        ("rows_stride", c_int64),
+        *((name, c_int) for name in ("rank", "status", "buffer_index")),
+        *((name, c_int) for name in ("num_tokens", "max_polls")),
+    ]
+
+
+class SumForm(NamedTuple):
+    """Says which rows a compiled kernel combines, beside a layout.
+
+    dtype: of rows and sums.   hidden_size: columns of a row of a multiple of 16 bytes.
+    """
+
+    dtype: torch.dtype
+    hidden_size: int
+
+
+def program_of(layout: NormalLayout, form: SumForm) -> Program:
+    """Return the kernel for one layout and form of rows."""
+    constants = {
+        **_NUMBERS,
+        "ROW_KIND": _NUMBERS[_KINDS[form.dtype]],
+        "HIDDEN": form.hidden_size,
+        "TOP_K": layout.top_k,
+        "K_LANES": layout.metadata_words,
+        "WORLD": layout.world_size,
+        "MAX_TOKENS": layout.max_tokens,
+        "ITEM_ROWS": layout.item_rows,
+        "ITEMS": layout.num_items,
+        "RETURN_BYTES": layout.return_bytes,
+        "SENDERS": SENDERS,
+        "REDUCERS": REDUCERS,
+        "PIECE": PIECE,
+        "STAGES": STAGES,
+        **{f"{name.upper()}_AT": layout.offsets[name] for name in _REGIONS},
+    }
+    return Program(
+        entry="combine_rows",
+        files=("peers.cu", "combine.cu"),
+        constants=constants,
+        threads=32 * NUM_WARPS,
+        shared_bytes=SHARED_BYTES,
+    )
+
+
+def combine_rows(
+    exchange: NormalExchange,
+    rows: Tensor,
+    sends: Sends,
+    arrivals: Arrivals,
+    slots_of_row: Tensor | None,
+    num_tokens: int,
+    *,
+    slot_weights: Tensor | None = None,
+    row_scalars: Tensor | None = None,
+    out_scalars: Tensor | None = None,
+    bias: Tensor | None = None,
+    status: int = 0,
+    buffer_index: int = -1,
+    num_sms: int | None = None,
+) -> Tensor:
+    """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
+
+    Sums of excluded ranks are left out, though the plan may have sent tokens there.
+
+    Args:
+        exchange: the memory of all ranks.
+        rows: [C, H], or [R, H] if slots_of_row is None; bfloat16, float16 or float32.
+        sends, arrivals: of the exchange plan.
+        slots_of_row: [R, K], int32, as dispatch_rows() wrote it.
+        num_tokens: T.
+        slot_weights: [C], float32, multiplied into slots, or None.
+        row_scalars: [R, K], float32, that travel with the rows, and whose sums over the rows of a
+            token are written to out_scalars [T, K].
+        bias: [T, H], float32, to which the sums of ranks are added, or None.
+        status: why this rank refuses the call, a FaultCode, or 0.
+        buffer_index: of the receive buffer whose rows the caller has used; if another dispatch has
+            taken it, this rank refuses the call. -1: rows are in memory of their own.
+        num_sms: blocks at most, None for those of the exchange; other ranks may have others.
+
+    Returns: [T, H], contiguous, in the dtype of rows; NaN if the call has failed.
+    Collective: yes.   Host sync: none.   Graph capture: after one call.
+    Allocates: the sums; copies of rows and bias that are no multiple of 16 bytes or begin at no
+        multiple of them.
+    """
+    hidden_size, rows = rows.shape[1], in_vectors(rows)
+    bias = None if bias is None else _in_vectors_of(bias, rows.shape[1])
+    out = rows.new_empty(num_tokens, rows.shape[1])
+    form = SumForm(rows.dtype, rows.shape[1])
+    launch = exchange.launches.get(form)
+    if launch is None:
+        launch = exchange.launches[form] = _prepared(exchange, form, rows.device)
+    arguments = _CombineArguments.from_buffer_copy(launch.arguments)
+    arguments.rows = rows.data_ptr()
+    arguments.rows_stride = rows.stride(0) * rows.itemsize
+    arguments.weights = _address(slot_weights)
+    arguments.slots_of_row = _address(slots_of_row)
+    arguments.rows_from = arrivals.rows_from.data_ptr()
+    arguments.row_base = arrivals.row_base.data_ptr()
+    arguments.has_failed = arrivals.has_failed.data_ptr()
+    arguments.places = sends.places.data_ptr()
+    arguments.bias = _address(bias)
+    arguments.out = out.data_ptr()
+    arguments.num_tokens = num_tokens
+    arguments.status = status
+    arguments.buffer_index = buffer_index
+    if row_scalars is not None:
+        arguments.scalars = row_scalars.data_ptr()
+        arguments.out_scalars = _address(out_scalars)
+    with on_device(rows.device):
+        launch.kernel.launch(launch.blocks(num_sms), arguments)
+    return out if rows.shape[1] == hidden_size else out[:, :hidden_size].contiguous()
+
+
+def _in_vectors_of(bias: Tensor, hidden_size: int) -> Tensor:
+    """Return a bias of as many columns as padded rows have."""
+    missing = hidden_size - bias.shape[1]
+    return in_vectors(pad(bias, (0, missing)) if missing else bias)
+
+
+def _prepared(exchange: NormalExchange, form: SumForm, device: torch.device) -> PreparedKernel:
+    peers = exchange.peers
+    arguments = _CombineArguments(
+        table=peers.table.data_ptr(),
+        excluded=peers.excluded.data_ptr(),
+        state=exchange.state.data_ptr(),
+        counters=peers.counters.data_ptr(),
+        faults=peers.faults.data_ptr(),
+        report=peers.report.data_ptr(),
+        own=peers.own_address,
+        rank=peers.rank,
+        max_polls=peers.max_polls,
+    )
+    return PreparedKernel(
+        kernel=_kernel(peers.layout, form, device),
+        num_blocks=program.resident_blocks(peers.num_programs, device),
+        arguments=arguments,
+    )
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@cache
+def _kernel(layout: NormalLayout, form: SumForm, device: torch.device) -> program.LoadedKernel:
+    return program.load_kernel(program_of(layout, form), device)

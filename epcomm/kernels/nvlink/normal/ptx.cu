@@ -1,0 +1,176 @@
+// Every instruction of PTX that the kernels of normal mode use, each in a function that names it.
+//
+// A host's compiler reads tests/kernels/nvlink/host_cuda.h in place of this file; the other files are
+// plain C++ with CUDA's words for threads, blocks, warps and atomics.
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short u16;
+typedef long long i64;
+
+// Signals, in memory that peers write.
+
+__device__ u32 acquired(u64 address) {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ u32 watched(u64 address) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+    return value;
+}
+
+__device__ void release(u64 address, u32 value) {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ void add_released(u64 address, u32 value) {
+    asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Store to the memory of a peer: nothing but a later release orders it.
+template <class T>
+__device__ void store_far(T* to, T value) {
+    *to = value;
+}
+
+// Signals among the blocks of this rank.
+
+__device__ int acquired_here(const int* word) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+    return value;
+}
+
+__device__ void release_here(int* word, int value) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
+
+// Add 1, and return what was there: release what this thread knows of, and acquire what earlier threads
+// released.
+__device__ int arrive_here(int* word) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(word) : "memory");
+    return before;
+}
+
+// Signals among the warps of a block, in shared memory.
+
+__device__ void release_in_block(u32* word, u32 value) {
+    asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"((u32)__cvta_generic_to_shared(word)),
+                 "r"(value) : "memory");
+}
+
+__device__ u32 acquired_in_block(const u32* word) {
+    u32 value;
+    asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value)
+                 : "r"((u32)__cvta_generic_to_shared(word)) : "memory");
+    return value;
+}
+
+// Barrier ID of a block, of THREADS threads; those that arrive do not wait.
+
+template <int ID, int THREADS>
+__device__ void meet() {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+template <int ID, int THREADS>
+__device__ void arrive() {
+    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(THREADS) : "memory");
+}
+
+// The copy engine. Addresses of 32 bits are those of shared memory.
+
+__device__ u32 dynamic_memory() {
+    extern __shared__ __align__(128) char memory[];
+    return (u32)__cvta_generic_to_shared(memory);
+}
+
+__device__ void begin_barrier(u32 barrier) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
+}
+
+// What this thread has begun is known to the copy engine.
+__device__ void publish_barriers() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ void expect(u32 barrier, u32 num_bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                 "r"(num_bytes) : "memory");
+}
+
+__device__ bool has_ended(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile("{\n"
+        ".reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}" : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+    return done != 0;
+}
+
+// Reads through the L2 cache, which holds what peers have stored.
+__device__ void bring_piece(u32 to, u64 from, u32 num_bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(to), "l"(from), "r"(num_bytes), "r"(barrier)
+                 : "memory");
+}
+
+__device__ void store_piece(u64 to, u32 from, u32 num_bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 ::"l"(to), "r"(from), "r"(num_bytes) : "memory");
+}
+
+// The pieces that this thread has stored since the last call are a group, which may be empty.
+__device__ void end_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Wait until all groups of this thread but the last NUM are read.
+template <int NUM>
+__device__ void await_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NUM) : "memory");
+}
+
+// Wait until all groups of this thread are stored, not only read: a later release covers them.
+__device__ void await_stored() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// The copy engine reads what loads of this thread have acquired.
+__device__ void pass_to_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+__device__ uint4 load_piece(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address) : "memory");
+    return v;
+}
+
+// Time, and numbers.
+
+__device__ u64 clock_ns() {
+    u64 value;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(value));
+    return value;
+}
+
+// Two numbers of 16 bits in a word, the first in the lower half.
+__device__ u32 as_bfloat16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ u32 as_float16(float low, float high) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+__device__ float of_float16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}

@@ -1,0 +1,298 @@
+"""The protocol of normal mode in a weak memory: kernels keep it, and planted faults are found.
+
+Ranks are threads of this process, which run the kernels as the host's compiler makes them of their
+CUDA C++. host_cuda.h delays what is weakly ordered, and runs threads of blocks in random order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from ctypes import Structure
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from threading import Barrier
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from epcomm.buffers.nvlink.memory import received_rows
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
+from epcomm.buffers.nvlink.normal_counts import IndexSizes
+from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
+from epcomm.kernels.nvlink.common.exchange import PeerBlocks
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals
+from epcomm.kernels.nvlink.normal import combine, dispatch, program
+from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, DISPATCH_EPOCH, NormalExchange
+from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
+from epcomm.spec import BufferSpec
+from epcomm.types import WireFormat
+from tests.kernels.nvlink.host_cuda import HostKernel, build, compiler, source_of
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU"),
+    pytest.mark.skipif(compiler() is None, reason="no compiler of the host"),
+]
+
+CPU = torch.device("cpu")
+WORLD_SIZE, MAX_TOKENS, TOP_K, NUM_LOCAL, NUM_BLOCKS = 2, 6, 2, 2, 2
+# Rows of two pieces in combine.
+HIDDEN = 1032
+BF16 = WireFormat.of(torch.bfloat16)
+# One receive buffer: each dispatch takes the memory of the last.
+SPEC = BufferSpec(
+    hidden_size=HIDDEN,
+    top_k=TOP_K,
+    num_local_experts=NUM_LOCAL,
+    dispatch_format=BF16,
+    hidden_format=BF16,
+    max_tokens_per_rank=MAX_TOKENS,
+    batches_in_flight=1,
+)
+# Of a wait, each of a millisecond.
+POLLS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """A change of the source of a kernel, and from which number of dispatches and combines on."""
+
+    old: str
+    new: str
+    first_epoch: int = 0
+
+
+NOTHING = Fault(old="", new="")
+FAULTS = {
+    "rows are signalled by a relaxed addition": Fault(
+        old="add_released(a.table[lane] + ROWS_READY_AT",
+        new="add_relaxed(a.table[lane] + ROWS_READY_AT",
+    ),
+    "sums are signalled by a relaxed store": Fault(
+        old="release(a.table[source_of(a, number)] + SUMS_READY_AT",
+        new="store_relaxed(a.table[source_of(a, number)] + SUMS_READY_AT",
+    ),
+    "rows are signalled before they are stored": Fault(
+        old="meet<3, 32 * WARPS>();\n        if (warp == 0) publish_rows(a);",
+        new="if (warp == 0) publish_rows(a);\n        meet<3, 32 * WARPS>();",
+    ),
+    "rows are only read when they are signalled": Fault(old="await_stored();", new=""),
+    "helpers do not meet before counts are signalled": Fault(
+        old="helpers_meet();\n        if (helper < 32) publish_counts(a);",
+        new="if (helper < 32) publish_counts(a);",
+    ),
+    "planners do not meet after they have marked tokens": Fault(
+        old="* GROUP_WORDS + token / 32, bit);\n    }\n    planners_meet();",
+        new="* GROUP_WORDS + token / 32, bit);\n    }",
+    ),
+    "rows are sent before all ranks have begun": Fault(
+        old="if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;", new=""
+    ),
+    "signals of items are compared by order": Fault(
+        old="EXACT ? (int)word != mark_of(epoch) :",
+        new="EXACT ? (int)(word - (u32)mark_of(epoch)) < 0 :",
+        # Words of 0 look ahead of it.
+        first_epoch=-(2**31) + 1,
+    ),
+}
+
+
+@pytest.fixture
+def weak_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
+    """Kernels of a faulty source in a weak memory, once the fault is given."""
+    seeds = count(1)
+
+    class WeakKernel(HostKernel):
+        def launch(self, blocks: int, *arguments: Structure) -> None:
+            self._seed = next(seeds)
+            super().launch(blocks, *arguments)
+
+    def load(fault: Fault, made: Program, device: torch.device) -> LoadedKernel:
+        source = source_of(made)
+        return WeakKernel(
+            made, build(source.replace(fault.old, fault.new) if fault.old else source)
+        )
+
+    def use(fault: Fault) -> None:
+        monkeypatch.setattr(program, "load_kernel", partial(load, fault))
+
+    def forget() -> None:
+        dispatch._kernel.cache_clear()
+        combine._kernel.cache_clear()
+
+    forget()
+    yield use
+    forget()
+
+
+class Rank:
+    """A rank with memory of its own, which peers write."""
+
+    def __init__(self, rank: int, blocks: list[Tensor], first_epoch: int) -> None:
+        self.rank = rank
+        self.layout = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
+        addresses = [block.data_ptr() for block in blocks]
+        self.peers = PeerBlocks(
+            rank=rank,
+            num_programs=NUM_BLOCKS,
+            max_polls=POLLS,
+            own_address=addresses[rank],
+            table=torch.tensor(addresses, dtype=torch.int64),
+            layout=self.layout,
+            excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32),
+            counters=torch.zeros(5, dtype=torch.int64),
+            faults=torch.zeros(WORLD_SIZE, 2, dtype=torch.int64),
+            report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32),
+        )
+        self.exchange = NormalExchange.of(self.peers)
+        self.rows = received_rows(blocks[rank], self.layout, 0, SPEC).data
+        self._begin_at(first_epoch, blocks[rank].view(torch.int32))
+        self.memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=CPU)
+        num_rows = self.layout.num_rows
+        self.sizes = IndexSizes(
+            num_rows=num_rows, num_slots=num_rows * TOP_K, per_expert=None, is_dense=False
+        )
+
+    def _begin_at(self, epoch: int, words: Tensor) -> None:
+        """Set the numbers of all signals that grow to those before an epoch."""
+        if epoch == 0:
+            return
+        self.exchange.state[[DISPATCH_EPOCH, COMBINE_EPOCH]] = epoch - 1
+        for name, amount in (
+            ("dispatch_begin", 1),
+            ("counts_ready", 1),
+            ("combine_begin", 1),
+            ("rows_ready", NUM_BLOCKS),
+        ):
+            begin = self.layout.offsets[name] // 4
+            number = ((epoch - 1) * amount + 2**31) % 2**32 - 2**31
+            words[begin : begin + WORLD_SIZE] = number
+
+    def _has_rows(self, number: int, arrivals: Arrivals) -> bool:
+        """Return whether the tokens of all ranks for this one are here, in their order."""
+        for source in range(WORLD_SIZE):
+            x, ids, _ = batch_of(number, source)
+            sent = x[(torch.where(ids < 0, -1, ids // NUM_LOCAL) == self.rank).any(dim=1)]
+            first = source * MAX_TOKENS
+            if int(arrivals.rows_from[source]) != len(sent):
+                return False
+            if not torch.equal(self.rows[first : first + len(sent)], sent):
+                return False
+        return True
+
+    def run_round(self, number: int) -> bool:
+        """Dispatch, multiply, and combine or not; return whether rows and sums are right."""
+        x, ids, weights = batch_of(number, self.rank)
+        num_tokens = len(x)
+        block = self.memory.block(
+            num_tokens, self.sizes, has_budget=True, is_compact=False, wants_row_topk=False
+        )
+        dispatch.dispatch_rows(
+            self.exchange,
+            x,
+            None,
+            None,
+            buffer_index=0,
+            topk=(ids, weights),
+            received=block.received,
+            wanted_tokens=num_tokens,
+        )
+        sends, arrivals, index = block.parts(self.sizes)
+        if number % 4 == self.rank:
+            # The others may be at the next dispatch by now.
+            time.sleep(0.003)
+        has_rows = self._has_rows(number, arrivals)
+        if number % 3 == 0:
+            return has_rows and not self.peers.report.any()
+        results = torch.zeros(self.sizes.num_slots, HIDDEN, dtype=torch.bfloat16)
+        assert index.row_of_slot is not None
+        for expert in range(NUM_LOCAL):
+            first = int(index.first_slot[expert])
+            slots = slice(first, first + int(index.num_tokens_per_expert[expert]))
+            sources = index.row_of_slot[slots].long().clamp(0, self.layout.num_rows - 1)
+            results[slots] = self.rows[sources] * factor_of(self.rank * NUM_LOCAL + expert)
+        y = combine.combine_rows(
+            self.exchange,
+            results,
+            sends,
+            arrivals,
+            index.slots_of_row,
+            num_tokens,
+            slot_weights=index.slot_weights,
+            buffer_index=0,
+        )
+        factors = (factor_of(ids) * weights * (ids >= 0)).sum(dim=1, keepdim=True)
+        is_right = torch.equal(y.float(), (x.float() * factors).bfloat16().float())
+        return has_rows and is_right and not self.peers.report.any()
+
+
+def batch_of(number: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, ids and weights of a rank: small integers, and powers of two."""
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    num_tokens = int(torch.randint(0, MAX_TOKENS + 1, (), generator=generator))
+    num_experts = WORLD_SIZE * NUM_LOCAL
+    ids = torch.rand(num_tokens, num_experts, generator=generator).topk(TOP_K).indices
+    ids[torch.rand(num_tokens, TOP_K, generator=generator) < 0.2] = -1
+    weights = 2.0 ** torch.randint(-1, 2, (num_tokens, TOP_K), generator=generator)
+    tokens = torch.randint(1, 16, (num_tokens, 1), generator=generator).float()
+    return (tokens + torch.arange(HIDDEN) % 4).bfloat16(), ids, weights
+
+
+def factor_of(expert: Tensor | int) -> Tensor | int:
+    return expert % 3 + 1
+
+
+def first_wrong_round(fault: Fault, num_rounds: int) -> int | None:
+    """Run rounds until one is wrong on some rank, and return its number; None if all are right."""
+    num_bytes = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE).num_bytes
+    blocks = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(WORLD_SIZE)]
+
+    def run(rank: int) -> int | None:
+        mine = Rank(rank, blocks, fault.first_epoch)
+        begun.wait()
+        for number in range(num_rounds):
+            if not mine.run_round(number):
+                # Ends the waits of all ranks.
+                for block in blocks:
+                    block.view(torch.int32)[0] = rank + 1
+                return number
+        return None
+
+    begun = Barrier(WORLD_SIZE)
+    with ThreadPoolExecutor(WORLD_SIZE) as pool:
+        found = [number for number in pool.map(run, range(WORLD_SIZE)) if number is not None]
+    return min(found, default=None)
+
+
+@pytest.mark.parametrize("first_epoch", [0, -(2**31) + 1, 2**31 - 3])
+def test_kernels_keep_the_protocol_in_a_weak_memory(
+    first_epoch: int, weak_kernels: Callable[[Fault], None]
+) -> None:
+    weak_kernels(NOTHING)
+    assert first_wrong_round(Fault(old="", new="", first_epoch=first_epoch), 12) is None
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_the_protocol_are_found(name: str, weak_kernels: Callable[[Fault], None]) -> None:
+    fault = FAULTS[name]
+    weak_kernels(fault)
+    assert first_wrong_round(fault, 100) is not None
+
+
+def test_each_fault_changes_a_kernel() -> None:
+    layout = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
+    rows = dispatch.RowForm(
+        row_bytes=2 * HIDDEN, scale_bytes=0, scale_unit=16, alignment=1, is_planned=True
+    )
+    sums = combine.SumForm(torch.bfloat16, HIDDEN)
+    sources = [
+        source_of(each)
+        for each in (dispatch.program_of(layout, rows), combine.program_of(layout, sums))
+    ]
+    for name, fault in FAULTS.items():
+        assert any(fault.old in source for source in sources), name

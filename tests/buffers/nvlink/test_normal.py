@@ -1,7 +1,6 @@
-"""Normal mode over NVLink between CPU ranks, whose kernels are interpreted, or between GPUs.
+"""Normal mode over NVLink between CPU ranks, or between GPUs.
 
-An interpreter takes a third of a second for a dispatch, so there a choice of scenarios is run;
-between GPUs all of them, on every number of ranks.
+CPU ranks run its kernels as the host compiles them, in a selection of the scenarios; GPUs run all.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.calls.call import DispatchCall
-from epcomm.dispatchers.autograd import combine_rows, dispatch_rows
+from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
 from epcomm.errors import CapacityError, EPTimeout, HandleError
 from epcomm.ops.slots import gather_rows, row_topk
 from epcomm.protocol import BatchFlags
@@ -444,10 +443,10 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     """y, and the gradients of hidden states and router weights; experts multiply."""
     x = call.unquantized.clone().requires_grad_()
     weights = call.topk_weights.clone().requires_grad_()
-    call = replace(call, flags=TRAINS)
-    out = dispatch_rows(buffer, x, weights, call)
-    assert out.slot_weights is not None
-    slots = gather_rows(out.rows.data, out.index)
+    call = replace(call, hidden_states=x, topk_weights=weights, flags=TRAINS)
+    out = dispatch_rows(buffer, call)
+    rows, slot_weights = with_history(buffer, call, out)
+    slots = gather_rows(rows.data, out.index)
     handle = Handle(
         owner=buffer,
         exchange_plan=out.exchange_plan,
@@ -458,7 +457,7 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     results = RowsCombineInput(
         hidden_states=3 * slots * slots,
         rows_per=RowsPer.SLOT,
-        slot_weights=out.slot_weights,
+        slot_weights=slot_weights,
         handle=handle,
     )
     y = combine_rows(buffer, results, torch.bfloat16)

@@ -26,7 +26,7 @@ from epcomm.buffers.nvlink.normal_plans import (
     ExchangePlanMemory,
     NVLinkNormalExchangePlan,
 )
-from epcomm.buffers.nvlink.plan_blocks import LateDispatched, PlanBlock
+from epcomm.buffers.nvlink.plan_blocks import PlanBlock
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
     normal_layout,
@@ -350,13 +350,13 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             sizes = counts.index_sizes(self._spec.expert_alignment)
             if not owns_rows:
                 sizes = replace(sizes, num_rows=self._layout.num_rows)
-        sends, arrivals, index = block.parts(sizes)
+        parts = block.parts(sizes)
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=sizes.num_rows,
-            index=index,
-            sends=sends,
-            arrivals=arrivals,
+            index=parts.index,
+            sends=parts.sends,
+            arrivals=parts.arrivals,
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
@@ -365,10 +365,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         rows = self._rows[buffer_index]
         if owns_rows:
             rows = self._copied(rows, exchange_plan, buffer_index)
-        return LateDispatched.of(
+        return Dispatched(
             rows=rows,
+            index=parts.index,
+            slot_weights=parts.slot_weights,
             exchange_plan=exchange_plan,
-            index=index,
             any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
             row_topk=block.row_topk(sizes),
         )

@@ -1,34 +1,23 @@
-"""A plan and its index in one block, which a kernel writes before the host has read sizes.
-
-Making a tensor takes the host half a microsecond, and not every caller reads the index: its tensors
-are made when one of them is read.
-"""
+"""A plan and its index in one block, which a kernel writes before the host has read sizes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Received, Sends
-from epcomm.protocol import BatchFlags
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
-from epcomm.types import WireTensor, align_up
+from epcomm.types import align_up
 
 # Kernels are compiled for parts that begin at multiples of 16 bytes.
 WORDS_OF_16_BYTES = 4
 _WORD_BYTES = 4
-# The parts of an index among PLAN_PARTS of plan_parts.py, between two of Sends and three of
-# Arrivals.
-_INDEX_PARTS = (
-    *("row_of_slot", "slots_of_row", "slot_weights", "num_tokens_per_expert", "first_slot"),
-)
+# The parts of an index among PLAN_PARTS of plan_parts.py, between those of Sends and of Arrivals.
 _INDEX = slice(2, 7)
 
 
@@ -91,89 +80,18 @@ def _layout_of(
 
 
 def _index_words(num_rows: int, num_slots: int, top_k: int, num_local: int) -> tuple[int, ...]:
-    """Return the words of each of _INDEX_PARTS."""
+    """Return the words of each part of an index: slots, rows, weights, counts and first slots."""
     return (num_slots, num_rows * top_k, num_slots, num_local, num_local + 1)
 
 
-class LateIndex(SlotIndex):
-    """An index whose tensors are made when one is read.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlanBlockParts:
+    """The parts of a block; slot_weights: [C], float32."""
 
-    slot_weights: the weight of each slot, [C], float32.
-    """
-
+    sends: Sends
+    arrivals: Arrivals
+    index: SlotIndex
     slot_weights: Tensor
-    _memory: Tensor
-    _layout: PlanBlockLayout
-    _sizes: IndexSizes
-    _spec: BufferSpec
-
-    @classmethod
-    def of(
-        cls, memory: Tensor, layout: PlanBlockLayout, sizes: IndexSizes, spec: BufferSpec
-    ) -> Self:
-        """Keep the memory of the index in a block, and the sizes that the host has read."""
-        index = object.__new__(cls)
-        # It is frozen; __getattr__() is not asked for what is there.
-        index.__dict__.update(
-            host_num_tokens_per_expert=sizes.per_expert,
-            expert_alignment=spec.expert_alignment,
-            is_dense=sizes.is_dense,
-            _memory=memory,
-            _layout=layout,
-            _sizes=sizes,
-            _spec=spec,
-        )
-        return index
-
-    def __getattr__(self, name: str) -> Tensor:
-        """Make all tensors, as far as they are in use, for the first of them that is read."""
-        if name not in _INDEX_PARTS:
-            raise AttributeError(name)
-        (num_rows, num_slots), spec = (self._sizes.num_rows, self._sizes.num_slots), self._spec
-        used = _index_words(num_rows, num_slots, spec.top_k, spec.num_local_experts)
-        cut = [
-            words
-            for length, most in zip(used, self._layout.index_words, strict=True)
-            for words in (length, most - length)
-        ]
-        made = dict(zip(_INDEX_PARTS, self._memory.split_with_sizes(cut)[::2], strict=True))
-        made["slots_of_row"] = made["slots_of_row"].view(num_rows, spec.top_k)
-        made["slot_weights"] = made["slot_weights"].view(torch.float32)
-        self.__dict__.update(made)
-        return made[name]
-
-
-class LateDispatched(Dispatched):
-    """A result whose slot_weights are those of its index, which makes them when they are read."""
-
-    index: LateIndex
-
-    @classmethod
-    def of(
-        cls,
-        *,
-        rows: WireTensor,
-        exchange_plan: ExchangePlan,
-        index: LateIndex,
-        any_flags: BatchFlags,
-        row_topk: tuple[Tensor, Tensor] | None,
-    ) -> Self:
-        """Keep all but slot_weights."""
-        out = object.__new__(cls)
-        out.__dict__.update(
-            rows=rows,
-            exchange_plan=exchange_plan,
-            index=index,
-            any_flags=any_flags,
-            row_topk=row_topk,
-        )
-        return out
-
-    def __getattr__(self, name: str) -> Tensor:
-        """Return slot_weights."""
-        if name != "slot_weights":
-            raise AttributeError(name)
-        return self.index.slot_weights
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -188,16 +106,35 @@ class PlanBlock:
     layout: PlanBlockLayout
     received: Received
 
-    def parts(self, sizes: IndexSizes) -> tuple[Sends, Arrivals, LateIndex]:
-        """Return the parts, once the host knows sizes, or where there is a budget."""
+    def parts(self, sizes: IndexSizes) -> PlanBlockParts:
+        """Return the parts, once the host knows the sizes, or if there is a budget."""
         pieces = self.memory.split_with_sizes(self.layout.pieces)
         places, positions, index, rows_from, row_base, has_failed = [
             pieces[place] for place in self.layout.places
         ]
-        return (
-            Sends(places=places, positions=positions),
-            Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed),
-            LateIndex.of(index, self.layout, sizes, self.spec),
+        used = _index_words(
+            sizes.num_rows, sizes.num_slots, self.spec.top_k, self.spec.num_local_experts
+        )
+        # Each part of the index, then the words of it that are not used.
+        words = [
+            each
+            for length, most in zip(used, self.layout.index_words, strict=True)
+            for each in (length, most - length)
+        ]
+        row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot = index.split(words)[::2]
+        return PlanBlockParts(
+            sends=Sends(places=places, positions=positions),
+            arrivals=Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed),
+            index=SlotIndex(
+                row_of_slot=row_of_slot,
+                slots_of_row=slots_of_row.view(sizes.num_rows, self.spec.top_k),
+                num_tokens_per_expert=num_tokens,
+                first_slot=first_slot,
+                host_num_tokens_per_expert=sizes.per_expert,
+                expert_alignment=self.spec.expert_alignment,
+                is_dense=sizes.is_dense,
+            ),
+            slot_weights=slot_weights.view(torch.float32),
         )
 
     def row_topk(self, sizes: IndexSizes) -> tuple[Tensor, Tensor] | None:

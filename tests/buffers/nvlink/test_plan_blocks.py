@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import pytest
 import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
-from epcomm.buffers.nvlink.plan_blocks import LateDispatched
 from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS
-from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat, WireTensor
+from epcomm.types import WireFormat
 
 WIRE = WireFormat.of(torch.bfloat16)
 SPEC = BufferSpec(
@@ -40,11 +35,12 @@ SHAPES = {
 def test_every_part_is_where_the_kernel_writes_it() -> None:
     memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=torch.device("cpu"))
     block = memory.block(NUM_TOKENS, MOST, has_budget=False, is_compact=True, wants_row_topk=True)
-    sends, arrivals, index = block.parts(USED)
+    parts = block.parts(USED)
     tensors: dict[str, Tensor] = {
-        **vars(sends),
-        **vars(arrivals),
-        **{name: getattr(index, name) for name in PLAN_PARTS[2:7]},
+        **vars(parts.sends),
+        **vars(parts.arrivals),
+        **vars(parts.index),
+        "slot_weights": parts.slot_weights,
     }
     # Gaps are nobody's, and each part begins at 16 bytes.
     ends = [*block.received.addresses[1:], block.memory.data_ptr() + 4 * len(block.memory)]
@@ -52,31 +48,11 @@ def test_every_part_is_where_the_kernel_writes_it() -> None:
         tensor = tensors[name]
         assert (tensor.data_ptr(), tensor.shape, address % 16) == (address, SHAPES[name], 0)
         assert end - address >= 4 * tensor.numel()
-    assert index.slot_weights.dtype == torch.float32
-    assert index.host_num_tokens_per_expert == USED.per_expert
+    assert parts.slot_weights.dtype == torch.float32
+    assert parts.index.host_num_tokens_per_expert == USED.per_expert
     topk = block.row_topk(USED)
     assert topk is not None
     assert [(each.shape, each.dtype) for each in topk] == [
         ((4, 3), torch.int64),
         ((4, 3), torch.float32),
     ]
-
-
-def test_an_index_is_a_record_like_any_other() -> None:
-    memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=torch.device("cpu"))
-    block = memory.block(NUM_TOKENS, MOST, has_budget=False, is_compact=True, wants_row_topk=False)
-    _, _, index = block.parts(USED)
-    assert index.is_dense
-    assert index.row_of_slot is index.row_of_slot
-    assert replace(index, is_dense=False).first_slot is index.first_slot
-    with pytest.raises(AttributeError, match="nothing"):
-        _ = index.nothing
-    out = LateDispatched.of(
-        rows=WireTensor(data=torch.empty(4, 8), format=WIRE),
-        exchange_plan=memory.empty_exchange_plan(),
-        index=index,
-        any_flags=BatchFlags.NONE,
-        row_topk=None,
-    )
-    assert out.slot_weights is index.slot_weights
-    assert block.row_topk(USED) is None

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
-from epcomm.buffers.nvlink.plan_blocks import LateIndex
+from epcomm.buffers.nvlink.plan_blocks import PlanBlockParts
 from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal.combine import combine_rows
@@ -83,7 +83,7 @@ class Rank0:
 
     def dispatch(
         self, num_tokens: int, *, status: int = 0, has_budget: bool = True
-    ) -> tuple[Arrivals, LateIndex]:
+    ) -> PlanBlockParts:
         """Send tokens to the expert of this rank; indices begin as 77."""
         num_rows = WORLD_SIZE * MAX_TOKENS
         sizes = IndexSizes(num_rows=num_rows, num_slots=num_rows, per_expert=None, is_dense=False)
@@ -106,8 +106,7 @@ class Rank0:
             status=status,
             wanted_tokens=num_tokens,
         )
-        _, arrivals, index = block.parts(sizes)
-        return arrivals, index
+        return block.parts(sizes)
 
 
 def values(tensor: Tensor | None) -> list[float]:
@@ -134,15 +133,13 @@ def test_gradients_may_differ_where_the_host_reads_headers(
     at = MAX_TOKENS * metadata_words + 2 * rank.layout.metadata_words
     rank.receive("metadata", [0x3F800000], at=at)
     trains = BatchFlags.GRAD_ENABLED | BatchFlags.of_experts([True, True])
-    arrivals, index = rank.dispatch(
-        1, status=pack_status(FaultCode.NONE, trains), has_budget=has_budget
-    )
+    parts = rank.dispatch(1, status=pack_status(FaultCode.NONE, trains), has_budget=has_budget)
     assert rank.peers.faults[:, 0].tolist() == [0, int(code)]
-    assert arrivals.has_failed.tolist() == [int(code != FaultCode.NONE), 1]
+    assert parts.arrivals.has_failed.tolist() == [int(code != FaultCode.NONE), 1]
     if not has_budget:
-        assert values(index.num_tokens_per_expert) == [2]
-        assert values(index.row_of_slot)[:2] == [0, MAX_TOKENS]
-        assert values(index.slot_weights)[:2] == [1, 1]
+        assert values(parts.index.num_tokens_per_expert) == [2]
+        assert values(parts.index.row_of_slot)[:2] == [0, MAX_TOKENS]
+        assert values(parts.slot_weights)[:2] == [1, 1]
 
 
 def test_index_is_emptied_where_rows_do_not_come(device: torch.device) -> None:
@@ -150,15 +147,15 @@ def test_index_is_emptied_where_rows_do_not_come(device: torch.device) -> None:
     # One of the blocks of rank 1 is late.
     rank.receive_signals(rows_ready=NUM_BLOCKS - 1)
     rank.receive_header([0, 1, 1, 0, 1, 0])
-    arrivals, index = rank.dispatch(2)
+    parts = rank.dispatch(2)
     assert rank.peers.report[0] in (Wait.ROWS, Wait.DISPATCH_BEGIN)
     assert rank.theirs[0] != 0, "the other rank is aborted"
-    assert arrivals.has_failed[0] == 1
-    assert values(index.num_tokens_per_expert) == [0]
-    assert values(index.first_slot) == [0, 0]
-    assert values(index.row_of_slot) == [-1] * 4
-    assert values(index.slots_of_row) == [-1] * 4
-    assert values(arrivals.rows_from) == [0, 0]
+    assert parts.arrivals.has_failed[0] == 1
+    assert values(parts.index.num_tokens_per_expert) == [0]
+    assert values(parts.index.first_slot) == [0, 0]
+    assert values(parts.index.row_of_slot) == [-1] * 4
+    assert values(parts.index.slots_of_row) == [-1] * 4
+    assert values(parts.arrivals.rows_from) == [0, 0]
 
 
 def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: torch.device) -> None:
@@ -168,11 +165,11 @@ def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: tor
     rank.receive_header([0, 5, 5, 0, 5, 0])
     num_words = WORLD_SIZE * MAX_TOKENS * rank.layout.metadata_bytes // 4
     rank.receive("metadata", [3] * num_words)
-    arrivals, index = rank.dispatch(0, has_budget=False)
-    assert values(index.slots_of_row) == [-1] * 4
-    assert values(index.row_of_slot) == [77] * 4
-    assert values(index.slot_weights.view(torch.int32)) == [77] * 4
-    assert values(arrivals.rows_from) == [0, MAX_TOKENS]
+    parts = rank.dispatch(0, has_budget=False)
+    assert values(parts.index.slots_of_row) == [-1] * 4
+    assert values(parts.index.row_of_slot) == [77] * 4
+    assert values(parts.slot_weights.view(torch.int32)) == [77] * 4
+    assert values(parts.arrivals.rows_from) == [0, MAX_TOKENS]
 
 
 # Behind 2**31 combines, and the one whose number is 0.

@@ -202,7 +202,8 @@ class Rank:
             received=block.received,
             wanted_tokens=num_tokens,
         )
-        sends, arrivals, index = block.parts(self.sizes)
+        parts = block.parts(self.sizes)
+        arrivals, index = parts.arrivals, parts.index
         if number % 4 == self.rank:
             # The others may be at the next dispatch by now.
             time.sleep(0.003)
@@ -219,11 +220,11 @@ class Rank:
         y = combine.combine_rows(
             self.exchange,
             results,
-            sends,
+            parts.sends,
             arrivals,
             index.slots_of_row,
             num_tokens,
-            slot_weights=index.slot_weights,
+            slot_weights=parts.slot_weights,
             buffer_index=0,
         )
         factors = (factor_of(ids) * weights * (ids >= 0)).sum(dim=1, keepdim=True)

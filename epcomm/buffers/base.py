@@ -30,8 +30,6 @@ class Dispatched:
     index: in MASKED, slot s is row s of the flattened rows, and each expert has capacity for R / L.
     slot_weights: [C], float32; None where weights do not travel.
     any_flags: the flags of all ranks, or-ed.
-    row_topk: what row_topk() of epcomm/ops/slots.py makes of the index, where a kernel of the
-        dispatch has written it already, as DispatchCall.wants_row_topk asks; else None.
     """
 
     rows: WireTensor
@@ -39,7 +37,16 @@ class Dispatched:
     slot_weights: Tensor | None
     exchange_plan: ExchangePlan
     any_flags: BatchFlags
-    row_topk: tuple[Tensor, Tensor] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowTopkDispatched(Dispatched):
+    """A result with what row_topk() of epcomm/ops/slots.py makes of the index.
+
+    row_topk: expert ids [R, K], int64, of this rank, -1 for none, and weights [R, K].
+    """
+
+    row_topk: tuple[Tensor, Tensor]
 
 
 class Backend(ABC):
@@ -182,11 +189,9 @@ class Buffer(Backend):
 
     counts_calls: Calls counts a call when its ranks begin to compare it, and not before: what
         fails on one rank until then may still be told to all.
-    takes_num_sms: it keeps to DispatchCall.num_sms; else BufferSpec.num_sms alone limits kernels.
     """
 
     counts_calls: bool = False
-    takes_num_sms: bool = False
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:
@@ -285,6 +290,13 @@ class AddsBias(Buffer):
         Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
         beside float64 rows.
         """
+
+
+class ReturnsRowTopk(Buffer):
+    """A buffer whose kernels serve a RowTopkCall: they return a RowTopkDispatched.
+
+    They keep to RowTopkCall.num_sms. Of other buffers, BufferSpec.num_sms alone limits the kernels.
+    """
 
 
 class ReturnsSlots(Buffer):

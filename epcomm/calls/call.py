@@ -35,11 +35,8 @@ class DispatchCall:
     quantize: brings hidden states to a format, into the memory of a message where a buffer can.
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
     dispatcher: number of the dispatcher that calls, see Calls.add_dispatcher(); 0 for none.
-    num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
-        those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
     size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
         for nothing. Read where hosts compare calls.
-    wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 
     hidden_states: Tensor | WireTensor
@@ -51,9 +48,7 @@ class DispatchCall:
     quantize: RowQuantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
-    num_sms: int | None = None
     size: int = 0
-    wants_row_topk: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -65,3 +60,14 @@ class DispatchCall:
         """Return the hidden states, which must be no WireTensor."""
         assert isinstance(self.hidden_states, Tensor), "this call was to be quantised here"
         return self.hidden_states
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowTopkCall(DispatchCall):
+    """A call that asks for the experts and weights of each row, as DeepEP returns them.
+
+    num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
+        the number that the buffer was opened for; None: that number.
+    """
+
+    num_sms: int | None = None

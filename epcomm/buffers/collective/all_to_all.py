@@ -478,14 +478,14 @@ class RowsBuffer(OverCollectives, AddsBias):
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
         )
-        return Dispatched(
+        out = Dispatched(
             rows=layout.wire_tensor(received),
             index=index,
             slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=counts.any_flags,
-            row_topk=self._row_topk(received),
         )
+        return self._with_topk(out, received)
 
     def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
         """Make the index over received rows, and bring their weights into its order."""
@@ -499,9 +499,9 @@ class RowsBuffer(OverCollectives, AddsBias):
             expert_alignment=self._spec.expert_alignment,
         )
 
-    def _row_topk(self, received: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return the experts and weights of each row, where a caller reads these and no index."""
-        return None
+    def _with_topk(self, out: Dispatched, received: Tensor) -> Dispatched:
+        """Add the experts and weights of each row, if the caller reads these and no index."""
+        return out
 
     def _send_plan(self, call: DispatchCall) -> SendPlan:
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts

@@ -22,7 +22,7 @@ from typing import ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.hierarchical.inner import inner_buffer_class
@@ -326,7 +326,7 @@ def _as_error(problem: Exception, function: str, collectives: Collectives) -> EP
 
 def _call_inside(call: DispatchCall, came: Dispatched) -> DispatchCall:
     """Return the call that brings the rows of an outer dispatch to the ranks of their experts."""
-    assert came.row_topk is not None, "as HostRowsBuffer makes it"
+    assert isinstance(came, RowTopkDispatched), "as HostRowsBuffer makes it"
     topk_ids, topk_weights = came.row_topk
     flags = came.any_flags
     if not call.flags & BatchFlags.GRAD_ENABLED:

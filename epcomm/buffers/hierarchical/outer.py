@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from epcomm.buffers.base import Dispatched, RowTopkDispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.sizes import Region
 from epcomm.calls.counts import Counts
@@ -21,9 +22,9 @@ _OF_SLOTS = ("slot index", "packed slots", "expert results")
 class HostRowsBuffer(CollectiveBuffer):
     """Sends tokens between ranks that have one place in their hosts; each stands for its host.
 
-    Its experts are those of the whole host. What it hands out are rows with their expert ids in the
-    host and weights, Dispatched.row_topk, which the ranks of the host exchange next: an index over
-    the rows would only be undone.
+    Its experts are those of the whole host. It returns rows with their expert ids in the host and
+    their weights (RowTopkDispatched). The ranks of the host exchange these next, so that an index
+    over the rows would only be undone.
     """
 
     @classmethod
@@ -35,7 +36,7 @@ class HostRowsBuffer(CollectiveBuffer):
         )
 
     def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
-        """Return an index without slots: _row_topk() has what is read here."""
+        """Return an index without slots: _with_topk() adds what is read here."""
         nothing = torch.empty(0, dtype=torch.int64, device=received.device)
         index = SlotIndex(
             row_of_slot=None,
@@ -46,9 +47,10 @@ class HostRowsBuffer(CollectiveBuffer):
         )
         return index, None
 
-    def _row_topk(self, received: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ids in the host and the weights of each row, [R, K]."""
+    def _with_topk(self, out: Dispatched, received: Tensor) -> RowTopkDispatched:
+        """Add the ids in the host and the weights of each row, [R, K]."""
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts
         ids = localize(layout.ids(received), self._first_expert, num_local).long()
         # A token that needs several hosts brings weights of the other hosts too.
-        return ids, layout.scalars(received).masked_fill(ids < 0, 0)
+        row_topk = ids, layout.scalars(received).masked_fill(ids < 0, 0)
+        return RowTopkDispatched(**vars(out), row_topk=row_topk)

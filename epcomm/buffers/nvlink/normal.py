@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsRowTopk, RowTopkDispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import region_rows
 from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
@@ -37,7 +37,7 @@ from epcomm.buffers.nvlink.sizes import (
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.calls.call import DispatchCall
+from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.calls.faults import assume_all_need_grad, overwritten_error
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
@@ -82,11 +82,10 @@ _CPU_BLOCKS = 3
 _TOKEN_MULTIPLE = 128
 
 
-class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
+class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
-    takes_num_sms = True
     is_static: ClassVar[bool] = False
     # Of static sizes: M rows at most come from all ranks together, and are numbered without gaps.
     has_row_budget: ClassVar[bool] = False
@@ -298,7 +297,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             has_budget=self.is_static,
             has_row_budget=self.has_row_budget,
             is_compact=self.has_row_budget or (not self.is_static and _owns_rows(call)),
-            wants_row_topk=call.wants_row_topk,
+            wants_row_topk=isinstance(call, RowTopkCall),
         )
         dispatch_rows(
             self._exchange,
@@ -311,7 +310,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             status=status,
             wanted_tokens=num_tokens,
             totals=totals,
-            num_sms=call.num_sms,
+            num_sms=_num_sms_of(call),
         )
         return block
 
@@ -360,19 +359,20 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
-            num_sms=call.num_sms,
+            num_sms=_num_sms_of(call),
         )
         rows = self._rows[buffer_index]
         if owns_rows:
             rows = self._copied(rows, exchange_plan, buffer_index)
-        return Dispatched(
+        out = Dispatched(
             rows=rows,
             index=parts.index,
             slot_weights=parts.slot_weights,
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
-            row_topk=block.row_topk(sizes),
         )
+        row_topk = block.row_topk(sizes)
+        return out if row_topk is None else RowTopkDispatched(**vars(out), row_topk=row_topk)
 
     def _copied(
         self, rows: WireTensor, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int
@@ -550,6 +550,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
         if self._device.type != "cuda":
             return _CPU_BLOCKS
         return self._spec.num_sms or self.default_num_sms
+
+
+def _num_sms_of(call: DispatchCall) -> int | None:
+    return call.num_sms if isinstance(call, RowTopkCall) else None
 
 
 def _owns_rows(call: DispatchCall) -> bool:

@@ -15,8 +15,8 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Dispatched
-from epcomm.calls.call import DispatchCall
+from epcomm.buffers.base import AddsBias, Buffer, Dispatched, RowTopkDispatched
+from epcomm.calls.call import RowTopkCall
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, combine_error
@@ -193,7 +193,7 @@ def dispatch_rows(
         # Four bytes of scale travel as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
-    call = DispatchCall(
+    call = RowTopkCall(
         hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
@@ -202,11 +202,11 @@ def dispatch_rows(
         error=error,
         num_sms=spec.num_sms,
         size=options.as_word(),
-        wants_row_topk=True,
     )
     out = buffer.dispatch(call)
-    topk = out.row_topk
-    if topk is None:
+    if isinstance(out, RowTopkDispatched):
+        topk = out.row_topk
+    else:
         assert out.slot_weights is not None, "weights travel in normal mode"
         topk = row_topk(out.index, out.slot_weights)
     data, scales = _dense(out.rows.data), out.rows.scales

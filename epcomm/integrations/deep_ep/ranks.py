@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, ReturnsSlots
+from epcomm.buffers.base import Buffer, ReturnsRowTopk, ReturnsSlots
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.header import CallKind
 from epcomm.collectives.base import Scalar
@@ -206,7 +206,7 @@ class Ranks:
         if buffer is None and spec.num_sms is not None:
             # Where calls say it, one buffer serves all numbers of SMs.
             shared = self.open(mode, replace(spec, num_sms=None), options)
-            buffer = shared if shared.takes_num_sms or not kind.needs_nvlink else None
+            buffer = shared if isinstance(shared, ReturnsRowTopk) or not kind.needs_nvlink else None
             if buffer is not None:
                 self._opened[mode, spec] = buffer
         if buffer is not None:

@@ -16,10 +16,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
-from epcomm.buffers.base import Buffer, Dispatched
+from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
-from epcomm.calls.call import DispatchCall
+from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
 from epcomm.errors import CapacityError, EPTimeout, HandleError
 from epcomm.ops.slots import gather_rows, row_topk
@@ -494,15 +494,14 @@ def test_calls_of_one_buffer_take_as_many_sms_as_they_say(backend: str) -> None:
         results = [
             gradients(
                 buffer,
-                replace(
-                    call_of(1, group.rank, group.world_size, group.device),
+                RowTopkCall(
+                    **vars(call_of(1, group.rank, group.world_size, group.device)),
                     num_sms=num_sms and num_sms + group.rank,
                 ),
             )
             for num_sms in (None, 1, 5, 200, None)
         ]
         buffer.check()
-        assert buffer.takes_num_sms
         for found in results[1:]:
             for tensor, wanted in zip(found, results[0], strict=True):
                 assert torch.equal(tensor, wanted)
@@ -516,8 +515,8 @@ def test_experts_of_rows_come_with_them_as_the_index_has_them(backend: str) -> N
         buffer = group.open_buffer(backend, spec_of())
         for flags in (BatchFlags.NONE, TRAINS):
             call = call_of(2, group.rank, group.world_size, group.device)
-            out = buffer.dispatch(replace(call, flags=flags, wants_row_topk=True))
-            assert out.row_topk is not None
+            out = buffer.dispatch(RowTopkCall(**{**vars(call), "flags": flags}))
+            assert isinstance(out, RowTopkDispatched)
             assert out.slot_weights is not None
             wanted = row_topk(out.index, out.slot_weights)
             # Rows that did not come have no experts in either, where there are such.

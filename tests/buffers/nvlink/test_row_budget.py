@@ -10,11 +10,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup
-from epcomm.buffers.base import Buffer
+from epcomm.buffers.base import Buffer, RowTopkDispatched
 from epcomm.buffers.nvlink.normal import NVLinkNormal
-from epcomm.calls.call import DispatchCall
+from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.errors import CapacityError
-from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat
@@ -33,12 +32,11 @@ def call_of(ids: list[list[int]], rank: int, device: torch.device) -> DispatchCa
     weights = (1.0 + torch.arange(topk_ids.numel(), device=device)).view(topk_ids.shape)
     # Rows are in memory of their own with gradients and without.
     flags = BatchFlags.GRAD_ENABLED if len(ids) % 2 else BatchFlags.NONE
-    return DispatchCall(
+    return RowTopkCall(
         hidden_states=x,
         topk_ids=topk_ids,
         topk_weights=weights,
         flags=flags,
-        wants_row_topk=True,
     )
 
 
@@ -50,8 +48,8 @@ def check_full(buffer: Buffer, group: EPGroup) -> Tensor:
     ]
     call = call_of(ids_of_rank[group.rank], group.rank, group.device)
     out = buffer.dispatch(replace(call, flags=BatchFlags.NONE))
-    assert out.slot_weights is not None
-    ids, weights = row_topk(out.index, out.slot_weights) if out.row_topk is None else out.row_topk
+    assert isinstance(out, RowTopkDispatched)
+    ids, weights = out.row_topk
     sources = [0, 1, 10, 11, 12, 13] if group.rank == 0 else [0]
     assert out.rows.data.shape == (BUDGET, HIDDEN)
     assert out.rows.data[: len(sources), 0].tolist() == sources

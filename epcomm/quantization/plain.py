@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epcomm.quantization.fp8 import dequantize_fp8, quantize_fp8
-from epcomm.quantization.int8 import dequantize_int8, quantize_int8
+from epcomm.quantization.fp8 import restore_fp8, write_fp8
+from epcomm.quantization.int8 import restore_int8, write_int8
+from epcomm.quantization.outputs import check_format, output_for
 from epcomm.quantization.scale_layout import unpack_scales
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
@@ -37,10 +38,13 @@ def quantize(
         ConfigError: a format that the arithmetic does not know.
         ShapeError: hidden_states or `out` do not fit.
     """
-    if wire_format.dtype is WireDtype.FP8_E4M3:
-        return quantize_fp8(hidden_states, wire_format, out=out)
-    if wire_format.dtype is WireDtype.INT8:
-        return quantize_int8(hidden_states, wire_format, profile=profile, out=out)
+    if wire_format.dtype.is_quantized:
+        wire = output_for("quantize", hidden_states, wire_format, out)
+        if wire_format.dtype is WireDtype.INT8:
+            write_int8(hidden_states, wire, profile)
+        else:
+            write_fp8(hidden_states, wire)
+        return wire
     data = hidden_states.to(wire_format.dtype.torch_dtype)
     if out is None:
         return WireTensor(data=data, format=wire_format)
@@ -54,12 +58,11 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
     Lifetime: an unquantised result may share memory with the wire.
     """
-    plain = _with_plain_scales(wire)
-    if wire.format.dtype is WireDtype.FP8_E4M3:
-        return dequantize_fp8(plain, dtype)
-    if wire.format.dtype is WireDtype.INT8:
-        return dequantize_int8(plain, dtype)
-    return wire.data.to(dtype)
+    if not wire.format.dtype.is_quantized:
+        return wire.data.to(dtype)
+    check_format("dequantize", wire.format)
+    restore = restore_int8 if wire.format.dtype is WireDtype.INT8 else restore_fp8
+    return restore(_with_plain_scales(wire)).to(dtype)
 
 
 def _with_plain_scales(wire: WireTensor) -> WireTensor:

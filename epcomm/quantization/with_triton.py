@@ -6,13 +6,9 @@ from torch import Tensor
 
 from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
-from epcomm.quantization.fp8 import check_fp8_format
-from epcomm.quantization.int8 import check_int8_format
-from epcomm.quantization.outputs import check_hidden_states, output_for
+from epcomm.quantization.outputs import output_for
 from epcomm.quantization.plain import quantize
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
-
-_NAME = "quantize_with_triton"
 
 
 def quantize_with_triton(
@@ -32,18 +28,13 @@ def quantize_with_triton(
         ConfigError: a format that the arithmetic does not know.
         ShapeError: hidden_states or `out` do not fit.
     """
-    if wire_format.dtype is WireDtype.FP8_E4M3:
-        check_fp8_format(_NAME, wire_format)
-    elif wire_format.dtype is WireDtype.INT8:
-        check_int8_format(_NAME, wire_format)
-    else:
+    if not wire_format.dtype.is_quantized:
         return quantize(hidden_states, wire_format, out=out)
-    check_hidden_states(_NAME, hidden_states)
-    wire = output_for(_NAME, hidden_states, wire_format, out)
+    wire = output_for("quantize_with_triton", hidden_states, wire_format, out)
     assert wire.scales is not None, "quantised formats have scales"
-    if wire_format.dtype is WireDtype.FP8_E4M3:
+    if wire_format.dtype is WireDtype.INT8:
+        quantize_int8_triton(hidden_states, wire.data, wire.scales, profile=profile)
+    else:
         block = wire_format.scale_block or hidden_states.shape[-1]
         quantize_fp8_triton(hidden_states, wire.data, wire.scales, scale_block=block)
-    else:
-        quantize_int8_triton(hidden_states, wire.data, wire.scales, profile=profile.value)
     return wire

@@ -50,7 +50,7 @@ from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import ReplicaTable
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
+from epcomm.types import Int8Profile, WireFormat
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Blackwell of workstations, whose blocks have 99 KB of shared memory.
@@ -332,7 +332,7 @@ def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool =
     )
 
 
-def quantize_to_int8(dtype: torch.dtype, profile: str) -> None:
+def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
     codes, scales = rows(4, HIDDEN, I8, 2 * MESSAGE), rows(4, 1, torch.float32, MESSAGE)
     quantize_int8_triton(rows(4, HIDDEN, dtype), codes, scales, profile=profile)
 
@@ -342,9 +342,9 @@ QUANTIZE: Mapping[str, Callable[[], None]] = {
     "fp8 fp32": partial(quantize_to_fp8, torch.float32, torch.float32),
     "fp8 powers of two": partial(quantize_to_fp8, BF16, torch.float8_e8m0fnu),
     "fp8 without hardware": partial(quantize_to_fp8, BF16, torch.float32, has_e4m3=False),
-    "int8 rint127": partial(quantize_to_int8, BF16, "rint127"),
-    "int8 div": partial(quantize_to_int8, torch.float32, "div"),
-    "int8 triton": partial(quantize_to_int8, BF16, "triton"),
+    "int8 rint127": partial(quantize_to_int8, BF16, Int8Profile.RINT127),
+    "int8 div": partial(quantize_to_int8, torch.float32, Int8Profile.DIV),
+    "int8 triton": partial(quantize_to_int8, BF16, Int8Profile.TRITON),
 }
 
 

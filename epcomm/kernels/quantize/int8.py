@@ -8,15 +8,13 @@ no longer fit into registers. Times: benchmarks/results/h200_quant_rows.json.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.errors import ConfigError, ShapeError
 from epcomm.kernels.launch import EXACT, IS_INTERPRETED, check_rows, next_power_of_two, warps_for
-
-_PROFILES = ("rint127", "rint127eps", "div", "divtrunc16", "triton")
+from epcomm.kernels.rows.launch import launch
+from epcomm.types import Int8Profile
 
 # The constants are those of quantization/int8.py; tests compare the bits of both.
 _INT8_MAX = tl.constexpr(127.0)
@@ -176,7 +174,7 @@ def _quantize_int8_kernel(
 
 
 def quantize_int8_triton(
-    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, profile: str
+    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, profile: Int8Profile
 ) -> None:
     """Write codes and scales of rows, by the formulas of quantization/int8.py.
 
@@ -185,51 +183,28 @@ def quantize_int8_triton(
         codes: [T, H], int8, of any row stride; stores have 16 bytes if the row stride is a multiple
             of 16 bytes.
         scales: [T, 1], float32, of any row stride.
-        profile: a value of Int8Profile.
+        profile: the arithmetic.
 
     Allocates nothing. Compiled anew for each dtype, H, strides and profile.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ConfigError: no such profile.
-        ShapeError: no GPU tensors, columns apart, shapes or dtypes that do not fit.
+        ShapeError: no GPU tensors, or columns apart.
     """
-    if profile not in _PROFILES:
-        raise ConfigError(
-            f"quantize_int8_triton: profile is {profile!r}, expected one of {', '.join(_PROFILES)}"
-        )
     check_rows("quantize_int8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
-    _check_outputs(hidden_states, codes, scales)
     num_rows, hidden_size = hidden_states.shape
     if num_rows == 0:
         return
     tile_columns = next_power_of_two(hidden_size)
-    with torch.cuda.device_of(hidden_states):
-        _quantize_int8_kernel[(num_rows,)](
-            hidden_states,
-            codes,
-            scales,
-            HIDDEN=hidden_size,
-            X_STRIDE=hidden_states.stride(0),
-            CODES_STRIDE=codes.stride(0),
-            SCALES_STRIDE=scales.stride(0),
-            PROFILE=profile,
-            TILE_COLUMNS=tile_columns,
-            num_warps=warps_for(tile_columns),  # pyright: ignore[reportCallIssue]
-            **EXACT,
-        )
-
-
-def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor) -> None:
-    num_rows, hidden_size = hidden_states.shape
-    fits = (
-        codes.shape == hidden_states.shape
-        and codes.dtype == torch.int8
-        and scales.shape == (num_rows, 1)
-        and scales.dtype == torch.float32
+    launch(
+        _quantize_int8_kernel,
+        num_rows,
+        (hidden_states, codes, scales),
+        HIDDEN=hidden_size,
+        X_STRIDE=hidden_states.stride(0),
+        CODES_STRIDE=codes.stride(0),
+        SCALES_STRIDE=scales.stride(0),
+        PROFILE=profile.value,
+        TILE_COLUMNS=tile_columns,
+        num_warps=warps_for(tile_columns),
+        **EXACT,
     )
-    if not fits:
-        raise ShapeError(
-            f"quantize_int8_triton: codes are {list(codes.shape)} {codes.dtype} and scales "
-            f"{list(scales.shape)} {scales.dtype}, expected {[num_rows, hidden_size]} torch.int8 "
-            f"and {[num_rows, 1]} torch.float32; make them for this call"
-        )

@@ -26,9 +26,8 @@ from epcomm.routing.ascend_gating import (
 from epcomm.routing.reference import check_arguments, route
 from epcomm.routing.spec import RoutingSpec
 from epcomm.routing.triton_gating import (
-    Gate,
+    TritonGate,
     is_triton_candidate,
-    make_triton_gate,
     triton_gate_lacks,
     triton_gate_reasons,
 )
@@ -46,7 +45,7 @@ class RouterChoice:
 
     spec: RoutingSpec
     flags: GatingFlags | None = None
-    gate: Gate | None = None
+    gate: TritonGate | None = None
     reasons: tuple[str, ...] = ()
 
     @property
@@ -135,7 +134,7 @@ def choose_router(
         reasons = lacks + triton_gate_reasons(spec, num_experts)
         if reasons:
             return RouterChoice(spec=spec, reasons=reasons)
-        return RouterChoice(spec=spec, gate=make_triton_gate(spec, num_experts))
+        return RouterChoice(spec=spec, gate=TritonGate(spec, num_experts))
     return RouterChoice(spec=spec)
 
 

@@ -17,7 +17,7 @@ from epcomm.kernels.routing import gate
 from epcomm.records import ReplicaTable
 from epcomm.routing import presets, route
 from epcomm.routing.choose import choose_router
-from epcomm.routing.with_triton import TritonGate
+from epcomm.routing.triton_gating import TritonGate
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = presets.qwen3_moe(top_k=3, renormalize=True)

@@ -14,8 +14,7 @@ pytest.importorskip("triton")
 
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
-from epcomm.routing.triton_gating import MAX_EXPERTS, MAX_TOP_K
-from epcomm.routing.with_triton import TritonGate
+from epcomm.routing.triton_gating import MAX_EXPERTS, MAX_TOP_K, TritonGate
 from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
 from tests.routing.gate_comparison import Comparison, compare
 

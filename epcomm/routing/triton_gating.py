@@ -80,7 +80,6 @@ class TritonGate:
         logits: Tensor,
         *,
         correction_bias: Tensor | None,
-        num_valid_tokens: int | Tensor | None = None,
         load: Tensor | None = None,
         replicas: ReplicaTable | None = None,
     ) -> TopKOutput:
@@ -91,13 +90,13 @@ class TritonGate:
 
         Args:
             logits: [T, E], float32, bfloat16 or float16; T = 0 is legal.
-            correction_bias, num_valid_tokens: as route() takes them.
-            load: [N, E], int64, on the device; each valid token adds 1 to each logical expert that
+            correction_bias: as route() takes it.
+            load: [N, E], int64, on the device; each token adds 1 to each logical expert that
                 it chose, in any of the N rows.
             replicas: where to find the experts; None: physical experts are the logical ones.
 
         Returns:
-            topk_ids [T, K], int64, physical, best selection score first, -1 in padding rows;
+            topk_ids [T, K], int64, physical, best selection score first;
             topk_weights [T, K], float32, differentiable as those of route(), once.
 
         Collective: none.   Host sync: none.   Deterministic: yes.
@@ -106,10 +105,7 @@ class TritonGate:
         Raises:
             ShapeError, ConfigError: as route().
         """
-        check_arguments(logits, self._spec, correction_bias, num_valid_tokens)
-        if isinstance(num_valid_tokens, Tensor) and num_valid_tokens.device != logits.device:
-            # On the host, as route() allows.
-            num_valid_tokens = int(num_valid_tokens)
+        check_arguments(logits, self._spec, correction_bias)
         needs_grad = logits.requires_grad or self._learns(correction_bias)
         needs_grad &= torch.is_grad_enabled()
 
@@ -121,7 +117,6 @@ class TritonGate:
                 logits if logits.stride(1) == 1 else logits.contiguous(),
                 bias if bias is None or bias.stride(0) == 1 else bias.contiguous(),
                 self._form,
-                num_valid=num_valid_tokens,
                 load=load,
                 replicas=replicas,
                 logical_ids=logical_ids,
@@ -171,13 +166,13 @@ class _Gating(torch.autograd.Function):
         if bias is not None:
             bias = bias.detach().requires_grad_(wants_bias and in_score)
         with torch.enable_grad():
-            # A weight of 0 belongs to a dropped expert or to padding, or its score underflows; the
-            # gradient of each is 0.
+            # A weight of 0 belongs to a dropped expert, or its score underflows; the gradient of
+            # each is 0.
             again = weigh_chosen(
                 logits,
                 ctx.spec,
                 correction_bias=bias,
-                topk_ids=logical_ids.clamp(min=0),
+                topk_ids=logical_ids,
                 is_weightless=weights == 0,
             )
             again.backward(grad_weights)

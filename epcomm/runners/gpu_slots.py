@@ -9,16 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from epcomm.kernels.gemm.operands import Product
 from epcomm.platforms.cuda import Capabilities, cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import quantizer_for
-from epcomm.records import (
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-)
+from epcomm.records import MaskedDispatchOutput, RowsDispatchOutput
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
 from epcomm.spec import Availability
 from epcomm.types import Int8Profile, Layout, WireFormat, WireTensor
+from epcomm.weights.quantized import EightBitWeights
 from epcomm.weights.unquantized import ExpertTensors
 
 
@@ -38,15 +37,33 @@ class Slots:
     weights: Tensor | None
     num_slots: int
 
-    def quantized_rows(
-        self, wire_format: WireFormat, profile: Int8Profile
-    ) -> tuple[Tensor, Tensor]:
-        """Return codes [R, H] and scales [R, *]; rows that came unquantised are quantised here."""
+    def first_product(self, weights: EightBitWeights, profile: Int8Profile) -> Product:
+        """Return rows and gate_up matrices; rows that came unquantised are quantised here."""
         rows = self.rows
         if not rows.format.dtype.is_quantized:
-            rows = quantizer_for(rows.data.device)(rows.data, wire_format, profile=profile)
+            quantize = quantizer_for(rows.data.device)
+            rows = quantize(rows.data, weights.wire_format, profile=profile)
         assert rows.scales is not None, "quantised rows have scales"
-        return rows.data, rows.scales
+        return Product(
+            codes=rows.data,
+            scales=rows.scales,
+            row_of_slot=self.row_of_slot,
+            counts=self.counts,
+            first_slot=self.first_slot,
+            matrices=weights.gate_up_proj,
+            matrix_scales=weights.gate_up_scale,
+        )
+
+    def second_product(self, codes: Tensor, scales: Tensor, weights: EightBitWeights) -> Product:
+        """Return hidden rows, one for each slot, and down matrices."""
+        return Product(
+            codes=codes,
+            scales=scales,
+            counts=self.counts,
+            first_slot=self.first_slot,
+            matrices=weights.down_proj,
+            matrix_scales=weights.down_scale,
+        )
 
 
 class GpuSlotsRunner(ExpertRunner):
@@ -93,7 +110,7 @@ class GpuSlotsRunner(ExpertRunner):
         return Availability(ok=not reasons, reasons=tuple(reasons))
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
-        return self.compute(_slots_of_rows(dispatched, self.name), weights)
+        return self.compute(slots_of_rows(dispatched, self.name), weights)
 
     def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
         results = self.compute(_slots_of_masked(dispatched, self.name), weights)
@@ -115,7 +132,7 @@ def sizes_of(weights: ExpertTensors) -> dict[str, int]:
     }
 
 
-def _slots_of_rows(dispatched: RowsDispatchOutput, caller: str) -> Slots:
+def slots_of_rows(dispatched: RowsDispatchOutput, caller: str) -> Slots:
     index = dispatched.index
     return Slots(
         rows=dispatched.hidden_states,

@@ -53,23 +53,13 @@ class Int8TritonRunner(GpuSlotsRunner):
         return QUANTIZABLE_DTYPES | {WireDtype.INT8}
 
     def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
-        """Compute the slots, [C, H], in the dtype of the hidden states. Local. Host sync: none."""
         from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
-        row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)
+        first = slots.first_product(weights, self.int8_profile)
         inner_size, num_slots = weights.intermediate_size, slots.num_slots
-        hidden = row_scales.new_empty(num_slots, inner_size)
-        gate_up_int8(
-            row_codes,
-            row_scales,
-            slots.row_of_slot,
-            slots.counts,
-            slots.first_slot,
-            matrices=weights.gate_up_proj,
-            matrix_scales=weights.gate_up_scale,
-            out=hidden,
-        )
+        hidden = first.scales.new_empty(num_slots, inner_size)
+        gate_up_int8(first, out=hidden)
         codes = torch.empty_like(hidden, dtype=torch.int8)
         scales = hidden.new_empty(num_slots, 1)
         quantize_hidden_int8(
@@ -82,12 +72,7 @@ class Int8TritonRunner(GpuSlotsRunner):
         )
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
         down_int8(
-            codes,
-            scales,
-            slots.counts,
-            slots.first_slot,
-            matrices=weights.down_proj,
-            matrix_scales=weights.down_scale,
+            slots.second_product(codes, scales, weights),
             slot_weights=slots.weights,
             # MASKED rows have no index, and capacity for many more rows than the counts.
             is_packed=slots.row_of_slot is not None,

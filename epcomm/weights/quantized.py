@@ -26,7 +26,7 @@ _PLAIN = ExpertFormat()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _EightBitWeights(ExpertTensors):
+class EightBitWeights(ExpertTensors):
     """The matrices of E experts in eight bits.
 
     gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
@@ -180,7 +180,7 @@ class _EightBitWeights(ExpertTensors):
         """Return the dequantised matrices, in float32."""
 
 
-class Fp8BlockWeights(_EightBitWeights):
+class Fp8BlockWeights(EightBitWeights):
     """The experts as float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
 
     gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
@@ -218,7 +218,7 @@ class Fp8BlockWeights(_EightBitWeights):
         return codes.float() * _spread(scales, codes)
 
 
-class Int8ChannelWeights(_EightBitWeights):
+class Int8ChannelWeights(EightBitWeights):
     """The experts as int8 codes, symmetric; a scale for each output channel multiplies its codes.
 
     gate_up_scale: [E, 2I].   down_scale: [E, H].   Both float32.

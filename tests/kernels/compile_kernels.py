@@ -27,6 +27,7 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.kernels import launch
 from epcomm.kernels.gemm import fp8 as gemm_fp8
 from epcomm.kernels.gemm import int8 as gemm_int8
+from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
     ll_combine,
@@ -392,7 +393,7 @@ GATES: Mapping[str, Callable[[], None]] = {
 
 
 EXPERTS = 4
-INDEX = (i32(EXPERTS), i32(EXPERTS + 1))
+COUNTS, FIRST_SLOT = i32(EXPERTS), i32(EXPERTS + 1)
 
 
 def matrices(columns: int, depth: int, dtype: torch.dtype) -> Tensor:
@@ -402,12 +403,15 @@ def matrices(columns: int, depth: int, dtype: torch.dtype) -> Tensor:
 def gate_up_fp8() -> None:
     dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
     gemm_fp8.gate_up_fp8(
-        rows(8, HIDDEN, dtype),
-        f32(8, HIDDEN // 128),
-        i32(slots),
-        *INDEX,
-        matrices=matrices(2 * INNER, HIDDEN, dtype),
-        matrix_scales=f32(EXPERTS, 2 * INNER // 128, HIDDEN // 128),
+        Product(
+            codes=rows(8, HIDDEN, dtype),
+            scales=f32(8, HIDDEN // 128),
+            row_of_slot=i32(slots),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(2 * INNER, HIDDEN, dtype),
+            matrix_scales=f32(EXPERTS, 2 * INNER // 128, HIDDEN // 128),
+        ),
         out_codes=rows(slots, INNER, dtype),
         out_scales=f32(slots, INNER // 128),
     )
@@ -416,11 +420,14 @@ def gate_up_fp8() -> None:
 def down_fp8() -> None:
     dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
     gemm_fp8.down_fp8(
-        rows(slots, INNER, dtype),
-        f32(slots, INNER // 128),
-        *INDEX,
-        matrices=matrices(HIDDEN, INNER, dtype),
-        matrix_scales=f32(EXPERTS, HIDDEN // 128, INNER // 128),
+        Product(
+            codes=rows(slots, INNER, dtype),
+            scales=f32(slots, INNER // 128),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(HIDDEN, INNER, dtype),
+            matrix_scales=f32(EXPERTS, HIDDEN // 128, INNER // 128),
+        ),
         slot_weights=f32(slots),
         out=rows(slots, HIDDEN, BF16),
     )
@@ -429,12 +436,15 @@ def down_fp8() -> None:
 def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
     gemm_int8.gate_up_int8(
-        rows(8, hidden, I8),
-        f32(8, 1),
-        i32(slots),
-        *INDEX,
-        matrices=matrices(2 * inner, hidden, I8),
-        matrix_scales=f32(EXPERTS, 2 * inner),
+        Product(
+            codes=rows(8, hidden, I8),
+            scales=f32(8, 1),
+            row_of_slot=i32(slots),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(2 * inner, hidden, I8),
+            matrix_scales=f32(EXPERTS, 2 * inner),
+        ),
         out=f32(slots, inner),
     )
 
@@ -442,11 +452,14 @@ def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER)
 def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
     gemm_int8.down_int8(
-        rows(slots, inner, I8),
-        f32(slots, 1),
-        *INDEX,
-        matrices=matrices(hidden, inner, I8),
-        matrix_scales=f32(EXPERTS, hidden),
+        Product(
+            codes=rows(slots, inner, I8),
+            scales=f32(slots, 1),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(hidden, inner, I8),
+            matrix_scales=f32(EXPERTS, hidden),
+        ),
         slot_weights=f32(slots),
         is_packed=True,
         out=rows(slots, hidden, BF16),
@@ -456,7 +469,12 @@ def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) ->
 def quantize_hidden() -> None:
     codes = rows(8, INNER, I8)
     gemm_int8.quantize_hidden_int8(
-        f32(8, INNER), *INDEX, profile="rint127", out_codes=codes, out_scales=f32(8, 1)
+        f32(8, INNER),
+        COUNTS,
+        FIRST_SLOT,
+        profile=Int8Profile.RINT127,
+        out_codes=codes,
+        out_scales=f32(8, 1),
     )
 
 
@@ -489,7 +507,7 @@ KERNELS = {
 def compiled(name: str) -> dict[str, Any]:
     is_workstation = name.startswith("sm_120")
     limits = DeviceLimits(shared_bytes=99 * 1024, major=12) if is_workstation else DeviceLimits()
-    gemm_fp8.device_limits = gemm_int8.device_limits = lambda device: limits
+    gemm_fp8.device_limits = lambda device: limits
     return code_of(KERNELS[name], WORKSTATION if is_workstation else HOPPER)
 
 

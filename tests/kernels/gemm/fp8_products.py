@@ -7,7 +7,8 @@ import torch
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.fp8_triton import Down, GateUp
-from epcomm.types import Layout, WeightsAppliedBy
+from epcomm.runners.gpu_slots import slots_of_rows
+from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from tests.kernels.gemm.slot_records import Case, record
 
@@ -29,9 +30,8 @@ def check_slots_of_nobody_are_left(
     )
     dispatched = record(case, weights.hidden_size, FP8_FLOAT32_SCALES, device)
     assert isinstance(dispatched, RowsDispatchOutput)
-    index, rows = dispatched.index, dispatched.hidden_states
+    index = dispatched.index
     assert index.row_of_slot is not None
-    assert rows.scales is not None
     is_used = index.row_of_slot >= 0
     starts = index.first_slot.tolist()
     assert not is_used[: starts[-1]].all(), "there is padding"
@@ -45,28 +45,10 @@ def check_slots_of_nobody_are_left(
     scales = untouched(inner_size // BLOCK, torch.float32)
     results = untouched(weights.hidden_size, weights.dtype)
     gate_up, down = products
-    counts, first_slot = index.num_tokens_per_expert, index.first_slot
-    gate_up(
-        rows.data,
-        rows.scales,
-        index.row_of_slot,
-        counts,
-        first_slot,
-        matrices=weights.gate_up_proj,
-        matrix_scales=weights.gate_up_scale,
-        out_codes=codes,
-        out_scales=scales,
-    )
-    down(
-        codes,
-        scales,
-        counts,
-        first_slot,
-        matrices=weights.down_proj,
-        matrix_scales=weights.down_scale,
-        slot_weights=dispatched.slot_weights,
-        out=results,
-    )
+    slots = slots_of_rows(dispatched, "test")
+    gate_up(slots.first_product(weights, Int8Profile.RINT127), out_codes=codes, out_scales=scales)
+    second = slots.second_product(codes, scales, weights)
+    down(second, slot_weights=slots.weights, out=results)
     for written in (codes.float(), scales, results.float()):
         assert (written[~is_used] == SENTINEL).all()
         assert (written[is_used] != SENTINEL).any(dim=1).all()

@@ -32,11 +32,7 @@ from epcomm.platforms.deep_gemm import BUILD, DeepGemm, deep_gemm_reasons, load_
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import SCALES_PER_WORD, to_column_major
-from epcomm.records import (
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-    SlotIndex,
-)
+from epcomm.records import MaskedDispatchOutput, RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
 from epcomm.types import (

@@ -16,10 +16,7 @@ from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
-from epcomm.records import (
-    RowsDispatchOutput,
-    SlotIndex,
-)
+from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype, WireTensor

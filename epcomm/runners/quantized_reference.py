@@ -15,11 +15,7 @@ from torch import Tensor
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import gather_rows
 from epcomm.quantization import KNOWN_FORMATS, dequantize, quantize
-from epcomm.records import (
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-    SlotIndex,
-)
+from epcomm.records import MaskedDispatchOutput, RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
 from epcomm.types import (
     QUANTIZABLE_DTYPES,

@@ -11,11 +11,7 @@ from epcomm.ops.activation import activate
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import pack
 from epcomm.quantization import dequantize
-from epcomm.records import (
-    DispatchOutput,
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-)
+from epcomm.records import DispatchOutput, MaskedDispatchOutput, RowsDispatchOutput
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.types import Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights

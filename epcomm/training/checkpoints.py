@@ -8,12 +8,7 @@ from torch import Tensor, nn
 
 from epcomm.errors import ShapeError
 from epcomm.group import EPGroup
-from epcomm.sharding.shards import (
-    ExpertShard,
-    expert_shards,
-    is_expert_tensor,
-    put_together,
-)
+from epcomm.sharding.shards import ExpertShard, expert_shards, is_expert_tensor, put_together
 
 
 def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
-from epcomm.quantization import (
-    FP8_FLOAT32_SCALES,
-    FP8_POWER_OF_TWO_SCALES,
-    dequantize,
-    quantize,
-)
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, dequantize, quantize
 from tests.quantization import oracle
 from tests.quantization.rows import INF, NAN, as_bytes, assert_same_bits, varied_rows
 

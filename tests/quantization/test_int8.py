@@ -9,20 +9,9 @@ import pytest
 import torch
 
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
-from epcomm.quantization import (
-    INT8_PER_TOKEN,
-    Int8Profile,
-    dequantize,
-    quantize,
-)
+from epcomm.quantization import INT8_PER_TOKEN, Int8Profile, dequantize, quantize
 from tests.quantization import oracle
-from tests.quantization.rows import (
-    INF,
-    NAN,
-    assert_same_bits,
-    half_neighbours,
-    varied_rows,
-)
+from tests.quantization.rows import INF, NAN, assert_same_bits, half_neighbours, varied_rows
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "ascend_quant_profiles.json"
 GOLDEN = json.loads(CONTRACT.read_text("utf-8"))

@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.torch_version import TorchVersion
 
-from epcomm import (
-    ConfigError,
-    EPGroup,
-    ExpertParallelExperts,
-    Int8ChannelWeights,
-    ShapeError,
-)
+from epcomm import ConfigError, EPGroup, ExpertParallelExperts, Int8ChannelWeights, ShapeError
 from epcomm.errors import PickleRefused
 from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.sharding.shards import expert_shards, sharded_parameters

@@ -15,9 +15,7 @@ from epcomm.ops.slots import gather_rows
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantize
-from epcomm.records import (
-    RowsDispatchOutput,
-)
+from epcomm.records import RowsDispatchOutput
 from epcomm.runners.ascend.groups import (
     ExpertGroups,
     Int8Rows,

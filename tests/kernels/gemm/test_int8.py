@@ -32,12 +32,7 @@ from tests.kernels.gemm.slot_records import (
 from tests.quantization.rows import varied_rows
 
 pytest.importorskip("triton")
-from epcomm.kernels.gemm.int8 import (
-    down_int8,
-    gate_up_int8,
-    quantize_hidden_int8,
-    tile_rows_for,
-)
+from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8, tile_rows_for
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar, final, overload
 from weakref import ref
@@ -19,6 +20,7 @@ from epcomm.records import (
     MaskedDispatchOutput,
     RowsCombineInput,
     RowsDispatchOutput,
+    SlotIndex,
 )
 from epcomm.spec import Availability
 from epcomm.types import (
@@ -213,8 +215,9 @@ class ExpertRunner(ABC):
     def _compute_masked(
         self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
     ) -> torch.Tensor:
-        """Return the result of each row, [L, C, H]; for runners that read the layout MASKED."""
-        raise NotImplementedError(f"{self.name} does not read the MASKED layout")
+        """Return the result of each row, [L, C, H], by default as L * C slots without an index."""
+        shape = dispatched.hidden_states.data.shape
+        return self._compute_rows(_as_rows(dispatched), weights).unflatten(0, shape[:2])
 
     def _refuse_gradients(self, rows: torch.Tensor, weights: ExpertTensors) -> None:
         if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
@@ -237,6 +240,36 @@ def _row_major_readings(dtypes: frozenset[WireDtype], wanted: WireFormat) -> tup
         else:
             formats += [known for known in KNOWN_FORMATS if known.dtype is dtype]
     return tuple(RowReading(format=each) for each in formats)
+
+
+def _as_rows(masked: MaskedDispatchOutput) -> RowsDispatchOutput:
+    """View a record of slabs [L, C, H] as L * C rows without an index: slot s is row s."""
+    rows, counts, weights = masked.hidden_states, masked.num_tokens_per_expert, masked.slot_weights
+    num_experts, capacity = rows.data.shape[:2]
+    scales = None if rows.scales is None else rows.scales.flatten(0, 1)
+    first = torch.arange(num_experts + 1, dtype=torch.int32, device=counts.device)
+    return RowsDispatchOutput(
+        hidden_states=replace(rows, data=rows.data.flatten(0, 1), scales=scales),
+        index=SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_tokens_per_expert=counts,
+            first_slot=first * capacity,
+            host_num_tokens_per_expert=None,
+        ),
+        slot_weights=None if weights is None else weights.flatten(),
+        weights_applied_by=masked.weights_applied_by,
+        handle=masked.handle,
+    )
+
+
+def size_reasons(weights: ExpertTensors, *, multiple: int) -> list[str]:
+    """Return why kernels refuse experts whose sizes are no multiples of this; empty if they are."""
+    return [
+        f"{name} is {size}, expected a multiple of {multiple}"
+        for name, size in weights.sizes.items()
+        if size % multiple
+    ]
 
 
 def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tensor | None:

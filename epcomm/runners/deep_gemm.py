@@ -33,7 +33,7 @@ from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import SCALES_PER_WORD, to_column_major
 from epcomm.records import MaskedDispatchOutput, RowsDispatchOutput, SlotIndex
-from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
 from epcomm.types import (
     QUANTIZABLE_DTYPES,
@@ -81,15 +81,7 @@ class DeepGemmRunner(ExpertRunner):
     def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         if not isinstance(weights, Fp8BlockWeights):
             return super().supports(weights, machine)
-        sizes = {
-            "hidden_size": weights.hidden_size,
-            "intermediate_size": weights.intermediate_size,
-        }
-        reasons = [
-            f"{name} is {size}, expected a multiple of {BLOCK}"
-            for name, size in sizes.items()
-            if size % BLOCK
-        ]
+        reasons = size_reasons(weights, multiple=BLOCK)
         if weights.hidden_dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
         machine = machine or this_machine()

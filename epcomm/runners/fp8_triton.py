@@ -10,7 +10,9 @@ from torch import Tensor
 from epcomm.kernels.gemm.operands import Product
 from epcomm.platforms.cuda import Capabilities
 from epcomm.quantization import FP8_FLOAT32_SCALES
-from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots
+from epcomm.records import RowsDispatchOutput
+from epcomm.runners.base import slot_weights_to_apply
+from epcomm.runners.gpu_slots import GpuSlotsRunner, first_product, second_product
 from epcomm.types import QUANTIZABLE_DTYPES, WireDtype, WireFormat
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertTensors
@@ -45,17 +47,18 @@ class Fp8TritonRunner(GpuSlotsRunner):
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
 
-    def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         gate_up_fp8, down_fp8 = self._products
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        first = slots.first_product(weights, self.int8_profile)
-        inner_size, num_slots = weights.intermediate_size, slots.num_slots
+        first = first_product(dispatched, weights, self.int8_profile)
+        inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
         codes = first.codes.new_empty(num_slots, inner_size)
         scales = first.scales.new_empty(num_slots, inner_size // BLOCK)
         gate_up_fp8(first, out_codes=codes, out_scales=scales)
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
-        second = slots.second_product(codes, scales, weights)
-        down_fp8(second, slot_weights=slots.weights, out=results)
+        second = second_product(first, codes, scales, weights)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        down_fp8(second, slot_weights=slot_weights, out=results)
         return results
 
     @cached_property

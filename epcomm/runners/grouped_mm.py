@@ -38,13 +38,9 @@ class GroupedMMRunner(ExpertRunner):
         if weights.dtype is torch.float64:
             return Availability(ok=False, reasons=("torch's grouped matmul has no float64",))
         per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize
-        sizes = {
-            "hidden_size": weights.hidden_size,
-            "intermediate_size": weights.intermediate_size,
-        }
         reasons = tuple(
             f"{name} is {size}, but {weights.dtype} rows need a multiple of {per_row}"
-            for name, size in sizes.items()
+            for name, size in weights.sizes.items()
             if size % per_row
         )
         return Availability(ok=not reasons, reasons=reasons)

@@ -101,6 +101,11 @@ class ExpertTensors(ABC):
         """The intermediate size of an expert, I."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that kernels may refuse, by name."""
+        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+
+    @property
     def num_experts(self) -> int:
         """The number of experts, E."""
         return next(iter(self.tensors().values())).shape[0]

@@ -170,10 +170,9 @@ def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
 
 
 def _int32_reasons(weights: Int8ChannelWeights) -> list[str]:
-    sizes = {"hidden_size": weights.hidden_size, "intermediate_size": weights.intermediate_size}
     return [
         f"{name} is {size}, at most {_MAX_INT8_INNER}, for INT8 products to fit int32"
-        for name, size in sizes.items()
+        for name, size in weights.sizes.items()
         if size > _MAX_INT8_INNER
     ]
 

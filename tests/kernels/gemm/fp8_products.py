@@ -7,7 +7,7 @@ import torch
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.fp8_triton import Down, GateUp
-from epcomm.runners.gpu_slots import slots_of_rows
+from epcomm.runners.gpu_slots import first_product, second_product
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from tests.kernels.gemm.slot_records import Case, record
@@ -45,10 +45,10 @@ def check_slots_of_nobody_are_left(
     scales = untouched(inner_size // BLOCK, torch.float32)
     results = untouched(weights.hidden_size, weights.dtype)
     gate_up, down = products
-    slots = slots_of_rows(dispatched, "test")
-    gate_up(slots.first_product(weights, Int8Profile.RINT127), out_codes=codes, out_scales=scales)
-    second = slots.second_product(codes, scales, weights)
-    down(second, slot_weights=slots.weights, out=results)
+    first = first_product(dispatched, weights, Int8Profile.RINT127)
+    gate_up(first, out_codes=codes, out_scales=scales)
+    second = second_product(first, codes, scales, weights)
+    down(second, slot_weights=dispatched.slot_weights, out=results)
     for written in (codes.float(), scales, results.float()):
         assert (written[~is_used] == SENTINEL).all()
         assert (written[is_used] != SENTINEL).any(dim=1).all()

@@ -24,8 +24,8 @@ from tests.kernels.gemm.slot_records import (
     check_poison_stays_in_its_rows,
     record,
     record_devices,
-    results_of_experts,
 )
+from tests.runners.records import results_of_experts
 
 HIDDEN, INNER = 256, 128
 # Tensor cores keep some 14 bits of a sum of FP8 products, so a few activations fall to the other

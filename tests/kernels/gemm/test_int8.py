@@ -27,9 +27,9 @@ from tests.kernels.gemm.slot_records import (
     make_rows,
     record,
     record_devices,
-    results_of_experts,
 )
 from tests.quantization.rows import varied_rows
+from tests.runners.records import results_of_experts
 
 pytest.importorskip("triton")
 from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8, tile_rows_for

@@ -263,7 +263,7 @@ def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> T
 
 
 def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
-    """Return the local expert that computes each slot, [C], int64; L behind the last expert.
+    """Return the local expert that computes each slot, [C], int64; L after the last expert.
 
     Padding between two experts belongs to the first of them.
 

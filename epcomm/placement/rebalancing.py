@@ -1,4 +1,4 @@
-"""Find what a rebalance moves, and let all ranks agree on it before anything moves."""
+"""Collect what a rebalance moves, and compare it on all ranks before anything moves."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ class ExpertState:
         """Collect the parameters, and what an optimizer keeps for each expert of them. Local.
 
         Raises:
-            ConfigError: a parameter that is cut otherwise than by experts, has a gradient, or is on
-                meta.
+            ConfigError: a parameter is not cut by experts, has a gradient, or is on meta.
         """
         found: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
@@ -78,10 +77,10 @@ class ExpertState:
 
 
 def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlacement:
-    """Refuse what cannot follow the placement of a layer. Local.
+    """Check that `new` is a placement with the sizes of the layer's. Local.
 
     Raises:
-        ConfigError: no placement, or one of other numbers.
+        ConfigError: it is no placement, or its sizes differ.
     """
     if not isinstance(new, ExpertPlacement):
         raise ConfigError(
@@ -103,7 +102,7 @@ def agree_on_move(
 ) -> None:
     """Compare what all ranks are about to move, before anything moves.
 
-    problem: what keeps this rank from it, or nothing.
+    problem: why this rank cannot move, or an empty text.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -111,8 +110,8 @@ def agree_on_move(
     """
     places = None if placement is None else placement.as_json()
     found = {"problem": problem, "placement": _digest(places), "tensors": _digest(state)}
-    told = calls.agree({}, what="rebalance", findings=found)
-    for rank, finding in enumerate(told):
+    reports = calls.agree({}, what="rebalance", findings=found)
+    for rank, finding in enumerate(reports):
         if finding["problem"]:
             raise ConfigError(
                 str(finding["problem"])
@@ -120,7 +119,7 @@ def agree_on_move(
                 else f"{finding['problem']} (reported by rank {rank}; this is {calls.names.where})"
             )
     for name in ("placement", "tensors"):
-        others = [rank for rank, each in enumerate(told) if each[name] != told[0][name]]
+        others = [rank for rank, each in enumerate(reports) if each[name] != reports[0][name]]
         if others:
             raise ConfigError(
                 f"rebalance: {name} of {describe_ranks(others)} differ from those of rank 0 (this "
@@ -130,13 +129,13 @@ def agree_on_move(
 
 
 def agree_to_write(calls: Calls) -> EPTimeout | None:
-    """Let all ranks write their rows or none, also if a rank is lost meanwhile.
+    """Agree that all ranks write their rows or none does, even if a rank is lost meanwhile.
 
-    A rank that comes to the second agreement knows that all ranks have completed the first, and
-    have all their rows. So whoever gets there writes, and a rank that fails in the first writes too
-    if the report of another rank says that it is in the second.
+    A rank in the second agreement knows that all ranks completed the first, and so hold all their
+    rows. It writes; and a rank that fails in the first agreement writes too, if another rank
+    reports that it is in the second.
 
-    Returns: the error of a rank that was lost in time for all survivors to write; None if all live.
+    Returns: the timeout for a lost rank where all survivors still write; None if no rank is lost.
 
     Collective: yes.   Host sync: yes.
     Raises:

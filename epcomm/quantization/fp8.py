@@ -99,7 +99,7 @@ def _float32_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 def _power_of_two_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return the biased exponents of the scales, uint8, and the factors of the elements."""
     bits = amax.view(torch.int32)
-    # amax = 1.f * 2**e lies below 448 * 2**(e - 8), unless its fraction exceeds that of 448.
+    # amax = 1.f * 2**e is below 448 * 2**(e - 8), unless its fraction exceeds that of 448.
     exponents = (bits >> 23) - 8 + ((bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).int()
     # The floor keeps exponents of finite blocks within 105 to 247, so the inverse is normal too.
     factors = ((254 - exponents) << 23).view(torch.float32)

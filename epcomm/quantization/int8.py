@@ -7,7 +7,7 @@ nearest even.
 What the sources leave undefined is defined here. A row of zeros, or one so small that its scale
 underflows or 127 / amax overflows, has codes 0 and scale 0, except under rint127eps, where a row of
 zeros has codes 0 and scale 1e-12 / 127. A row with a NaN or an infinity has codes 0 and a NaN
-scale. Where a subnormal scale has lost so many bits that a quotient exceeds 127, codes saturate.
+scale. Codes saturate where a subnormal scale is so imprecise that a quotient exceeds 127.
 
 Source: documented arithmetic of the operators named below, not checked on an NPU.
 """

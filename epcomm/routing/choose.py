@@ -1,7 +1,7 @@
 """Choose the router of one layer: the reference, or a kernel that gives the same result.
 
-The choice follows from the configuration, the routing and the device, so that all ranks make the
-same choice. If one rank chose otherwise, its tokens would still go to the same experts.
+The choice depends on the configuration, the routing and the device, so all ranks choose alike. Even
+a rank that chose differently would send its tokens to the same experts.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class RouterChoice:
     """The router of one layer.
 
     spec: the routing of the model.
-    flags: arguments of the gating operator, if that routes.
-    gate: the gate kernel, if that routes; with neither it is the reference.
+    flags: arguments of the gating operator, if it routes.
+    gate: the gate kernel, if it routes; without both the reference routes.
     reasons: why the reference routes, where a user may expect another router.
     """
 
@@ -50,7 +50,7 @@ class RouterChoice:
 
     @property
     def name(self) -> Router:
-        """Name the router that serves calls without gradients."""
+        """Return the router of calls without gradients."""
         if self.gate is not None:
             return Router.TRITON
         return Router.REFERENCE if self.flags is None else Router.ASCEND
@@ -72,13 +72,13 @@ class RouterChoice:
         load: Tensor | None = None,
         replicas: ReplicaTable | None = None,
     ) -> TopKOutput:
-        """Route by what was chosen, if it takes these logits, else by the reference.
+        """Route by the chosen router if it takes these logits, else by the reference.
 
         Args:
             logits, correction_bias, hidden_states: as route() takes them.
             load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose,
                 in any of the N rows.
-            replicas: where to find the experts; None: ids are those of the model.
+            replicas: the physical experts of each logical one; None: returned ids are logical.
 
         Host sync: none.   Graph capture: after one call.
         """

@@ -34,7 +34,7 @@ class SoftmaxOrder(StrEnum):
 
 
 class CorrectionBias(StrEnum):
-    """The place where the per-expert bias acts: the ranking alone, or the logit and the weight."""
+    """What the per-expert bias is added to: the selection score alone, or the logit."""
 
     NONE = "none"
     SELECTION = "selection"

@@ -1,4 +1,4 @@
-"""Route by the gate kernel, with gradients too, and say which routings it computes.
+"""Route by the gate kernel, with gradients too, and check which routings it computes.
 
 Nothing here imports Triton before a gate is made.
 """
@@ -21,18 +21,18 @@ from epcomm.routing.spec import CorrectionBias, DroppedGroups, RoutingSpec, Soft
 if TYPE_CHECKING:
     from epcomm.kernels.routing.gate import GateForm
 
-# All experts of a token lie in the registers of one warp, 32 of them in each thread.
+# One warp holds all experts of a token in registers, 32 of them in each thread.
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
-# Whose kernels Triton compiles; torch for ROCm names its GPUs cuda too.
+# Device types that Triton compiles for; torch for ROCm names its GPUs cuda too.
 _DEVICES = ("cuda",)
 _NAME = "the triton gate"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# A tensor without data (FakeTensor), or one that a transformation wraps, is none for a kernel.
+# A kernel cannot read a tensor without data (FakeTensor), or one that a transformation wraps.
 _WITH_DATA = (Tensor, torch.nn.Parameter)
 
 
 def is_triton_candidate(device: torch.device) -> bool:
-    """Return whether explain() should say why the gate does not route: on GPUs alone."""
+    """Return whether explain() gives reasons why the gate does not route: on GPUs only."""
     return device.type in _DEVICES
 
 
@@ -93,7 +93,7 @@ class TritonGate:
             correction_bias: as route() takes it.
             load: [N, E], int64, on the device; each token adds 1 to each logical expert that
                 it chose, in any of the N rows.
-            replicas: where to find the experts; None: physical experts are the logical ones.
+            replicas: the physical experts of each logical one; None: physical ids are logical ids.
 
         Returns:
             topk_ids [T, K], int64, physical, best selection score first;

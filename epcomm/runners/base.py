@@ -34,7 +34,7 @@ from epcomm.types import (
 )
 from epcomm.weights.unquantized import ExpertTensors
 
-# More than the receive buffers of the layers that share a runner.
+# More than the number of receive buffers of the layers that share a runner.
 _MOST_PASSED = 64
 
 
@@ -59,8 +59,8 @@ class ExpertRunner(ABC):
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
         self.int8_profile = int8_profile
-        # By id, rows that check_rows() has passed, and the experts for which. Buffers hand out the
-        # same record of rows again and again.
+        # Rows that check_rows() has accepted, by id, with their experts. Buffers return the same
+        # record of rows repeatedly.
         self._passed: dict[int, tuple[ref[WireTensor], ref[ExpertTensors]]] = {}
 
     @classmethod
@@ -135,7 +135,7 @@ class ExpertRunner(ABC):
 
     @classmethod
     def check_record(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Refuse a batch whose rows or memory run() would misread: check_rows(), then sizes.
+        """Refuse a batch that run() would misread, by check_rows() and by sizes.
 
         Local.   Host sync: none.
         Raises:
@@ -176,8 +176,8 @@ class ExpertRunner(ABC):
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         """Compute each slot with its expert, and weight the result where the record says `runner`.
 
-        Rows and slots past the counts are not read into any result. Differentiable in rows,
-        slot_weights and weights, where has_gradients. Local; no rank is waited for.
+        Rows and slots past the counts do not affect any result. Differentiable in rows,
+        slot_weights and weights, where has_gradients. Local.
 
         Raises:
             ShapeError: a layout that it does not read; or, without gradients, as check_record().
@@ -197,7 +197,7 @@ class ExpertRunner(ABC):
         return dispatched.combine_input(self._compute_rows(dispatched, weights))
 
     def _check_known(self, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Do what check_record() does, and leave out what was checked of the same records."""
+        """Call check_record(), or check only sizes if these rows and experts passed before."""
         rows = dispatched.hidden_states
         passed = self._passed.get(id(rows))
         if passed is not None and passed[0]() is rows and passed[1]() is weights:

@@ -89,8 +89,8 @@ def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.d
 def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
     """Return the bias row of the expert that computes each slot, [C, *]; bias is [L, *].
 
-    Slots behind the last expert get a row of zeros that is part of no bias: the gradients of these
-    slots are undefined and must not reach a bias.
+    Slots after the last expert get a row of zeros that is part of no bias, because the gradients of
+    these slots are undefined.
     """
     experts = expert_of_slot(index, num_slots)
     return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts]

@@ -42,7 +42,7 @@ class ReferenceRunner(ExpertRunner):
             mine = slice(starts[expert], starts[expert] + count)
             scale = None if slot_weights is None else slot_weights[mine]
             pieces.append(_run_expert(slots[mine], scale, weights, expert))
-            # Padding behind the slots of an expert; zeros, so that gradients stay finite.
+            # Padding after the slots of an expert; zeros, so that gradients stay finite.
             pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
         pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
         return torch.cat(pieces)

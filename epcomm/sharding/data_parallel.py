@@ -1,11 +1,12 @@
 """Refuse DDP and FSDP over expert parameters where they would train wrongly.
 
-DDP's C++ code knows no DTensors: it broadcasts the experts of one rank, or reduces gradients from
-memory that nothing wrote. So a wrapper is refused when it registers its module, before both.
+DDP's C++ code does not support DTensors: it broadcasts the experts of one rank, or reduces
+gradients from memory that was not written. A wrapper is refused when it registers its module,
+before either.
 
-FSDP itself refuses a mesh that joins ranks with different experts. A mesh over copies of the same
-experts it accepts, and there two uses are wrong; a layer notices them when it first reads
-parameters that FSDP has cut.
+FSDP refuses a mesh of ranks with different experts. It accepts a mesh over copies of the same
+experts, where two uses are wrong; a layer refuses them when it first reads parameters that FSDP has
+cut.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from epcomm.sharding.shards import ExpertParameters, is_expert_tensor, replicate
 
 @cache
 def watch_ddp() -> RemovableHandle:
-    """Refuse experts in every DistributedDataParallel that is built from now on. Local."""
+    """Make every DistributedDataParallel built from now on refuse experts. Local."""
     return register_module_module_registration_hook(_check_ddp)
 
 
@@ -46,7 +47,7 @@ def _check_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def check_fsdp(layer: ExpertParameters, *, shares_tokens: bool) -> None:
-    """Check that nothing trains or moves wrongly, if FSDP has cut the experts of a layer. Local.
+    """Refuse cuts of FSDP with which a layer would train or move wrongly. Local.
 
     shares_tokens: whether all ranks of the layer's group have the same tokens.
     Raises:
@@ -68,7 +69,7 @@ def check_fsdp(layer: ExpertParameters, *, shares_tokens: bool) -> None:
 
 
 def check_fsdp_of_placed(layer: ExpertParameters) -> None:
-    """Refuse experts that FSDP has cut and a placement may move. Local."""
+    """Refuse placed experts that FSDP has cut. Local."""
     if layer.shard.physical_to_logical is None:
         return
     parameter = _cut_parameter(layer)
@@ -82,7 +83,7 @@ def check_fsdp_of_placed(layer: ExpertParameters) -> None:
 
 
 def _cut_parameter(layer: ExpertParameters) -> nn.Parameter | None:
-    """Return a parameter that FSDP has put in the place of an ExpertTensor."""
+    """Return a parameter that FSDP has replaced an ExpertTensor with, or None."""
     return next(
         (
             each

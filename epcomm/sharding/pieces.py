@@ -1,4 +1,4 @@
-"""Take the local pieces of expert tensors and of tensors beside them, and run operators on them."""
+"""Run operators on the local pieces of expert tensors and of the tensors used with them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def own_part(leaf: object, some: ShareTensor) -> object:
 
     Local.
     Raises:
-        ShapeError: an ExpertTensor whose experts lie otherwise than those of `some`.
+        ShapeError: an ExpertTensor whose experts are placed differently from those of `some`.
     """
     if not isinstance(leaf, Tensor):
         return leaf

@@ -1,8 +1,9 @@
 """Save and load expert parameters: state_dicts, parts of checkpoints, and states of optimizers.
 
-A tensor says whose experts it holds as an ExpertTensor, or by metadata of the state_dict. Loading
-takes this rank's experts out of whole tensors, and refuses what another rank has saved. torch asks
-no parameter when an optimizer loads a state, so that is checked before the first step after it.
+An ExpertTensor records which experts it holds; for other tensors, metadata of the state_dict do.
+Loading takes this rank's experts out of whole tensors, and refuses what another rank has saved.
+torch calls no hook of a parameter when an optimizer loads a state, so that is checked before the
+next step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class StateRanks(Protocol):
 
     @property
     def where(self) -> str:
-        """The place of this rank for messages, such as `rank 3 of 8`."""
+        """The position of this rank for messages, such as `rank 3 of 8`."""
         ...
 
 
@@ -65,8 +66,8 @@ def note_share(
 ) -> None:
     """Mark the tensors of a state_dict with the share that they hold. Local.
 
-    The metadata mark ordinary tensors. Where the group has a DeviceMesh, ordinary tensors in the
-    place of parameters become ExpertTensors, which share their memory.
+    Metadata mark ordinary tensors. Where the group has a DeviceMesh, tensors of parameters become
+    ExpertTensors, which share their memory.
 
     Raises:
         ConfigError: FSDP has cut experts that a placement may move.
@@ -102,7 +103,7 @@ def cut_before_load(
 
 
 def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
-    """Return what this rank writes to a checkpoint: the experts that no rank before it holds."""
+    """Return what this rank writes to a checkpoint: the experts that no lower rank holds."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -121,7 +122,7 @@ def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
 
 
 def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
-    """Return the place of each expert of this rank in the whole tensor, a chunk for each."""
+    """Return a chunk for each expert of this rank: its offset and size in the whole tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     rest = tensor._local_tensor.shape[1:]
@@ -149,7 +150,7 @@ def watch_optimizers() -> RemovableHandle:
 def _read(value: Tensor, parameter: Tensor, layer: ShardedLayer, name: str, is_own: bool) -> Tensor:
     """Return a tensor that can be copied into `parameter`, of what a state_dict has for it.
 
-    is_own: the metadata say that a share is of this rank and placement.
+    is_own: the metadata name this rank and placement.
     """
     shard, group = layer.shard, layer.group
     if hasattr(value, "device_mesh"):

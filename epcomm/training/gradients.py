@@ -2,7 +2,7 @@
 
 An expert has seen the tokens of all ranks of its group, so when backward ends its gradients are the
 sum over the losses of these ranks. Every other parameter is replicated and has seen only the rank's
-own tokens. docs/training.md tells what to do beside DDP and FSDP.
+own tokens. docs/training.md covers DDP and FSDP.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase:
 def scale_expert_gradients(model: nn.Module, factor: float) -> None:
     """Multiply the gradients of every expert parameter by `factor` at the end of each backward.
 
-    Beside DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
+    With DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
     a sum over the same ranks. Gradients that add up over several backwards are each scaled once.
     Parameters that are replaced later are scaled too. For parametrised experts, the gradient of the
     original parameter is scaled, and the gradients of the parametrisation are not: adapters of LoRA
@@ -76,11 +76,11 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
 
 
 def ignore_experts_in_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel(model) leave the expert parameters alone. Local.
+    """Make DistributedDataParallel(model) ignore the expert parameters. Local.
 
-    Call it on the very module that DDP will wrap, before wrapping. Otherwise DDP would send the
-    experts of rank 0 to all ranks, or raise an error for ExpertTensors. Parameters that DDP was
-    told to ignore before stay ignored.
+    Call it on the module that DDP will wrap, before wrapping. Otherwise DDP would send the experts
+    of rank 0 to all ranks, or raise an error for ExpertTensors. Parameters that were ignored before
+    stay ignored.
     """
     # torch keeps the ignored names in this attribute and has no public function to extend it.
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -96,9 +96,8 @@ def ignore_experts_in_ddp(model: nn.Module) -> None:
 def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     """Add the gradients of expert parameters over the ranks that hold copies of the same experts.
 
-    Several expert groups beside each other need this call, because each group's experts have seen
-    the tokens of their own group alone. Then pass sum_replicated_gradients() the group of all
-    ranks.
+    Several expert groups need this call, because each group's experts have seen only the tokens of
+    their group. Then pass sum_replicated_gradients() the group of all ranks.
 
     Args:
         model: the model of this rank.

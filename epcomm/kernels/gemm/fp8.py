@@ -28,8 +28,8 @@ from epcomm.kernels.quantize.fp8 import _e4m3_code
 
 # Number of elements of a row, and of rows and of columns of a matrix, that share a scale.
 BLOCK = 128
-# Mean slots of an expert up to which a tile has 32 rows: a larger tile would compute more rows that
-# do not exist.
+# Mean number of slots of an expert up to which a tile has 32 rows; larger tiles would compute more
+# rows that do not exist.
 _FEW_SLOTS = 48
 
 _E4M3_MAX = tl.constexpr(448.0)
@@ -46,7 +46,7 @@ def _find_tile(
     NUM_COLUMN_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return expert, first row, row count and column tile; NUM_EXPERTS behind the last tile.
+    """Return expert, first row, row count and column tile; NUM_EXPERTS after the last tile.
 
     Counts 3 0 5, tiles of 4 rows, 2 column tiles: expert 0 has tiles 0 1, expert 2 has 2 to 5; tile
     3 is the second row tile of expert 2 in column tile 0. Row tiles come first, so that neighbours
@@ -97,7 +97,7 @@ def _gate_up_fp8_kernel(
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # Slots become int64 before a stride multiplies them: rows may lie beyond 2**31 elements.
+        # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
         slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
         if HAS_INDEX:
             rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)

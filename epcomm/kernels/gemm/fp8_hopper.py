@@ -30,12 +30,12 @@ _PACK_THREADS = 256
 _SHARED_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8) + 1024
 # Bytes that one thread copies at a time.
 _COPY_BYTES = 16
-# With more experts the list of their first tiles no longer fits behind the stages.
+# With more experts, the list of their first tiles does not fit into shared memory after the stages.
 MAX_EXPERTS = 4096
-# From so many slots an expert on, copying rows into the order of slots saves more than it takes. On
-# an H200 gate and up took 1899 us through the index and 1622 of copied rows, the copy 132, with
-# 1024 slots an expert; with 32, memory of the matrices is the limit, and both took 240. The number
-# between is an estimate: with two tiles of rows to a matrix, tensor cores are the limit.
+# Number of slots an expert from which copying rows into the order of slots is faster. On an H200
+# with 1024 slots an expert, gate and up took 1899 us through the index and 1622 us from copied
+# rows, plus 132 us for the copy; with 32, reading the matrices is the limit, and both took 240 us.
+# The value is an estimate: with two tiles of rows to a matrix, tensor cores are the limit.
 PACKED_SLOTS_PER_EXPERT = 2 * TILE_ROWS
 # The dtypes of results that down_fp8() writes.
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ class _Down(ctypes.Structure):
     ]
 
 
-# Of a tensor all that a kernel assumes, its memory left out; None for one that was not given.
+# All that a kernel assumes of a tensor, except for its address; None for an optional one.
 _Form = tuple[torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]] | None
 
 
@@ -93,7 +93,7 @@ def _form(tensor: Tensor | None) -> _Form:
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
 
 
-# Of the tensors of a Product, in the order of its fields.
+# The forms of the tensors of a Product, in the order of its fields.
 _Forms = tuple[_Form, ...]
 
 
@@ -128,7 +128,7 @@ def _check_operands(
 ) -> None:
     """Refuse tensors that a kernel would misread, because a kernel gets addresses alone.
 
-    outputs: the operands beside those of the product.   is_spaced: of its rows and their scales.
+    outputs: the operands that are not in the product.   is_spaced: for its rows and their scales.
     """
     codes, scales, row_of_slot, counts, first_slot, matrices, matrix_scales = given
     assert codes is not None, "rows have codes"
@@ -284,8 +284,8 @@ def _packed_codes(
     return packed
 
 
-# Once for operands of the same forms: decoding has the same ones in every call, and the checks take
-# 20 us of host time.
+# Cached by forms, which are the same in every call of decoding, because checks take 20 us of host
+# time.
 @lru_cache(maxsize=1024)
 def _check_gate_up(given: _Forms, out_codes: _Form, out_scales: _Form) -> None:
     matrices = given[5]
@@ -349,7 +349,7 @@ def _rows(given: Product) -> _Rows:
     num_experts, num_columns, k = given.matrices.shape
     if codes.data_ptr() % _COPY_BYTES or codes.stride(0) % _COPY_BYTES:
         raise ShapeError(
-            f"fp8_wgmma: rows begin at {codes.data_ptr():#x} and lie {codes.stride(0)} bytes "
+            f"fp8_wgmma: rows begin at {codes.data_ptr():#x} and are {codes.stride(0)} bytes "
             f"apart, expected multiples of {_COPY_BYTES}; align the rows"
         )
     return _Rows(

@@ -30,8 +30,8 @@ from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_ama
 from epcomm.kernels.rows.launch import launch
 from epcomm.types import Int8Profile
 
-# Mean slots of an expert up to which a tile has 32 rows and 64 rows; a larger tile would compute
-# many rows that do not exist.
+# Mean number of slots of an expert up to which a tile has 32 and 64 rows; larger tiles would
+# compute many rows that do not exist.
 _FEW_SLOTS, _MANY_SLOTS = 48, 192
 # Rows of the largest tiles.
 _LARGE_TILE = 128
@@ -72,7 +72,7 @@ def _gate_up_int8_kernel(
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+        # int64 before a stride multiplies it: rows may begin beyond 2**31 elements.
         start = tl.load(first_slot_ptr + expert).to(tl.int64)
         # A tile that is not full reads the last row again, the only row that is sure to exist.
         slots = start + tl.minimum(row_in_expert, count - 1)

@@ -122,7 +122,7 @@ def _quantize_fp8_kernel(
     """
     BLOCKS_PER_ROW: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     block = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
     row = (block // BLOCKS_PER_ROW).to(tl.int64)
     block_of_row = block % BLOCKS_PER_ROW
     lane = tl.arange(0, TILE_COLUMNS)
@@ -148,10 +148,10 @@ def quantize_fp8_triton(
         scales: [T, ceil(H / scale_block)], float32 or float8_e8m0fnu, of any row stride.
         scale_block: number of elements that share a scale, at least 1.
 
-    Allocates nothing. Compiled anew for each dtype, H and strides.
+    Allocates nothing. Compiled for each dtype, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: no GPU tensors, columns apart, or 2**31 blocks.
+        ShapeError: a tensor is not on a GPU or its columns are not adjacent, or 2**31 blocks.
     """
     check_rows("quantize_fp8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
     num_rows, hidden_size = hidden_states.shape

@@ -163,7 +163,7 @@ def _quantize_int8_kernel(
 
     With rint127 the row 254 1 -3 9 has the factor 127 / 254, the scale 2 and codes 127 0 -2 4.
     """
-    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE_COLUMNS)
     is_element = column < HIDDEN
@@ -185,10 +185,10 @@ def quantize_int8_triton(
         scales: [T, 1], float32, of any row stride.
         profile: the arithmetic.
 
-    Allocates nothing. Compiled anew for each dtype, H, strides and profile.
+    Allocates nothing. Compiled for each dtype, H, strides and profile.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: no GPU tensors, or columns apart.
+        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
     """
     check_rows("quantize_int8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
     num_rows, hidden_size = hidden_states.shape

@@ -28,19 +28,19 @@ from epcomm.kernels.routing.scores import adjust_logits, exp_up_to_20, score_log
 from epcomm.kernels.rows.launch import launch
 from epcomm.records import ReplicaTable
 
-# Rounds that are written out one after another, where K is not more.
+# Largest K for which the loop over rounds is unrolled.
 _UNROLLED = tl.constexpr(8)
 
-# Experts of a program, 4 a thread, of as many tokens as fit. The interpreter takes as long for many
-# as for one.
+# Experts of a program, 4 a thread, over as many tokens as fit. The interpreter takes as long for
+# many experts as for one.
 _LANES, _INTERPRETED_LANES = 128, 2**14
 
-# Launches of so few programs start beside the kernel before them. On an H200 that takes 0.5 us from
-# 128 programs; of 4096, which fill the GPU, those that wait slow down those that work, by 1.8 us
-# with 128 experts. What lies between was not measured.
+# Launches of at most this many programs overlap the kernel before them. On an H200 that saves 0.5
+# us with 128 programs. 4096 programs fill the GPU, and those that wait slow down the others, by 1.8
+# us with 128 experts. Numbers in between were not measured.
 _MAX_EARLY_PROGRAMS = 1024
 
-# Below the key of any score: a NaN, which ranks last, and what is no expert or has been taken.
+# Keys below those of all scores: of NaN, which ranks last, and of lanes without a free expert.
 _NAN_KEY, _TAKEN = tl.constexpr(-(2**31) + 1), tl.constexpr(-(2**31))
 _NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -106,7 +106,7 @@ def _groups_kept(
     best = tl.max(left, 2, keep_dims=True)
     sums = best
     for _ in range(TOP_N - 1):
-        # One of those that are equal.
+        # Remove only one of equal scores.
         place = tl.min(tl.where(left == best, member, _NOWHERE), 2, keep_dims=True)
         left = tl.where(member == place, float("-inf"), left)
         best = tl.max(left, 2, keep_dims=True)
@@ -197,8 +197,8 @@ def _count_call(calls_ptr: tl.tensor, calls: tl.tensor) -> None:
     """
     rest = (1 << 32) - (tl.num_programs(0) - 1).to(tl.int64)
     part = tl.where(tl.program_id(0) == 0, rest, 1)
-    # The sum is never negative; that it depends on what was read keeps it behind the load, which
-    # otherwise a relaxed addition would not wait for.
+    # The sum is never negative. The dependence on what was read orders the relaxed addition after
+    # the load.
     tl.atomic_add(calls_ptr, tl.where(calls < 0, 0, part), sem="relaxed")
 
 
@@ -274,7 +274,7 @@ def _route_tokens_kernel(
     if BIAS == "selection":
         selection = scores + bias
     selection = tl.where((raw == raw) & is_expert, selection, float("nan"))
-    # A code tells of an expert whether its group was dropped, and keeps the order of experts.
+    # The lowest bit of a code says that the group was dropped; codes are in the order of experts.
     codes = tl.broadcast_to(expert * 2, raw.shape)
     if TOPK_GROUPS < NUM_GROUPS:
         is_kept = _groups_kept(
@@ -339,13 +339,13 @@ def route_tokens(
         form: the routing.
         load: [N, E], int64, contiguous; each token adds 1 to each expert that it chose, in
             any row: a line of the cache takes one addition a cycle.
-        replicas: physical experts, of which ids tell then.
+        replicas: the physical experts of each logical one; None: ids are logical.
         logical_ids: [T, K], int64, written; the experts of the model that were chosen.
 
     Returns:
         topk_ids [T, K], int64, and topk_weights [T, K], float32.
 
-    Allocates what it returns.   Compiled anew for each form and stride, and for many programs.
+    Allocates what it returns.   Compiled for each form and stride, and for many programs.
     Host sync: none.   Deterministic: yes.   Graph capture: after one call of such a size.
     """
     num_tokens = logits.shape[0]

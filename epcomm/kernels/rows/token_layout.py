@@ -1,8 +1,8 @@
-"""Count, from expert ids alone, the tokens that each rank and each expert gets, in one launch.
+"""Count the tokens of each rank and of each expert in one launch.
 
-A program writes what belongs to one rank, or to a few experts, and reads all ids for it. No count
-is shared, so nothing is zero before, atomic, or summed afterwards. The ids of 4096 tokens are 256
-KB, which the L2 cache holds.
+A program writes the counts of one rank, or of a few experts, and reads all ids for them. No count
+is shared, so nothing is initialised, atomic, or summed afterwards. The ids of 4096 tokens are 256
+KB, which fit into the L2 cache.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.rows.launch import launch
 
-# Experts that a program counts, and ids that it compares with them at once, so that a thread has 16
-# loads under way.
+# Experts that a program counts, and ids that it compares with them in one step: 16 loads in flight
+# for each thread.
 _EXPERTS, _PAIRS, _WARPS = 4, 8192, 16
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from epcomm.calls.order import Calls
 from epcomm.errors import ConfigError, EPTimeout, describe_ranks
 from epcomm.placement.expert_placement import ExpertPlacement
-from epcomm.sharding.shards import ExpertShard, is_expert_tensor
+from epcomm.sharding.shards import ExpertShard, is_cut_by_fsdp, is_expert_tensor, piece_of
 
 # The phase of the second agreement of agree_to_write().
 _ALL_WRITE = "rebalance, all ranks write"
@@ -51,8 +51,8 @@ class ExpertState:
                 if isinstance(value, Tensor) and _is_by_expert(value, num_local):
                     found[f"{name}, {key}"] = value
         for name, tensor in found.items():
-            is_cut = hasattr(tensor, "device_mesh") and not is_expert_tensor(tensor)
-            if is_cut or not _is_by_expert(tensor, num_local) or not _piece(tensor).is_contiguous():
+            is_by_expert = _is_by_expert(tensor, num_local) and not is_cut_by_fsdp(tensor)
+            if not is_by_expert or not piece_of(tensor).is_contiguous():
                 raise ConfigError(
                     f"rebalance: {name} is {type(tensor).__name__} {list(tensor.shape)}, expected "
                     f"the {num_local} experts of this rank, contiguous; move experts before FSDP "
@@ -63,7 +63,8 @@ class ExpertState:
 
     def pieces(self) -> dict[str, Tensor]:
         """Return this rank's part of each tensor that has elements, [L, ...]."""
-        return {n: _piece(each) for n, each in self.tensors.items() if _piece(each).numel()}
+        pieces = {name: piece_of(each).detach() for name, each in self.tensors.items()}
+        return {name: piece for name, piece in pieces.items() if piece.numel()}
 
     def belong_to(self, shard: ExpertShard) -> None:
         """Note in each ExpertTensor which experts it holds now. Local."""
@@ -158,10 +159,6 @@ def _digest(text: str | None) -> str:
     return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _piece(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach()
-
-
 def _is_by_expert(tensor: Tensor, num_local: int) -> bool:
-    shape = _piece(tensor).shape
+    shape = piece_of(tensor).shape
     return len(shape) > 0 and shape[0] == num_local

@@ -20,7 +20,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.sharding.shards import ExpertParameters, is_expert_tensor, replicated_parameters
+from epcomm.sharding.shards import (
+    ExpertParameters,
+    is_cut_by_fsdp,
+    is_expert_tensor,
+    replicated_parameters,
+)
 
 
 @cache
@@ -88,9 +93,7 @@ def _cut_parameter(layer: ExpertParameters) -> nn.Parameter | None:
         (
             each
             for each in layer.expert_parameters().values()
-            if isinstance(each, nn.Parameter)
-            and hasattr(each, "device_mesh")
-            and not is_expert_tensor(each)
+            if isinstance(each, nn.Parameter) and is_cut_by_fsdp(each)
         ),
         None,
     )

@@ -27,8 +27,14 @@ from epcomm.sharding.announced import Announcing, Owner, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import Operation, gather_experts, own_part, piece_of
-from epcomm.sharding.shards import ExpertShard, ShareTensor, is_expert_tensor, whole_of_share
+from epcomm.sharding.pieces import Operation, gather_experts, own_part
+from epcomm.sharding.shards import (
+    ExpertShard,
+    ShareTensor,
+    is_expert_tensor,
+    piece_of,
+    whole_of_share,
+)
 from epcomm.sharding.state import chunks_of, part_at, write_items
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.announced import announce
-from epcomm.sharding.pieces import Operation, own_part, piece_of
-from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows
+from epcomm.sharding.pieces import Operation, own_part
+from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows, piece_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

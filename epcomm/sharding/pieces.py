@@ -51,11 +51,6 @@ class Operation:
         return self.func(*args, **kwargs)
 
 
-def piece_of(tensor: Tensor) -> Tensor:
-    """Return the local piece of a DTensor, without gradients, or any other tensor as is. Local."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def own_part(leaf: object, some: ShareTensor) -> object:
     """Cut this rank's part out of a tensor that spans the experts of `some`; keep other leaves.
 

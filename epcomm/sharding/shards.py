@@ -186,6 +186,24 @@ def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:
     return isinstance(tensor, ShareTensor)
 
 
+def is_cut_by_fsdp(tensor: object) -> bool:
+    """Return whether FSDP has cut a tensor: it is a DTensor, and no ExpertTensor. Local."""
+    return hasattr(tensor, "device_mesh") and not is_expert_tensor(tensor)
+
+
+def piece_of(tensor: Tensor) -> Tensor:
+    """Return the local piece of a DTensor, without gradients, or any other tensor as is. Local."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def cut_as(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Distribute a whole tensor, which each rank has, as FSDP has cut `parameter`. Local."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+
+
 def expert_shards(module: nn.Module) -> dict[str, ExpertShard]:
     """Return the shares of a model's expert parameters, by all names of each parameter. Local."""
     found = {}

@@ -23,7 +23,9 @@ from epcomm.sharding.shards import (
     ExpertParameters,
     ExpertShard,
     ShareTensor,
+    cut_as,
     cut_share,
+    is_cut_by_fsdp,
     is_expert_tensor,
     logical_experts,
 )
@@ -199,13 +201,7 @@ def _as(parameter: Tensor, whole: Tensor, share: Tensor) -> Tensor:
     """Return this rank's share of `whole`, or the whole, distributed as `parameter` is."""
     if is_expert_tensor(parameter):
         return _wrapped(parameter, share)
-    if not hasattr(parameter, "device_mesh"):
-        return share
-    from torch.distributed.tensor import distribute_tensor
-
-    # FSDP has cut the experts further. No rank sends, because each has the whole tensor.
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+    return cut_as(whole, parameter) if is_cut_by_fsdp(parameter) else share
 
 
 def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:

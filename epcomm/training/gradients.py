@@ -20,8 +20,10 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.sharding.shards import (
+    is_cut_by_fsdp,
     is_expert_tensor,
     own_rows,
+    piece_of,
     replicated_parameters,
     sharded_parameters,
 )
@@ -54,7 +56,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase:
     for same in by_dtype.values():
         flat = torch.cat([_local_gradient(parameter).flatten() for parameter in same])
         total = _sum_over_ranks(flat, group.collectives, phase=phase)
-        parts = total.split([_local(parameter).numel() for parameter in same])
+        parts = total.split([piece_of(parameter).numel() for parameter in same])
         for parameter, part in zip(same, parts, strict=True):
             _set_gradient(parameter, part)
 
@@ -177,14 +179,14 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     square = _square_of(replicated_parameters(model), next(model.parameters()).device)
     experts = sharded_parameters(model)
     if group is not None:
-        own = _square_of([p for p in experts if not _is_cut_further(p)], group.collectives.device)
+        own = _square_of([p for p in experts if not is_cut_by_fsdp(p)], group.collectives.device)
         square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
-        square = square + _square_of([p for p in experts if _is_cut_further(p)], square.device)
+        square = square + _square_of([p for p in experts if is_cut_by_fsdp(p)], square.device)
     norm = square.sqrt()
     # 1e-6 guards against gradients of zero, as in torch.nn.utils.clip_grad_norm_.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        _local(gradient).mul_(factor)
+        piece_of(gradient).detach().mul_(factor)
     return norm
 
 
@@ -195,33 +197,24 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
         gradient = parameter.grad
         if gradient is not None:
             if is_expert_tensor(gradient):
-                shard, gradient = gradient.shard, _local(gradient)
+                shard, gradient = gradient.shard, piece_of(gradient).detach()
                 gradient = gradient if shard is None else own_rows(gradient, shard)
             square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total
 
 
-def _is_cut_further(parameter: nn.Parameter) -> bool:
-    """Return whether FSDP has cut this parameter of experts: then it is an ordinary DTensor."""
-    return isinstance(parameter, DTensor) and not is_expert_tensor(parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        return torch.zeros_like(_local(parameter))
-    return _local(parameter.grad)
+        return torch.zeros_like(piece_of(parameter))
+    return piece_of(parameter.grad).detach()
 
 
 def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     if isinstance(parameter, DTensor) and parameter.grad is not None:
-        _local(parameter.grad).copy_(gradient.view_as(_local(parameter)))
+        piece_of(parameter.grad).detach().copy_(gradient.view_as(piece_of(parameter)))
     elif is_expert_tensor(parameter):
-        parameter.grad = parameter.like_self(gradient.view_as(_local(parameter)))
+        parameter.grad = parameter.like_self(gradient.view_as(piece_of(parameter)))
     else:
         parameter.grad = gradient.view_as(parameter)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
+from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor, piece_of
 from epcomm.weights.unquantized import ExpertTensors
 
 
@@ -57,13 +57,13 @@ class LocalExperts:
             return False
         for tensor, known, piece in zip(held, self._held, self._pieces, strict=True):
             # Module.to() replaces what a parameter holds, and keeps the parameter.
-            if tensor is not known or getattr(tensor, "_local_tensor", tensor) is not piece:
+            if tensor is not known or piece_of(tensor) is not piece:
                 return False
         return True
 
     def read(self, held: Sequence[Tensor]) -> None:
         """Read the tensors that the next calls of of() get. Local."""
-        pieces = [_piece(tensor) for tensor in held]
+        pieces = [piece_of(tensor) for tensor in held]
         owned = {
             role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)
         }
@@ -106,10 +106,6 @@ def _need_gradients(held: Sequence[Tensor]) -> bool:
     # An attribute of a subclass is a call into Python, unless that is switched off.
     with torch._C.DisableTorchFunctionSubclass():
         return any(tensor.requires_grad for tensor in held)
-
-
-def _piece(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from epcomm import (
 )
 from epcomm.registry import backend_class, backend_names, class_names
 from epcomm.runners.reference import ReferenceRunner
-from epcomm.sharding.pieces import piece_of
+from epcomm.sharding.shards import piece_of
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
 from epcomm.types import WeightsAppliedBy

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from epcomm import EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
-from epcomm.sharding.pieces import piece_of
+from epcomm.sharding.shards import piece_of
 from tests.cases.expert_models import OverRanks
 
 NUM_RANKS, NUM_EXPERTS = 2, 8

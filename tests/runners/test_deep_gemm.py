@@ -425,14 +425,6 @@ def test_slots_that_are_not_aligned_are_refused(monkeypatch: pytest.MonkeyPatch)
         DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
 
 
-def test_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_deep_gemm.install(monkeypatch)
-    record = record_of(replace(PLAIN, is_quantized=False), make_index())
-    record.hidden_states.data.requires_grad_()
-    with pytest.raises(ConfigError, match="rows need gradients"):
-        DeepGemmRunner().run(record, make_weights())
-
-
 def test_package_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = fake_deep_gemm.install(monkeypatch)
     monkeypatch.delattr(module, "m_grouped_fp8_gemm_nt_masked")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epcomm import (
+    ConfigError,
     Int8Profile,
     MaskedDispatchOutput,
     RowsDispatchOutput,
@@ -405,6 +406,15 @@ def test_records_that_do_not_fit_the_experts_are_refused(
         runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
     for part in f"{runner.name}: |{case.message}".replace("{}", "|").split("|"):
         assert part in str(caught.value)
+
+
+@every_runner
+@pytest.mark.parametrize("layout", Layout)
+def test_gradients_are_refused(layout: Layout, runner: type[ExpertRunner], kind: str) -> None:
+    record = misfit_record(Misfit(id="fits", message=""), layout)
+    record.hidden_states.data.requires_grad_()
+    with pytest.raises(ConfigError, match=f"{runner.name}: rows need gradients"):
+        runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
 
 
 def test_rows_are_checked_once_for_each_record_of_experts(

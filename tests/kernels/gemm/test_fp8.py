@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import ConfigError
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.testing.oracle import relative_error
-from epcomm.types import Layout, WeightsAppliedBy
 from epcomm.weights.quantized import Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertWeights
 from tests.kernels.gemm import slot_records
@@ -77,20 +75,6 @@ def test_kernels_are_launched_on_the_device_of_their_rows(
     entered = record_devices(monkeypatch)
     Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
     assert entered == [device] * 2
-
-
-def test_gradients_are_refused(device: torch.device) -> None:
-    case = Case(
-        layout=Layout.ROWS,
-        who=WeightsAppliedBy.RUNNER,
-        dtype=torch.float32,
-        is_quantized=False,
-        is_strided=False,
-    )
-    dispatched = record(case, HIDDEN, FP8_FLOAT32_SCALES, device)
-    dispatched.hidden_states.data.requires_grad_()
-    with pytest.raises(ConfigError, match="rows need gradients"):
-        Fp8TritonRunner().run(dispatched, make_weights(torch.float32, device))  # type: ignore[arg-type]
 
 
 def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm import ConfigError
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
@@ -421,14 +420,6 @@ def test_kernels_are_launched_on_the_device_of_their_rows(
     entered = record_devices(monkeypatch)
     Int8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
     assert entered == [device] * 3
-
-
-def test_gradients_are_refused(device: torch.device) -> None:
-    case = replace(ALL_CASES[0], layout=Layout.ROWS, is_quantized=False, dtype=torch.float32)
-    dispatched = record(case, HIDDEN, INT8_PER_TOKEN, device)
-    dispatched.hidden_states.data.requires_grad_()
-    with pytest.raises(ConfigError, match="int8_triton: rows need gradients"):
-        Int8TritonRunner().run(dispatched, make_weights(torch.float32, device))  # type: ignore[arg-type]
 
 
 def refusals(hidden_size: int, inner_size: int) -> tuple[str, ...]:

@@ -34,11 +34,12 @@ class BlockLayout:
     router_inputs: its arguments, in order.
     correction_bias: E values, whatever their shape, that the routing wants.
     shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
-    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies what the shared experts give.
+    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies the result of the shared
+    experts.
     averages_shared_experts: y is the mean of routed and shared experts instead of their sum.
     latent_in, latent_out: [T, H] to [T, H'] before dispatch, and back after combine; H' is the
         hidden size of the routed experts.
-    routed_scale: multiplies what the routed experts give, after latent_out.
+    routed_scale: multiplies the result of the routed experts, after latent_out.
     output_norm: [..., H] to [..., H], applied to y last.
     returns_scores: the block returns (y, topk_weights [T, K] in the dtype of the logits), not y.
     """

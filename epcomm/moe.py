@@ -57,14 +57,14 @@ class ExpertParallelMoE(nn.Module):
 
         Args:
             routing: logits to experts and weights.
-            experts: the routed experts; their configuration says who computes the routing.
+            experts: the routed experts; their configuration selects the router.
             parts: everything else by name: children, parameters, and other tensors as buffers.
             layout: what each part does.
 
         Local.
         Raises:
             ConfigError: the layout names a part that is missing, or the routing is impossible
-                among these experts or chooses more or fewer a token than they were made for.
+                among these experts, or chooses another number a token than they were made for.
             BackendUnavailable: the router asked for is not on the device of the group.
         """
         super().__init__()

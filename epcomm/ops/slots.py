@@ -498,7 +498,7 @@ def _load_triton() -> TritonRowOps:
     return TritonRowOps()
 
 
-# A device type that is not listed has no kernels here and takes plain torch.
+# Device types without an entry have no kernels here and use plain torch.
 _LOADERS: dict[str, Callable[[], TritonRowOps]] = {"cuda": _load_triton}
 
 

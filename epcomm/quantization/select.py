@@ -39,7 +39,7 @@ def _load_triton() -> Quantizer:
     return quantize_with_triton
 
 
-# A device type that is not listed has no kernels here and takes plain torch.
+# Device types without an entry have no kernels here and use plain torch.
 _LOADERS: dict[str, Callable[[], Quantizer]] = {"cuda": _load_triton}
 
 

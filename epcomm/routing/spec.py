@@ -183,7 +183,7 @@ class RoutingSpec:
         if self.custom_function is not None:
             raise ConfigError(
                 "RoutingSpec.to_dict: custom_function is set, expected None; a function cannot be "
-                "written down"
+                "saved"
             )
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["custom_function"]

@@ -58,7 +58,7 @@ _HOPPER, _BLACKWELL = 9, 10
 
 
 class DeepGemmRunner(ExpertRunner):
-    """Runs FP8 experts without gradients; users name it where fp8_triton serves too.
+    """Runs FP8 experts without gradients; plans prefer fp8_triton unless users name it.
 
     Results of slots that no expert computes are undefined.
     """
@@ -220,8 +220,8 @@ def _experts(
 
     rows: [C, H] with first_slot [L + 1], or [L, C, H] with None.   slot_weights: [C] or [L, C].
     """
-    # Weights multiply the scales of the second operand, and cost nothing: exponents have no
-    # fraction, so there the results are multiplied.
+    # Router weights multiply the scales of the second operand, at no cost. Exponents have no
+    # fraction, so with them the results are multiplied.
     is_packed = _scale_layout(weights).packed
     in_scales = None if is_packed else slot_weights
     between = _between_on_gpu if rows.data.is_cuda else _between

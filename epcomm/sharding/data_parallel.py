@@ -44,7 +44,7 @@ def _check_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
             raise ShapeError(
                 f"DistributedDataParallel was given expert parameters, such as {name} "
                 f"{list(parameter.shape)}, of which each of {mesh.size()} ranks holds other "
-                f"experts (rank {mesh.get_local_rank()} of {mesh.size()}); before it call "
+                f"experts (rank {mesh.get_local_rank()} of {mesh.size()}); before wrapping, call "
                 "epcomm.training.gradients.ignore_experts_in_ddp(model) and "
                 f"scale_expert_gradients(model, 1 / {num_ranks}), or, for transformers' Trainer, "
                 "epcomm.integrations.transformers.prepare_trainer(trainer)"

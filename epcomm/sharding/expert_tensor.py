@@ -93,13 +93,14 @@ class ExpertTensor(ShareTensor, DTensor):
 
     - Operators over lists that mix ExpertTensors with ordinary tensors compute on the local pieces.
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
-    - Operators that work element by element take ordinary tensors beside an ExpertTensor. Of an
-      ordinary tensor that spans all experts, each rank takes its own piece.
-    - Random numbers are drawn for all experts, of which each rank keeps its own: ranks with one
-      seed get the values of one process that draws expert by expert.
+    - Elementwise operators accept ordinary tensors together with an ExpertTensor. Each rank uses
+    its
+      own piece of an ordinary tensor that spans all experts.
+    - Every rank draws random numbers for all experts and keeps those of its own: ranks with equal
+      seeds get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
       collective.
-    - torch.distributed's functions move the local piece, if no two of their ranks hold different
+    - torch.distributed's functions work on the local piece if all of their ranks hold the same
       experts; else they are refused.
     - A pickled ExpertTensor is a DTensor, so that torch.load(weights_only=True) accepts it.
 
@@ -560,7 +561,7 @@ def _run_c10d(op: Operation) -> object:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
         if len(mesh_ranks & set(ranks)) > 1:
             raise ShapeError(
-                f"{op.func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
+                f"{op.func}: got an expert parameter, of which ranks {sorted(mesh_ranks)} hold "
                 f"different experts, with a process group of ranks {ranks} ({op.some.position}); "
                 "reduce over copies of the same experts alone, and leave expert parameters out of "
                 "DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"

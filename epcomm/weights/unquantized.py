@@ -165,7 +165,7 @@ class ExpertWeights(ExpertTensors):
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are there, by field name."""
+        """Return the tensors that are not None, by field name."""
         named = {
             "gate_up_proj": self.gate_up_proj,
             "down_proj": self.down_proj,

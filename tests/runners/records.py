@@ -13,7 +13,7 @@ Record = RowsDispatchOutput | MaskedDispatchOutput
 
 
 def handle(*, needs_backward: bool = False) -> Handle:
-    """Make a handle that nobody combines."""
+    """Make a handle that is not combined."""
     return Handle(
         owner=None,
         exchange_plan=ExchangePlan(),

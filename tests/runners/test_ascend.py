@@ -88,7 +88,7 @@ def make_runner(name: str) -> AscendRunner:
 
 
 def batch_index(tail: int = 0) -> SlotIndex:
-    """tail: slots behind those of the last expert."""
+    """tail: slots after those of the last expert."""
     index = index_of(make_batch(SPEC, 0, 1).topk_ids.tolist(), NUM_EXPERTS)
     assert index.row_of_slot is not None
     unused = index.row_of_slot.new_full((tail,), -1)

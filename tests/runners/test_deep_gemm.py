@@ -43,7 +43,7 @@ from tests.runners import fake_deep_gemm
 from tests.runners.records import Record, as_masked, results_of_experts, rows_record
 
 NUM_EXPERTS, HIDDEN, INNER, NUM_ROWS = 3, 640, 128, 150
-# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
 IDS = [0] * 130 + [2] * 15 + [-1] * 5
 # The budget of slots: two tiles, one tile, and a rest that is no tile.
 NUM_SLOTS = 3 * 128 + 50

@@ -222,7 +222,7 @@ def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, c
     text = str(caught.value)
     assert text.startswith("fp8_wgmma: ")
     assert message in text
-    # Of these the sizes are taken, and then others do not fit.
+    # Sizes are taken from these operands, so others are reported.
     if (name, change) not in {("matrices", "shape"), ("out_codes", "shape")}:
         assert text.startswith(f"fp8_wgmma: {name} ")
 

@@ -1,4 +1,4 @@
-"""What both implementations of the FP8 products must do beside equal results."""
+"""Check what both implementations of the FP8 products must leave alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from tests.kernels.gemm.slot_records import Case, record
 
-# Stands where nobody may write; as a code it is a number too.
+# Value of elements that may not be written; it is a finite code too.
 SENTINEL = -7.0
 
 
-def check_slots_of_nobody_are_left(
+def check_unused_slots_are_left(
     products: tuple[GateUp, Down], weights: Fp8BlockWeights, device: torch.device
 ) -> None:
-    """Check that padding between experts and behind the last one is not written."""
+    """Check that padding between experts and after the last one is not written."""
     case = Case(
         layout=Layout.ROWS,
         who=WeightsAppliedBy.RUNNER,
@@ -35,7 +35,7 @@ def check_slots_of_nobody_are_left(
     is_used = index.row_of_slot >= 0
     starts = index.first_slot.tolist()
     assert not is_used[: starts[-1]].all(), "there is padding"
-    assert len(is_used) > starts[-1], "there are slots behind the last expert"
+    assert len(is_used) > starts[-1], "there are slots after the last expert"
     num_slots, inner_size = len(is_used), weights.intermediate_size
 
     def untouched(num_columns: int, dtype: torch.dtype) -> torch.Tensor:

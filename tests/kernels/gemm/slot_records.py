@@ -20,7 +20,7 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 from tests.runners.records import as_masked, handle, rows_record
 
 NUM_EXPERTS, NUM_ROWS = 3, 90
-# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
 IDS = [0] * 70 + [2] * 15 + [-1] * 5
 # Enough for starts at multiples of 8.
 NUM_SLOTS = 90
@@ -41,7 +41,7 @@ class Case:
         rows = "quantised" if self.is_quantized else "plain"
         return (
             f"{self.layout.value}, weights by {self.who.value}, {self.dtype}, {rows} rows"
-            f"{' that lie apart' if self.is_strided else ''}"
+            f"{' with gaps' if self.is_strided else ''}"
             f"{f', aligned to {self.expert_alignment}' if self.expert_alignment > 1 else ''}"
         )
 

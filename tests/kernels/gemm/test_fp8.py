@@ -14,7 +14,7 @@ from epcomm.testing.oracle import relative_error
 from epcomm.weights.quantized import Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertWeights
 from tests.kernels.gemm import slot_records
-from tests.kernels.gemm.fp8_products import check_slots_of_nobody_are_left
+from tests.kernels.gemm.fp8_products import check_unused_slots_are_left
 from tests.kernels.gemm.slot_records import (
     CASES,
     Case,
@@ -54,7 +54,7 @@ def test_runner_equals_the_plain_one(case: Case, device: torch.device) -> None:
 
 def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
     products = Fp8TritonRunner().products()
-    check_slots_of_nobody_are_left(products, make_weights(torch.float32, device), device)
+    check_unused_slots_are_left(products, make_weights(torch.float32, device), device)
 
 
 def test_no_slots_are_no_results(device: torch.device) -> None:

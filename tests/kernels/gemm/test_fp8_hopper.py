@@ -30,7 +30,7 @@ from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
 from epcomm.weights.quantized import Fp8BlockWeights  # noqa: E402
 from epcomm.weights.unquantized import ExpertWeights  # noqa: E402
 from tests.kernels.gemm import slot_records  # noqa: E402
-from tests.kernels.gemm.fp8_products import check_slots_of_nobody_are_left  # noqa: E402
+from tests.kernels.gemm.fp8_products import check_unused_slots_are_left  # noqa: E402
 from tests.kernels.gemm.slot_records import (  # noqa: E402
     CASES,
     NUM_EXPERTS,
@@ -176,7 +176,7 @@ WRITTEN_CASES = [
 ]
 
 
-# Of K, 5 and 9 blocks go through the four stages more than once.
+# 5 and 9 blocks of K use the four stages more than once.
 @needs_hopper
 @pytest.mark.parametrize("inner", [128, 384, 640])
 @pytest.mark.parametrize("hidden", [256, 384, 1152])
@@ -247,7 +247,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
 def test_packed_rows_give_the_bits_of_rows_through_the_index(
     case: Case, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With padding between experts, rows that lie apart, and rows that no slot uses."""
+    """With padding between experts, rows with gaps, and rows that no slot uses."""
     weights = make_weights(case.dtype, device, hidden)
     dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
     found = []
@@ -266,7 +266,7 @@ def test_slots_of_nobody_are_left_alone(
 ) -> None:
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
     products = Fp8WgmmaRunner().products()
-    check_slots_of_nobody_are_left(products, make_weights(torch.bfloat16, device), device)
+    check_unused_slots_are_left(products, make_weights(torch.bfloat16, device), device)
 
 
 @needs_hopper

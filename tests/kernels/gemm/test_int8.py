@@ -84,7 +84,7 @@ def test_runner_equals_a_float64_model(case: Case, device: torch.device) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """first_slot: [L + 1]; with an index, rows lie elsewhere than their slots."""
+    """first_slot: [L + 1]; with an index, rows are in another order than slots."""
 
     id: str
     counts: tuple[int, ...]
@@ -94,7 +94,7 @@ class StepCase:
 
     @property
     def num_slots(self) -> int:
-        # Three slots behind the last expert's belong to nobody.
+        # Three slots after those of the last expert are unused.
         return self.first_slot[-1] + 3
 
     def is_used(self, device: torch.device) -> Tensor:
@@ -178,7 +178,7 @@ class Operands:
             rows = torch.randperm(case.num_slots, generator=generator).to(device)
         row_scales = scales(case.num_slots, 1)
         row_scales[rows[~is_used]] = float("nan")
-        # Whoever follows the index of a slot that nobody has touches memory that is not there.
+        # Reading through the index of an unused slot would leave the memory.
         index = torch.where(is_used, rows, 2**31 - 1).to(torch.int32)
         return cls(
             codes=codes(case.num_slots, columns),
@@ -383,7 +383,7 @@ def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> N
 
 
 def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
-    """Three rows that lie 2**30 + 16 elements apart, of memory that is hardly touched."""
+    """Three rows 2**30 + 16 elements apart, in memory that is hardly touched."""
     stride = 2**30 + 16
     try:
         memory = torch.empty(2 * stride + HIDDEN, dtype=torch.int8, device=device)

@@ -51,7 +51,7 @@ from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import ReplicaTable
 from epcomm.spec import BufferSpec
-from epcomm.types import Int8Profile, WireFormat
+from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Blackwell of workstations, whose blocks have 99 KB of shared memory.
@@ -327,15 +327,18 @@ ROWS: Mapping[str, Callable[[], None]] = {
 
 def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool = True) -> None:
     quantize_fp8.has_e4m3 = lambda device: has_e4m3
-    codes = rows(4, HIDDEN, torch.float8_e4m3fn, 2 * MESSAGE)
-    quantize_fp8.quantize_fp8_triton(
-        rows(4, HIDDEN, dtype), codes, rows(4, 56, scales, MESSAGE), scale_block=128
+    wire = WireTensor(
+        data=rows(4, HIDDEN, torch.float8_e4m3fn, 2 * MESSAGE),
+        format=WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=scales),
+        scales=rows(4, 56, scales, MESSAGE),
     )
+    quantize_fp8.quantize_fp8_triton(rows(4, HIDDEN, dtype), wire)
 
 
 def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
     codes, scales = rows(4, HIDDEN, I8, 2 * MESSAGE), rows(4, 1, torch.float32, MESSAGE)
-    quantize_int8_triton(rows(4, HIDDEN, dtype), codes, scales, profile=profile)
+    wire = WireTensor(data=codes, format=INT8_PER_TOKEN, scales=scales)
+    quantize_int8_triton(rows(4, HIDDEN, dtype), wire, profile)
 
 
 QUANTIZE: Mapping[str, Callable[[], None]] = {

@@ -24,6 +24,7 @@ from epcomm.kernels.launch import (
 )
 from epcomm.kernels.rows.launch import launch
 from epcomm.platforms.cuda import compute_capability
+from epcomm.types import WireTensor
 
 # Number of elements that a program of four warps holds, unless one block is larger.
 _TILE_ELEMENTS = 4 * ELEMENTS_PER_WARP
@@ -136,25 +137,24 @@ def _quantize_fp8_kernel(
     tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
 
 
-def quantize_fp8_triton(
-    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, scale_block: int
-) -> None:
+def quantize_fp8_triton(hidden_states: Tensor, wire: WireTensor) -> None:
     """Write codes and scales of rows, by the formula of quantization/fp8.py.
 
     Args:
         hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
-        codes: [T, H], float8_e4m3fn, of any row stride; stores have 16 bytes if the row stride is
-            a multiple of 16 bytes.
-        scales: [T, ceil(H / scale_block)], float32 or float8_e8m0fnu, of any row stride.
-        scale_block: number of elements that share a scale, at least 1.
+        wire: written; codes [T, H] and row-major scales, of any row stride. Stores of codes have 16
+            bytes if the row stride is a multiple of 16 bytes.
 
     Allocates nothing. Compiled for each dtype, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
         ShapeError: a tensor is not on a GPU or its columns are not adjacent, or 2**31 blocks.
     """
+    codes, scales = wire.data, wire.scales
+    assert scales is not None, "quantised formats have scales"
     check_rows("quantize_fp8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
     num_rows, hidden_size = hidden_states.shape
+    scale_block = wire.format.scale_block or hidden_size
     num_blocks = scales.numel()
     if num_blocks >= 2**31:
         raise ShapeError(

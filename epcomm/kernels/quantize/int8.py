@@ -14,7 +14,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, IS_INTERPRETED, check_rows, next_power_of_two, warps_for
 from epcomm.kernels.rows.launch import launch
-from epcomm.types import Int8Profile
+from epcomm.types import Int8Profile, WireTensor
 
 # The constants are those of quantization/int8.py; tests compare the bits of both.
 _INT8_MAX = tl.constexpr(127.0)
@@ -173,16 +173,13 @@ def _quantize_int8_kernel(
     tl.store(codes_ptr + row * CODES_STRIDE + column, codes, mask=is_element)
 
 
-def quantize_int8_triton(
-    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, profile: Int8Profile
-) -> None:
+def quantize_int8_triton(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) -> None:
     """Write codes and scales of rows, by the formulas of quantization/int8.py.
 
     Args:
         hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
-        codes: [T, H], int8, of any row stride; stores have 16 bytes if the row stride is a multiple
-            of 16 bytes.
-        scales: [T, 1], float32, of any row stride.
+        wire: written; codes [T, H] and scales [T, 1], of any row stride. Stores of codes have 16
+            bytes if the row stride is a multiple of 16 bytes.
         profile: the arithmetic.
 
     Allocates nothing. Compiled for each dtype, H, strides and profile.
@@ -190,6 +187,8 @@ def quantize_int8_triton(
     Raises:
         ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
     """
+    codes, scales = wire.data, wire.scales
+    assert scales is not None, "quantised formats have scales"
     check_rows("quantize_int8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
     num_rows, hidden_size = hidden_states.shape
     if num_rows == 0:

@@ -22,11 +22,11 @@ from tests.quantization.rows import varied_rows as all_varied_rows
 
 triton = pytest.importorskip("triton")
 from epcomm.kernels.launch import IS_INTERPRETED  # noqa: E402
-from epcomm.quantization.with_triton import quantize_with_triton  # noqa: E402
 
 # The interpreter divides by zero where the kernel then discards the quotient.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
+quantize_with_triton = quantizer_for(torch.device("cuda"))
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -172,7 +172,3 @@ def test_host_tensors_are_refused_without_the_interpreter(
     monkeypatch.setattr("epcomm.kernels.launch.IS_INTERPRETED", False)
     with pytest.raises(ShapeError, match="hidden_states is on cpu, expected cuda"):
         quantize_with_triton(torch.zeros(1, 8), INT8_PER_TOKEN)
-
-
-def test_cuda_selects_these_kernels() -> None:
-    assert quantizer_for(torch.device("cuda")) is quantize_with_triton

@@ -1,17 +1,45 @@
-"""quantize() and dequantize(): the arithmetic of a wire format, in plain torch."""
+"""Convert rows to a wire format and back, by plain torch or by kernels."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from epcomm.errors import BackendUnavailable
 from epcomm.quantization.fp8 import restore_fp8, write_fp8
 from epcomm.quantization.int8 import restore_int8, write_int8
 from epcomm.quantization.outputs import check_format, output_for
 from epcomm.quantization.scale_layout import unpack_scales
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
+
+
+class Quantizer(Protocol):
+    """The signature of quantize(); all implementations return the same bits."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        wire_format: WireFormat,
+        *,
+        profile: Int8Profile = Int8Profile.RINT127,
+        out: WireTensor | None = None,
+    ) -> WireTensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writers:
+    """Functions that write the codes and scales of hidden states into a checked wire tensor."""
+
+    fp8: Callable[[Tensor, WireTensor], None]
+    int8: Callable[[Tensor, WireTensor, Int8Profile], None]
+
+
+_PLAIN = Writers(fp8=write_fp8, int8=write_int8)
 
 
 def quantize(
@@ -20,6 +48,7 @@ def quantize(
     *,
     profile: Int8Profile = Int8Profile.RINT127,
     out: WireTensor | None = None,
+    writers: Writers = _PLAIN,
 ) -> WireTensor:
     """Convert hidden states to a wire format.
 
@@ -28,6 +57,7 @@ def quantize(
         wire_format: the format of the result; an unquantised format casts.
         profile: the arithmetic of INT8, ignored otherwise.
         out: memory for the result, with rows of any stride; None: new tensors.
+        writers: plain torch, or the kernels of quantizer_for().
 
     Returns:
         Data and row-major scales; scale_layout.arrange_scales() lays scales out for a GEMM.
@@ -41,15 +71,42 @@ def quantize(
     if wire_format.dtype.is_quantized:
         wire = output_for("quantize", hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
-            write_int8(hidden_states, wire, profile)
+            writers.int8(hidden_states, wire, profile)
         else:
-            write_fp8(hidden_states, wire)
+            writers.fp8(hidden_states, wire)
         return wire
     data = hidden_states.to(wire_format.dtype.torch_dtype)
     if out is None:
         return WireTensor(data=data, format=wire_format)
     out.data.copy_(data)
     return out
+
+
+def quantizer_for(device: torch.device) -> Quantizer:
+    """Return the fastest quantiser for tensors on `device`; call this once, at construction.
+
+    On CUDA it reads each element once, hidden_states are [T, H] with adjacent columns, and a graph
+    may capture it after one call with the same dtype, H and strides.
+
+    Raises:
+        BackendUnavailable: Triton is missing, which the quantiser for CUDA needs.
+    """
+    return partial(quantize, writers=_load_triton()) if device.type == "cuda" else quantize
+
+
+@cache
+def _load_triton() -> Writers:
+    try:
+        from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
+        from epcomm.kernels.quantize.int8 import quantize_int8_triton
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise BackendUnavailable(
+            "quantizer_for: triton is not installed, expected it for tensors on cuda; "
+            "install triton, or call epcomm.quantization.quantize(), which is plain torch"
+        ) from error
+    return Writers(fp8=quantize_fp8_triton, int8=quantize_int8_triton)
 
 
 def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tell which part of a MoE block does what."""
+"""Describe the parts of a MoE block."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epcomm.records import TopKOutput
 
 
 class RouterInput(StrEnum):
-    """A router's call has these inputs besides the router itself.
+    """An input of the call of a router.
 
     TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
     CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
@@ -29,16 +29,17 @@ class RouterInput(StrEnum):
 class BlockLayout:
     """The parts of a block by what they do: dotted names below the block; None: there is none.
 
-    router: what router_inputs say to logits [T, E], or to a tuple whose first entry they are; where
-        the routing is chosen_by_router, to (logits, topk_weights [T, K], topk_ids [T, K], ...).
+    router: returns logits [T, E], or a tuple whose first entry they are; with the routing
+        chosen_by_router, (logits, topk_weights [T, K], topk_ids [T, K], ...).
     router_inputs: its arguments, in order.
     correction_bias: E values, whatever their shape, that the routing wants.
     shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
-    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies what the shared experts give.
+    shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies the result of the shared
+    experts.
     averages_shared_experts: y is the mean of routed and shared experts instead of their sum.
     latent_in, latent_out: [T, H] to [T, H'] before dispatch, and back after combine; H' is the
         hidden size of the routed experts.
-    routed_scale: multiplies what the routed experts give, after latent_out.
+    routed_scale: multiplies the result of the routed experts, after latent_out.
     output_norm: [..., H] to [..., H], applied to y last.
     returns_scores: the block returns (y, topk_weights [T, K] in the dtype of the logits), not y.
     """
@@ -72,13 +73,13 @@ class BlockLayout:
 def chosen_by_router(
     logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
 ) -> TopKOutput:
-    """Stand for the choice of a router module that returns weights and ids beside its logits.
+    """Mark the routing of a router module that returns weights and ids with its logits.
 
-    `RoutingSpec(top_k=K, custom_function=chosen_by_router)` makes ExpertParallelMoE take both as
-    they are; no RoutingSpec has to describe them, and no operator of the device replaces them.
+    With `RoutingSpec(top_k=K, custom_function=chosen_by_router)`, ExpertParallelMoE uses the ids
+    and weights that the router module returns.
 
     Raises:
-        ConfigError: always, because logits alone do not tell what the router chose.
+        ConfigError: always, because the choice does not follow from logits.
     """
     raise ConfigError(
         "chosen_by_router: called with logits, expected to be taken from the router's own output; "

@@ -1,6 +1,6 @@
-"""Say what a model does with all of its expert-parallel layers at once.
+"""Find the expert-parallel layers of a model, and set their phase.
 
-A module is such a layer, or carries one that was put in front of it, as transformers' experts do.
+A module is such a layer, or has one as an attribute, as transformers' experts do.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ATTRIBUTE = "epcomm_layer"
 class ExpertParallelLayer(Protocol):
     """The part of a layer that functions over a whole model need.
 
-    is_decoding: calls that say nothing of the phase decode.
+    is_decoding: whether calls without an explicit phase decode.
     """
 
     is_decoding: bool
@@ -42,7 +42,7 @@ class ExpertParallelLayer(Protocol):
         The result depends on the layer's y, and that on carry, so that layers chained by it run
         backward in reverse order.
 
-        Collective: yes, in place of the layer's call, and so is its backward.
+        Collective: yes, instead of the layer's call, and so is its backward.
         """
         ...
 
@@ -56,7 +56,7 @@ class ExpertParallelLayer(Protocol):
 
 
 def put_in_front(module: nn.Module, layer: ExpertParallelLayer) -> None:
-    """Let the functions here find `layer`, which is no module, at `module`."""
+    """Attach `layer`, which is no module, to `module`, for the functions here."""
     setattr(module, _ATTRIBUTE, layer)
 
 
@@ -78,9 +78,9 @@ def named_expert_parallel_layers(model: nn.Module) -> dict[str, ExpertParallelLa
 
 @contextmanager
 def decode_phase(model: nn.Module) -> Iterator[None]:
-    """Let every expert-parallel layer of `model` decode, unless its caller says otherwise.
+    """Make decode the default phase of every expert-parallel layer of `model`.
 
-    For models whose code calls its blocks without a phase. Local; all ranks enter alike.
+    It is for models whose code calls its blocks without a phase. Local; all ranks enter it alike.
     """
     layers = expert_parallel_layers(model)
     before = [layer.is_decoding for layer in layers]

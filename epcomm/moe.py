@@ -24,7 +24,7 @@ from epcomm.stats import EPStats
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GateCall:
-    """Holds what a gate saw and chose in one call.
+    """The inputs and the choice of a gate in one call.
 
     logits: [T, E], with their graph.
     topk_ids: [T, K], int64, logical experts.
@@ -41,8 +41,8 @@ class ExpertParallelMoE(nn.Module):
 
     Parts keep the names of the block they came from, so state_dict names do too.
 
-    gate_calls: where calls of the gate are noted, for watch_gates() of
-        epcomm/training/auxiliary_losses.py; None: nowhere.
+    gate_calls: collects calls of the gate, for watch_gates() of
+        epcomm/training/auxiliary_losses.py; None: they are not collected.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class ExpertParallelMoE(nn.Module):
 
         Args:
             routing: logits to experts and weights.
-            experts: the routed experts; their configuration says who computes the routing.
+            experts: the routed experts; their configuration selects the router.
             parts: everything else by name: children, parameters, and other tensors as buffers.
             layout: what each part does.
 
         Local.
         Raises:
             ConfigError: the layout names a part that is missing, or the routing is impossible
-                among these experts or chooses more or fewer a token than they were made for.
+                among these experts, or chooses another number a token than they were made for.
             BackendUnavailable: the router asked for is not on the device of the group.
         """
         super().__init__()
@@ -81,13 +81,13 @@ class ExpertParallelMoE(nn.Module):
             device=experts.group.device,
             where=experts.group.where,
         )
-        # Made here, not at the first call: a capture would set it to zero in every replay.
+        # Made here, because a table made in a captured call would be zeroed in every replay.
         self._load_table: Tensor | None = None
         if experts.config.record_load:
             self._load_table = load_table(experts.num_logical_experts, experts.group.device)
         self.gate_calls: list[GateCall] | None = None
         self.experts = experts
-        # Adapters stand in place of the experts, and tell no size.
+        # An adapter may replace the experts later, and has no hidden_size.
         self._hidden_size = experts.hidden_size
         for name, part in parts.items():
             self._register(name, part)
@@ -111,8 +111,8 @@ class ExpertParallelMoE(nn.Module):
 
         Collective: yes.   Host sync: yes.
         Raises:
-            ConfigError: a part or an attribute that nobody knows (the message names it), or a block
-                that computes something else than its parts say; on all ranks.
+            ConfigError: an unknown part or attribute (the message names it), or a block whose
+                results differ from what its parts compute; on all ranks.
         """
         return block_reader()(block, group, config)
 
@@ -218,13 +218,13 @@ class ExpertParallelMoE(nn.Module):
         self, x: Tensor, input_ids: Tensor | None, decode: bool | None
     ) -> tuple[Tensor, Tensor, TopKOutput]:
         """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
-        # A call that backward repeats was counted and noted. torch 2.11 cannot compile this line,
-        # and would compile nothing here if it were inside the try.
+        # A call that backward repeats was counted before. torch 2.11 cannot compile this line, and
+        # would compile nothing of the method if it were inside the try.
         is_repeated = torch._C._current_graph_task_id() != -1
         try:
             load = None if is_repeated else self._load_table
-            # Who watches the gate wants experts of the model, and copies are chosen after it then,
-            # as they are where an adapter lies around the experts.
+            # watch_gates() needs logical experts, so the experts choose copies afterwards, as they
+            # do under an adapter.
             watched = self.gate_calls is not None
             replicas = None if watched else getattr(self.experts, "replica_table", None)
             logits, topk = self._route(x, input_ids, load, replicas)
@@ -234,7 +234,7 @@ class ExpertParallelMoE(nn.Module):
                 )
             return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk
         except Exception as problem:
-            # The other ranks are on their way into the experts.
+            # The other ranks call the experts meanwhile.
             self.experts.refuse(problem, decode=decode)
             raise
 
@@ -262,11 +262,11 @@ class ExpertParallelMoE(nn.Module):
         return replace(stats, rank_load=load)
 
     def _check_hidden_size(self, x: object) -> None:
-        """Refuse what the parts would fail on with words of torch alone."""
+        """Refuse x that the parts would refuse with an error of torch."""
         latent_in = self._layout.latent_in
         expected: object = self._hidden_size
         if latent_in is not None:
-            # The experts are narrower than the block; a part of the user's own may tell no size.
+            # The experts are narrower than the block; a custom latent_in may have no in_features.
             expected = getattr(self.get_submodule(latent_in), "in_features", None)
         if isinstance(x, Tensor) and x.dim() and expected in (None, x.shape[-1]):
             return

@@ -34,7 +34,7 @@ class WireDtype(StrEnum):
     """The element type of hidden states while they travel.
 
     torch_dtype: the torch dtype that holds one element.
-    is_quantized: rows carry scales beside their elements.
+    is_quantized: rows have scales.
     """
 
     torch_dtype: torch.dtype
@@ -56,7 +56,7 @@ class WireDtype(StrEnum):
 
     @property
     def scalar_dtype(self) -> torch.dtype:
-        """The torch dtype of sums over rows, and of the router weights that travel beside them."""
+        """The torch dtype of sums over rows, and of the router weights that are sent with them."""
         return sum_dtype(self.torch_dtype)
 
     @classmethod
@@ -113,9 +113,9 @@ class Int8Profile(StrEnum):
 
 
 UNQUANTIZED_DTYPES = frozenset(dtype for dtype in WireDtype if not dtype.is_quantized)
-# What eight-bit rows are made of, and eight-bit experts read beside them.
+# Dtypes that can be quantised to eight bits, which eight-bit experts read too.
 QUANTIZABLE_DTYPES = UNQUANTIZED_DTYPES - {WireDtype.FP64}
-# What buffers carry whose kernels add up in float32.
+# Dtypes that buffers carry whose kernels sum in float32.
 FLOAT32_SUM_DTYPES = frozenset(WireDtype) - {WireDtype.FP64}
 
 
@@ -179,7 +179,7 @@ class WireFormat:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleLayout:
-    """The order in which received scales lie in memory.
+    """The memory layout of received scales.
 
     column_major: consecutive rows are adjacent (what TMA reads) instead of consecutive blocks.
     alignment: rows are padded to this multiple in the column-major layout; 1 in row-major.
@@ -204,13 +204,13 @@ class ScaleLayout:
         return f"{order or 'row-major'}{', packed' if self.packed else ''}"
 
 
-# As scales travel.
+# The layout in which scales are sent.
 ROW_MAJOR = ScaleLayout()
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowReading:
-    """The rows as a runner reads them: what travelled, and how their scales lie on arrival.
+    """The rows that a runner reads: their wire format, and the layout of received scales.
 
     scale_layout: ROW_MAJOR for unquantised rows, which have no scales.
     """
@@ -243,11 +243,11 @@ def check_packing(caller: str, wire_format: WireFormat, layout: ScaleLayout) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WireTensor:
-    """The rows as they travelled: elements, and scales where the format has them.
+    """The rows in a wire format: elements, and scales where the format has them.
 
     data: [R, H] (or [L, C, H]), format.dtype; the row stride may exceed H.
     scales: [R, num_scales] or None.
-    scale_layout: how the scales lie; None: row-major.
+    scale_layout: the layout of the scales; None: row-major.
     """
 
     data: Tensor

@@ -29,7 +29,7 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
-from epcomm.routing.with_triton import TritonGate
+from epcomm.routing.triton_gating import TritonGate
 
 # Calls of a graph: so many that beginning and end do not count.
 CALLS_OF_GRAPH = 50

@@ -18,7 +18,7 @@ from epcomm.errors import BackendUnavailable
 from epcomm.platforms.cuda import nvidia_libraries
 
 # Values of the driver's enumerations, from cuda.h.
-# Of the driver: no context is current in the calling thread.
+# The driver's status if no context is current in the calling thread.
 _INVALID_CONTEXT = 201
 _MAX_DYNAMIC_SHARED_BYTES = 8
 _TENSOR_MAP_UINT8 = 0
@@ -119,7 +119,7 @@ class CudaKernel:
 
 
 class CudaModule:
-    """A module of machine code in the context of the current device, for the process's life."""
+    """A module of machine code in the context of the current device, which is never unloaded."""
 
     def __init__(self, cubin: bytes) -> None:
         # The driver needs the context that torch makes.
@@ -155,7 +155,7 @@ def byte_matrix_map(
 ) -> TensorMap:
     """Describe boxes of an [N, K] matrix of one-byte elements, with 128-byte swizzle.
 
-    Of numbers alone: a matrix at the same place later has the same map.
+    It depends only on these numbers, so a later matrix at the same address has the same map.
 
     Args:
         address: of the first element, a multiple of 16.
@@ -221,7 +221,7 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_candidates() -> list[str]:
-    """List the places of NVRTC: in wheels, torch's major version first, then the loader's path."""
+    """Return paths of NVRTC: in wheels, torch's major version first, then the loader's path."""
     major = (torch.version.cuda or "").partition(".")[0]
     names = [f"libnvrtc.so.{version}" for version in dict.fromkeys((major, "13", "12")) if version]
     in_wheels = [path for name in names for path in nvidia_libraries(name)]

@@ -13,7 +13,7 @@ from triton import knobs
 from epcomm.errors import ShapeError
 from epcomm.platforms.cuda import compute_capability, shared_bytes_of
 
-# The kernels of this process run in Triton's interpreter, one program after another, for tests
+# Whether kernels of this process run in Triton's interpreter, one program after another, for tests
 # without a GPU.
 IS_INTERPRETED: bool = knobs.runtime.interpret
 
@@ -78,7 +78,7 @@ def check_rows(caller: str, **tensors: Tensor) -> None:
     """Refuse tensors that kernels cannot address.
 
     Raises:
-        ShapeError: a tensor that is not on a GPU, not a matrix, or has columns apart.
+        ShapeError: a tensor is not on a GPU, no matrix, or its columns are not adjacent.
     """
     for name, tensor in tensors.items():
         if not (tensor.is_cuda or IS_INTERPRETED):

@@ -1,8 +1,8 @@
-"""Launch Triton kernels again without Triton's Python: the arguments lie ready for the driver.
+"""Launch Triton kernels repeatedly without Triton's Python.
 
-Triton looks at every argument in every call, to find the compiled variant: 15 to 30 us of host time
-for the kernels of this library. A launch whose constants stay, and of whose arguments few change,
-needs that once. Later calls write what changes to memory that the driver reads, and call it.
+Triton inspects every argument of every call to find the compiled variant, which takes 15 to 30 us
+of host time for the kernels of this library. A launch with the same constants needs that once.
+Later calls write the arguments that change to memory that the driver reads, and call the driver.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from epcomm.kernels.launch import IS_INTERPRETED
 
 _logger = logging.getLogger(__name__)
 
-# Stands for an argument of a PreparedLaunch that every call gives anew.
+# Marks an argument of a PreparedLaunch that every call passes.
 CHANGES: Final = object()
 
 # Pointers that are multiples of 16 bytes have a compiled variant of their own.
 _ALIGNMENT_MASK = 15
-# By the type that Triton gave an argument, its bytes, and its format for struct, in 8 bytes.
+# Bytes and struct format, padded to 8 bytes, of an argument by the type that Triton gave it.
 _POINTER = (8, "Q")
 _FORMATS = {"i32": (4, "i4x"), "u32": (4, "I4x"), "i64": (8, "q"), "u64": (8, "Q")}
 _SLOT_BYTES = 8
-# Pointers to memory for scratch, which Triton puts behind the arguments.
+# Pointers to scratch memory, which Triton appends to the arguments.
 _MAX_SCRATCH = 2
 # CU_POINTER_ATTRIBUTE_DEVICE_POINTER of cuda.h.
 _DEVICE_POINTER = 3
@@ -61,7 +61,7 @@ class _Config(ctypes.Structure):
 
 
 class CompiledKernel(Protocol):
-    """Hold what a launch reads of a kernel that Triton has compiled and loaded."""
+    """The attributes of a kernel that Triton has compiled and loaded."""
 
     function: int
     metadata: Any
@@ -98,21 +98,21 @@ class DirectLaunch:
 
         Args:
             compiled: the kernel.
-            arguments: those of the call that compiled it, constants left out.
-            changing: the same, None where the argument stays as it is.
-            types: what Triton made of each argument, "constexpr" where the kernel has none.
-            num_scratch: pointers behind the arguments, which get null.
-            device_index: where the kernel was loaded.
-            calls: what to call.
+            arguments: those of the call that compiled it, without constants.
+            changing: an entry for each argument, None where the argument does not change.
+            types: Triton's type of each argument, "constexpr" where the kernel has none.
+            num_scratch: number of scratch pointers after the arguments, which get null.
+            device_index: the device on which the kernel was loaded.
+            calls: functions of the driver and of torch.
         """
         self._calls, self._device_index = calls, device_index
-        # Of the memory: threads of one process may share a kernel.
+        # Guards the memory, because threads of a process may share a kernel.
         self._lock = Lock()
         given = [place for place, each in enumerate(changing) if each is not None]
         kept = [place for place in range(len(arguments)) if place not in given]
-        # What changes belongs to the caller: a batch must not outlive its call here.
+        # Arguments that change are not kept, so that a batch is freed after its call.
         self._keeps = (compiled, [arguments[place] for place in kept])
-        # What changes lies in front, so that one call writes all of it.
+        # Arguments that change come first, so that one call writes all of them.
         order = [place for place in (*given, *kept) if types[place] != "constexpr"]
         formats = {place: _format_of(types[place]) for place in order}
         self._memory = ctypes.create_string_buffer(_SLOT_BYTES * (len(order) + num_scratch))
@@ -150,10 +150,10 @@ class DirectLaunch:
         self._fixed = (byref(self._config), c_void_p(compiled.function), self._parameters, None)
 
     def launch(self, grid: int, changing: Sequence[object]) -> bool:
-        """Launch `grid` programs on the current stream; tell whether that was possible.
+        """Launch `grid` programs on the current stream, and return whether that was possible.
 
-        It is not for arguments that want another compiled variant, nor where another device is the
-        current one, or none is.
+        It is not for arguments that need another compiled variant, or if the kernel's device is not
+        the current one.
         """
         calls, index = self._calls, self._device_index
         if calls.device() != index:
@@ -178,29 +178,29 @@ class DirectLaunch:
             try:
                 self._write(self._memory, 0, *values)
             except struct.error:
-                # An integer that wants more bytes.
+                # An integer that does not fit its type.
                 return False
             config.grid_x, config.stream = grid, calls.stream(index)
             return calls.launch(*self._fixed) == 0
 
 
 class PreparedLaunch:
-    """A kernel of Triton with its constants, and arguments of which few change between calls.
+    """A Triton kernel with its constants, and arguments of which few change between calls.
 
     The first call goes through Triton, which compiles the kernel; so does every call under the
-    interpreter, and one that wants another compiled variant. Hooks of Triton see those alone.
+    interpreter, and one that needs another compiled variant. Only those run hooks of Triton.
     """
 
     def __init__(
         self, kernel: object, arguments: Sequence[object], constants: Mapping[str, Any]
     ) -> None:
-        """Keep what stays.
+        """Keep the kernel, its constants and the arguments that do not change.
 
         Args:
             kernel: decorated by triton.jit.
-            arguments: those that are no constants, in order: tensors, integers or None, or CHANGES.
-            constants: by name, with the options of the compiler. An integer among the arguments is
-                none that the kernel is specialised for (do_not_specialize).
+            arguments: in order, without constants: tensors, integers, None, or CHANGES. The kernel
+                is not specialised for integers among them (do_not_specialize).
+            constants: by name, with the options of the compiler.
         """
         self._kernel, self._arguments, self._constants = cast(Any, kernel), arguments, constants
         self._direct: DirectLaunch | None = None
@@ -213,7 +213,7 @@ class PreparedLaunch:
             return
         rest = iter(changing)
         arguments = [next(rest) if each is CHANGES else each for each in self._arguments]
-        # Some are memory of the host that the device reads.
+        # Some tensors are memory of the host that the device reads.
         tensors = [each for each in arguments if isinstance(each, Tensor)]
         tensor = next((each for each in tensors if each.is_cuda), tensors[0])
         # Does nothing on a CPU.
@@ -226,14 +226,14 @@ class PreparedLaunch:
     def _prepare(
         self, compiled: CompiledKernel, arguments: Sequence[object], device: torch.device
     ) -> DirectLaunch | None:
-        """Return the direct way to the kernel, or None where this Triton or driver has none."""
+        """Return the direct launch, or None where this Triton or driver does not support it."""
         kernel = self._kernel
         try:
             types = types_of(compiled, kernel.arg_names, len(arguments))
             _check_integers(arguments, kernel.params)
             _check_host_memory(arguments)
             num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
-            # An old driver has none.
+            # An old driver does not have this function.
             launch = driver().cuLaunchKernelEx
         except (AttributeError, KeyError, CudaError, UnpreparedError) as problem:
             _logger.info("%s is launched by Triton: %s", kernel, problem)
@@ -258,10 +258,10 @@ class UnpreparedError(Exception):
 
 
 def types_of(compiled: CompiledKernel, names: Sequence[str], num_arguments: int) -> list[str]:
-    """Return what Triton made of the first arguments of a kernel; the others are constants.
+    """Return Triton's types of the first arguments of a kernel; the others are constants.
 
     Raises:
-        UnpreparedError: types, scratch memory or launches that are not known here.
+        UnpreparedError: types, scratch memory or launches that are not supported.
     """
     signature, metadata = compiled.src.signature, compiled.metadata
     types = [signature[name] for name in names]
@@ -287,7 +287,7 @@ def _check_integers(arguments: Sequence[object], params: Sequence[Any]) -> None:
 
 
 def _check_host_memory(arguments: Sequence[object]) -> None:
-    """Refuse memory of the host that the device knows by another address."""
+    """Refuse host memory that has another address on the device."""
     for tensor in arguments:
         if isinstance(tensor, Tensor) and not tensor.is_cuda:
             found, address = c_void_p(), c_void_p(tensor.data_ptr())
@@ -297,7 +297,7 @@ def _check_host_memory(arguments: Sequence[object]) -> None:
 
 
 def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:
-    """Return the pointers behind the arguments, after comparing what the driver knows of them."""
+    """Return the number of scratch pointers, after comparing the driver's sizes of parameters."""
     ask = driver().cuFuncGetParamInfo
     function, offset, size, found = c_void_p(compiled.function), c_size_t(), c_size_t(), []
     while ask(function, c_size_t(len(found)), byref(offset), byref(size)) == 0:
@@ -315,7 +315,7 @@ def _is_aligned(arguments: Sequence[object]) -> bool:
 
 
 def _bytes_of(kind: str) -> int:
-    """Return the bytes of a parameter, 0 of a constant."""
+    """Return the bytes of a parameter; 0 for a constant."""
     return 0 if kind == "constexpr" else _FORMATS.get(kind, _POINTER)[0]
 
 
@@ -328,7 +328,7 @@ def _value_of(argument: object) -> object:
 
 
 def _kind_of(argument: object, kind: str) -> object:
-    """Return what later arguments in this place must be: a dtype, int, or None."""
+    """Return what later arguments at this index must be: a dtype, int, or None."""
     if kind == "constexpr":
         return None
     return argument.dtype if isinstance(argument, Tensor) else int

@@ -27,7 +27,7 @@ def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def cast_topk(topk: TopKOutput, dtype: torch.dtype) -> TopKOutput:
-    """Cast router weights to the dtype that travels beside rows of `dtype`. Differentiable."""
+    """Cast router weights to the dtype that is sent with rows of `dtype`. Differentiable."""
     weights = topk.topk_weights
     weights_dtype = sum_dtype(dtype)
     if weights.dtype is weights_dtype:

@@ -263,7 +263,7 @@ def localize(expert_ids: Tensor, first_expert: int, num_local_experts: int) -> T
 
 
 def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
-    """Return the local expert that computes each slot, [C], int64; L behind the last expert.
+    """Return the local expert that computes each slot, [C], int64; L after the last expert.
 
     Padding between two experts belongs to the first of them.
 
@@ -498,7 +498,7 @@ def _load_triton() -> TritonRowOps:
     return TritonRowOps()
 
 
-# A device type that is not listed has no kernels here and takes plain torch.
+# Device types without an entry have no kernels here and use plain torch.
 _LOADERS: dict[str, Callable[[], TritonRowOps]] = {"cuda": _load_triton}
 
 

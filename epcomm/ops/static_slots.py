@@ -50,7 +50,7 @@ def build_static_slot_index(
     starts = F.pad(aligned_counts(counts, expert_alignment).cumsum(0), (1, 0))
     dense_starts = F.pad(counts.cumsum(0), (1, 0))
     flat_ids = local_ids.flatten()
-    # Entries without an expert sort behind all others, as expert L, into one more slot.
+    # Entries without an expert sort last, as expert L, into one extra slot.
     keys = torch.where(flat_ids < 0, num_experts, flat_ids)
     expert_of_pair, pairs = torch.sort(keys, stable=True)
     expert_of_pair = expert_of_pair.long()

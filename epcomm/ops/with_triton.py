@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.row_topk import read_row_topk
-from epcomm.kernels.rows.scatter import Parts, scatter_tokens
+from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 from epcomm.kernels.rows.sums import sum_parts, sum_rows
@@ -25,6 +25,11 @@ class TritonRowOps:
 
     epcomm/ops/slots.py takes them for the devices that it lists, and plain torch for others.
     """
+
+    count_sends = staticmethod(count_sends)
+    scatter_tokens = staticmethod(scatter_tokens)
+    start_read = staticmethod(start_read)
+    write_token_layout = staticmethod(write_token_layout)
 
     def gather_rows(self, rows: Tensor, row_of_slot: Tensor) -> Tensor:
         """Return the row of each slot, [C, H], zeros for -1."""
@@ -110,25 +115,6 @@ class TritonRowOps:
         read_row_topk(slots_of_row.contiguous(), first_slot, slot_weights, ids, weights)
         return ids, weights
 
-    def write_token_layout(
-        self, topk_ids: Tensor, per_rank: Tensor, per_expert: Tensor, is_in_rank: Tensor
-    ) -> None:
-        """Write the tokens of each rank and expert, and which token goes to which rank."""
-        write_token_layout(topk_ids.contiguous(), per_rank, per_expert, is_in_rank)
-
-    def count_sends(
-        self,
-        topk_ids: Tensor,
-        header: Tensor,
-        rest: Tensor,
-        words: tuple[int, ...],
-        *,
-        wrong_ids: int,
-        num_local: int,
-    ) -> None:
-        """Write the headers of a dispatch with the rows and slots for each rank."""
-        count_sends(topk_ids, header, rest, words, wrong_ids=wrong_ids, num_local=num_local)
-
     def order_sends(
         self, topk_ids: Tensor, header: Tensor, *, rows_at: int, num_local: int
     ) -> tuple[Tensor, Tensor]:
@@ -139,14 +125,6 @@ class TritonRowOps:
             topk_ids, header, row_of_rank, row_of_topk, rows_at=rows_at, num_local=num_local
         )
         return row_of_rank, row_of_topk
-
-    def scatter_tokens(self, tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
-        """Copy each token to its rows."""
-        scatter_tokens(tokens, row_of_rank, rows)
-
-    def start_read(self, tensor: Tensor) -> Callable[[], list]:
-        """Begin to read a tensor on the host; what is launched later runs meanwhile."""
-        return start_read(tensor)
 
 
 def _with_adjacent_columns(rows: Tensor) -> Tensor:

@@ -1,1 +1,1 @@
-"""Say where the experts of a layer lie, with several copies of the loaded ones."""
+"""Assign the experts of a layer to ranks, with several copies of the loaded ones."""

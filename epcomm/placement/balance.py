@@ -1,4 +1,4 @@
-"""Make a placement of a load: replicate the most loaded experts, and pack the ranks evenly."""
+"""Compute a placement from a load: replicate the most loaded experts, and pack the ranks evenly."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ if TYPE_CHECKING:
     # `import epcomm` loads no module that torch has not loaded.
     import numpy.typing as npt
 
-# Above this multiple of the mean load of a rank, other numbers of copies are tried.
+# Largest load of a rank, relative to the mean, at which the search for a better placement stops.
 _GOOD_ENOUGH = 1.001
-# So many experts of the highest rank get so many copies more or fewer.
+# The search changes the number of copies of this many experts of the highest rank,
 _MOST_CHANGED = 3
+# each by these numbers.
 _CHANGES = (-1, 1, -2, 2, -3, 3)
-# Times that this made a placement better, after which it is taken as it is.
+# Improvements after which the search stops.
 _MOST_TRIALS = 16
 
-# The loads of the items of one rank or host, of all that are packed together.
+# The loads of the items that are packed together.
 _Loads: TypeAlias = "npt.NDArray[np.float64]"
 
 
@@ -41,8 +42,8 @@ def balance(
 ) -> ExpertPlacement:
     """Place experts so that the most loaded rank has as little as can be found.
 
-    Each copy of an expert is taken to serve an equal part of its load, as round robin does. Equal
-    loads give equal placements, on every machine.
+    Copies of an expert share its load equally, as round robin does. Equal loads give equal
+    placements on every machine.
 
     Args:
         load: [E], tokens of each logical expert, any unit; at least 0.
@@ -50,9 +51,9 @@ def balance(
         num_physical_experts: P, a multiple of W; P - E of them are redundant.
         num_hosts: hosts of the ranks.
         num_groups: groups of experts, where routing is limited to groups. If hosts divide them, all
-            experts of a group and their copies lie on one host, so that a token that is limited to
-            some groups crosses to as few hosts; unless these are more copies than ranks of a host
-            can hold, one each.
+            experts of a group and their copies are placed on one host, so that a token limited to
+            some groups is sent to as few hosts; unless there are more copies than the ranks of a
+            host can hold, one each.
 
     Local.   Host sync: where load is on a device.   Deterministic: yes.
     Raises:
@@ -139,7 +140,7 @@ def _areas(
 def _place(
     values: _Loads, experts: npt.NDArray[np.int64], num_ranks: int, num_places: int
 ) -> list[int]:
-    """Return the logical expert of each place of `num_ranks` ranks, rank by rank."""
+    """Return the logical expert of each physical one, for num_ranks ranks in their order."""
     copies = _count_copies(values, num_places, np.full(len(values), num_ranks))
     best = _packed(values, copies, num_ranks)
     # Fewer copies of one expert and more of another may pack better.
@@ -197,16 +198,16 @@ def _count_copies(
     most: npt.NDArray[np.int64],
     first: Mapping[int, int] = MappingProxyType({}),
 ) -> npt.NDArray[np.int64]:
-    """Give each expert a copy, and each further place to the copies with the highest load.
+    """Assign each expert one copy, and the remaining ones by the highest load of a copy.
 
-    most: copies of each expert.   first: copies that some have from the start.
+    most: largest number of copies of each expert.   first: numbers that are fixed.
     """
     copies = np.ones(len(values), dtype=np.int64)
     for expert, number in first.items():
         copies[expert] = number
     while copies.sum() < num_places and (copies < most).any():
         loads = np.where(copies < most, values / copies, -1.0)
-        # Of equal loads, such as none at all, to the expert with the fewest copies.
+        # Equal loads, such as zeros: the expert with the fewest copies.
         best = np.lexsort((np.arange(len(values)), copies, -loads))[0]
         copies[best] += 1
     return copies
@@ -249,9 +250,9 @@ def _pack(
 
 
 def _insert(bins: _Bins, item: int, totals: list[float]) -> bool:
-    """Put an item into the bin of least load that has a place and none of the same owner.
+    """Put an item into the lightest bin that has room and no item of the same owner.
 
-    totals: the load of each bin, to which the item is added; True: other items moved too.
+    totals: the load of each bin, to which the item is added.   Returns: whether others moved too.
     """
     owner = int(bins.owners[item])
     places = sorted(range(len(bins.items)), key=lambda place: (totals[place], place))
@@ -261,8 +262,8 @@ def _insert(bins: _Bins, item: int, totals: list[float]) -> bool:
             bins.items[place].append(item)
             totals[place] += float(bins.loads[item])
             return False
-    # Every open bin has one of this owner. A full one without it has at least one item more than
-    # an open bin has others, so something can move there.
+    # Every open bin has an item of this owner. A full bin without one has more items than an open
+    # bin has others, so one of its items can move to an open bin.
     for full in (place for place in places if not bins.holds(place, owner)):
         for place in is_open:
             moved = [i for i in bins.items[full] if not bins.holds(place, int(bins.owners[i]))]
@@ -277,7 +278,7 @@ def _insert(bins: _Bins, item: int, totals: list[float]) -> bool:
 def _exchange(bins: _Bins) -> bool:
     """Exchange an item of the bin of highest load for one of another; False if nothing helps.
 
-    The highest load of the two falls, so that no packing comes twice.
+    The higher load of the two falls each time, so the loop ends.
     """
     totals = np.array(bins.totals())
     highest = int(totals.argmax())
@@ -289,7 +290,7 @@ def _exchange(bins: _Bins) -> bool:
             continue
         mine, others = bins.items[highest], bins.items[place]
         fall = bins.loads[mine][:, None] - bins.loads[others][None, :]
-        # What the larger of the two bins has less afterwards.
+        # By how much the higher load of the two falls.
         gain = np.minimum(fall, gap - fall)
         for i, j in zip(*np.unravel_index(np.argsort(-gain, axis=None), gain.shape), strict=True):
             found = float(gain[i, j])

@@ -17,15 +17,15 @@ _FORMAT = "epcomm expert load 1"
 class ExpertLoad:
     """The tokens that chose each logical expert, of all ranks together.
 
-    num_ranks: W, of which the load was added up.
-    windows_by_layer: by the name of a layer, E counts for each window, the oldest first.
+    num_ranks: W, the ranks whose loads were added up.
+    windows_by_layer: for each layer by name, E counts for each window, the oldest first.
     """
 
     num_ranks: int
     windows_by_layer: Mapping[str, tuple[tuple[int, ...], ...]]
 
     def total(self, layer: str) -> tuple[int, ...]:
-        """Return E counts of all windows of a layer together; none before a window has ended."""
+        """Return E counts, summed over the windows of a layer; empty before a window has ended."""
         return tuple(sum(counts) for counts in zip(*self.windows_by_layer[layer], strict=True))
 
     def as_json(self) -> str:
@@ -46,7 +46,7 @@ class ExpertLoad:
             source: the name of the file, for messages.
 
         Raises:
-            ConfigError: it is no JSON, or not of this format.
+            ConfigError: the text is no JSON, or has another format.
         """
         try:
             values = json.loads(text)
@@ -67,7 +67,7 @@ class ExpertLoad:
         """Read a file.
 
         Raises:
-            ConfigError: it cannot be read, or is not of this format.
+            ConfigError: the file cannot be read, or has another format.
         """
         try:
             text = path.read_text("utf-8")

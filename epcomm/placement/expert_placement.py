@@ -24,8 +24,8 @@ class ExpertPlacement:
     prefers_near: tokens use the replicas on their rank, else those on its host, else all, in turn;
         the loads of copies then are those of the ranks nearby, and not equal. False: all, in turn.
 
-    Worked example: 3 experts on 2 ranks as (0, 1, 2, 0) lie as [0, 1] and [2, 0]; expert 0 has the
-    physical ids 0 and 3.
+    Worked example: 3 experts on 2 ranks as (0, 1, 2, 0): rank 0 holds [0, 1], rank 1 [2, 0], and
+    expert 0 has the physical ids 0 and 3.
     """
 
     num_experts: int
@@ -55,7 +55,7 @@ class ExpertPlacement:
     def spread(
         cls, *, num_experts: int, num_ranks: int, num_hosts: int = 1, num_physical_experts: int
     ) -> Self:
-        """Place experts in the order of their ids, over and over until all places are taken.
+        """Place experts in the order of their ids, repeatedly until all P positions are filled.
 
         Without redundancy every rank holds the experts that it holds without a placement. Local.
 
@@ -112,7 +112,7 @@ class ExpertPlacement:
         )
 
     def describe(self) -> str:
-        """Say in a line how many experts lie on how many ranks."""
+        """Return one line with the numbers of experts, copies and ranks."""
         redundant = self.num_physical_experts - self.num_experts
         most = max(map(len, self.replicas))
         return (
@@ -155,7 +155,7 @@ class ExpertPlacement:
 
     def _check_experts(self) -> None:
         for physical, logical in enumerate(self.physical_to_logical):
-            # Exactly int, for 0.0 and True compare like numbers of experts.
+            # Exactly int, because 0.0 and True are equal to ids of experts.
             if type(logical) is not int or not 0 <= logical < self.num_experts:
                 raise _fault(
                     f"physical expert {physical} is a copy of {shown(logical)}",
@@ -180,7 +180,7 @@ class ExpertPlacement:
 def check_sizes(
     caller: str, *, num_experts: int, num_ranks: int, num_hosts: int, num_physical_experts: int
 ) -> None:
-    """Refuse numbers of which no placement can be made. Local.
+    """Refuse sizes that no placement can have. Local.
 
     Raises:
         ConfigError: hosts that do not divide the ranks, ranks that do not divide the physical

@@ -1,8 +1,8 @@
 """Move experts between ranks, from one placement to another, all of them or none.
 
-Rows of experts travel in pieces, and wait in host memory until every rank has all of its own. So
-the device needs little more memory, and whatever fails on the way has written nothing. Then each
-rank writes its rows in place: parameters keep their addresses, in graphs too.
+Rows of experts are sent in pieces and staged in host memory until every rank has all of its rows.
+The device needs little more memory, and a failure before that point has written nothing. Then each
+rank writes its rows in place, so parameters keep their addresses, in graphs too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 from epcomm.collectives.base import Collectives
 from epcomm.placement.expert_placement import ExpertPlacement
 
-# 64 MiB: long enough for the full rate of any link, little beside the experts of a rank. Rows of
-# one expert that are longer travel one at a time.
+# 64 MiB: enough for the full rate of any link, and little compared with the experts of a rank.
+# Experts that are larger are sent one at a time.
 PIECE_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The way of one expert: physical ids of a copy in the old placement, of one in the new."""
+    """The move of one expert: physical ids in the old placement and in the new one."""
 
     source: int
     target: int
@@ -31,11 +31,11 @@ class Transfer:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveMemory:
-    """The most memory that a move takes on one rank, beside the experts of its layer.
+    """The most memory that a move takes on one rank, in addition to the experts of its layer.
 
-    device_bytes: what a rank sends and receives at a time, of the parameter with the most.
-    host_bytes: rows that wait until all are there. Each state of an optimizer, such as a moment of
-        Adam, takes as much again as its parameters do.
+    device_bytes: rows that are sent and received at a time, of the largest parameter.
+    host_bytes: staged rows. Each state of an optimizer, such as a moment of Adam, adds as much as
+        its parameters.
     """
 
     device_bytes: int
@@ -43,7 +43,7 @@ class MoveMemory:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], *, num_physical: int, num_ranks: int) -> MoveMemory:
-        """Compute it for P = num_physical experts; tensors: some experts [N, ...], on meta too."""
+        """Compute the sizes for P = num_physical experts; tensors: some [N, ...], on meta too."""
         local = num_physical // num_ranks
         device_bytes = host_bytes = 0
         for tensor in tensors.values():
@@ -58,8 +58,8 @@ class MoveMemory:
 def transfers_between(old: ExpertPlacement, new: ExpertPlacement) -> list[Transfer]:
     """Return where each physical expert that changes gets its values from. Local; pure.
 
-    A rank that holds an expert already takes it from itself. Else of the ranks that hold it, one on
-    the same host, and of these the one that has sent least so far.
+    The source is the rank itself if it holds the expert; else a rank on the same host, if one does;
+    among several, the one that sends least so far.
     """
     found: list[Transfer] = []
     num_sent = [0] * old.num_ranks
@@ -109,15 +109,15 @@ def stage_experts(
     *,
     piece_bytes: int = PIECE_BYTES,
 ) -> StagedExperts:
-    """Bring the rows that this rank's experts will have; write nothing yet.
+    """Receive the rows that this rank's experts will have, without writing them.
 
     Args:
         tensors: this rank's [L, ...] by name, contiguous, any dtype; alike on all ranks.
-        old: where the experts lie.
-        new: where they shall lie, of the same numbers.
+        old: the present placement.
+        new: the next one, of the same sizes.
         collectives: of the ranks.
-        piece_bytes: most bytes of one tensor that a rank sends, and that it receives, at a time;
-            so much memory, twice, the device needs beside the experts. One row travels always.
+        piece_bytes: most bytes of one tensor that a rank sends, and that it receives, at a time, at
+            least one row; the device needs twice this memory in addition to the experts.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -147,7 +147,7 @@ def _as_rows(tensor: Tensor) -> Tensor:
 def _pieces(
     transfers: Sequence[Transfer], size: int, world_size: int, most: int
 ) -> list[list[Transfer]]:
-    """Divide what travels so that no rank sends or receives more than `most` rows at a time."""
+    """Divide the transfers so that no rank sends or receives more than `most` rows at a time."""
     pieces: list[list[Transfer]] = []
     # The number of rows that each rank has sent and received so far.
     num_sent, num_received = [0] * world_size, [0] * world_size
@@ -156,7 +156,7 @@ def _pieces(
         if source == target:
             continue
         number = max(num_sent[source], num_received[target]) // most
-        # A rank that waits leaves the rest of a piece empty.
+        # A rank whose partner is busy leaves the rest of a piece empty.
         num_sent[source] = max(num_sent[source], number * most) + 1
         num_received[target] = max(num_received[target], number * most) + 1
         pieces += [[] for _ in range(number + 1 - len(pieces))]
@@ -167,7 +167,7 @@ def _pieces(
 def _exchange(
     rows: Tensor, piece: Sequence[Transfer], size: int, collectives: Collectives
 ) -> dict[int, Tensor]:
-    """Send and receive the rows of one piece; return what came, by local expert. Collective."""
+    """Exchange the rows of one piece; return received rows by local expert. Collective."""
     rank, world_size = collectives.rank, collectives.world_size
     sent: list[list[int]] = [[] for _ in range(world_size)]
     received: list[list[int]] = [[] for _ in range(world_size)]

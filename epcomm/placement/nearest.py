@@ -1,4 +1,4 @@
-"""Choose which replicas the tokens of a rank use: all of them in turn, or the nearest ones."""
+"""Choose the replicas that the tokens of a rank use: all of them in turn, or the nearest ones."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from epcomm.records import ReplicaTable
 def nearest_replicas(
     replicas: Sequence[Sequence[int]], *, rank: int, num_local: int, ranks_of_host: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Leave to each expert its replicas on this rank, else those on its host, else all.
+    """Return the replicas of each expert on this rank, else those on its host, else all.
 
-    With ranks of one expert and hosts of two ranks, rank 1 has of the replicas 0 and 3 only 0, of
-    1 and 2 only 1, and both of 2 and 3.
+    With one expert a rank and two ranks a host, rank 1 uses replica 0 of (0, 3), replica 1 of
+    (1, 2), and both of (2, 3).
 
     Args:
         replicas: physical ids of each logical expert.
@@ -44,14 +44,14 @@ def replica_table(
     first: int = 0,
     takes_turns: bool = True,
 ) -> ReplicaTable:
-    """Make the table of some replicas for kernels.
+    """Return the table of replicas that kernels read.
 
     Args:
         replicas: physical ids of each logical expert, in the order of the round robin.
         device: where the tokens are.
-        max_replicas: columns of the table, for others of the same layer; None: as many as needed.
-        first: what lets ranks begin with different replicas, such as the rank.
-        takes_turns: calls begin with different replicas; not where ranks share their tokens.
+        max_replicas: columns of the table; None: as many as these replicas need.
+        first: offset of the round robin, such as the rank, so that ranks begin with different ones.
+        takes_turns: calls begin with different replicas; False where ranks share their tokens.
 
     Local.   Host sync: yes, where the device is a GPU.
     """

@@ -1,4 +1,4 @@
-"""Find what a rebalance moves, and let all ranks agree on it before anything moves."""
+"""Collect what a rebalance moves, and compare it on all ranks before anything moves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from epcomm.calls.order import Calls
 from epcomm.errors import ConfigError, EPTimeout, describe_ranks
 from epcomm.placement.expert_placement import ExpertPlacement
-from epcomm.sharding.shards import ExpertShard, is_expert_tensor
+from epcomm.sharding.shards import ExpertShard, is_cut_by_fsdp, is_expert_tensor, piece_of
 
 # The phase of the second agreement of agree_to_write().
 _ALL_WRITE = "rebalance, all ranks write"
@@ -31,8 +31,7 @@ class ExpertState:
         """Collect the parameters, and what an optimizer keeps for each expert of them. Local.
 
         Raises:
-            ConfigError: a parameter that is cut otherwise than by experts, has a gradient, or is on
-                meta.
+            ConfigError: a parameter is not cut by experts, has a gradient, or is on meta.
         """
         found: dict[str, Tensor] = {}
         for name, parameter in parameters.items():
@@ -52,8 +51,8 @@ class ExpertState:
                 if isinstance(value, Tensor) and _is_by_expert(value, num_local):
                     found[f"{name}, {key}"] = value
         for name, tensor in found.items():
-            is_cut = hasattr(tensor, "device_mesh") and not is_expert_tensor(tensor)
-            if is_cut or not _is_by_expert(tensor, num_local) or not _piece(tensor).is_contiguous():
+            is_by_expert = _is_by_expert(tensor, num_local) and not is_cut_by_fsdp(tensor)
+            if not is_by_expert or not piece_of(tensor).is_contiguous():
                 raise ConfigError(
                     f"rebalance: {name} is {type(tensor).__name__} {list(tensor.shape)}, expected "
                     f"the {num_local} experts of this rank, contiguous; move experts before FSDP "
@@ -64,7 +63,8 @@ class ExpertState:
 
     def pieces(self) -> dict[str, Tensor]:
         """Return this rank's part of each tensor that has elements, [L, ...]."""
-        return {n: _piece(each) for n, each in self.tensors.items() if _piece(each).numel()}
+        pieces = {name: piece_of(each).detach() for name, each in self.tensors.items()}
+        return {name: piece for name, piece in pieces.items() if piece.numel()}
 
     def belong_to(self, shard: ExpertShard) -> None:
         """Note in each ExpertTensor which experts it holds now. Local."""
@@ -78,10 +78,10 @@ class ExpertState:
 
 
 def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlacement:
-    """Refuse what cannot follow the placement of a layer. Local.
+    """Check that `new` is a placement with the sizes of the layer's. Local.
 
     Raises:
-        ConfigError: no placement, or one of other numbers.
+        ConfigError: it is no placement, or its sizes differ.
     """
     if not isinstance(new, ExpertPlacement):
         raise ConfigError(
@@ -103,7 +103,7 @@ def agree_on_move(
 ) -> None:
     """Compare what all ranks are about to move, before anything moves.
 
-    problem: what keeps this rank from it, or nothing.
+    problem: why this rank cannot move, or an empty text.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -111,8 +111,8 @@ def agree_on_move(
     """
     places = None if placement is None else placement.as_json()
     found = {"problem": problem, "placement": _digest(places), "tensors": _digest(state)}
-    told = calls.agree({}, what="rebalance", findings=found)
-    for rank, finding in enumerate(told):
+    reports = calls.agree({}, what="rebalance", findings=found)
+    for rank, finding in enumerate(reports):
         if finding["problem"]:
             raise ConfigError(
                 str(finding["problem"])
@@ -120,7 +120,7 @@ def agree_on_move(
                 else f"{finding['problem']} (reported by rank {rank}; this is {calls.names.where})"
             )
     for name in ("placement", "tensors"):
-        others = [rank for rank, each in enumerate(told) if each[name] != told[0][name]]
+        others = [rank for rank, each in enumerate(reports) if each[name] != reports[0][name]]
         if others:
             raise ConfigError(
                 f"rebalance: {name} of {describe_ranks(others)} differ from those of rank 0 (this "
@@ -130,13 +130,13 @@ def agree_on_move(
 
 
 def agree_to_write(calls: Calls) -> EPTimeout | None:
-    """Let all ranks write their rows or none, also if a rank is lost meanwhile.
+    """Agree that all ranks write their rows or none does, even if a rank is lost meanwhile.
 
-    A rank that comes to the second agreement knows that all ranks have completed the first, and
-    have all their rows. So whoever gets there writes, and a rank that fails in the first writes too
-    if the report of another rank says that it is in the second.
+    A rank in the second agreement knows that all ranks completed the first, and so hold all their
+    rows. It writes; and a rank that fails in the first agreement writes too, if another rank
+    reports that it is in the second.
 
-    Returns: the error of a rank that was lost in time for all survivors to write; None if all live.
+    Returns: the timeout for a lost rank where all survivors still write; None if no rank is lost.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -159,10 +159,6 @@ def _digest(text: str | None) -> str:
     return "" if text is None else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _piece(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor).detach()
-
-
 def _is_by_expert(tensor: Tensor, num_local: int) -> bool:
-    shape = _piece(tensor).shape
+    shape = piece_of(tensor).shape
     return len(shape) > 0 and shape[0] == num_local

@@ -16,10 +16,10 @@ from epcomm.calls.order import Calls
 from epcomm.errors import ConfigError
 from epcomm.placement.expert_load import ExpertLoad
 
-# Rows of a table, any of which a token may count in: a line of a GPU's cache takes one addition a
-# cycle, and so thousands of tokens do not wait for one another.
+# Rows of a table; a token counts in any of them. A line of a GPU's cache takes one addition a
+# cycle, so one row would make thousands of tokens wait for one another.
 _ROWS = 16
-# Windows that are kept by default: an hour of minutes, 8 bytes for each expert and window.
+# Windows that are kept by default, such as an hour of minutes; 8 bytes for each expert and window.
 _MAX_WINDOWS = 60
 
 
@@ -29,7 +29,7 @@ def load_table(num_experts: int, device: torch.device) -> Tensor:
 
 
 class LoadRecorder:
-    """Cuts what the layers of one rank have counted into windows.
+    """Divides the counts of the layers of one rank into windows.
 
     The last `max_windows` windows are kept, the newest last.
     """
@@ -42,7 +42,7 @@ class LoadRecorder:
             max_windows: windows to keep.
 
         Raises:
-            ConfigError: no layer, something that is no table, or no window to keep.
+            ConfigError: tables is empty, a value is no table, or max_windows is below 1.
         """
         if not tables:
             raise ConfigError(
@@ -71,15 +71,15 @@ class LoadRecorder:
         self._before = counts
 
     def gather(self, calls: Calls) -> ExpertLoad:
-        """Add up the windows of all ranks; the window that has not ended is left out.
+        """Add up the windows of all ranks, without the current one.
 
         A token that all ranks have (EPConfig.replicated) is counted on each of them.
 
-        Collective: yes, one comparison of sizes and one all-gather, beside the calls of layers.
+        Collective: yes, one comparison of sizes and one all-gather.
         Host sync: yes.
         Raises:
-            ConfigError: ranks have other layers, another number of windows, or a table that was
-                zeroed within a window; on every rank.
+            ConfigError: layers or numbers of windows differ by rank, or a table was zeroed within a
+                window; on every rank.
         """
         sizes = {name: table.shape[1] for name, table in self._tables.items()}
         calls.agree(
@@ -104,14 +104,14 @@ class LoadRecorder:
         return ExpertLoad(num_ranks=calls.world_size, windows_by_layer=loads)
 
     def _count(self) -> Tensor:
-        """Return what was counted so far, the layers one behind another: [sum of E]."""
+        """Return the counts so far, the layers one after another: [sum of E]."""
         return torch.cat([table.sum(0) for table in self._tables.values()])
 
 
 def loads_of_ranks(
     load: Tensor, *, num_ranks: int, physical_to_logical: Tensor | None = None
 ) -> Tensor:
-    """Return the load of each rank, [W], float64, of the load of each logical expert, [E].
+    """Return the load of each rank, [W], float64, from the load of each logical expert, [E].
 
     Args:
         load: [E], integers, on any device.

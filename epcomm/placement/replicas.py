@@ -1,4 +1,4 @@
-"""Turn logical ids of experts into physical ones, by tables on the device."""
+"""Convert logical ids of experts to physical ones, by tables on the device."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from epcomm.spec import HostLayout, MoESpec
 def first_placement(
     config: EPConfig, spec: MoESpec, world_size: int, where: str, hosts: HostLayout | None = None
 ) -> ExpertPlacement | None:
-    """Return where the experts of a new layer lie, the same on all ranks; None: in their order.
+    """Return the placement of a new layer, the same on all ranks; None: experts in their order.
 
-    hosts: where the ranks run, if somebody has said so.
+    hosts: the hosts of the ranks, or None if they are not known.
 
     Local.
     Raises:
@@ -44,7 +44,7 @@ def first_placement(
 
 
 def _hosts_of_neighbours(hosts: HostLayout | None) -> int:
-    """Return how many hosts have equally many ranks, one behind the other; 1 if they are others."""
+    """Return the number of hosts if each has as many neighbouring ranks as the others; else 1."""
     if hosts is None or not hosts.is_even:
         return 1
     in_order = sorted(hosts.host_of_rank) == list(hosts.host_of_rank)
@@ -56,16 +56,15 @@ class ReplicaTables:
 
     logical_of_physical: [P], int64, the logical expert of each physical one.
 
-    Ranks with tokens of their own begin with different copies, and their calls take turns. Ranks
-    that share their tokens (replicated) have to choose alike, whatever calls one of them has
-    missed: they take none, and neither do calls with gradients, so that recomputation chooses as
-    the first run.
+    Ranks with their own tokens begin with different copies, and their calls take turns. Ranks that
+    share their tokens (replicated) must choose alike even if one has missed a call, so their calls
+    take no turns; nor do calls with gradients, so that recomputation chooses as the first run.
     """
 
     def __init__(
         self, placement: ExpertPlacement, *, rank: int, is_replicated: bool, device: torch.device
     ) -> None:
-        """Make the tables of a placement, as large as those of any with the same numbers."""
+        """Allocate the tables for any placement of these sizes, and write this one."""
         redundant = placement.num_physical_experts - placement.num_experts
         most = min(placement.num_ranks, redundant + 1)
         self._rank = rank
@@ -81,11 +80,11 @@ class ReplicaTables:
 
     @property
     def table(self) -> ReplicaTable:
-        """The table of a call that begins now, by whether gradients are recorded."""
+        """The table for a call in the current grad mode."""
         return self._alike if torch.is_grad_enabled() else self._in_turn
 
     def write(self, placement: ExpertPlacement) -> None:
-        """Write another placement of the same numbers into the tables. Local; host sync."""
+        """Write another placement of the same sizes into the tables. Local; host sync."""
         table = self._in_turn
         written = replica_table(
             placement.replicas_for(self._rank),
@@ -99,8 +98,8 @@ class ReplicaTables:
     def choose(self, topk: TopKOutput) -> TopKOutput:
         """Return the entries with physical ids, as ReplicaTable.choose() has them.
 
-        Those that have them stay as they are, and so does what is no [T, K] of int64 on this
-        device: the dispatcher refuses it, on all ranks.
+        Physical ids are returned unchanged, and so are ids that are no [T, K] of int64 on this
+        device, which the dispatcher refuses on all ranks.
 
         Local.   Host sync: none.   Graph capture: yes.   Deterministic: yes.
         """

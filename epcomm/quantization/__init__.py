@@ -7,16 +7,10 @@ device has of its own, which returns the same bits.
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from epcomm.quantization.convert import Quantizer, dequantize, quantize, quantizer_for
 from epcomm.quantization.fp8 import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.quantization.int8 import INT8_PER_TOKEN
-from epcomm.quantization.plain import dequantize, quantize
-from epcomm.quantization.scale_layout import (
-    arrange_scales,
-    check_scales,
-    restore_scales,
-    row_major,
-)
-from epcomm.quantization.select import Quantizer, quantizer_for
+from epcomm.quantization.scale_layout import arrange_scales, check_scales, restore_scales, row_major
 from epcomm.types import Int8Profile, WireDtype, WireFormat
 
 # The wire format of a wire dtype alone: the scales that FP8 checkpoints and W8A8 experts want.

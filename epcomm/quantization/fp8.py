@@ -22,8 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.errors import ConfigError
-from epcomm.quantization.outputs import check_hidden_states, output_for
 from epcomm.types import WireDtype, WireFormat, WireTensor
 
 # The formats that GEMMs of FP8 weights read: blocks of 128 elements.
@@ -48,24 +46,14 @@ _NAN = float("nan")
 _E8M0_NAN = 0xFF
 
 
-def quantize_fp8(
-    hidden_states: Tensor, wire_format: WireFormat, *, out: WireTensor | None = None
-) -> WireTensor:
-    """Quantise elements to e4m3 codes and scales, with the arithmetic of the module docstring.
+def write_fp8(hidden_states: Tensor, wire: WireTensor) -> None:
+    """Write codes and scales of hidden states, with the arithmetic of the module docstring.
 
     Args:
         hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
-        wire_format: FP8_E4M3; scales float32 or float8_e8m0fnu; a block of 0 means all of H.
-        out: memory for the result, with rows of any stride; None: new tensors.
-
-    Host sync: none.   Graph capture: yes.   Deterministic: yes.
-    Raises:
-        ConfigError: a format that is not FP8, or scales of another dtype.
-        ShapeError: see outputs.py.
+        wire: written; FP8_E4M3 with rows of any stride. A block of 0 means all of H.
     """
-    check_fp8_format("quantize_fp8", wire_format)
-    check_hidden_states("quantize_fp8", hidden_states)
-    wire = output_for("quantize_fp8", hidden_states, wire_format, out)
+    wire_format = wire.format
     assert wire.scales is not None, "quantised formats have scales"
     blocks = _in_blocks(hidden_states.float(), wire_format)
     amax = blocks.abs().amax(dim=-1)
@@ -80,34 +68,17 @@ def quantize_fp8(
         wire.scales.view(torch.uint8).copy_(exponents)
     scaled = torch.where(is_finite.unsqueeze(-1), blocks * factors.unsqueeze(-1), _NAN)
     wire.data.copy_(scaled.flatten(-2)[..., : hidden_states.shape[-1]])
-    return wire
 
 
-def dequantize_fp8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
-    """Multiply codes by scales in float32 and round once to `dtype`, [..., R, H].
+def restore_fp8(wire: WireTensor) -> Tensor:
+    """Multiply codes by scales, [..., R, H], float32.
 
     The scales have the shape of row-major scales and any strides; packed scales are unpacked first.
     """
-    check_fp8_format("dequantize_fp8", wire.format)
     assert wire.scales is not None, "quantised formats have scales"
     blocks = _in_blocks(wire.data.float(), wire.format)
     elements = blocks * wire.scales.float().unsqueeze(-1)
-    return elements.flatten(-2)[..., : wire.data.shape[-1]].to(dtype)
-
-
-def check_fp8_format(caller: str, wire_format: WireFormat) -> None:
-    """Refuse a format that is not FP8 with float32 or power-of-two scales.
-
-    Raises:
-        ConfigError: another format.
-    """
-    scale_dtypes = (torch.float32, torch.float8_e8m0fnu)
-    if wire_format.dtype is not WireDtype.FP8_E4M3 or wire_format.scale_dtype not in scale_dtypes:
-        raise ConfigError(
-            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
-            f"{WireDtype.FP8_E4M3.value} with scales torch.float32 or torch.float8_e8m0fnu; "
-            "choose another wire format"
-        )
+    return elements.flatten(-2)[..., : wire.data.shape[-1]]
 
 
 def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
@@ -128,7 +99,7 @@ def _float32_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
 def _power_of_two_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
     """Return the biased exponents of the scales, uint8, and the factors of the elements."""
     bits = amax.view(torch.int32)
-    # amax = 1.f * 2**e lies below 448 * 2**(e - 8), unless its fraction exceeds that of 448.
+    # amax = 1.f * 2**e is below 448 * 2**(e - 8), unless its fraction exceeds that of 448.
     exponents = (bits >> 23) - 8 + ((bits & _FRACTION_MASK) > _FRACTION_OF_E4M3_MAX).int()
     # The floor keeps exponents of finite blocks within 105 to 247, so the inverse is normal too.
     factors = ((254 - exponents) << 23).view(torch.float32)

@@ -7,7 +7,7 @@ nearest even.
 What the sources leave undefined is defined here. A row of zeros, or one so small that its scale
 underflows or 127 / amax overflows, has codes 0 and scale 0, except under rint127eps, where a row of
 zeros has codes 0 and scale 1e-12 / 127. A row with a NaN or an infinity has codes 0 and a NaN
-scale. Where a subnormal scale has lost so many bits that a quotient exceeds 127, codes saturate.
+scale. Codes saturate where a subnormal scale is so imprecise that a quotient exceeds 127.
 
 Source: documented arithmetic of the operators named below, not checked on an NPU.
 """
@@ -20,8 +20,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError
-from epcomm.quantization.outputs import check_hidden_states, output_for
 from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
@@ -48,29 +46,14 @@ class _Quantized:
     is_usable: Tensor
 
 
-def quantize_int8(
-    hidden_states: Tensor,
-    wire_format: WireFormat = INT8_PER_TOKEN,
-    *,
-    profile: Int8Profile = Int8Profile.RINT127,
-    out: WireTensor | None = None,
-) -> WireTensor:
-    """Quantise rows to int8 codes and one float32 scale a row, with the profile's arithmetic.
+def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) -> None:
+    """Write int8 codes and one float32 scale a row, with the profile's arithmetic.
 
     Args:
         hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
-        wire_format: INT8 with one float32 scale a row.
+        wire: written; INT8_PER_TOKEN with rows of any stride.
         profile: the arithmetic.
-        out: memory for the result, with rows of any stride; None: new tensors.
-
-    Host sync: none.   Graph capture: yes.   Deterministic: yes.
-    Raises:
-        ConfigError: another format.
-        ShapeError: see outputs.py.
     """
-    check_int8_format("quantize_int8", wire_format)
-    check_hidden_states("quantize_int8", hidden_states)
-    wire = output_for("quantize_int8", hidden_states, wire_format, out)
     assert wire.scales is not None, "quantised formats have scales"
     rows = hidden_states.float()
     amax = rows.abs().amax(dim=-1, keepdim=True)
@@ -80,28 +63,12 @@ def quantize_int8(
     wire.scales.copy_(usable_scales.masked_fill(~is_finite, float("nan")))
     # Before the cast: NaN has no integer.
     wire.data.copy_(torch.where(is_finite & found.is_usable, found.codes, 0.0))
-    return wire
 
 
-def dequantize_int8(wire: WireTensor, dtype: torch.dtype) -> Tensor:
-    """Multiply codes by their row's scale in float32 and round once to `dtype`, [..., R, H]."""
-    check_int8_format("dequantize_int8", wire.format)
+def restore_int8(wire: WireTensor) -> Tensor:
+    """Multiply codes by their row's scale, [..., R, H], float32."""
     assert wire.scales is not None, "quantised formats have scales"
-    return (wire.data.float() * wire.scales).to(dtype)
-
-
-def check_int8_format(caller: str, wire_format: WireFormat) -> None:
-    """Refuse a format that is not INT8 with one float32 scale a row.
-
-    Raises:
-        ConfigError: another format.
-    """
-    if wire_format != INT8_PER_TOKEN:
-        raise ConfigError(
-            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
-            f"{INT8_PER_TOKEN} (one scale a row) with scales torch.float32; "
-            "choose another wire format"
-        )
+    return wire.data.float() * wire.scales
 
 
 def _divide(numerator: float, tensor: Tensor) -> Tensor:

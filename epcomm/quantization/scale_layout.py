@@ -37,9 +37,9 @@ def restore_scales(scales: Tensor, layout: ScaleLayout, num_scales: int) -> Tens
 
 
 def row_major(wire: WireTensor) -> WireTensor:
-    """Return a wire tensor as it travels: rows of adjacent elements and of unpacked scales.
+    """Return a wire tensor with adjacent elements and unpacked, row-major scales, as it is sent.
 
-    Lifetime: shares its memory with `wire` as far as both lie so already.   Host sync: none.
+    Lifetime: shares the parts of `wire` that have this layout already.   Host sync: none.
     """
     data, scales, layout = wire.data, wire.scales, wire.scale_layout
     if data.stride(-1) != 1:
@@ -126,10 +126,10 @@ def check_scales(
     """Refuse scales that a reader would misread.
 
     Args:
-        wire: the wire tensor that came; its scales may lie in any of the layouts.
+        wire: the wire tensor to check; its scales may have any layout.
         expected: the layout of scales that the reader wants.
-        scale_block: number of elements that share a scale, for the reader; 0: the whole row.
-        scale_dtype: dtype of one scale before packing, for the reader.
+        scale_block: number of elements that share a scale that it wants; 0: the whole row.
+        scale_dtype: dtype of one scale before packing that it wants.
         caller: name of the calling function, which begins the message.
 
     Host sync: none.

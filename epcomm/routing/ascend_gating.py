@@ -41,7 +41,7 @@ _TINY = 1e-20
 
 
 def is_gating_candidate(device: torch.device) -> bool:
-    """Return whether explain() should say why the operator does not route: on NPUs alone."""
+    """Return whether explain() gives reasons why the operator does not route: on NPUs only."""
     return device.type == "npu"
 
 
@@ -53,7 +53,7 @@ def gating_lacks(device: torch.device) -> tuple[str, ...]:
 
 
 def gating_availability(spec: RoutingSpec, num_experts: int, device: torch.device) -> Availability:
-    """Check that this device has the operator, and the operator this routing. Local."""
+    """Return whether this device has the operator, and the operator this routing. Local."""
     reasons = gating_lacks(device) + gating_reasons(spec, num_experts)
     return Availability(ok=not reasons, reasons=reasons)
 
@@ -73,7 +73,7 @@ class GatingFlags:
 
 
 def gating_flags(spec: RoutingSpec) -> GatingFlags:
-    """Translate a routing, to which gating_reasons() has no objection, into operator flags."""
+    """Return the operator flags of a routing that gating_reasons() accepts."""
     is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
     # A softmax over the selected experts is the softmax over all, divided by the selected sum.
     after = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
@@ -155,7 +155,7 @@ def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopK
     Collective: none.   Host sync: none.   Lifetime: ordinary tensors, owned by the caller.
     """
     if not logits.shape[0]:
-        # The documentation does not say that there may be no token.
+        # The documentation does not say that zero tokens are legal.
         return empty_topk(flags.k, logits.device)
     # The weights come in the dtype of the logits, and the reference computes in float32. The result
     # for NaN is not documented, and infinities would give NaN: they are replaced by the lowest and

@@ -1,7 +1,7 @@
 """Choose the router of one layer: the reference, or a kernel that gives the same result.
 
-The choice follows from the configuration, the routing and the device, so that all ranks make the
-same choice. If one rank chose otherwise, its tokens would still go to the same experts.
+The choice depends on the configuration, the routing and the device, so all ranks choose alike. Even
+a rank that chose differently would send its tokens to the same experts.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from epcomm.routing.ascend_gating import (
 from epcomm.routing.reference import check_arguments, route
 from epcomm.routing.spec import RoutingSpec
 from epcomm.routing.triton_gating import (
-    Gate,
+    TritonGate,
     is_triton_candidate,
-    make_triton_gate,
     triton_gate_lacks,
     triton_gate_reasons,
 )
@@ -39,19 +38,19 @@ class RouterChoice:
     """The router of one layer.
 
     spec: the routing of the model.
-    flags: arguments of the gating operator, if that routes.
-    gate: the gate kernel, if that routes; with neither it is the reference.
+    flags: arguments of the gating operator, if it routes.
+    gate: the gate kernel, if it routes; without both the reference routes.
     reasons: why the reference routes, where a user may expect another router.
     """
 
     spec: RoutingSpec
     flags: GatingFlags | None = None
-    gate: Gate | None = None
+    gate: TritonGate | None = None
     reasons: tuple[str, ...] = ()
 
     @property
     def name(self) -> Router:
-        """Name the router that serves calls without gradients."""
+        """Return the router of calls without gradients."""
         if self.gate is not None:
             return Router.TRITON
         return Router.REFERENCE if self.flags is None else Router.ASCEND
@@ -73,13 +72,13 @@ class RouterChoice:
         load: Tensor | None = None,
         replicas: ReplicaTable | None = None,
     ) -> TopKOutput:
-        """Route by what was chosen, if it takes these logits, else by the reference.
+        """Route by the chosen router if it takes these logits, else by the reference.
 
         Args:
             logits, correction_bias, hidden_states: as route() takes them.
             load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose,
                 in any of the N rows.
-            replicas: where to find the experts; None: ids are those of the model.
+            replicas: the physical experts of each logical one; None: returned ids are logical.
 
         Host sync: none.   Graph capture: after one call.
         """
@@ -135,7 +134,7 @@ def choose_router(
         reasons = lacks + triton_gate_reasons(spec, num_experts)
         if reasons:
             return RouterChoice(spec=spec, reasons=reasons)
-        return RouterChoice(spec=spec, gate=make_triton_gate(spec, num_experts))
+        return RouterChoice(spec=spec, gate=TritonGate(spec, num_experts))
     return RouterChoice(spec=spec)
 
 

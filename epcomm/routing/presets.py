@@ -1,7 +1,7 @@
-"""Give the RoutingSpec of named model families.
+"""Define the RoutingSpec of named model families.
 
-Each function states what is fixed in its family and asks for what differs between checkpoints; the
-parameters are the fields of RoutingSpec with that name.
+A function sets what is the same in its family; its parameters, which are fields of RoutingSpec,
+differ between checkpoints.
 Source: the router of the same name in transformers 5.23; the tests compare against it.
 """
 

@@ -40,7 +40,7 @@ def route(
     All arithmetic is float64 for float64 logits, else float32. The weights are differentiable with
     respect to the logits, and to a bias inside the score; the choice is not.
 
-    Ties go to the lowest id, among groups as among experts. A NaN logit ranks last, behind -inf;
+    Ties go to the lowest id, among groups as among experts. A NaN logit ranks last, after -inf;
     its expert weighs 0 and the others are weighed as if it were absent. +inf counts as the largest
     finite number. With softmax, a row without any logit above -inf weighs 0, and so does, under
     renormalisation, a selection whose scores sum to 0. An expert of a dropped group is selected
@@ -141,7 +141,7 @@ def _adjust_logits(
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
-        # On GPUs torch divides by a number so; everywhere alike, and as a kernel can.
+        # torch divides by a number like this on GPUs; written out, all devices give the same bits.
         logits = spec.softcap * torch.tanh(logits * (1.0 / spec.softcap))
     if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
         logits = logits + bias.to(dtype)
@@ -202,12 +202,12 @@ def _select(
 
 
 def _find_dropped(scores: Tensor, spec: RoutingSpec) -> Tensor:
-    """Return which experts lie outside the best groups, [T, E], bool."""
+    """Return which experts are outside the best groups, [T, E], bool."""
     num_tokens, num_experts = scores.shape
     group_size = num_experts // spec.num_groups
     grouped = scores.view(num_tokens, spec.num_groups, group_size)
     best = grouped.topk(spec.group_score_top_n, dim=-1).values
-    # The largest first, on every device: in another order groups that tie would part.
+    # Added from the largest, on every device: another order would break ties between groups.
     group_scores = reduce(torch.add, best.unbind(-1))
     kept = _rank(group_scores)[:, : spec.topk_groups]
     is_dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, kept, False)
@@ -219,7 +219,7 @@ def _rank(scores: Tensor, *, is_last: Tensor | None = None) -> Tensor:
     # torch.topk leaves ties open; a stable sort that rises over negated scores does not.
     keys = -scores
     if is_last is not None:
-        # A positive NaN sorts behind +inf everywhere; a negated one would not in a radix sort.
+        # A positive NaN sorts after +inf everywhere; a negated NaN does not in a radix sort.
         keys = keys.masked_fill(is_last, math.nan)
     return torch.argsort(keys, dim=-1, stable=True)
 

@@ -34,7 +34,7 @@ class SoftmaxOrder(StrEnum):
 
 
 class CorrectionBias(StrEnum):
-    """The place where the per-expert bias acts: the ranking alone, or the logit and the weight."""
+    """What the per-expert bias is added to: the selection score alone, or the logit."""
 
     NONE = "none"
     SELECTION = "selection"
@@ -183,7 +183,7 @@ class RoutingSpec:
         if self.custom_function is not None:
             raise ConfigError(
                 "RoutingSpec.to_dict: custom_function is set, expected None; a function cannot be "
-                "written down"
+                "saved"
             )
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         del values["custom_function"]

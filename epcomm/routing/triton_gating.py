@@ -1,49 +1,38 @@
-"""Say which routings the gate kernel computes, and make the gate of one routing.
+"""Route by the gate kernel, with gradients too, and check which routings it computes.
 
 Nothing here imports Triton before a gate is made.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from epcomm.platforms.cuda import triton_reasons
 from epcomm.platforms.machine import this_machine
 from epcomm.records import ReplicaTable, TopKOutput
-from epcomm.routing.spec import RoutingSpec
+from epcomm.routing.reference import check_arguments, weigh_chosen
+from epcomm.routing.spec import CorrectionBias, DroppedGroups, RoutingSpec, SoftmaxOrder
 
-# All experts of a token lie in the registers of one warp, 32 of them in each thread.
+if TYPE_CHECKING:
+    from epcomm.kernels.routing.gate import GateForm
+
+# One warp holds all experts of a token in registers, 32 of them in each thread.
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
-# Whose kernels Triton compiles; torch for ROCm names its GPUs cuda too.
+# Device types that Triton compiles for; torch for ROCm names its GPUs cuda too.
 _DEVICES = ("cuda",)
 _NAME = "the triton gate"
-
-
-class Gate(Protocol):
-    """The routing of logits by one kernel; see TritonGate."""
-
-    def takes(self, logits: Tensor) -> bool:
-        """Return whether the kernel can read these logits. Local; no host sync."""
-        ...
-
-    def __call__(
-        self,
-        logits: Tensor,
-        *,
-        correction_bias: Tensor | None,
-        num_valid_tokens: int | Tensor | None = None,
-        load: Tensor | None = None,
-        replicas: ReplicaTable | None = None,
-    ) -> TopKOutput:
-        """Route as route() does."""
-        ...
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# A kernel cannot read a tensor without data (FakeTensor), or one that a transformation wraps.
+_WITH_DATA = (Tensor, torch.nn.Parameter)
 
 
 def is_triton_candidate(device: torch.device) -> bool:
-    """Return whether explain() should say why the gate does not route: on GPUs alone."""
+    """Return whether explain() gives reasons why the gate does not route: on GPUs only."""
     return device.type in _DEVICES
 
 
@@ -69,8 +58,145 @@ def triton_gate_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
     return tuple(f"{_NAME} {reason}" for is_fault, reason in faults if is_fault)
 
 
-def make_triton_gate(spec: RoutingSpec, num_experts: int) -> Gate:
-    """Make the gate of a routing that triton_gate_reasons() has nothing against. Local."""
-    from epcomm.routing.with_triton import TritonGate
+class TritonGate:
+    """A routing as one launch of a kernel, forward; backward follows the reference's formulas."""
 
-    return TritonGate(spec, num_experts)
+    def __init__(self, spec: RoutingSpec, num_experts: int) -> None:
+        """Keep a routing of E = num_experts experts that triton_gate_reasons() allows."""
+        from epcomm.kernels.routing.gate import route_tokens
+
+        self._spec, self._form, self._route = spec, _gate_form(spec, num_experts), route_tokens
+
+    def takes(self, logits: Tensor) -> bool:
+        """Return whether the kernel can read these logits: not float64, and not in torch.compile.
+
+        Local.   Host sync: none.
+        """
+        is_read = logits.dtype in _DTYPES and type(logits) in _WITH_DATA
+        return is_read and not torch.compiler.is_compiling()
+
+    def __call__(
+        self,
+        logits: Tensor,
+        *,
+        correction_bias: Tensor | None,
+        load: Tensor | None = None,
+        replicas: ReplicaTable | None = None,
+    ) -> TopKOutput:
+        """Route as route() does, count the load, and choose replicas, all in one launch.
+
+        Scores that differ by less than 4 units in the last place of float32 may change places,
+        weights differ from the reference's by at most 8 units, and equal logits tie as there.
+
+        Args:
+            logits: [T, E], float32, bfloat16 or float16; T = 0 is legal.
+            correction_bias: as route() takes it.
+            load: [N, E], int64, on the device; each token adds 1 to each logical expert that
+                it chose, in any of the N rows.
+            replicas: the physical experts of each logical one; None: physical ids are logical ids.
+
+        Returns:
+            topk_ids [T, K], int64, physical, best selection score first;
+            topk_weights [T, K], float32, differentiable as those of route(), once.
+
+        Collective: none.   Host sync: none.   Deterministic: yes.
+        Graph capture: after one call with about as many tokens.
+        Lifetime: ordinary tensors, owned by the caller.
+        Raises:
+            ShapeError, ConfigError: as route().
+        """
+        check_arguments(logits, self._spec, correction_bias)
+        needs_grad = logits.requires_grad or self._learns(correction_bias)
+        needs_grad &= torch.is_grad_enabled()
+
+        def launch(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            logical_ids = None
+            if needs_grad and replicas is not None:
+                logical_ids = logits.new_empty(len(logits), self._spec.top_k, dtype=torch.int64)
+            ids, weights = self._route(
+                logits if logits.stride(1) == 1 else logits.contiguous(),
+                bias if bias is None or bias.stride(0) == 1 else bias.contiguous(),
+                self._form,
+                load=load,
+                replicas=replicas,
+                logical_ids=logical_ids,
+            )
+            return ids, weights, ids if logical_ids is None else logical_ids
+
+        if needs_grad:
+            ids, weights = _Gating.apply(logits, correction_bias, self._spec, launch)  # type: ignore[misc]
+        else:
+            ids, weights, _ = launch(logits, correction_bias)
+        return TopKOutput(topk_ids=ids, topk_weights=weights, is_physical=replicas is not None)
+
+    def _learns(self, bias: Tensor | None) -> bool:
+        """Return whether weights have a gradient with respect to the bias."""
+        in_score = self._spec.correction_bias is CorrectionBias.SCORE
+        return in_score and bias is not None and bias.requires_grad
+
+
+class _Gating(torch.autograd.Function):
+    """The gate as one node of the graph, which keeps logits and what was chosen."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        logits: Tensor,
+        bias: Tensor | None,
+        spec: RoutingSpec,
+        launch: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights, logical_ids = launch(logits, bias)
+        ctx.spec = spec
+        ctx.save_for_backward(logits, bias, logical_ids, weights)
+        ctx.mark_non_differentiable(ids)
+        return ids, weights
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401
+        _: Tensor,
+        grad_weights: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        logits, bias, logical_ids, weights = ctx.saved_tensors
+        wants_logits, wants_bias = ctx.needs_input_grad[:2]
+        in_score = ctx.spec.correction_bias is CorrectionBias.SCORE
+        logits = logits.detach().requires_grad_(wants_logits)
+        if bias is not None:
+            bias = bias.detach().requires_grad_(wants_bias and in_score)
+        with torch.enable_grad():
+            # A weight of 0 belongs to a dropped expert, or its score underflows; the gradient of
+            # each is 0.
+            again = weigh_chosen(
+                logits,
+                ctx.spec,
+                correction_bias=bias,
+                topk_ids=logical_ids,
+                is_weightless=weights == 0,
+            )
+            again.backward(grad_weights)
+        return logits.grad, None if bias is None else bias.grad, None, None
+
+
+def _gate_form(spec: RoutingSpec, num_experts: int) -> GateForm:
+    """Translate a routing, to which triton_gate_reasons() has no objection. Local; pure."""
+    from epcomm.kernels.routing.gate import GateForm
+
+    by_logit = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+    drops = spec.drops_groups
+    return GateForm(
+        num_experts=num_experts,
+        top_k=spec.top_k,
+        score="logit" if by_logit else spec.score_function.value,
+        bias=spec.correction_bias.value,
+        softcap=None if spec.softcap is None else float(spec.softcap),
+        num_groups=spec.num_groups if drops else 1,
+        topk_groups=spec.topk_groups if drops else 1,
+        group_top_n=spec.group_score_top_n if drops else 1,
+        fills_zero=drops and spec.dropped_groups is DroppedGroups.ZERO,
+        renormalizes=spec.renormalize,
+        epsilon_mode=spec.epsilon_mode.value,
+        epsilon=float(spec.epsilon),
+        scale=float(spec.routed_scaling_factor),
+    )

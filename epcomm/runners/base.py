@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar, final, overload
 from weakref import ref
@@ -19,6 +20,7 @@ from epcomm.records import (
     MaskedDispatchOutput,
     RowsCombineInput,
     RowsDispatchOutput,
+    SlotIndex,
 )
 from epcomm.spec import Availability
 from epcomm.types import (
@@ -32,7 +34,7 @@ from epcomm.types import (
 )
 from epcomm.weights.unquantized import ExpertTensors
 
-# More than the receive buffers of the layers that share a runner.
+# More than the number of receive buffers of the layers that share a runner.
 _MOST_PASSED = 64
 
 
@@ -57,8 +59,8 @@ class ExpertRunner(ABC):
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
         self.int8_profile = int8_profile
-        # By id, rows that check_rows() has passed, and the experts for which. Buffers hand out the
-        # same record of rows again and again.
+        # Rows that check_rows() has accepted, by id, with their experts. Buffers return the same
+        # record of rows repeatedly.
         self._passed: dict[int, tuple[ref[WireTensor], ref[ExpertTensors]]] = {}
 
     @classmethod
@@ -133,7 +135,7 @@ class ExpertRunner(ABC):
 
     @classmethod
     def check_record(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Refuse a batch whose rows or memory run() would misread: check_rows(), then sizes.
+        """Refuse a batch that run() would misread, by check_rows() and by sizes.
 
         Local.   Host sync: none.
         Raises:
@@ -174,8 +176,8 @@ class ExpertRunner(ABC):
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
         """Compute each slot with its expert, and weight the result where the record says `runner`.
 
-        Rows and slots past the counts are not read into any result. Differentiable in rows,
-        slot_weights and weights, where has_gradients. Local; no rank is waited for.
+        Rows and slots past the counts do not affect any result. Differentiable in rows,
+        slot_weights and weights, where has_gradients. Local.
 
         Raises:
             ShapeError: a layout that it does not read; or, without gradients, as check_record().
@@ -195,7 +197,7 @@ class ExpertRunner(ABC):
         return dispatched.combine_input(self._compute_rows(dispatched, weights))
 
     def _check_known(self, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Do what check_record() does, and leave out what was checked of the same records."""
+        """Call check_record(), or check only sizes if these rows and experts passed before."""
         rows = dispatched.hidden_states
         passed = self._passed.get(id(rows))
         if passed is not None and passed[0]() is rows and passed[1]() is weights:
@@ -213,8 +215,9 @@ class ExpertRunner(ABC):
     def _compute_masked(
         self, dispatched: MaskedDispatchOutput, weights: ExpertTensors
     ) -> torch.Tensor:
-        """Return the result of each row, [L, C, H]; for runners that read the layout MASKED."""
-        raise NotImplementedError(f"{self.name} does not read the MASKED layout")
+        """Return the result of each row, [L, C, H], by default as L * C slots without an index."""
+        shape = dispatched.hidden_states.data.shape
+        return self._compute_rows(_as_rows(dispatched), weights).unflatten(0, shape[:2])
 
     def _refuse_gradients(self, rows: torch.Tensor, weights: ExpertTensors) -> None:
         if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
@@ -237,6 +240,36 @@ def _row_major_readings(dtypes: frozenset[WireDtype], wanted: WireFormat) -> tup
         else:
             formats += [known for known in KNOWN_FORMATS if known.dtype is dtype]
     return tuple(RowReading(format=each) for each in formats)
+
+
+def _as_rows(masked: MaskedDispatchOutput) -> RowsDispatchOutput:
+    """View a record of slabs [L, C, H] as L * C rows without an index: slot s is row s."""
+    rows, counts, weights = masked.hidden_states, masked.num_tokens_per_expert, masked.slot_weights
+    num_experts, capacity = rows.data.shape[:2]
+    scales = None if rows.scales is None else rows.scales.flatten(0, 1)
+    first = torch.arange(num_experts + 1, dtype=torch.int32, device=counts.device)
+    return RowsDispatchOutput(
+        hidden_states=replace(rows, data=rows.data.flatten(0, 1), scales=scales),
+        index=SlotIndex(
+            row_of_slot=None,
+            slots_of_row=None,
+            num_tokens_per_expert=counts,
+            first_slot=first * capacity,
+            host_num_tokens_per_expert=None,
+        ),
+        slot_weights=None if weights is None else weights.flatten(),
+        weights_applied_by=masked.weights_applied_by,
+        handle=masked.handle,
+    )
+
+
+def size_reasons(weights: ExpertTensors, *, multiple: int) -> list[str]:
+    """Return why kernels refuse experts whose sizes are no multiples of this; empty if they are."""
+    return [
+        f"{name} is {size}, expected a multiple of {multiple}"
+        for name, size in weights.sizes.items()
+        if size % multiple
+    ]
 
 
 def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tensor | None:

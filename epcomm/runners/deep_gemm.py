@@ -32,12 +32,8 @@ from epcomm.platforms.deep_gemm import BUILD, DeepGemm, deep_gemm_reasons, load_
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import arrange_scales, quantizer_for
 from epcomm.quantization.scale_layout import SCALES_PER_WORD, to_column_major
-from epcomm.records import (
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-    SlotIndex,
-)
-from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
+from epcomm.records import MaskedDispatchOutput, RowsDispatchOutput, SlotIndex
+from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
 from epcomm.types import (
     QUANTIZABLE_DTYPES,
@@ -62,7 +58,7 @@ _HOPPER, _BLACKWELL = 9, 10
 
 
 class DeepGemmRunner(ExpertRunner):
-    """Runs FP8 experts without gradients; users name it where fp8_triton serves too.
+    """Runs FP8 experts without gradients; plans prefer fp8_triton unless users name it.
 
     Results of slots that no expert computes are undefined.
     """
@@ -85,15 +81,7 @@ class DeepGemmRunner(ExpertRunner):
     def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         if not isinstance(weights, Fp8BlockWeights):
             return super().supports(weights, machine)
-        sizes = {
-            "hidden_size": weights.hidden_size,
-            "intermediate_size": weights.intermediate_size,
-        }
-        reasons = [
-            f"{name} is {size}, expected a multiple of {BLOCK}"
-            for name, size in sizes.items()
-            if size % BLOCK
-        ]
+        reasons = size_reasons(weights, multiple=BLOCK)
         if weights.hidden_dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
         machine = machine or this_machine()
@@ -232,8 +220,8 @@ def _experts(
 
     rows: [C, H] with first_slot [L + 1], or [L, C, H] with None.   slot_weights: [C] or [L, C].
     """
-    # Weights multiply the scales of the second operand, and cost nothing: exponents have no
-    # fraction, so there the results are multiplied.
+    # Router weights multiply the scales of the second operand, at no cost. Exponents have no
+    # fraction, so with them the results are multiplied.
     is_packed = _scale_layout(weights).packed
     in_scales = None if is_packed else slot_weights
     between = _between_on_gpu if rows.data.is_cuda else _between

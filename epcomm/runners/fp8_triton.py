@@ -7,9 +7,12 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from epcomm.kernels.gemm.operands import Product
 from epcomm.platforms.cuda import Capabilities
 from epcomm.quantization import FP8_FLOAT32_SCALES
-from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots
+from epcomm.records import RowsDispatchOutput
+from epcomm.runners.base import slot_weights_to_apply
+from epcomm.runners.gpu_slots import GpuSlotsRunner, first_product, second_product
 from epcomm.types import QUANTIZABLE_DTYPES, WireDtype, WireFormat
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertTensors
@@ -18,36 +21,13 @@ from epcomm.weights.unquantized import ExpertTensors
 class GateUp(Protocol):
     """The signature of kernels.gemm.fp8.gate_up_fp8()."""
 
-    def __call__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        row_of_slot: Tensor | None,
-        counts: Tensor,
-        first_slot: Tensor,
-        *,
-        matrices: Tensor,
-        matrix_scales: Tensor,
-        out_codes: Tensor,
-        out_scales: Tensor,
-    ) -> None: ...
+    def __call__(self, given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None: ...
 
 
 class Down(Protocol):
     """The signature of kernels.gemm.fp8.down_fp8()."""
 
-    def __call__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        counts: Tensor,
-        first_slot: Tensor,
-        *,
-        matrices: Tensor,
-        matrix_scales: Tensor,
-        slot_weights: Tensor | None,
-        out: Tensor,
-    ) -> None: ...
+    def __call__(self, given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None: ...
 
 
 class Fp8TritonRunner(GpuSlotsRunner):
@@ -67,36 +47,18 @@ class Fp8TritonRunner(GpuSlotsRunner):
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
 
-    def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
-        """Compute the slots, [C, H], in the dtype of the hidden states. Local. Host sync: none."""
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         gate_up_fp8, down_fp8 = self._products
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)
-        inner_size, num_slots = weights.intermediate_size, slots.num_slots
-        codes = row_codes.new_empty(num_slots, inner_size)
-        scales = row_scales.new_empty(num_slots, inner_size // BLOCK)
-        gate_up_fp8(
-            row_codes,
-            row_scales,
-            slots.row_of_slot,
-            slots.counts,
-            slots.first_slot,
-            matrices=weights.gate_up_proj,
-            matrix_scales=weights.gate_up_scale,
-            out_codes=codes,
-            out_scales=scales,
-        )
+        first = first_product(dispatched, weights, self.int8_profile)
+        inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
+        codes = first.codes.new_empty(num_slots, inner_size)
+        scales = first.scales.new_empty(num_slots, inner_size // BLOCK)
+        gate_up_fp8(first, out_codes=codes, out_scales=scales)
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
-        down_fp8(
-            codes,
-            scales,
-            slots.counts,
-            slots.first_slot,
-            matrices=weights.down_proj,
-            matrix_scales=weights.down_scale,
-            slot_weights=slots.weights,
-            out=results,
-        )
+        second = second_product(first, codes, scales, weights)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        down_fp8(second, slot_weights=slot_weights, out=results)
         return results
 
     @cached_property

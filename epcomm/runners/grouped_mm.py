@@ -16,10 +16,7 @@ from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
-from epcomm.records import (
-    RowsDispatchOutput,
-    SlotIndex,
-)
+from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype, WireTensor
@@ -41,13 +38,9 @@ class GroupedMMRunner(ExpertRunner):
         if weights.dtype is torch.float64:
             return Availability(ok=False, reasons=("torch's grouped matmul has no float64",))
         per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize
-        sizes = {
-            "hidden_size": weights.hidden_size,
-            "intermediate_size": weights.intermediate_size,
-        }
         reasons = tuple(
             f"{name} is {size}, but {weights.dtype} rows need a multiple of {per_row}"
-            for name, size in sizes.items()
+            for name, size in weights.sizes.items()
             if size % per_row
         )
         return Availability(ok=not reasons, reasons=reasons)
@@ -96,8 +89,8 @@ def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.d
 def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
     """Return the bias row of the expert that computes each slot, [C, *]; bias is [L, *].
 
-    Slots behind the last expert get a row of zeros that is part of no bias: the gradients of these
-    slots are undefined and must not reach a bias.
+    Slots after the last expert get a row of zeros that is part of no bias, because the gradients of
+    these slots are undefined.
     """
     experts = expert_of_slot(index, num_slots)
     return torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[experts]

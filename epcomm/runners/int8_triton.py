@@ -10,7 +10,9 @@ from torch import Tensor
 from epcomm.platforms.cuda import Capabilities
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.runners.gpu_slots import GpuSlotsRunner, Slots, sizes_of
+from epcomm.records import RowsDispatchOutput
+from epcomm.runners.base import slot_weights_to_apply
+from epcomm.runners.gpu_slots import GpuSlotsRunner, first_product, second_product
 from epcomm.spec import Availability
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights
@@ -43,7 +45,7 @@ class Int8TritonRunner(GpuSlotsRunner):
             return verdict
         reasons = [
             f"{name} is {size}, expected at most {_MAX_SUMMANDS}, beyond which sums overflow"
-            for name, size in sizes_of(weights).items()
+            for name, size in weights.sizes.items()
             if size > _MAX_SUMMANDS
         ]
         return Availability(ok=verdict.ok and not reasons, reasons=tuple(reasons) + verdict.reasons)
@@ -52,45 +54,30 @@ class Int8TritonRunner(GpuSlotsRunner):
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
         return QUANTIZABLE_DTYPES | {WireDtype.INT8}
 
-    def compute(self, slots: Slots, weights: ExpertTensors) -> Tensor:
-        """Compute the slots, [C, H], in the dtype of the hidden states. Local. Host sync: none."""
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 
         assert isinstance(weights, Int8ChannelWeights), "supports() said so"
-        row_codes, row_scales = slots.quantized_rows(weights.wire_format, self.int8_profile)
-        inner_size, num_slots = weights.intermediate_size, slots.num_slots
-        hidden = row_scales.new_empty(num_slots, inner_size)
-        gate_up_int8(
-            row_codes,
-            row_scales,
-            slots.row_of_slot,
-            slots.counts,
-            slots.first_slot,
-            matrices=weights.gate_up_proj,
-            matrix_scales=weights.gate_up_scale,
-            out=hidden,
-        )
+        first = first_product(dispatched, weights, self.int8_profile)
+        inner_size, num_slots = weights.intermediate_size, dispatched.num_slots
+        hidden = first.scales.new_empty(num_slots, inner_size)
+        gate_up_int8(first, out=hidden)
         codes = torch.empty_like(hidden, dtype=torch.int8)
         scales = hidden.new_empty(num_slots, 1)
         quantize_hidden_int8(
             hidden,
-            slots.counts,
-            slots.first_slot,
+            first.counts,
+            first.first_slot,
             profile=self.int8_profile,
             out_codes=codes,
             out_scales=scales,
         )
         results = codes.new_empty(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
         down_int8(
-            codes,
-            scales,
-            slots.counts,
-            slots.first_slot,
-            matrices=weights.down_proj,
-            matrix_scales=weights.down_scale,
-            slot_weights=slots.weights,
+            second_product(first, codes, scales, weights),
+            slot_weights=slot_weights_to_apply(dispatched, self.name),
             # MASKED rows have no index, and capacity for many more rows than the counts.
-            is_packed=slots.row_of_slot is not None,
+            is_packed=first.row_of_slot is not None,
             out=results,
         )
         return results

@@ -15,11 +15,7 @@ from torch import Tensor
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import gather_rows
 from epcomm.quantization import KNOWN_FORMATS, dequantize, quantize
-from epcomm.records import (
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-    SlotIndex,
-)
+from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
 from epcomm.types import (
     QUANTIZABLE_DTYPES,
@@ -30,7 +26,7 @@ from epcomm.types import (
     WireFormat,
     WireTensor,
 )
-from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
+from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 
 
@@ -52,7 +48,7 @@ class QuantizedReferenceRunner(ExpertRunner):
         return _READINGS[weights.wire_format.dtype]
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
-        assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
+        assert isinstance(weights, EightBitWeights), "supports() said so"
         index = dispatched.index
         slots = gather_wire(dispatched.hidden_states, index)
         starts = index.first_slot.tolist()
@@ -67,20 +63,6 @@ class QuantizedReferenceRunner(ExpertRunner):
             if slot_weights is not None:
                 result = result * slot_weights[mine].unsqueeze(1)
             results[mine] = result.to(weights.hidden_dtype)
-        return results
-
-    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
-        assert isinstance(weights, Fp8BlockWeights | Int8ChannelWeights), "supports() said so"
-        rows = dispatched.hidden_states
-        results = torch.zeros(rows.data.shape, dtype=weights.hidden_dtype, device=rows.data.device)
-        slot_weights = slot_weights_to_apply(dispatched, self.name)
-        for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
-            scales = None if rows.scales is None else rows.scales[expert, :count]
-            mine = WireTensor(data=rows.data[expert, :count], format=rows.format, scales=scales)
-            result = _run_expert(mine, weights, expert, self.int8_profile)
-            if slot_weights is not None:
-                result = result * slot_weights[expert, :count].unsqueeze(1)
-            results[expert, :count] = result.to(weights.hidden_dtype)
         return results
 
 
@@ -120,7 +102,7 @@ def _part(rows: WireTensor, mine: slice) -> WireTensor:
 
 def _run_expert(
     rows: WireTensor,
-    weights: Fp8BlockWeights | Int8ChannelWeights,
+    weights: EightBitWeights,
     expert: int,
     profile: Int8Profile,
 ) -> Tensor:

@@ -11,11 +11,7 @@ from epcomm.ops.activation import activate
 from epcomm.ops.precision import cast_experts, compute_dtype
 from epcomm.ops.slots import pack
 from epcomm.quantization import dequantize
-from epcomm.records import (
-    DispatchOutput,
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-)
+from epcomm.records import RowsDispatchOutput
 from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.types import Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
@@ -34,7 +30,9 @@ class ReferenceRunner(ExpertRunner):
         return frozenset(WireDtype)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
-        weights, index = _compute_weights(dispatched, weights), dispatched.index
+        assert isinstance(weights, ExpertWeights), "supports() said so"
+        weights = cast_experts(weights, compute_dtype(dispatched, weights))
+        index = dispatched.index
         slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
         starts = index.first_slot.tolist()
         counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
@@ -44,26 +42,10 @@ class ReferenceRunner(ExpertRunner):
             mine = slice(starts[expert], starts[expert] + count)
             scale = None if slot_weights is None else slot_weights[mine]
             pieces.append(_run_expert(slots[mine], scale, weights, expert))
-            # Padding behind the slots of an expert; zeros, so that gradients stay finite.
+            # Padding after the slots of an expert; zeros, so that gradients stay finite.
             pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
         pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
         return torch.cat(pieces)
-
-    def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
-        weights = _compute_weights(dispatched, weights)
-        rows = dequantize(dispatched.hidden_states, weights.dtype)
-        results = torch.zeros_like(rows)
-        slot_weights = slot_weights_to_apply(dispatched, self.name)
-        for expert, count in enumerate(dispatched.num_tokens_per_expert.tolist()):
-            scale = None if slot_weights is None else slot_weights[expert, :count]
-            results[expert, :count] = _run_expert(rows[expert, :count], scale, weights, expert)
-        return results
-
-
-def _compute_weights(dispatched: DispatchOutput, weights: ExpertTensors) -> ExpertWeights:
-    """Return the experts in the dtype that the batch is computed in."""
-    assert isinstance(weights, ExpertWeights), "supports() said so"
-    return cast_experts(weights, compute_dtype(dispatched, weights))
 
 
 def _run_expert(

@@ -1,1 +1,1 @@
-"""Divide experts among ranks, with parameters that know which experts they hold."""
+"""Divide experts among ranks, in parameters that record which experts they hold."""

@@ -31,7 +31,7 @@ Owner = weakref.ref[Announces]
 
 
 def announce(owner: Owner | None, func: OpOverload | str) -> None:
-    """Announce an operation that is about to communicate; nothing without a living group."""
+    """Announce an operation before it communicates, if the group is still alive."""
     group = None if owner is None else owner()
     if group is not None:
         name = func if isinstance(func, str) else func._schema.name.rpartition("::")[2]
@@ -39,7 +39,7 @@ def announce(owner: Owner | None, func: OpOverload | str) -> None:
 
 
 class Announcing(TorchDispatchMode):
-    """A mode that announces an operation before its first exchange, and local ones never."""
+    """A mode that announces an operation before its first exchange, and no local operation."""
 
     def __init__(self, owner: Owner | None, func: OpOverload) -> None:
         super().__init__()
@@ -56,6 +56,6 @@ class Announcing(TorchDispatchMode):
             first, self._announce = self._announce, None
             first()
         if any(each is not torch.Tensor and hasattr(each, "to_local") for each in types):
-            # The operators by which a DTensor is computed come here in turn.
+            # torch calls this mode again for the operators that compute a DTensor.
             return NotImplemented
         return func(*args, **(kwargs or {}))

@@ -1,11 +1,12 @@
 """Refuse DDP and FSDP over expert parameters where they would train wrongly.
 
-DDP's C++ code knows no DTensors: it broadcasts the experts of one rank, or reduces gradients from
-memory that nothing wrote. So a wrapper is refused when it registers its module, before both.
+DDP's C++ code does not support DTensors: it broadcasts the experts of one rank, or reduces
+gradients from memory that was not written. A wrapper is refused when it registers its module,
+before either.
 
-FSDP itself refuses a mesh that joins ranks with different experts. A mesh over copies of the same
-experts it accepts, and there two uses are wrong; a layer notices them when it first reads
-parameters that FSDP has cut.
+FSDP refuses a mesh of ranks with different experts. It accepts a mesh over copies of the same
+experts, where two uses are wrong; a layer refuses them when it first reads parameters that FSDP has
+cut.
 """
 
 from __future__ import annotations
@@ -19,12 +20,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.sharding.shards import ExpertParameters, is_expert_tensor, replicated_parameters
+from epcomm.sharding.shards import (
+    ExpertParameters,
+    is_cut_by_fsdp,
+    is_expert_tensor,
+    replicated_parameters,
+)
 
 
 @cache
 def watch_ddp() -> RemovableHandle:
-    """Refuse experts in every DistributedDataParallel that is built from now on. Local."""
+    """Make every DistributedDataParallel built from now on refuse experts. Local."""
     return register_module_module_registration_hook(_check_ddp)
 
 
@@ -38,7 +44,7 @@ def _check_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
             raise ShapeError(
                 f"DistributedDataParallel was given expert parameters, such as {name} "
                 f"{list(parameter.shape)}, of which each of {mesh.size()} ranks holds other "
-                f"experts (rank {mesh.get_local_rank()} of {mesh.size()}); before it call "
+                f"experts (rank {mesh.get_local_rank()} of {mesh.size()}); before wrapping, call "
                 "epcomm.training.gradients.ignore_experts_in_ddp(model) and "
                 f"scale_expert_gradients(model, 1 / {num_ranks}), or, for transformers' Trainer, "
                 "epcomm.integrations.transformers.prepare_trainer(trainer)"
@@ -46,7 +52,7 @@ def _check_ddp(wrapper: nn.Module, name: str, module: nn.Module | None) -> None:
 
 
 def check_fsdp(layer: ExpertParameters, *, shares_tokens: bool) -> None:
-    """Check that nothing trains or moves wrongly, if FSDP has cut the experts of a layer. Local.
+    """Refuse cuts of FSDP with which a layer would train or move wrongly. Local.
 
     shares_tokens: whether all ranks of the layer's group have the same tokens.
     Raises:
@@ -68,7 +74,7 @@ def check_fsdp(layer: ExpertParameters, *, shares_tokens: bool) -> None:
 
 
 def check_fsdp_of_placed(layer: ExpertParameters) -> None:
-    """Refuse experts that FSDP has cut and a placement may move. Local."""
+    """Refuse placed experts that FSDP has cut. Local."""
     if layer.shard.physical_to_logical is None:
         return
     parameter = _cut_parameter(layer)
@@ -82,14 +88,12 @@ def check_fsdp_of_placed(layer: ExpertParameters) -> None:
 
 
 def _cut_parameter(layer: ExpertParameters) -> nn.Parameter | None:
-    """Return a parameter that FSDP has put in the place of an ExpertTensor."""
+    """Return a parameter that FSDP has replaced an ExpertTensor with, or None."""
     return next(
         (
             each
             for each in layer.expert_parameters().values()
-            if isinstance(each, nn.Parameter)
-            and hasattr(each, "device_mesh")
-            and not is_expert_tensor(each)
+            if isinstance(each, nn.Parameter) and is_cut_by_fsdp(each)
         ),
         None,
     )

@@ -1,4 +1,4 @@
-"""Define ExpertTensor, a parameter that knows that it is one rank's share of all experts.
+"""Define ExpertTensor, a parameter that holds one rank's share of all experts.
 
 Why a subclass of DTensor: torch's own tools (checkpoints, state of optimizers, FSDP) must see a
 DTensor, but a plain DTensor next to ordinary parameters breaks training: fused and foreach
@@ -27,8 +27,14 @@ from epcomm.sharding.announced import Announcing, Owner, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
 from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import Operation, gather_experts, own_part, piece_of
-from epcomm.sharding.shards import ExpertShard, ShareTensor, is_expert_tensor, whole_of_share
+from epcomm.sharding.pieces import Operation, gather_experts, own_part
+from epcomm.sharding.shards import (
+    ExpertShard,
+    ShareTensor,
+    is_expert_tensor,
+    piece_of,
+    whole_of_share,
+)
 from epcomm.sharding.state import chunks_of, part_at, write_items
 
 if TYPE_CHECKING:
@@ -43,7 +49,7 @@ Context = Any
 # Operators over lists of tensors, for foreach and fused optimizers and for loss scaling.
 _LIST_OPERATORS = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-# Functions that cut experts out; torch makes their gradients ordinary tensors of all experts.
+# Functions that select experts; torch makes their gradients ordinary tensors of all experts.
 _CUTS = (
     *("__getitem__", "__iter__", "chunk", "gather", "index_select", "narrow", "select", "split"),
     *("tensor_split", "unbind"),
@@ -53,8 +59,8 @@ _OF_WHOLE = (
     *("aten::gather", "aten::index", "aten::index_select", "aten::masked_select", "aten::nonzero"),
     *("aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"),
 )
-# Functions that give memory or values of a tensor, of which an ExpertTensor has none. data_ptr()
-# returns 0, as a DTensor's does: torch's async_save asks for it.
+# Functions that return memory or values of a whole tensor, which an ExpertTensor does not have.
+# data_ptr() returns 0, as a DTensor's does, because torch's async_save calls it.
 _OF_MEMORY = ("__array__", "__dlpack__", "numpy", "storage", "tolist")
 _NEW = ("aten::new_zeros", "aten::new_ones", "aten::new_full", "aten::new_empty")
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -64,9 +70,9 @@ _NOT_COMPUTED = {
     "Sharding propagation failed": "is not computed from the parts of ranks",
     "not have a sharding strategy": "is not computed from the parts of ranks",
 }
-# Older releases of torch hand the operators of every DTensor, of subclasses too, to a dispatch in
-# C++. On those releases a mode catches the operators before, and tensors that C++ makes by itself
-# are wrapped when Python sees them.
+# Older releases of torch dispatch the operators of every DTensor in C++, of subclasses too. On
+# those releases a mode intercepts the operators, and DTensors that C++ creates are wrapped when
+# they reach Python.
 _IS_DISPATCHED_TO = TorchVersion(torch.__version__) >= "2.13"
 # Functions whose gradients are ordinary tensors of all experts too. Older releases cannot multiply
 # such a gradient with an ExpertTensor; later ones can, and can differentiate it again.
@@ -87,13 +93,14 @@ class ExpertTensor(ShareTensor, DTensor):
 
     - Operators over lists that mix ExpertTensors with ordinary tensors compute on the local pieces.
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
-    - Operators that work element by element take ordinary tensors beside an ExpertTensor. Of an
-      ordinary tensor that spans all experts, each rank takes its own piece.
-    - Random numbers are drawn for all experts, of which each rank keeps its own: ranks with one
-      seed get the values of one process that draws expert by expert.
+    - Elementwise operators accept ordinary tensors together with an ExpertTensor. Each rank uses
+    its
+      own piece of an ordinary tensor that spans all experts.
+    - Every rank draws random numbers for all experts and keeps those of its own: ranks with equal
+      seeds get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
       collective.
-    - torch.distributed's functions move the local piece, if no two of their ranks hold different
+    - torch.distributed's functions work on the local piece if all of their ranks hold the same
       experts; else they are refused.
     - A pickled ExpertTensor is a DTensor, so that torch.load(weights_only=True) accepts it.
 
@@ -209,10 +216,10 @@ class ExpertTensor(ShareTensor, DTensor):
                 args[0]._local_tensor.share_memory_()
                 return args[0]
             if name == "__getitem__":
-                # A mask, which backward reads, where torch may not ask its class.
+                # A mask; backward reads it without __torch_function__().
                 args = (args[0], tree_map(_whole_of, args[1]))
             elif some is not None and len(args) > 1 and name != "__set__":
-                # The tensor that an in-place function writes to is not wrapped.
+                # An in-place function writes to its first argument, which is not wrapped.
                 kept = 1 if name.endswith("_") else 0
                 args = (*args[:kept], *(_lifted(arg, some) for arg in args[kept:]))
             is_first = some is not None and some is next(iter(args))
@@ -244,7 +251,7 @@ class ExpertTensor(ShareTensor, DTensor):
 
 
 class _CatchOperators(TorchDispatchMode):
-    """A mode that runs operators on ExpertTensors where torch does not ask their class."""
+    """A mode that runs operators on ExpertTensors where torch does not dispatch to their class."""
 
     def __torch_dispatch__(  # type: ignore[override]
         self,
@@ -378,7 +385,7 @@ def _reduced_loss(func: Callable[..., Any], given: BoundArguments, some: ExpertT
 
 
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
-    """Refuse memory and values, and tell callers such as safetensors what to write to a file."""
+    """Refuse memory and values; the message names what safetensors and others should save."""
     raise ShapeError(
         f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
         f"because each rank holds {list(tensor._local_tensor.shape)} of it ({tensor.position}); "
@@ -487,7 +494,7 @@ def _run_as_dtensor(op: Operation) -> object:
 
     Collective: where the result is no tensor of experts.
     Raises:
-        ShapeError: torch refuses it, or it writes to placed experts otherwise than one by one.
+        ShapeError: torch refuses it, or it writes to several placed experts at once.
     """
     some, originals = op.some, dict[int, ExpertTensor]()
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.
@@ -509,7 +516,7 @@ def _run_as_dtensor(op: Operation) -> object:
     except RuntimeError as error:
         if _MIXED not in str(error):
             raise
-        # C++ code of torch.distributed comes here without a call of __torch_function__().
+        # C++ code of torch.distributed dispatches here without __torch_function__().
         raise _refusal(str(op.func), kept, _NOT_COMPUTED[_MIXED]) from error
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     is_placed = any(leaf.shard is not None for leaf in originals.values())
@@ -554,7 +561,7 @@ def _run_c10d(op: Operation) -> object:
         ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
         if len(mesh_ranks & set(ranks)) > 1:
             raise ShapeError(
-                f"{op.func}: an expert parameter came, of which ranks {sorted(mesh_ranks)} hold "
+                f"{op.func}: got an expert parameter, of which ranks {sorted(mesh_ranks)} hold "
                 f"different experts, with a process group of ranks {ranks} ({op.some.position}); "
                 "reduce over copies of the same experts alone, and leave expert parameters out of "
                 "DDP by epcomm.training.gradients.ignore_experts_in_ddp(model)"

@@ -13,8 +13,8 @@ from torch._ops import OpOverload
 from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.announced import announce
-from epcomm.sharding.pieces import Operation, own_part, piece_of
-from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows
+from epcomm.sharding.pieces import Operation, own_part
+from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows, piece_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,7 +44,7 @@ def run_on_lists(op: Operation) -> object:
         living = {id(group): owner for owner in owners if (group := owner()) is not None}
         for owner in living.values():
             announce(owner, func)
-    # To a maximum copies add nothing, and of no elements there is none.
+    # Copies do not change a maximum, and a rank without own experts would have no maximum.
     if name == _NORM and _order_of(args, kwargs) != math.inf:
         local_args[0] = [_counted_once(leaf) for leaf in args[0]]
     result = func(*local_args, **local_kwargs)
@@ -54,7 +54,7 @@ def run_on_lists(op: Operation) -> object:
                 # Caches of weights compare torch's counts of writes.
                 torch.autograd.graph.increment_version(tensor._local_tensor)
         if name == _UNSCALE:
-            # args[1] is found_inf, which says whether any gradient of any rank is not finite.
+            # args[1] is found_inf: whether any gradient of any rank is not finite.
             for mesh in {tensor._spec.mesh for tensor in experts.values()}:
                 args[1].copy_(_over_ranks(args[1].view(1), mesh).amax())
         return None

@@ -1,7 +1,8 @@
 """Cut an ExpertTensor along its experts: one expert, neighbours, or all one by one.
 
 Loaders and initialisers write to such parts. A part of this rank's experts is a view of its piece,
-so that a write is kept; a part of another rank's experts is a copy, and that rank keeps the write.
+so a write persists; a part of another rank's experts is a copy, and the write persists on that
+rank.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def takes_parts(op: Operation) -> bool:
 def run_on_parts(op: Operation) -> object:
     """Cut whole experts out of an ExpertTensor.
 
-    Collective: all ranks cut alike, and each gets the experts of the others.
+    Collective: all ranks make the same cut, and receive the experts of the others.
     Raises:
         ShapeError: the part holds experts of several ranks and not all of them; on every rank.
     """

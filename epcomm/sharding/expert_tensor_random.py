@@ -28,8 +28,8 @@ def draws_numbers(op: Operation) -> bool:
 def run_expert_by_expert(op: Operation) -> Tensor | None:
     """Draw once for each of the P experts, and keep what is drawn for this rank's. Local.
 
-    Beside the result, it needs the memory of one expert. In-place operators write to the piece of
-    their ExpertTensor and return None; others return this rank's piece [L, ...].
+    In addition to the result it needs the memory of one expert. In-place operators write to the
+    piece of their ExpertTensor and return None; others return this rank's piece [L, ...].
     """
     some, kept = op.some, []
     places = {expert: place for place, expert in enumerate(logical_experts(some.held))}
@@ -43,7 +43,7 @@ def run_expert_by_expert(op: Operation) -> Tensor | None:
             part = own_part(leaf, some)
             if not isinstance(part, Tensor) or part.dim() < some.dim():
                 return part
-            # Numbers for another rank's expert are drawn by the arguments of one of this rank's.
+            # For another rank's expert, arguments of one of this rank's experts are used.
             return part[(place or 0) if part.shape[0] > 1 else 0]
 
         drawn = op.run(of_expert)

@@ -1,4 +1,4 @@
-"""Take the local pieces of expert tensors and of tensors beside them, and run operators on them."""
+"""Run operators on the local pieces of expert tensors and of the tensors used with them."""
 
 from __future__ import annotations
 
@@ -51,17 +51,12 @@ class Operation:
         return self.func(*args, **kwargs)
 
 
-def piece_of(tensor: Tensor) -> Tensor:
-    """Return the local piece of a DTensor, without gradients, or any other tensor as is. Local."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def own_part(leaf: object, some: ShareTensor) -> object:
     """Cut this rank's part out of a tensor that spans the experts of `some`; keep other leaves.
 
     Local.
     Raises:
-        ShapeError: an ExpertTensor whose experts lie otherwise than those of `some`.
+        ShapeError: an ExpertTensor whose experts are placed differently from those of `some`.
     """
     if not isinstance(leaf, Tensor):
         return leaf

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from epcomm.sharding.announced import Owner
 else:
-    # DTensor, which ExpertTensor adds: its import takes seconds.
+    # ExpertTensor adds the real base: importing DTensor takes seconds.
     DTensor = Tensor
 
 
@@ -25,9 +25,9 @@ class ExpertShard:
 
     first_expert: the first physical expert of this rank.
     num_local_experts: L.
-    num_experts: of a whole tensor, E.
-    physical_to_logical: the logical expert of each of the P physical ones, where a placement says
-        so; None: they are the same, P = E.
+    num_experts: E, the experts of a whole tensor.
+    physical_to_logical: the logical expert of each of the P physical ones, with a placement; None:
+        they are the same, P = E.
     """
 
     first_expert: int
@@ -44,7 +44,7 @@ class ExpertShard:
 
     @cached_property
     def first_places(self) -> tuple[int, ...]:
-        """The local experts that are the first copies of theirs, by local index."""
+        """The local indices of experts whose first copy is on this rank."""
         return tuple(
             place
             for place, expert in enumerate(logical_experts(self))
@@ -55,7 +55,7 @@ class ExpertShard:
 class ShareTensor(DTensor):
     """A tensor of all experts, of which this rank holds its own in `_local_tensor` [L, ...].
 
-    Every one is an ExpertTensor. This base says what code knows that ExpertTensor is built upon.
+    Every instance is an ExpertTensor. This base has what the modules below ExpertTensor use.
     """
 
     shard: ExpertShard | None = None
@@ -63,7 +63,7 @@ class ShareTensor(DTensor):
 
     @property
     def held(self) -> ExpertShard:
-        """Which experts the piece holds, as a placement says or in the order of the ranks."""
+        """The experts that the piece holds, by a placement or in the order of the ranks."""
         if self.shard is not None:
             return self.shard
         mesh = self.device_mesh
@@ -128,7 +128,7 @@ def logical_experts(shard: ExpertShard) -> Sequence[int]:
 def cut_share(full: Tensor, shard: ExpertShard) -> Tensor:
     """Return one rank's experts [L, ...] of a whole tensor [E, ...]. Local.
 
-    A view, or where a placement has other experts in between or in another order, a copy.
+    A view, or with a placement a copy.
     """
     experts = logical_experts(shard)
     if isinstance(experts, range):
@@ -137,7 +137,7 @@ def cut_share(full: Tensor, shard: ExpertShard) -> Tensor:
 
 
 def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
-    """Return zeros [E, ...] with one rank's experts [L, ...] in their places. Local."""
+    """Return zeros [E, ...] with one rank's experts [L, ...] at their ids. Local."""
     whole = share.new_zeros((shard.num_experts, *share.shape[1:]))
     experts = logical_experts(shard)
     if isinstance(experts, range):
@@ -152,11 +152,11 @@ def local_share(full: Tensor, shard: ExpertShard) -> Tensor:
 
 
 def own_rows(share: Tensor, shard: ExpertShard) -> Tensor:
-    """Return those of a rank's experts that no rank before holds too; a view if all. Local."""
+    """Return the experts that no lower rank holds too, as a view if these are all. Local."""
     places = shard.first_places
     if len(places) == share.shape[0]:
         return share
-    # No dtype is that of an empty list, where other ranks hold all of them before.
+    # The dtype is for an empty list, where lower ranks hold all experts.
     index = torch.tensor(places, dtype=torch.int64, device=share.device)
     return share.index_select(0, index)
 
@@ -184,6 +184,24 @@ def shard_of(parameter: Tensor) -> ExpertShard | None:
 def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:
     """Return whether `tensor` is an ExpertTensor. Local."""
     return isinstance(tensor, ShareTensor)
+
+
+def is_cut_by_fsdp(tensor: object) -> bool:
+    """Return whether FSDP has cut a tensor: it is a DTensor, and no ExpertTensor. Local."""
+    return hasattr(tensor, "device_mesh") and not is_expert_tensor(tensor)
+
+
+def piece_of(tensor: Tensor) -> Tensor:
+    """Return the local piece of a DTensor, without gradients, or any other tensor as is. Local."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def cut_as(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Distribute a whole tensor, which each rank has, as FSDP has cut `parameter`. Local."""
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
 
 
 def expert_shards(module: nn.Module) -> dict[str, ExpertShard]:

@@ -1,8 +1,9 @@
 """Save and load expert parameters: state_dicts, parts of checkpoints, and states of optimizers.
 
-A tensor says whose experts it holds as an ExpertTensor, or by metadata of the state_dict. Loading
-takes this rank's experts out of whole tensors, and refuses what another rank has saved. torch asks
-no parameter when an optimizer loads a state, so that is checked before the first step after it.
+An ExpertTensor records which experts it holds; for other tensors, metadata of the state_dict do.
+Loading takes this rank's experts out of whole tensors, and refuses what another rank has saved.
+torch calls no hook of a parameter when an optimizer loads a state, so that is checked before the
+next step.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from epcomm.sharding.shards import (
     ExpertParameters,
     ExpertShard,
     ShareTensor,
+    cut_as,
     cut_share,
+    is_cut_by_fsdp,
     is_expert_tensor,
     logical_experts,
 )
@@ -43,7 +46,7 @@ class StateRanks(Protocol):
 
     @property
     def where(self) -> str:
-        """The place of this rank for messages, such as `rank 3 of 8`."""
+        """The position of this rank for messages, such as `rank 3 of 8`."""
         ...
 
 
@@ -65,8 +68,8 @@ def note_share(
 ) -> None:
     """Mark the tensors of a state_dict with the share that they hold. Local.
 
-    The metadata mark ordinary tensors. Where the group has a DeviceMesh, ordinary tensors in the
-    place of parameters become ExpertTensors, which share their memory.
+    Metadata mark ordinary tensors. Where the group has a DeviceMesh, tensors of parameters become
+    ExpertTensors, which share their memory.
 
     Raises:
         ConfigError: FSDP has cut experts that a placement may move.
@@ -102,7 +105,7 @@ def cut_before_load(
 
 
 def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
-    """Return what this rank writes to a checkpoint: the experts that no rank before it holds."""
+    """Return what this rank writes to a checkpoint: the experts that no lower rank holds."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -121,7 +124,7 @@ def write_items(fqn: str, tensor: ShareTensor) -> list[WriteItem]:
 
 
 def chunks_of(tensor: ShareTensor) -> list[ChunkStorageMetadata]:
-    """Return the place of each expert of this rank in the whole tensor, a chunk for each."""
+    """Return a chunk for each expert of this rank: its offset and size in the whole tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     rest = tensor._local_tensor.shape[1:]
@@ -149,7 +152,7 @@ def watch_optimizers() -> RemovableHandle:
 def _read(value: Tensor, parameter: Tensor, layer: ShardedLayer, name: str, is_own: bool) -> Tensor:
     """Return a tensor that can be copied into `parameter`, of what a state_dict has for it.
 
-    is_own: the metadata say that a share is of this rank and placement.
+    is_own: the metadata name this rank and placement.
     """
     shard, group = layer.shard, layer.group
     if hasattr(value, "device_mesh"):
@@ -198,13 +201,7 @@ def _as(parameter: Tensor, whole: Tensor, share: Tensor) -> Tensor:
     """Return this rank's share of `whole`, or the whole, distributed as `parameter` is."""
     if is_expert_tensor(parameter):
         return _wrapped(parameter, share)
-    if not hasattr(parameter, "device_mesh"):
-        return share
-    from torch.distributed.tensor import distribute_tensor
-
-    # FSDP has cut the experts further. No rank sends, because each has the whole tensor.
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+    return cut_as(whole, parameter) if is_cut_by_fsdp(parameter) else share
 
 
 def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:

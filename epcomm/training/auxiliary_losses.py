@@ -1,4 +1,4 @@
-"""Compute auxiliary losses of what the gates of a model saw: balance of experts, size of logits.
+"""Compute auxiliary losses from the calls of a model's gates: balance of experts, size of logits.
 
     with watch_gates(model) as gates:
         loss = task_loss(model(batch))
@@ -6,11 +6,10 @@
         scores = router_probabilities(gate.logits, gate.routing)
         loss = loss + 1e-2 * load_balancing_loss(scores, gate.topk_ids, group=group)
 
-With a group a loss is that of the tokens of all ranks: each rank returns its own tokens' part, and
-the parts of all ranks add up to the loss that one process computes of all tokens. Only counts
-travel, which have no gradient. So the gradients of the parts add up too, by
-sum_replicated_gradients(); beside DDP, which takes the mean over its ranks, multiply by their
-number.
+With a group, a loss is over the tokens of all ranks: each rank returns the part of its own tokens,
+and the parts add up to the loss that one process computes. Ranks exchange only counts, which have
+no gradient. So sum_replicated_gradients() adds up the gradients of the parts; with DDP, which takes
+the mean over its ranks, multiply the loss by their number.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ def watch_gates(model: nn.Module) -> Iterator[list[GateCall]]:
 def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:
     """Return the scores of all experts as probabilities, whose sum is 1 for each token.
 
-    They are the softmax of the logits, or where the routing scores by another function, its scores
-    divided by their sum. A correction bias has no part in them.
+    They are the softmax of the logits, or for another score function its scores divided by their
+    sum. A correction bias is not added.
 
     Args:
         logits: [..., E], floating point.
@@ -65,7 +64,7 @@ def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:
 
     Local.   Host sync: none.
     Raises:
-        ConfigError: a custom function, of whose scores nothing is known.
+        ConfigError: the routing has a custom function, whose scores are unknown.
     Source: DeepSeek-V3 (arXiv 2412.19437), eq. 19, for sigmoid; as in Megatron-LM.
     """
     if routing.custom_function is not None:
@@ -182,14 +181,14 @@ def _without_padding(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tenso
 def _counts(topk_ids: Tensor, mask: Tensor | None, *, num_experts: int) -> Tensor:
     """Count the entries of each expert, [..., E] of [..., T, K]."""
     ids = topk_ids if mask is None else topk_ids.masked_fill(~mask.unsqueeze(-1), -1)
-    # What names no expert is counted behind the last one.
+    # Entries without an expert are counted after the last expert, and cut off.
     places = torch.where(ids < 0, num_experts, ids).flatten(-2).long()
     counts = places.new_zeros(*ids.shape[:-2], num_experts + 1)
     return counts.scatter_add_(-1, places, torch.ones_like(places))[..., :num_experts]
 
 
 def _weights(counts: Tensor, num_tokens: Tensor, top_k: int) -> Tensor:
-    """Return what a sum of probabilities is multiplied by, [..., E]: E * count / (K * T * T)."""
+    """Return the factors of sums of probabilities, [..., E]: E * count / (K * T * T)."""
     tokens = num_tokens.double().clamp(min=1)
     return counts.double() * counts.shape[-1] / (top_k * tokens * tokens)
 

@@ -10,8 +10,11 @@ from epcomm.errors import ShapeError
 from epcomm.group import EPGroup
 from epcomm.sharding.shards import (
     ExpertShard,
+    cut_as,
     expert_shards,
+    is_cut_by_fsdp,
     is_expert_tensor,
+    piece_of,
     put_together,
 )
 
@@ -32,8 +35,8 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
         if shard is None or not _is_own_share(tensor, shard):
             state[name] = _whole(tensor)
             continue
-        local = tensor._local_tensor if is_expert_tensor(tensor) else tensor
-        parts = group.collectives.all_gather(local.contiguous(), phase="gather_state_dict")
+        local = piece_of(tensor).contiguous()
+        parts = group.collectives.all_gather(local, phase="gather_state_dict")
         state[name] = put_together(parts, shard)
     return state
 
@@ -75,19 +78,9 @@ def load_full_state_dict(
                 f"load_full_state_dict: {name} holds {num_experts} experts, expected all "
                 f"{shard.num_experts}; gather the state first"
             )
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    fitting = {name: _fitting(value, parameters.get(name)) for name, value in state.items()}
+    fitting = dict(state)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        # A layer's hook cuts the experts out.
+        if name in state and is_cut_by_fsdp(parameter) and not hasattr(state[name], "device_mesh"):
+            fitting[name] = cut_as(state[name], parameter)
     module.load_state_dict(fitting, strict=strict)
-
-
-def _fitting(value: Tensor, parameter: nn.Parameter | None) -> Tensor:
-    """Distribute a whole tensor as FSDP cut its parameter; a layer's hook cuts the experts."""
-    if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
-        return value
-    if is_expert_tensor(parameter):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    # No rank sends, because each has the whole tensor.
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[union-attr]
-    return distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)

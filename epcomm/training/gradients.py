@@ -2,7 +2,7 @@
 
 An expert has seen the tokens of all ranks of its group, so when backward ends its gradients are the
 sum over the losses of these ranks. Every other parameter is replicated and has seen only the rank's
-own tokens. docs/training.md tells what to do beside DDP and FSDP.
+own tokens. docs/training.md covers DDP and FSDP.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.sharding.shards import (
+    is_cut_by_fsdp,
     is_expert_tensor,
     own_rows,
+    piece_of,
     replicated_parameters,
     sharded_parameters,
 )
@@ -54,7 +56,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase:
     for same in by_dtype.values():
         flat = torch.cat([_local_gradient(parameter).flatten() for parameter in same])
         total = _sum_over_ranks(flat, group.collectives, phase=phase)
-        parts = total.split([_local(parameter).numel() for parameter in same])
+        parts = total.split([piece_of(parameter).numel() for parameter in same])
         for parameter, part in zip(same, parts, strict=True):
             _set_gradient(parameter, part)
 
@@ -62,7 +64,7 @@ def _sum_gradients(parameters: Iterable[nn.Parameter], group: EPGroup, *, phase:
 def scale_expert_gradients(model: nn.Module, factor: float) -> None:
     """Multiply the gradients of every expert parameter by `factor` at the end of each backward.
 
-    Beside DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
+    With DDP, which takes the mean over its W ranks, the factor is 1 / W: an expert's gradient is
     a sum over the same ranks. Gradients that add up over several backwards are each scaled once.
     Parameters that are replaced later are scaled too. For parametrised experts, the gradient of the
     original parameter is scaled, and the gradients of the parametrisation are not: adapters of LoRA
@@ -76,11 +78,11 @@ def scale_expert_gradients(model: nn.Module, factor: float) -> None:
 
 
 def ignore_experts_in_ddp(model: nn.Module) -> None:
-    """Let DistributedDataParallel(model) leave the expert parameters alone. Local.
+    """Make DistributedDataParallel(model) ignore the expert parameters. Local.
 
-    Call it on the very module that DDP will wrap, before wrapping. Otherwise DDP would send the
-    experts of rank 0 to all ranks, or raise an error for ExpertTensors. Parameters that DDP was
-    told to ignore before stay ignored.
+    Call it on the module that DDP will wrap, before wrapping. Otherwise DDP would send the experts
+    of rank 0 to all ranks, or raise an error for ExpertTensors. Parameters that were ignored before
+    stay ignored.
     """
     # torch keeps the ignored names in this attribute and has no public function to extend it.
     ignored = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
@@ -96,9 +98,8 @@ def ignore_experts_in_ddp(model: nn.Module) -> None:
 def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     """Add the gradients of expert parameters over the ranks that hold copies of the same experts.
 
-    Several expert groups beside each other need this call, because each group's experts have seen
-    the tokens of their own group alone. Then pass sum_replicated_gradients() the group of all
-    ranks.
+    Several expert groups need this call, because each group's experts have seen only the tokens of
+    their group. Then pass sum_replicated_gradients() the group of all ranks.
 
     Args:
         model: the model of this rank.
@@ -178,14 +179,14 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     square = _square_of(replicated_parameters(model), next(model.parameters()).device)
     experts = sharded_parameters(model)
     if group is not None:
-        own = _square_of([p for p in experts if not _is_cut_further(p)], group.collectives.device)
+        own = _square_of([p for p in experts if not is_cut_by_fsdp(p)], group.collectives.device)
         square = square + group.collectives.all_gather(own, phase="clip_grad_norm").sum()
-        square = square + _square_of([p for p in experts if _is_cut_further(p)], square.device)
+        square = square + _square_of([p for p in experts if is_cut_by_fsdp(p)], square.device)
     norm = square.sqrt()
     # 1e-6 guards against gradients of zero, as in torch.nn.utils.clip_grad_norm_.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
-        _local(gradient).mul_(factor)
+        piece_of(gradient).detach().mul_(factor)
     return norm
 
 
@@ -196,33 +197,24 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
         gradient = parameter.grad
         if gradient is not None:
             if is_expert_tensor(gradient):
-                shard, gradient = gradient.shard, _local(gradient)
+                shard, gradient = gradient.shard, piece_of(gradient).detach()
                 gradient = gradient if shard is None else own_rows(gradient, shard)
             square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total
 
 
-def _is_cut_further(parameter: nn.Parameter) -> bool:
-    """Return whether FSDP has cut this parameter of experts: then it is an ordinary DTensor."""
-    return isinstance(parameter, DTensor) and not is_expert_tensor(parameter)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     if parameter.grad is None:
-        return torch.zeros_like(_local(parameter))
-    return _local(parameter.grad)
+        return torch.zeros_like(piece_of(parameter))
+    return piece_of(parameter.grad).detach()
 
 
 def _set_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     if isinstance(parameter, DTensor) and parameter.grad is not None:
-        _local(parameter.grad).copy_(gradient.view_as(_local(parameter)))
+        piece_of(parameter.grad).detach().copy_(gradient.view_as(piece_of(parameter)))
     elif is_expert_tensor(parameter):
-        parameter.grad = parameter.like_self(gradient.view_as(_local(parameter)))
+        parameter.grad = parameter.like_self(gradient.view_as(piece_of(parameter)))
     else:
         parameter.grad = gradient.view_as(parameter)
 

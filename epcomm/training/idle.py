@@ -37,7 +37,7 @@ def idle_step(
             is needed for models inside DDP or FSDP that do not take input_ids, and where other
             ranks recompute activations.
 
-    Collective: yes, in place of one forward, and of its backward.   Host sync: as the layers.
+    Collective: yes, instead of one forward, and its backward.   Host sync: as the layers.
     Raises:
         ConfigError: the model has no expert-parallel layer; or the model is inside FSDP or DDP and
             does not say that it takes input_ids, raised on this rank alone; or backward is wanted

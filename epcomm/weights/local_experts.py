@@ -1,4 +1,4 @@
-"""LocalExperts: from what stands in place of parameters to the tensors that kernels see."""
+"""Convert a layer's parameters, whatever replaced them, to the tensors that kernels read."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
+from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor, piece_of
 from epcomm.weights.unquantized import ExpertTensors
 
 
 class LocalExperts:
     """Turns ExpertTensors, DTensors and ordinary tensors into this rank's experts [L, ...].
 
-    shard: which experts these are; rebalance() changes it, beside the tensors.
-    gradient_factor: what gradients of parameters are multiplied by on their way.
+    shard: which experts these are; rebalance() changes it together with the tensors.
+    gradient_factor: multiplies the gradients of parameters.
 
-    While the same parameters are there, their pieces are kept, and nothing is checked again.
+    While the parameters stay the same objects, their pieces are kept without checks.
     """
 
     def __init__(
         self, kind: ExpertTensors, roles: tuple[str, ...], shard: ExpertShard, where: str
     ) -> None:
-        """Take experts without values, their fields in order, and which experts these are."""
+        """Keep the kind of the experts, the order of its fields, and the share of this rank."""
         self._kind, self._roles, self._where = kind, roles, where
         self.shard = shard
         self._held: Sequence[Tensor] = ()
@@ -34,11 +34,11 @@ class LocalExperts:
         self.gradient_factor = 1.0
 
     def of(self, held: Sequence[Tensor], computed: Collection[int] = ()) -> ExpertTensors:
-        """Return the experts, live, of tensors that read() was given. Local.
+        """Return the experts, as views of the tensors that read() was given. Local.
 
         Args:
             held: tensors in the order of the roles.
-            computed: the places of those that are no parameters; the factor is not for them.
+            computed: the indices of tensors that are no parameters, which the factor leaves alone.
         """
         if not (torch.is_grad_enabled() and _need_gradients(held)):
             return self._record
@@ -52,30 +52,30 @@ class LocalExperts:
         return other
 
     def knows(self, held: Sequence[Tensor]) -> bool:
-        """Return whether read() was given these tensors, which hold what they held then. Local."""
+        """Return whether read() was given these tensors, with the same pieces. Local."""
         if len(held) != len(self._held):
             return False
         for tensor, known, piece in zip(held, self._held, self._pieces, strict=True):
-            # Module.to() exchanges what a parameter holds, and leaves the parameter.
-            if tensor is not known or getattr(tensor, "_local_tensor", tensor) is not piece:
+            # Module.to() replaces what a parameter holds, and keeps the parameter.
+            if tensor is not known or piece_of(tensor) is not piece:
                 return False
         return True
 
     def read(self, held: Sequence[Tensor]) -> None:
-        """Take the tensors that of() is asked for next. Local."""
-        pieces = [_piece(tensor) for tensor in held]
+        """Read the tensors that the next calls of of() get. Local."""
+        pieces = [piece_of(tensor) for tensor in held]
         owned = {
             role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)
         }
         self._record = self._kind.with_tensors(owned)
-        # What was computed for this call alone must not outlive it: tensors that are no parameters,
-        # and copies of a placement's experts, which do not see what is written to the parameter.
+        # Tensors that are no parameters were computed for this call, and copies of placed experts
+        # do not follow writes to the parameter: neither may be kept.
         are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held) and all(
             owned[role].untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
             for role, piece in zip(self._roles, pieces, strict=True)
         )
         self._held, self._pieces = (held, pieces) if are_kept else ((), ())
-        # Known with the pieces, and as short as they are.
+        # One flag for each piece that is kept.
         self._are_shares = list(map(is_expert_tensor, self._held))
 
     def _differentiable(self, held: Sequence[Tensor], factors: Sequence[float]) -> Sequence[Tensor]:
@@ -106,10 +106,6 @@ def _need_gradients(held: Sequence[Tensor]) -> bool:
     # An attribute of a subclass is a call into Python, unless that is switched off.
     with torch._C.DisableTorchFunctionSubclass():
         return any(tensor.requires_grad for tensor in held)
-
-
-def _piece(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -16,17 +16,17 @@ from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT
 from epcomm.types import QUANTIZABLE_DTYPES, ScaleDtype, WireDtype, WireFormat
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
-# The block of FP8 checkpoints, rows and columns; hidden states have a scale for as many elements.
+# Rows and columns of a block of FP8 matrices, and elements of hidden states that share a scale.
 BLOCK = 128
 FP8_MAX = 448.0
 INT8_MAX = 127.0
 
-# How these matrices are stored: [E, out, in], gate first, and what lies between them.
+# Matrices are [E, out, in] with gate first, and the activation is SwiGLU.
 _PLAIN = ExpertFormat()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _EightBitWeights(ExpertTensors):
+class EightBitWeights(ExpertTensors):
     """The matrices of E experts in eight bits.
 
     gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
@@ -130,13 +130,13 @@ class _EightBitWeights(ExpertTensors):
     def from_unquantized(
         cls, weights: ExpertWeights, *, scales: ScaleDtype | ScaleDtypeName = ScaleDtype.FLOAT32
     ) -> Self:
-        """Quantise: the largest code of whatever shares a scale is the largest there is. Local.
+        """Quantise experts so that the largest element that shares a scale gets the largest code.
 
-        Infinity or NaN makes the scale NaN, and so everything that shares it.
+        Infinity or NaN makes the scale NaN, and so all elements that share it. Local.
 
         Args:
-            weights: what to quantise, of any strides.
-            scales: of the result. With powers of two, codes only reach more than half the largest.
+            weights: the experts, with any strides.
+            scales: of the result. With powers of two, the largest code may be half as large.
 
         Raises:
             ConfigError: biases, another format than swiglu with [E, out, in] matrices, or scales
@@ -146,7 +146,7 @@ class _EightBitWeights(ExpertTensors):
         chosen = _scale_dtype(cls.__name__, scales)
         gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
         down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
-        # What is computed element by element has the strides of its input.
+        # Elementwise results have the strides of their input.
         return cls(
             gate_up_proj=gate_up.contiguous(),
             gate_up_scale=gate_up_scale.contiguous(),
@@ -180,7 +180,7 @@ class _EightBitWeights(ExpertTensors):
         """Return the dequantised matrices, in float32."""
 
 
-class Fp8BlockWeights(_EightBitWeights):
+class Fp8BlockWeights(EightBitWeights):
     """The experts as float8_e4m3fn codes; a scale for each 128 x 128 block multiplies its codes.
 
     gate_up_scale: [E, ceil(2I / 128), ceil(H / 128)].   down_scale: [E, ceil(H / 128),
@@ -218,7 +218,7 @@ class Fp8BlockWeights(_EightBitWeights):
         return codes.float() * _spread(scales, codes)
 
 
-class Int8ChannelWeights(_EightBitWeights):
+class Int8ChannelWeights(EightBitWeights):
     """The experts as int8 codes, symmetric; a scale for each output channel multiplies its codes.
 
     gate_up_scale: [E, 2I].   down_scale: [E, H].   Both float32.
@@ -272,7 +272,7 @@ def _scale_dtype(caller: str, scales: ScaleDtype | ScaleDtypeName) -> ScaleDtype
 
 
 def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
-    """Return the scale that takes the largest magnitude to the largest code; for zeros, any but 0.
+    """Return the scale that maps the largest magnitude to the largest code; not 0 for zeros.
 
     NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
     """
@@ -281,20 +281,20 @@ def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
 
 
 def _power_of_two_of(amax: Tensor) -> Tensor:
-    """Return the smallest power of two, float32, by which the largest magnitude fits into 448.
+    """Return the smallest power of two, float32, with amax / power <= 448.
 
     NaN where that magnitude is infinite or NaN, which have no exponent.
     """
     fraction, exponent = torch.frexp(amax)
     # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
     exponent = exponent - 9 + (fraction > 0.875).int()
-    # Of zeros any scale will do. 2**-126 is the least normal float32.
+    # Zeros may have any scale. 2**-126 is the least normal float32.
     power = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
     return torch.where(amax.isfinite(), power, torch.nan)
 
 
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:
-    """Spread block scales [E, n, k] to one for each element of `matrices` [E, N, K], float32."""
-    # Not every dtype of scales can be multiplied.
+    """Repeat block scales [E, n, k] for each element of `matrices` [E, N, K], float32."""
+    # float8_e8m0fnu scales cannot be multiplied.
     rows = scales.float().repeat_interleave(BLOCK, dim=1)[:, : matrices.shape[1]]
     return rows.repeat_interleave(BLOCK, dim=2)[:, :, : matrices.shape[2]]

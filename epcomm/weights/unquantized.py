@@ -1,4 +1,4 @@
-"""The weights of routed experts as checkpoints hold them, and how one rank's share is cut out."""
+"""The weights of routed experts as checkpoints hold them, and one rank's share of them."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class ExpertFormat:
 
 
 class ExpertTensors(ABC):
-    """The matrices of E experts, in any precision. Records: frozen, made anew for each change.
+    """The matrices of E experts, in any precision, as a frozen record.
 
-    format: how matrices are stored and what lies between them.
+    format: the layout of the matrices and the activation between them.
     """
 
     format: ExpertFormat
@@ -78,7 +78,7 @@ class ExpertTensors(ABC):
 
     @abstractmethod
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return the same kind of experts, of which these are the tensors."""
+        """Return experts of the same kind with these tensors."""
 
     @property
     @abstractmethod
@@ -88,7 +88,7 @@ class ExpertTensors(ABC):
     @property
     @abstractmethod
     def wire_format(self) -> WireFormat:
-        """Return the wire format in which hidden states best come to these experts."""
+        """Return the wire format of hidden states that these experts want."""
 
     @property
     @abstractmethod
@@ -101,6 +101,11 @@ class ExpertTensors(ABC):
         """The intermediate size of an expert, I."""
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The sizes that kernels may refuse, by name."""
+        return {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
+
+    @property
     def num_experts(self) -> int:
         """The number of experts, E."""
         return next(iter(self.tensors().values())).shape[0]
@@ -111,7 +116,7 @@ class ExpertTensors(ABC):
         return any(tensor.requires_grad for tensor in self.tensors().values())
 
     def shard(self, rank: int, world_size: int) -> Self:
-        """Return the experts of one rank as views; epcomm/sharding/shards.py says which these are.
+        """Return the experts of one rank as views, in the order of shard_of_rank().
 
         Raises:
             ConfigError: E is no multiple of W.
@@ -129,7 +134,7 @@ class ExpertTensors(ABC):
         )
 
     def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return these experts with other tensors, known to be as theirs are; check nothing."""
+        """Return these experts with other tensors of the same form, without checks."""
         other = copy(self)
         vars(other).update(tensors)
         return other
@@ -160,7 +165,7 @@ class ExpertWeights(ExpertTensors):
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are there, by field name."""
+        """Return the tensors that are not None, by field name."""
         named = {
             "gate_up_proj": self.gate_up_proj,
             "down_proj": self.down_proj,

@@ -1,4 +1,4 @@
-"""Say what is made of parameters, and made anew whenever these have changed."""
+"""Cache values that are computed from parameters, until these change."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WriteState:
-    """The state of a tensor: which one it was, where it lay, and after how many writes.
+    """The state of a tensor: its identity, its address, and its number of writes.
 
-    torch counts writes to a tensor, but neither those through its `.data` nor those of other
-    processes. memory: what lay there, kept so that nothing else comes to lie there.
+    torch counts writes to a tensor, but not writes through its `.data` or of other processes.
+    memory: keeps the memory allocated, so that no other tensor gets the address.
     """
 
     source: ReferenceType[Tensor]
@@ -33,8 +33,8 @@ class WriteState:
         """Return the state of the tensor now.
 
         Raises:
-            ConfigError: it was made in inference mode, where torch counts no writes, so that
-                reloading would go unseen.
+            ConfigError: it was made in inference mode, where torch counts no writes, so a reload
+                would not be noticed.
         """
         if tensor.is_inference():
             raise ConfigError(
@@ -49,37 +49,36 @@ class WriteState:
         )
 
     def is_of(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` is that one, lies where it lay, and was not written since."""
+        """Return whether `tensor` is the same object, at the same address, without new writes."""
         is_same = self.source() is tensor and self.address == tensor.data_ptr()
         return is_same and self.num_writes == tensor._version
 
 
 class Derived(Generic[T]):
-    """A value made of tensors as they are now, such as experts packed for an operator.
+    """A value computed from tensors, such as experts packed for an operator.
 
-    The tensors stay, for state_dict and for reloading; both take memory.
+    The tensors are kept too, for state_dict and for reloading, so both take memory.
     """
 
     def __init__(self, caller: str) -> None:
-        """Make nothing yet; `caller` is for messages."""
+        """Compute nothing yet; `caller` is for messages."""
         self._caller = caller
         self._states: dict[str, WriteState] = {}
         self._value: T | None = None
 
     def of(self, tensors: Mapping[str, Tensor], make: Callable[[], T]) -> T:
-        """Return what make() makes of the tensors, anew only if they changed since the last call.
+        """Return make(), called again only if the tensors changed since the last call.
 
-        A write through `.data` leaves the version of its tensor as it was; then comes forget().
+        After a write through `.data`, which torch does not count, call forget().
 
         Local.   Host sync: none.
         Raises:
-            ConfigError: tensors that were made in inference mode, which do not tell when they are
-                written.
+            ConfigError: a tensor was made in inference mode, where torch counts no writes.
         """
         states = {n: WriteState.of(n, each, self._caller) for n, each in tensors.items()}
         is_of = all(n in self._states and self._states[n].is_of(t) for n, t in tensors.items())
         if self._value is None or not is_of:
-            # The old one is freed first: two copies beside the originals might not fit.
+            # The old value is freed first, because two copies might not fit.
             self.forget()
             with torch.no_grad():
                 self._value = make()
@@ -87,5 +86,5 @@ class Derived(Generic[T]):
         return self._value
 
     def forget(self) -> None:
-        """Make it anew at the next call, whatever the tensors tell."""
+        """Drop the value, so that the next call computes it."""
         self._states, self._value = {}, None

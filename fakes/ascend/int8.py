@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from epcomm.quantization.int8 import quantize_int8
+from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.types import Int8Profile
 from fakes.ascend.undefined import UNDEFINED_INT8
 
@@ -22,7 +22,7 @@ def quantize_rows(rows: Tensor, profile: Int8Profile) -> tuple[Tensor, Tensor]:
     Returns:
         codes [..., H], int8; scales [...], float32, NaN for a row with a NaN or an infinity.
     """
-    wire = quantize_int8(rows, profile=profile)
+    wire = quantize(rows, INT8_PER_TOKEN, profile=profile)
     assert wire.scales is not None, "int8 has scales"
     # Also where the scale is NaN, which is no number above 0.
     is_undefined = ~(wire.scales > 0)

@@ -1,4 +1,4 @@
-"""What rank 1 gets wrong in a call, and what each rank must hear; test_bad_calls.py plays it."""
+"""Faults of rank 1 in a call, and the errors of all ranks; test_bad_calls.py plays them."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Bad:
     """A fault of rank 1.
 
     call: what rank 1 does.   others: what the other ranks do meanwhile.
-    own: words that rank 1 hears.   told: words that the others hear.   error: of all ranks.
+    own: part of the message on rank 1.   told: part of it on the others.   error: on all ranks.
     raised: what rank 1 raises, where that is an error of its own.
     trains: only where there are gradients.   reads_ids: the host reads ids to say what is wrong,
-        so on a static buffer rank 1 hears what the others do.
+        so on a static buffer rank 1 gets the message of the others.
     """
 
     id: str
@@ -263,7 +263,7 @@ def without_grad(play: Play) -> object:
 
 
 def training(*names: str) -> Callable[[Play], object]:
-    """Make a whole call beside experts of which the tensors named train."""
+    """Make a whole call with experts of which only the tensors named train."""
 
     def call(play: Play) -> object:
         needs = {name: name in names for name in ("gate_up_proj", "down_proj")}
@@ -535,7 +535,7 @@ def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]
 def module_of_sums(play: Play) -> object:
     """Return the module from which the buffer of the block takes reduce_rows()."""
     buffer = play.block.experts.phases.prefill._buffer
-    # Of hierarchical, the buffer inside hosts sums the results of slots.
+    # In hierarchical, the buffer inside hosts sums the results of slots.
     kinds = type(getattr(buffer, "_inner", buffer)).__mro__
     modules = [sys.modules[kind.__module__] for kind in kinds]
     return next(module for module in modules if hasattr(module, "reduce_rows"))

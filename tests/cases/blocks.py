@@ -28,12 +28,14 @@ class BlockKind:
 
     def make(self, **changes: object) -> nn.Module:
         """Make a block with seeded weights; changes are of the configuration."""
+        return seeded(self.build({**SIZES, **self.values, **changes}))
+
+    def build(self, values: Mapping[str, object]) -> nn.Module:
+        """Build a block from the values of its configuration."""
         package = f"transformers.models.{self.model_type}"
-        config_class = getattr(
-            import_module(f"{package}.configuration_{self.model_type}"), self.config
-        )
-        block_class = getattr(import_module(f"{package}.modeling_{self.model_type}"), self.block)
-        return seeded(block_class(config_class(**{**SIZES, **self.values, **changes})))
+        configuration = import_module(f"{package}.configuration_{self.model_type}")
+        modeling = import_module(f"{package}.modeling_{self.model_type}")
+        return getattr(modeling, self.block)(getattr(configuration, self.config)(**values))
 
 
 SIZES = {
@@ -114,7 +116,7 @@ KINDS = [
         model_type="ernie4_5_moe",
         block="Ernie4_5_MoeSparseMoeBlock",
         config="Ernie4_5_MoeConfig",
-        # Half of the probability: some sums lie below, and some above.
+        # Half of the probability: some sums are below, and some above.
         values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
     ),
     BlockKind(

@@ -264,7 +264,7 @@ class Plays:
     """Keeps the play of the last test for the next test of the same kind. Opening costs 100 ms.
 
     A parametrised fixture of a module would not do: pytest gives it the scope of a function where
-    tests have parameters of their own beside it.
+    tests have other parameters too.
     """
 
     def __init__(self) -> None:

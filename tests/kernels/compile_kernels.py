@@ -27,6 +27,7 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.kernels import launch
 from epcomm.kernels.gemm import fp8 as gemm_fp8
 from epcomm.kernels.gemm import int8 as gemm_int8
+from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
     ll_combine,
@@ -50,7 +51,7 @@ from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import ReplicaTable
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
+from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
 
 HOPPER = GPUTarget("cuda", 90, 32)
 # Blackwell of workstations, whose blocks have 99 KB of shared memory.
@@ -326,15 +327,18 @@ ROWS: Mapping[str, Callable[[], None]] = {
 
 def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool = True) -> None:
     quantize_fp8.has_e4m3 = lambda device: has_e4m3
-    codes = rows(4, HIDDEN, torch.float8_e4m3fn, 2 * MESSAGE)
-    quantize_fp8.quantize_fp8_triton(
-        rows(4, HIDDEN, dtype), codes, rows(4, 56, scales, MESSAGE), scale_block=128
+    wire = WireTensor(
+        data=rows(4, HIDDEN, torch.float8_e4m3fn, 2 * MESSAGE),
+        format=WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=scales),
+        scales=rows(4, 56, scales, MESSAGE),
     )
+    quantize_fp8.quantize_fp8_triton(rows(4, HIDDEN, dtype), wire)
 
 
-def quantize_to_int8(dtype: torch.dtype, profile: str) -> None:
+def quantize_to_int8(dtype: torch.dtype, profile: Int8Profile) -> None:
     codes, scales = rows(4, HIDDEN, I8, 2 * MESSAGE), rows(4, 1, torch.float32, MESSAGE)
-    quantize_int8_triton(rows(4, HIDDEN, dtype), codes, scales, profile=profile)
+    wire = WireTensor(data=codes, format=INT8_PER_TOKEN, scales=scales)
+    quantize_int8_triton(rows(4, HIDDEN, dtype), wire, profile)
 
 
 QUANTIZE: Mapping[str, Callable[[], None]] = {
@@ -342,9 +346,9 @@ QUANTIZE: Mapping[str, Callable[[], None]] = {
     "fp8 fp32": partial(quantize_to_fp8, torch.float32, torch.float32),
     "fp8 powers of two": partial(quantize_to_fp8, BF16, torch.float8_e8m0fnu),
     "fp8 without hardware": partial(quantize_to_fp8, BF16, torch.float32, has_e4m3=False),
-    "int8 rint127": partial(quantize_to_int8, BF16, "rint127"),
-    "int8 div": partial(quantize_to_int8, torch.float32, "div"),
-    "int8 triton": partial(quantize_to_int8, BF16, "triton"),
+    "int8 rint127": partial(quantize_to_int8, BF16, Int8Profile.RINT127),
+    "int8 div": partial(quantize_to_int8, torch.float32, Int8Profile.DIV),
+    "int8 triton": partial(quantize_to_int8, BF16, Int8Profile.TRITON),
 }
 
 
@@ -392,7 +396,7 @@ GATES: Mapping[str, Callable[[], None]] = {
 
 
 EXPERTS = 4
-INDEX = (i32(EXPERTS), i32(EXPERTS + 1))
+COUNTS, FIRST_SLOT = i32(EXPERTS), i32(EXPERTS + 1)
 
 
 def matrices(columns: int, depth: int, dtype: torch.dtype) -> Tensor:
@@ -402,12 +406,15 @@ def matrices(columns: int, depth: int, dtype: torch.dtype) -> Tensor:
 def gate_up_fp8() -> None:
     dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
     gemm_fp8.gate_up_fp8(
-        rows(8, HIDDEN, dtype),
-        f32(8, HIDDEN // 128),
-        i32(slots),
-        *INDEX,
-        matrices=matrices(2 * INNER, HIDDEN, dtype),
-        matrix_scales=f32(EXPERTS, 2 * INNER // 128, HIDDEN // 128),
+        Product(
+            codes=rows(8, HIDDEN, dtype),
+            scales=f32(8, HIDDEN // 128),
+            row_of_slot=i32(slots),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(2 * INNER, HIDDEN, dtype),
+            matrix_scales=f32(EXPERTS, 2 * INNER // 128, HIDDEN // 128),
+        ),
         out_codes=rows(slots, INNER, dtype),
         out_scales=f32(slots, INNER // 128),
     )
@@ -416,11 +423,14 @@ def gate_up_fp8() -> None:
 def down_fp8() -> None:
     dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
     gemm_fp8.down_fp8(
-        rows(slots, INNER, dtype),
-        f32(slots, INNER // 128),
-        *INDEX,
-        matrices=matrices(HIDDEN, INNER, dtype),
-        matrix_scales=f32(EXPERTS, HIDDEN // 128, INNER // 128),
+        Product(
+            codes=rows(slots, INNER, dtype),
+            scales=f32(slots, INNER // 128),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(HIDDEN, INNER, dtype),
+            matrix_scales=f32(EXPERTS, HIDDEN // 128, INNER // 128),
+        ),
         slot_weights=f32(slots),
         out=rows(slots, HIDDEN, BF16),
     )
@@ -429,12 +439,15 @@ def down_fp8() -> None:
 def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
     gemm_int8.gate_up_int8(
-        rows(8, hidden, I8),
-        f32(8, 1),
-        i32(slots),
-        *INDEX,
-        matrices=matrices(2 * inner, hidden, I8),
-        matrix_scales=f32(EXPERTS, 2 * inner),
+        Product(
+            codes=rows(8, hidden, I8),
+            scales=f32(8, 1),
+            row_of_slot=i32(slots),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(2 * inner, hidden, I8),
+            matrix_scales=f32(EXPERTS, 2 * inner),
+        ),
         out=f32(slots, inner),
     )
 
@@ -442,11 +455,14 @@ def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER)
 def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
     gemm_int8.down_int8(
-        rows(slots, inner, I8),
-        f32(slots, 1),
-        *INDEX,
-        matrices=matrices(hidden, inner, I8),
-        matrix_scales=f32(EXPERTS, hidden),
+        Product(
+            codes=rows(slots, inner, I8),
+            scales=f32(slots, 1),
+            counts=COUNTS,
+            first_slot=FIRST_SLOT,
+            matrices=matrices(hidden, inner, I8),
+            matrix_scales=f32(EXPERTS, hidden),
+        ),
         slot_weights=f32(slots),
         is_packed=True,
         out=rows(slots, hidden, BF16),
@@ -456,7 +472,12 @@ def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) ->
 def quantize_hidden() -> None:
     codes = rows(8, INNER, I8)
     gemm_int8.quantize_hidden_int8(
-        f32(8, INNER), *INDEX, profile="rint127", out_codes=codes, out_scales=f32(8, 1)
+        f32(8, INNER),
+        COUNTS,
+        FIRST_SLOT,
+        profile=Int8Profile.RINT127,
+        out_codes=codes,
+        out_scales=f32(8, 1),
     )
 
 
@@ -489,7 +510,7 @@ KERNELS = {
 def compiled(name: str) -> dict[str, Any]:
     is_workstation = name.startswith("sm_120")
     limits = DeviceLimits(shared_bytes=99 * 1024, major=12) if is_workstation else DeviceLimits()
-    gemm_fp8.device_limits = gemm_int8.device_limits = lambda device: limits
+    gemm_fp8.device_limits = lambda device: limits
     return code_of(KERNELS[name], WORKSTATION if is_workstation else HOPPER)
 
 

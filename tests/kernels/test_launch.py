@@ -9,7 +9,6 @@ import torch
 
 pytest.importorskip("triton")
 from epcomm.kernels import launch
-from epcomm.kernels.gemm.fp8 import rows_of
 from epcomm.kernels.launch import DeviceLimits, device_limits
 
 KB = 1024
@@ -43,10 +42,3 @@ def test_device_is_asked_for_its_shared_memory(monkeypatch: pytest.MonkeyPatch) 
     assert device_limits(torch.device("cuda", 1)) == DeviceLimits(shared_bytes=227 * KB, major=12)
     launch._device_limits.cache_clear()
     assert device_limits(torch.device("cpu")) == DeviceLimits()
-
-
-def test_matrices_are_never_copied() -> None:
-    matrices = torch.zeros(2, 3, 4)
-    assert rows_of(matrices).data_ptr() == matrices.data_ptr()
-    with pytest.raises(AssertionError, match="records of weights refuse other strides"):
-        rows_of(matrices.transpose(1, 2))

@@ -27,7 +27,7 @@ from epcomm import (
 )
 from epcomm.registry import backend_class, backend_names, class_names
 from epcomm.runners.reference import ReferenceRunner
-from epcomm.sharding.pieces import piece_of
+from epcomm.sharding.shards import piece_of
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
 from epcomm.types import WeightsAppliedBy
@@ -52,13 +52,15 @@ TINY = BatchSpec(
     tokens_of_rank=lambda rank, world_size: 2,
     choose_ids=random_ids,
 )
-# Of central differences: small beside the values, of order 1, and large beside their digits.
+# Step of central differences: small compared with values of order 1, and large compared with their
+# rounding.
 STEP = 1e-5
 # They are off by STEP**2 times a third derivative of order 1, and by the digits of the loss, a sum
 # of at most 100 values of order 1, over STEP.
 SLOPE_TOLERANCE = 10 * STEP**2 + 100 * torch.finfo(FP64).eps / STEP
-# Of gradcheck, whose steps are 1e-6: the digits of y, at most 10, over a step, four times that for
-# sums. Gradients that were float32 anywhere are off by six times as much where they are of order 1.
+# Tolerance of gradcheck, whose steps are 1e-6: the digits of y, at most 10, over a step, four times
+# that for sums. Gradients that were float32 anywhere are off by six times as much where they are of
+# order 1.
 CHECK_TOLERANCE = 4 * 10 * torch.finfo(FP64).eps / 1e-6
 
 
@@ -185,7 +187,7 @@ def test_gradcheck_of_a_whole_block() -> None:
 
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=FP64)
-# Backends whose sums are float64 beside float64 rows.
+# Backends that sum float64 rows in float64.
 OURS = {"collective", "shared_memory", "hierarchical"}
 OTHERS = [
     (mode, name)

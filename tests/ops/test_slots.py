@@ -171,7 +171,7 @@ ROWS = torch.arange(12.0).view(3, 4)
 VIEWS = {
     "contiguous": ROWS,
     "gaps of NaN": strided(ROWS, 5),
-    "no gap behind the last row": without_last_gap(ROWS),
+    "no gap after the last row": without_last_gap(ROWS),
     "columns of a wider matrix": torch.cat([torch.full((3, 2), NAN), ROWS], dim=1)[:, 2:],
     "transposed": ROWS.T.contiguous().T,
     "one row expanded": ROWS[1].expand(3, 4),

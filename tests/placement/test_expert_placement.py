@@ -1,4 +1,4 @@
-"""A placement says where the copies of each expert lie, is what its JSON says, or is refused."""
+"""Placements locate the copies of each expert, survive JSON, and refuse what cannot be."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tests.placement.layers import any_placement
 SPEC = replace(BATCH_SPECS["bf16"], hidden_size=256)
 # Calls in a graph: receive buffers are used in turn, and it ends in the one in which it began.
 CALLS = 2
-# Of bfloat16: both products, the activation, the sum of a rank and y are rounded.
+# Roundings to bfloat16 of both products, the activation, the sum of a rank and y.
 TOLERANCE = 5 * 2**-8
 
 

@@ -10,14 +10,7 @@ import pytest
 import torch
 
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
-from epcomm.quantization import (
-    FP8_FLOAT32_SCALES,
-    FP8_POWER_OF_TWO_SCALES,
-    INT8_PER_TOKEN,
-    dequantize,
-    quantize,
-)
-from epcomm.quantization.fp8 import dequantize_fp8, quantize_fp8
+from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, dequantize, quantize
 from tests.quantization import oracle
 from tests.quantization.rows import INF, NAN, as_bytes, assert_same_bits, varied_rows
 
@@ -201,10 +194,9 @@ def test_wrong_formats_and_inputs_are_refused() -> None:
     uint8_scales = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.uint8)
     with pytest.raises(ConfigError, match=r"torch\.uint8, expected fp8_e4m3"):
         quantize(torch.zeros(1, 8), uint8_scales)
-    with pytest.raises(ConfigError, match=r"int8/0 .*expected fp8_e4m3"):
-        quantize_fp8(torch.zeros(1, 8), INT8_PER_TOKEN)
-    with pytest.raises(ConfigError, match=r"int8/0 .*expected fp8_e4m3"):
-        dequantize_fp8(quantize(torch.zeros(1, 8), INT8_PER_TOKEN), torch.float32)
+    wire = WireTensor(data=torch.zeros(1, 8), format=uint8_scales, scales=torch.zeros(1, 1))
+    with pytest.raises(ConfigError, match=r"torch\.uint8, expected fp8_e4m3"):
+        dequantize(wire, torch.float32)
     with pytest.raises(ShapeError, match=r"torch\.float64, expected bfloat16"):
         quantize(torch.zeros(1, 8, dtype=torch.float64), FP8_FLOAT32_SCALES)
     with pytest.raises(ShapeError, match=r"\[1, 0\], expected"):

@@ -9,22 +9,9 @@ import pytest
 import torch
 
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
-from epcomm.quantization import (
-    FP8_FLOAT32_SCALES,
-    INT8_PER_TOKEN,
-    Int8Profile,
-    dequantize,
-    quantize,
-)
-from epcomm.quantization.int8 import dequantize_int8, quantize_int8
+from epcomm.quantization import INT8_PER_TOKEN, Int8Profile, dequantize, quantize
 from tests.quantization import oracle
-from tests.quantization.rows import (
-    INF,
-    NAN,
-    assert_same_bits,
-    half_neighbours,
-    varied_rows,
-)
+from tests.quantization.rows import INF, NAN, assert_same_bits, half_neighbours, varied_rows
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "ascend_quant_profiles.json"
 GOLDEN = json.loads(CONTRACT.read_text("utf-8"))
@@ -174,7 +161,8 @@ def test_wrong_formats_and_inputs_are_refused() -> None:
     in_blocks = WireFormat(dtype=WireDtype.INT8, scale_block=128, scale_dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"int8/128 .*expected int8/0"):
         quantize(torch.zeros(1, 8), in_blocks)
-    with pytest.raises(ConfigError, match=r"fp8_e4m3/128 .*expected int8/0"):
-        dequantize_int8(quantize(torch.zeros(1, 8), FP8_FLOAT32_SCALES), torch.float32)
+    wire = WireTensor(data=torch.zeros(1, 8), format=in_blocks, scales=torch.zeros(1, 1))
+    with pytest.raises(ConfigError, match=r"int8/128 .*expected int8/0"):
+        dequantize(wire, torch.float32)
     with pytest.raises(ShapeError, match=r"torch\.int32, expected"):
-        quantize_int8(torch.zeros(1, 8, dtype=torch.int32))
+        quantize(torch.zeros(1, 8, dtype=torch.int32), INT8_PER_TOKEN)

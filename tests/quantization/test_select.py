@@ -9,6 +9,7 @@ import torch
 
 from epcomm import BackendUnavailable
 from epcomm.quantization import quantize, quantizer_for
+from epcomm.quantization.convert import _load_triton
 
 
 def test_devices_without_kernels_take_plain_torch() -> None:
@@ -17,8 +18,9 @@ def test_devices_without_kernels_take_plain_torch() -> None:
 
 
 def test_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    _load_triton.cache_clear()
     kernels = ("kernels.launch", "kernels.quantize.fp8", "kernels.quantize.int8")
-    for name in ("quantization.with_triton", *kernels):
+    for name in kernels:
         monkeypatch.delitem(sys.modules, f"epcomm.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(BackendUnavailable, match=r"triton is not installed.*cuda"):

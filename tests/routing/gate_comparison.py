@@ -23,7 +23,7 @@ UNITS_OF_SOFTCAP = 2
 class Comparison:
     """What came of a batch.
 
-    num_excused: tokens whose experts differ where scores are too close to tell.
+    num_excused: tokens whose experts differ where scores are within rounding of each other.
     wrong: one line for each kind of token that differs without such a reason.
     max_units: largest difference of weights of the tokens with the same experts.
     """

@@ -98,7 +98,7 @@ def tied_logits() -> Tensor:
 
 
 def tied_bias(spec: RoutingSpec) -> Tensor | None:
-    """Two values, exact in float32 beside a score, so that ties remain."""
+    """Two values whose sums with a score are exact in float32, so that ties remain."""
     return None if bias_for(spec, 1) is None else torch.tensor([0.0, 0.125]).repeat(16)
 
 
@@ -188,7 +188,8 @@ def test_logits_that_are_no_numbers_give_valid_experts(name: str) -> None:
     assert topk.topk_weights.isfinite().all()
     expected = route(logits[5:], spec, correction_bias=bias)
     assert torch.equal(topk.topk_ids[5:], expected.topk_ids)
-    # An infinite logit is the largest, as in the reference; beside it softmax leaves only ties.
+    # An infinite logit is the largest, as in the reference; softmax leaves only ties among the
+    # others.
     largest = route(logits[2:3], spec, correction_bias=bias)
     assert torch.equal(topk.topk_ids[2:3, 0], largest.topk_ids[:, 0])
     torch.testing.assert_close(topk.topk_weights[2:3], largest.topk_weights)

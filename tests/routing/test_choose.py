@@ -51,7 +51,7 @@ def npu_has_the_operator() -> Iterator[None]:
 def by_nothing(
     logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
 ) -> TopKOutput:
-    raise NotImplementedError("nobody calls it")
+    raise NotImplementedError("it is not called")
 
 
 def choose(router: Router, spec: RoutingSpec, device: torch.device) -> RouterChoice:

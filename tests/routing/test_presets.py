@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from operator import attrgetter
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.routing import RoutingSpec, presets, route
+from tests.cases.blocks import KINDS, SIZES
 from tests.routing.oracle import route_rows
-
-# transformers is imported by the first test, and must not look for a network.
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 NUM_TOKENS, HIDDEN, NUM_EXPERTS = 96, 32, 16
 # Both sides compute in float32: softmax, sum and division round in another order.
@@ -29,7 +25,7 @@ LFM2_SCORE_ERROR = 2**-9
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A transformers block, its tiny configuration and the preset that must equal its router.
+    """A block of tests/cases/blocks.py, its configuration, and the preset of its router.
 
     bias: where the block keeps its correction bias.
     bf16_roundings: roundings between logits and weights when the block is in bfloat16.
@@ -37,8 +33,6 @@ class Family:
     """
 
     model_type: str
-    config: str
-    block: str
     values: Mapping[str, object]
     spec: RoutingSpec
     router: str = "gate"
@@ -48,23 +42,20 @@ class Family:
     id: str = ""
 
 
-EXPERTS = {"num_experts_per_tok": 4, "num_experts": NUM_EXPERTS}
-LOCAL_EXPERTS = {"num_experts_per_tok": 4, "num_local_experts": NUM_EXPERTS}
-ROUTED_EXPERTS = {"num_experts_per_tok": 4, "n_routed_experts": NUM_EXPERTS}
+SHAPE = {"hidden_size": HIDDEN, "num_experts_per_tok": 4}
+EXPERTS = {"num_experts": NUM_EXPERTS}
+LOCAL_EXPERTS = {"num_local_experts": NUM_EXPERTS}
+ROUTED_EXPERTS = {"n_routed_experts": NUM_EXPERTS}
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 
 FAMILIES = [
     Family(
         model_type="mixtral",
-        config="MixtralConfig",
-        block="MixtralSparseMoeBlock",
         values=LOCAL_EXPERTS,
         spec=presets.mixtral(top_k=4),
     ),
     Family(
         model_type="qwen2_moe",
-        config="Qwen2MoeConfig",
-        block="Qwen2MoeSparseMoeBlock",
         values={**EXPERTS, "norm_topk_prob": False},
         spec=presets.qwen2_moe(top_k=4, renormalize=False),
         bf16_roundings=1,
@@ -72,47 +63,35 @@ FAMILIES = [
     Family(
         id="qwen2_moe-renormalised",
         model_type="qwen2_moe",
-        config="Qwen2MoeConfig",
-        block="Qwen2MoeSparseMoeBlock",
         values={**EXPERTS, "norm_topk_prob": True},
         spec=presets.qwen2_moe(top_k=4, renormalize=True),
         bf16_roundings=1,
     ),
     Family(
         model_type="qwen3_moe",
-        config="Qwen3MoeConfig",
-        block="Qwen3MoeSparseMoeBlock",
         values={**EXPERTS, "norm_topk_prob": True},
         spec=presets.qwen3_moe(top_k=4, renormalize=True),
         bf16_roundings=1,
     ),
     Family(
         model_type="qwen3_5_moe",
-        config="Qwen3_5MoeTextConfig",
-        block="Qwen3_5MoeSparseMoeBlock",
         values=EXPERTS,
         spec=presets.qwen3_5_moe(top_k=4),
         bf16_roundings=1,
     ),
     Family(
         model_type="deepseek_v2",
-        config="DeepseekV2Config",
-        block="DeepseekV2Moe",
         values={**ROUTED_EXPERTS, **GROUPED, "topk_method": "group_limited_greedy"},
         spec=presets.deepseek_v2(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
     ),
     Family(
         id="deepseek_v2-greedy",
         model_type="deepseek_v2",
-        config="DeepseekV2Config",
-        block="DeepseekV2Moe",
         values={**ROUTED_EXPERTS, "topk_method": "greedy", "routed_scaling_factor": 1.0},
         spec=presets.deepseek_v2(top_k=4, routed_scaling_factor=1.0),
     ),
     Family(
         model_type="deepseek_v3",
-        config="DeepseekV3Config",
-        block="DeepseekV3MoE",
         values={**ROUTED_EXPERTS, **GROUPED},
         spec=presets.deepseek_v3(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
         bias="gate.e_score_correction_bias",
@@ -120,8 +99,6 @@ FAMILIES = [
     Family(
         id="deepseek_v3-not-renormalised",
         model_type="deepseek_v3",
-        config="DeepseekV3Config",
-        block="DeepseekV3MoE",
         values={**ROUTED_EXPERTS, **GROUPED, "norm_topk_prob": False},
         spec=presets.deepseek_v3(
             top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5, renormalize=False
@@ -130,8 +107,6 @@ FAMILIES = [
     ),
     Family(
         model_type="afmoe",
-        config="AfmoeConfig",
-        block="AfmoeSparseMoeBlock",
         values={**EXPERTS, "route_scale": 1.5},
         spec=presets.afmoe(top_k=4, routed_scaling_factor=1.5),
         router="router",
@@ -139,16 +114,12 @@ FAMILIES = [
     ),
     Family(
         model_type="minimax_m2",
-        config="MiniMaxM2Config",
-        block="MiniMaxM2SparseMoeBlock",
         values=LOCAL_EXPERTS,
         spec=presets.minimax_m2(top_k=4),
         bias="e_score_correction_bias",
     ),
     Family(
         model_type="gpt_oss",
-        config="GptOssConfig",
-        block="GptOssMLP",
         values=LOCAL_EXPERTS,
         spec=presets.gpt_oss(top_k=4),
         router="router",
@@ -156,17 +127,13 @@ FAMILIES = [
     ),
     Family(
         model_type="ernie4_5_moe",
-        config="Ernie4_5_MoeConfig",
-        block="Ernie4_5_MoeSparseMoeBlock",
-        values={"moe_k": 4, "moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
+        values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
         spec=presets.ernie4_5_moe(top_k=4, epsilon=0.5),
         bias="gate.moe_statics.e_score_correction_bias",
         bf16_roundings=1,
     ),
     Family(
         model_type="lfm2_moe",
-        config="Lfm2MoeConfig",
-        block="Lfm2MoeSparseMoeBlock",
         values={**EXPERTS, "routed_scaling_factor": 1.5},
         spec=presets.lfm2_moe(
             top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
@@ -179,8 +146,6 @@ FAMILIES = [
     Family(
         id="lfm2_moe-plain",
         model_type="lfm2_moe",
-        config="Lfm2MoeConfig",
-        block="Lfm2MoeSparseMoeBlock",
         values={**EXPERTS, "use_expert_bias": False, "norm_topk_prob": False},
         spec=presets.lfm2_moe(
             top_k=4, use_correction_bias=False, renormalize=False, routed_scaling_factor=1.0
@@ -190,8 +155,6 @@ FAMILIES = [
     ),
     Family(
         model_type="nemotron_h",
-        config="NemotronHConfig",
-        block="NemotronHMoE",
         values={**ROUTED_EXPERTS, **GROUPED},
         spec=presets.nemotron_h(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
         bias="gate.e_score_correction_bias",
@@ -214,12 +177,6 @@ class RecordedExperts(nn.Module):
         return torch.zeros_like(hidden_states)
 
 
-def make_config(family: Family) -> object:
-    module = f"transformers.models.{family.model_type}.configuration_{family.model_type}"
-    sizes = {"hidden_size": HIDDEN, "intermediate_size": 8, "moe_intermediate_size": 8}
-    return getattr(import_module(module), family.config)(**sizes, **family.values)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Routed:
     """The routing of a block: logits [T, E], its bias [E] and the weights on [T, E]."""
@@ -230,9 +187,9 @@ class Routed:
 
 
 def run_block(family: Family, dtype: torch.dtype) -> Routed:
-    module = f"transformers.models.{family.model_type}.modeling_{family.model_type}"
     torch.manual_seed(0)
-    block: nn.Module = getattr(import_module(module), family.block)(make_config(family)).to(dtype)
+    kind = next(kind for kind in KINDS if kind.model_type == family.model_type)
+    block = kind.build({**SIZES, **SHAPE, **family.values}).to(dtype)
     block.experts = experts = RecordedExperts()
     for parameter in block.parameters():
         # 1/4: logits of a few units, so that no score saturates.

@@ -8,10 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epcomm.records import TopKOutput
-from epcomm.routing import (
-    RoutingSpec,
-    route,
-)
+from epcomm.routing import RoutingSpec, route
 from tests.routing.oracle import route_rows
 
 NUM_EXPERTS = 12

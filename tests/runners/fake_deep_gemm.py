@@ -1,6 +1,6 @@
 """A stand-in for deep_gemm that refuses what its documentation refuses, and computes in float32.
 
-Rows of tiles that nobody computes come back as NaN. Whole tiles are stored, as by the package, so
+Rows of tiles that no program computes are NaN. Whole tiles are stored, as by the package, so
 the last tile of an expert overwrites rows of the next expert if that one begins inside the tile.
 Source: README, argument checks and scheduler of DeepGEMM.
 """
@@ -140,7 +140,7 @@ def multiply_masked(
     assert list(masked_m.shape) == [num_experts]
     a, b = left(lhs, architecture), right(rhs)
     out.fill_(float("nan"))
-    # The experts lie one after another in one map of rows, and tiles know no end of an expert.
+    # The experts are adjacent in one map of rows, and tiles do not know where an expert ends.
     # Which of two experts stores a row last is undefined: here the first one, against the second.
     rows, results = a.flatten(0, 1), out.flatten(0, 1)
     for expert, count in reversed(list(enumerate(masked_m.tolist()))):

@@ -31,7 +31,7 @@ from epcomm import (
     plan,
 )
 from epcomm.quantization import INT8_PER_TOKEN, quantize
-from epcomm.records import ExchangePlan, Handle, SlotIndex
+from epcomm.records import SlotIndex
 from epcomm.registry import runner_class
 from epcomm.runners.ascend import runner as ascend
 from epcomm.runners.ascend.nz import AscendNZRunner
@@ -47,6 +47,7 @@ from fakes.deep_ep import install
 from tests.cases.quantized_model import OF_ASCEND, OF_BFLOAT16, assert_within, expert_model
 from tests.fakes.ascend.recorded import golden, tensor_of
 from tests.ops.indices import index_of
+from tests.runners.records import rows_record
 
 NUM_EXPERTS, HIDDEN, INNER = 3, 64, 64
 SPEC = BatchSpec(
@@ -87,7 +88,7 @@ def make_runner(name: str) -> AscendRunner:
 
 
 def batch_index(tail: int = 0) -> SlotIndex:
-    """tail: slots behind those of the last expert."""
+    """tail: slots after those of the last expert."""
     index = index_of(make_batch(SPEC, 0, 1).topk_ids.tolist(), NUM_EXPERTS)
     assert index.row_of_slot is not None
     unused = index.row_of_slot.new_full((tail,), -1)
@@ -98,15 +99,8 @@ def record(
     rows: WireTensor, index: SlotIndex, slot_weights: Tensor | None = None
 ) -> RowsDispatchOutput:
     by_combine = slot_weights is None
-    return RowsDispatchOutput(
-        hidden_states=rows,
-        index=index,
-        slot_weights=slot_weights,
-        weights_applied_by=WeightsAppliedBy.COMBINE if by_combine else WeightsAppliedBy.RUNNER,
-        handle=Handle(
-            owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=9, needs_backward=False
-        ),
-    )
+    who = WeightsAppliedBy.COMBINE if by_combine else WeightsAppliedBy.RUNNER
+    return rows_record(rows, index, slot_weights, who)
 
 
 def plain_record(index: SlotIndex, slot_weights: Tensor | None = None) -> RowsDispatchOutput:

@@ -66,7 +66,7 @@ def check_w8a8_layer(group: EPGroup, config: EPConfig, hidden_size: int) -> None
     assert torch.equal(first, again)
     rounding = OF_BFLOAT16 if config.runner == "ascend_swiglu" else OF_ASCEND
     by_runner = config.backend == "collective"
-    # What Ascend's package brings home are single slots.
+    # Ascend's package returns single slots to the source rank.
     num_parts = (
         world_size
         if by_runner or (config.mode is Mode.STANDARD and config.backend == "ascend")

@@ -20,7 +20,6 @@ from epcomm import (
     EPConfig,
     ExpertWeights,
     Fp8BlockWeights,
-    MaskedDispatchOutput,
     MoESpec,
     RowsDispatchOutput,
     ShapeError,
@@ -34,16 +33,17 @@ from epcomm.platforms.cuda import cuda_reasons
 from epcomm.platforms.deep_gemm import deep_gemm_reasons, load_deep_gemm
 from epcomm.platforms.machine import this_machine
 from epcomm.quantization import arrange_scales, quantize
-from epcomm.records import ExchangePlan, Handle, SlotIndex
+from epcomm.records import SlotIndex
 from epcomm.runners import deep_gemm
 from epcomm.runners.deep_gemm import COLUMNS, PACKED_COLUMNS, DeepGemmRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.testing.oracle import relative_error
 from epcomm.types import ROW_MAJOR, Layout, ScaleDtype, WeightsAppliedBy, WireFormat
 from tests.runners import fake_deep_gemm
+from tests.runners.records import Record, as_masked, results_of_experts, rows_record
 
 NUM_EXPERTS, HIDDEN, INNER, NUM_ROWS = 3, 640, 128, 150
-# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
 IDS = [0] * 130 + [2] * 15 + [-1] * 5
 # The budget of slots: two tiles, one tile, and a rest that is no tile.
 NUM_SLOTS = 3 * 128 + 50
@@ -126,59 +126,15 @@ def make_index(expert_alignment: int = 128, ids: list[int] = IDS) -> SlotIndex:
     )
 
 
-def handle() -> Handle:
-    return Handle(
-        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=NUM_ROWS, needs_backward=False
-    )
-
-
-def rows_record(case: Case, index: SlotIndex) -> RowsDispatchOutput:
+def record_of(case: Case, index: SlotIndex) -> RowsDispatchOutput:
     """Row-major scales; rows without a slot are NaN."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_ROWS, HIDDEN, generator=generator).bfloat16()
     assert index.slots_of_row is not None
     x[(index.slots_of_row < 0).all(dim=1)] = float("nan")
     wire = make_weights(case.scales).wire_format
-    return RowsDispatchOutput(
-        hidden_states=quantize(x, wire if case.is_quantized else WireFormat.of(x.dtype)),
-        index=index,
-        slot_weights=torch.rand(NUM_SLOTS, generator=generator),
-        weights_applied_by=case.who,
-        handle=handle(),
-    )
-
-
-def masked_record(record: RowsDispatchOutput, capacity: int = 256) -> MaskedDispatchOutput:
-    """Return the slots of each expert side by side, and behind them bytes that mean NaN."""
-    counts, starts = record.num_tokens_per_expert.tolist(), record.index.first_slot.tolist()
-    rows, row_of_slot = record.hidden_states, record.index.row_of_slot
-    assert row_of_slot is not None
-    assert record.slot_weights is not None
-
-    def spread(values: Tensor) -> Tensor:
-        raw = values.contiguous().view(torch.uint8)
-        wide = raw.new_full((NUM_EXPERTS, capacity, raw.shape[1]), 0x7F)
-        for expert, count in enumerate(counts):
-            wide[expert, :count] = raw[row_of_slot[starts[expert] : starts[expert] + count].long()]
-        return wide.view(values.dtype)
-
-    weights = torch.full((NUM_EXPERTS, capacity), float("nan"))
-    for expert, count in enumerate(counts):
-        weights[expert, :count] = record.slot_weights[starts[expert] : starts[expert] + count]
-    return MaskedDispatchOutput(
-        hidden_states=WireTensor(
-            data=spread(rows.data),
-            format=rows.format,
-            scales=None if rows.scales is None else spread(rows.scales),
-        ),
-        num_tokens_per_expert=record.num_tokens_per_expert,
-        slot_weights=weights,
-        weights_applied_by=record.weights_applied_by,
-        handle=record.handle,
-    )
-
-
-Record = RowsDispatchOutput | MaskedDispatchOutput
+    rows = quantize(x, wire if case.is_quantized else WireFormat.of(x.dtype))
+    return rows_record(rows, index, torch.rand(NUM_SLOTS, generator=generator), case.who)
 
 
 def with_columns(record: Record, weights: Fp8BlockWeights) -> Record:
@@ -190,14 +146,6 @@ def with_columns(record: Record, weights: Fp8BlockWeights) -> Record:
     layout = next(each.scale_layout for each in readings if each.format == rows.format)
     scales = arrange_scales(rows.scales, layout)
     return replace(record, hidden_states=replace(rows, scales=scales, scale_layout=layout))
-
-
-def slots_of_expert(results: Tensor, record: Record, expert: int) -> Tensor:
-    count = int(record.num_tokens_per_expert[expert])
-    if isinstance(record, MaskedDispatchOutput):
-        return results[expert, :count]
-    first = int(record.index.first_slot[expert])
-    return results[first : first + count]
 
 
 T = TypeVar("T")
@@ -242,11 +190,11 @@ def test_runner_equals_the_plain_one(
     case: Case, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = package.prepare(monkeypatch, case.architecture)
-    weights, record = make_weights(case.scales), rows_record(case, make_index())
-    record = record if case.layout is Layout.ROWS else masked_record(record)
+    weights, record = make_weights(case.scales), record_of(case, make_index())
+    record = record if case.layout is Layout.ROWS else as_masked(record, 256)
     expected, actual = run_both(record, weights, device)
     for expert in (0, 2):
-        pair = (slots_of_expert(each, record, expert) for each in (actual, expected))
+        pair = (results_of_experts(record, each)[expert] for each in (actual, expected))
         assert relative_error(*pair) <= TOLERANCE
 
 
@@ -257,14 +205,14 @@ def test_experts_do_not_overwrite_the_rows_of_the_next_one(
     """Whole tiles are stored, and no expert is empty: a capacity of no whole tiles is refused."""
     device, weights = package.prepare(monkeypatch), make_weights()
     index = make_index(ids=[0] * 130 + [1] * 7 + [2] * 13)
-    record = masked_record(rows_record(replace(PLAIN, layout=Layout.MASKED), index), capacity)
+    record = as_masked(record_of(replace(PLAIN, layout=Layout.MASKED), index), capacity)
     if capacity % 128:
         with pytest.raises(ConfigError, match=f"capacity for {capacity} rows, expected a multiple"):
             run_both(record, weights, device)
         return
     expected, actual = run_both(record, weights, device)
     for expert in range(NUM_EXPERTS):
-        pair = (slots_of_expert(each, record, expert) for each in (actual, expected))
+        pair = (results_of_experts(record, each)[expert] for each in (actual, expected))
         assert relative_error(*pair) <= TOLERANCE
 
 
@@ -382,7 +330,7 @@ def test_the_mean_of_rows_chooses_tiles(
     module = fake_deep_gemm.install(monkeypatch)
     calls = spy(monkeypatch, module, "m_grouped_fp8_gemm_nt_masked")
     weights, case = make_weights(), replace(PLAIN, layout=Layout.MASKED)
-    record = masked_record(rows_record(case, make_index()))
+    record = as_masked(record_of(case, make_index()), 256)
     record = with_columns(replace(record, mean_tokens_per_expert=mean), weights)
     DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
     assert [call[4] for call in calls] == [expected, expected]
@@ -400,13 +348,13 @@ def test_ends_of_experts_are_passed_where_the_package_takes_them(
     for takes_ends in (True, False):
         module = fake_deep_gemm.install(monkeypatch, takes_ends=takes_ends)
         calls = spy(monkeypatch, module, "m_grouped_fp8_gemm_nt_contiguous")
-        record = with_columns(rows_record(PLAIN, make_index(index_alignment)), weights)
+        record = with_columns(record_of(PLAIN, make_index(index_alignment)), weights)
         results.append(DeepGemmRunner().run(record, weights).hidden_states)  # type: ignore[arg-type]
         layouts.append({call[3].shape[0] for call in calls})
     num_rows = -(-NUM_SLOTS // 128) * 128
     assert layouts == [{NUM_EXPERTS if index_alignment == 128 else num_rows}, {num_rows}]
     for expert in (0, 2):
-        assert torch.equal(*(slots_of_expert(each, record, expert) for each in results))
+        assert torch.equal(*(results_of_experts(record, each)[expert] for each in results))
 
 
 def test_parameters_are_found_in_docstrings_of_compiled_functions(
@@ -436,7 +384,7 @@ def test_parameters_are_found_in_docstrings_of_compiled_functions(
 def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch)
     weights, index = make_weights(), make_index()
-    record = rows_record(PLAIN, index)
+    record = record_of(PLAIN, index)
     assert index.row_of_slot is not None
     scales, picked = record.hidden_states.scales, index.row_of_slot.clamp(min=0)
     assert scales is not None
@@ -455,7 +403,7 @@ def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> Non
         for each in (record, direct)
     )
     for expert in (0, 2):
-        pair = [slots_of_expert(each, record, expert) for each in (through_index, without)]
+        pair = [results_of_experts(record, each)[expert] for each in (through_index, without)]
         assert torch.equal(*pair)
 
 
@@ -464,32 +412,24 @@ def test_row_major_scales_are_refused_with_both_sides(monkeypatch: pytest.Monkey
     with pytest.raises(
         ShapeError, match=r"deep_gemm: .*came .*row-major.* expected .*column-major"
     ):
-        DeepGemmRunner().run(rows_record(PLAIN, make_index()), make_weights())
+        DeepGemmRunner().run(record_of(PLAIN, make_index()), make_weights())
 
 
 def test_slots_that_are_not_aligned_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch, alignment=256)
     weights = make_weights()
-    record = with_columns(rows_record(PLAIN, make_index()), weights)
+    record = with_columns(record_of(PLAIN, make_index()), weights)
     with pytest.raises(
         ConfigError, match="multiples of 128, expected multiples of 256; dispatch with a plan"
     ):
         DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
 
 
-def test_gradients_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_deep_gemm.install(monkeypatch)
-    record = rows_record(replace(PLAIN, is_quantized=False), make_index())
-    record.hidden_states.data.requires_grad_()
-    with pytest.raises(ConfigError, match="rows need gradients"):
-        DeepGemmRunner().run(record, make_weights())
-
-
 def test_package_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = fake_deep_gemm.install(monkeypatch)
     monkeypatch.delattr(module, "m_grouped_fp8_gemm_nt_masked")
     weights = make_weights()
-    record = with_columns(rows_record(PLAIN, make_index()), weights)
+    record = with_columns(record_of(PLAIN, make_index()), weights)
     with pytest.raises(BackendUnavailable, match="fp8_m_grouped_gemm_nt_masked; install version"):
         DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
 

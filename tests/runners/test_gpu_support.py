@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from epcomm import ShapeError
 from epcomm.kernels import cuda_jit
 from epcomm.kernels.gemm import fp8_hopper
+from epcomm.kernels.gemm.operands import Product
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
 from epcomm.runners.gpu_slots import GpuSlotsRunner
@@ -179,6 +180,13 @@ OPERANDS = [
 ]
 
 
+def launch(product: str, operands: Mapping[str, Tensor]) -> None:
+    """Launch a product on its operands, of which a Product has some."""
+    fields = {name for name in operands if name in Product.__dataclass_fields__}
+    given = Product(**{name: operands[name] for name in fields})
+    PRODUCTS[product][0](given, **{n: each for n, each in operands.items() if n not in fields})
+
+
 def spread(tensor: Tensor) -> Tensor:
     """Return a tensor of the same shape with doubled strides."""
     strides = [2 * stride for stride in torch.empty(tensor.shape, device="meta").stride()]
@@ -206,16 +214,15 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("product", "name"), OPERANDS)
 def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, change: str) -> None:
-    launch, make = PRODUCTS[product]
     change_of, message = CHANGES[change]
-    operands = make()
+    operands = PRODUCTS[product][1]()
     operands[name] = change_of(operands[name])
     with pytest.raises(ShapeError) as caught:
-        launch(**operands)
+        launch(product, operands)
     text = str(caught.value)
     assert text.startswith("fp8_wgmma: ")
     assert message in text
-    # Of these the sizes are taken, and then others do not fit.
+    # Sizes are taken from these operands, so others are reported.
     if (name, change) not in {("matrices", "shape"), ("out_codes", "shape")}:
         assert text.startswith(f"fp8_wgmma: {name} ")
 
@@ -232,8 +239,7 @@ def test_wgmma_launches_nothing_where_there_are_no_slots(
 
     for name in ("_kernels", "byte_matrix_map", "_rows"):
         monkeypatch.setattr(fp8_hopper, name, refuse)
-    launch, make = PRODUCTS[product]
-    operands = make(0)
-    launch(**operands)
+    make = PRODUCTS[product][1]
+    launch(product, make(0))
     with pytest.raises(AssertionError, match="no slots"):
-        launch(**make(1))
+        launch(product, make(1))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from epcomm import (
+    ConfigError,
     Int8Profile,
     MaskedDispatchOutput,
     RowsDispatchOutput,
@@ -26,7 +27,7 @@ from epcomm.quantization import (
     arrange_scales,
     quantize,
 )
-from epcomm.records import ExchangePlan, Handle, SlotIndex
+from epcomm.records import SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.deep_gemm import DeepGemmRunner
 from epcomm.runners.fp8_triton import Fp8TritonRunner
@@ -42,6 +43,7 @@ from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.cases.quantized_model import KINDS, assert_within, model
 from tests.ops.indices import index_of
+from tests.runners.records import as_masked, handle, rows_record
 
 # Neither is a multiple of the blocks of 128.
 NUM_EXPERTS, HIDDEN, INNER = 3, 200, 144
@@ -79,58 +81,6 @@ def wire_rows(batch: RankBatch, case: Case, wire: WireFormat) -> WireTensor:
     return WireTensor(data=batch.x, format=WireFormat.of(torch.float32))
 
 
-def rows_record(
-    rows: WireTensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
-) -> RowsDispatchOutput:
-    return RowsDispatchOutput(
-        hidden_states=rows,
-        index=index,
-        slot_weights=slot_weights,
-        weights_applied_by=who,
-        handle=handle(),
-    )
-
-
-def masked_record(
-    rows: WireTensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
-) -> MaskedDispatchOutput:
-    """Each expert's slots side by side, and behind them bytes that mean NaN, or 127."""
-    assert index.row_of_slot is not None
-    counts = index.num_tokens_per_expert.tolist()
-    capacity = max(counts) + 2
-
-    def spread(values: Tensor) -> Tensor:
-        raw = values.contiguous().view(torch.uint8)
-        spread_out = raw.new_full((len(counts), capacity, *raw.shape[1:]), 0x7F)
-        starts = index.first_slot.tolist()
-        for expert, count in enumerate(counts):
-            mine = index.row_of_slot[starts[expert] : starts[expert] + count].long()  # type: ignore[index]
-            spread_out[expert, :count] = raw[mine]
-        return spread_out.view(values.dtype)
-
-    weights = slot_weights.new_full((len(counts), capacity), float("nan"))
-    starts = index.first_slot.tolist()
-    for expert, count in enumerate(counts):
-        weights[expert, :count] = slot_weights[starts[expert] : starts[expert] + count]
-    return MaskedDispatchOutput(
-        hidden_states=WireTensor(
-            data=spread(rows.data),
-            format=rows.format,
-            scales=None if rows.scales is None else spread(rows.scales),
-        ),
-        num_tokens_per_expert=index.num_tokens_per_expert,
-        slot_weights=weights,
-        weights_applied_by=who,
-        handle=handle(),
-    )
-
-
-def handle() -> Handle:
-    return Handle(
-        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=9, needs_backward=False
-    )
-
-
 def slot_results(
     case: Case, batch: RankBatch, index: SlotIndex, weights: Fp8BlockWeights | Int8ChannelWeights
 ) -> Tensor:
@@ -138,10 +88,10 @@ def slot_results(
     slot_weights = spread_to_slots(batch.topk_weights, index)
     rows = wire_rows(batch, case, weights.wire_format)
     runner = QuantizedReferenceRunner()
+    record = rows_record(rows, index, slot_weights, case.who)
     if case.layout is Layout.ROWS:
-        return runner.run(rows_record(rows, index, slot_weights, case.who), weights).hidden_states
-    record = masked_record(rows, index, slot_weights, case.who)
-    results = runner.run(record, weights).hidden_states
+        return runner.run(record, weights).hidden_states
+    results = runner.run(as_masked(record), weights).hidden_states
     counts = index.num_tokens_per_expert.tolist()
     assert not any(results[e, count:].any() for e, count in enumerate(counts))
     return torch.cat([results[expert, :count] for expert, count in enumerate(counts)])
@@ -234,11 +184,11 @@ def test_power_of_two_scales_are_multiplied_as_float32_ones_of_the_same_value(
     slot_weights = spread_to_slots(batch.topk_weights, index)
     exponents = quantize(batch.x, FP8_POWER_OF_TWO_SCALES)
     assert exponents.scales is not None
-    record = rows_record if layout is Layout.ROWS else masked_record
 
     def first_product(rows: WireTensor, experts: Fp8BlockWeights) -> Tensor:
-        hidden_states = record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
-        return QuantizedReferenceRunner().run(hidden_states, experts).hidden_states  # type: ignore[arg-type]
+        record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
+        dispatched = record if layout is Layout.ROWS else as_masked(record)
+        return QuantizedReferenceRunner().run(dispatched, experts).hidden_states  # type: ignore[arg-type]
 
     as_float32 = WireTensor(
         data=exponents.data, format=FP8_FLOAT32_SCALES, scales=exponents.scales.float()
@@ -456,6 +406,15 @@ def test_records_that_do_not_fit_the_experts_are_refused(
         runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
     for part in f"{runner.name}: |{case.message}".replace("{}", "|").split("|"):
         assert part in str(caught.value)
+
+
+@every_runner
+@pytest.mark.parametrize("layout", Layout)
+def test_gradients_are_refused(layout: Layout, runner: type[ExpertRunner], kind: str) -> None:
+    record = misfit_record(Misfit(id="fits", message=""), layout)
+    record.hidden_states.data.requires_grad_()
+    with pytest.raises(ConfigError, match=f"{runner.name}: rows need gradients"):
+        runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
 
 
 def test_rows_are_checked_once_for_each_record_of_experts(

@@ -13,14 +13,13 @@ from epcomm import (
     Activation,
     ExpertFormat,
     ExpertWeights,
-    MaskedDispatchOutput,
     RowsDispatchOutput,
     ShapeError,
     WireFormat,
     WireTensor,
 )
 from epcomm.ops.slots import spread_to_slots
-from epcomm.records import ExchangePlan, Handle, SlotIndex
+from epcomm.records import SlotIndex
 from epcomm.registry import RUNNERS, runner_class
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, holed_ids, make_batch, make_weights
@@ -29,8 +28,8 @@ from epcomm.testing.oracle import relative_error, run_oracle
 from epcomm.testing.poison import poison_rows, poisoned_memory
 from epcomm.types import Layout, WeightsAppliedBy
 from tests.ops.indices import index_of, strided
+from tests.runners.records import Record, as_masked, results_of_experts, rows_record
 
-NAN = float("nan")
 NUM_EXPERTS = 4
 # One rank owns all experts; half the entries are -1, so one row has no slot at all.
 SPEC = BatchSpec(
@@ -96,57 +95,16 @@ def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
     return replace(index, row_of_slot=torch.cat([index.row_of_slot, unused]), is_dense=False)
 
 
-def handle() -> Handle:
-    return Handle(
-        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=11, needs_backward=True
-    )
-
-
-def rows_record(
+def record_of(
     x: Tensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
 ) -> RowsDispatchOutput:
     """Rows without a slot, the gaps between rows and the weights of padding are NaN."""
     assert index.row_of_slot is not None
     assert index.slots_of_row is not None
     rows = poison_rows(x, (index.slots_of_row >= 0).any(1))
-    gaps = strided(torch.zeros_like(rows), 4)
-    return RowsDispatchOutput(
-        hidden_states=WireTensor(data=gaps.copy_(rows), format=WIRE),
-        index=index,
-        slot_weights=poison_rows(slot_weights, index.row_of_slot >= 0),
-        weights_applied_by=who,
-        handle=handle(),
-    )
-
-
-def masked_record(
-    x: Tensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
-) -> MaskedDispatchOutput:
-    """Each expert's slots side by side, NaN behind them."""
-    assert index.row_of_slot is not None
-    counts = index.num_tokens_per_expert.tolist()
-    capacity = max(counts) + 2
-    rows = x.new_full((len(counts), capacity, x.shape[1]), NAN)
-    weights = slot_weights.new_full((len(counts), capacity), NAN)
-    for expert, (start, count) in enumerate(zip(index.first_slot.tolist(), counts, strict=False)):
-        mine = slice(start, start + count)
-        rows[expert, :count] = x[index.row_of_slot[mine].long()]
-        weights[expert, :count] = slot_weights[mine]
-    return MaskedDispatchOutput(
-        hidden_states=WireTensor(data=rows, format=WIRE),
-        num_tokens_per_expert=index.num_tokens_per_expert,
-        slot_weights=weights,
-        weights_applied_by=who,
-        handle=handle(),
-    )
-
-
-def used_slots(results: Tensor, index: SlotIndex) -> Tensor:
-    """Results of the slots in use, expert-major, from either layout; [C] or [C, H] flattened."""
-    starts, counts = index.first_slot.tolist(), index.num_tokens_per_expert.tolist()
-    if results.shape[0] == len(counts) and results.dim() == 3:
-        return torch.cat([results[e, :count] for e, count in enumerate(counts)])
-    return torch.cat([results[starts[e] : starts[e] + count] for e, count in enumerate(counts)])
+    wire = WireTensor(data=strided(torch.zeros_like(rows), 4).copy_(rows), format=WIRE)
+    weights = poison_rows(slot_weights, index.row_of_slot >= 0)
+    return rows_record(wire, index, weights, who, needs_backward=True)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -163,12 +121,12 @@ def test_runner_equals_the_oracle(case: Case) -> None:
     used = index.row_of_slot >= 0
 
     with poisoned_memory():
+        record: Record = record_of(x, index, slot_weights, case.who)
         if case.layout is Layout.MASKED:
-            masked = runner.run(masked_record(x, index, slot_weights, case.who), weights)
-            slots, by_combine = used_slots(masked.hidden_states, index), masked.slot_weights
-        else:
-            rows = runner.run(rows_record(x, index, slot_weights, case.who), weights)
-            slots, by_combine = rows.hidden_states[used], rows.slot_weights
+            record = as_masked(record)
+        results = runner.run(record, weights)  # type: ignore[arg-type]
+        slots = torch.cat(results_of_experts(record, results.hidden_states))
+        by_combine = results.slot_weights
         assert (by_combine is not None) == (case.who is WeightsAppliedBy.COMBINE)
         if by_combine is not None:
             slots = slots * slot_weights[used].unsqueeze(1)
@@ -200,13 +158,8 @@ def test_slots_without_an_index_are_computed_in_place(runner: str) -> None:
         first_slot=torch.tensor([0, 2, 2, 5, 5], dtype=torch.int32),
         host_num_tokens_per_expert=None,
     )
-    out = RowsDispatchOutput(
-        hidden_states=WireTensor(data=rows, format=WIRE),
-        index=index,
-        slot_weights=None,
-        weights_applied_by=WeightsAppliedBy.COMBINE,
-        handle=handle(),
-    )
+    wire = WireTensor(data=rows, format=WIRE)
+    out = rows_record(wire, index, None, WeightsAppliedBy.COMBINE)
     expected = torch.cat(
         [
             torch.nn.functional.silu(gate_up[:, :16]) * gate_up[:, 16:] @ weights.down_proj[e].T
@@ -223,7 +176,7 @@ def test_rank_without_slots_computes_nothing_and_keeps_gradients(runner: str) ->
     weights = make_weights(SPEC, 1, expert_format=ACTIVATIONS["clamped_swiglu"], has_bias=True)
     x = torch.randn(2, SPEC.hidden_size, requires_grad=True)
     index = index_of([[-1, -1], [-1, -1]], NUM_EXPERTS)
-    record = rows_record(x, index, torch.empty(0), WeightsAppliedBy.RUNNER)
+    record = record_of(x, index, torch.empty(0), WeightsAppliedBy.RUNNER)
     results = runner_class(runner)().run(record, weights).hidden_states
     assert results.shape == (0, SPEC.hidden_size)
     results.backward(torch.empty(0, SPEC.hidden_size))
@@ -280,6 +233,6 @@ def test_grouped_mm_refuses_the_masked_layout() -> None:
     batch = make_batch(SPEC, 0, 1)
     index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
     slot_weights = spread_to_slots(batch.topk_weights, index)
-    record = masked_record(batch.x, index, slot_weights, WeightsAppliedBy.RUNNER)
+    record = as_masked(record_of(batch.x, index, slot_weights, WeightsAppliedBy.RUNNER))
     with pytest.raises(ShapeError, match="MASKED layout, expected ROWS; use runner='auto'"):
         GroupedMMRunner().run(record, make_weights(SPEC, 1))

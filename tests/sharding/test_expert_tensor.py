@@ -12,13 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.torch_version import TorchVersion
 
-from epcomm import (
-    ConfigError,
-    EPGroup,
-    ExpertParallelExperts,
-    Int8ChannelWeights,
-    ShapeError,
-)
+from epcomm import ConfigError, EPGroup, ExpertParallelExperts, Int8ChannelWeights, ShapeError
 from epcomm.errors import PickleRefused
 from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.sharding.shards import expert_shards, sharded_parameters
@@ -358,8 +352,8 @@ def test_expert_parameter_frozen_on_one_rank_is_told_to_all() -> None:
     with EPGroup() as group:
         model = OverRanks(group)
         model.experts.get_parameter("down_proj").requires_grad_(group.rank == 0)
-        told = "^dispatch: down_proj is frozen on rank 1, while the other ranks train it"
-        with pytest.raises(ConfigError, match=told):
+        message = "^dispatch: down_proj is frozen on rank 1, while the other ranks train it"
+        with pytest.raises(ConfigError, match=message):
             model(tokens(group.rank))
         model.experts.get_parameter("down_proj").requires_grad_(False)
         model(tokens(group.rank)).backward()

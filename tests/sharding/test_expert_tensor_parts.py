@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from epcomm import EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
-from epcomm.sharding.pieces import piece_of
+from epcomm.sharding.shards import piece_of
 from tests.cases.expert_models import OverRanks
 
 NUM_RANKS, NUM_EXPERTS = 2, 8
@@ -25,7 +25,7 @@ def some_parameter(group: EPGroup) -> nn.Parameter:
 
 def expected_values(parameter: nn.Parameter) -> torch.Tensor:
     """Make values [P, ...], with another number in every element."""
-    # Of a DTensor a tuple in torch 2.11.
+    # In torch 2.11 the shape of a DTensor is a tuple.
     shape = torch.Size(parameter.shape)
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
 
@@ -34,40 +34,33 @@ def own_part(whole: torch.Tensor, group: EPGroup) -> torch.Tensor:
     return whole[group.rank * NUM_LOCAL :][:NUM_LOCAL]
 
 
+Parts = Callable[[torch.Tensor], Iterable[torch.Tensor]]
+# Cuts of all experts; what is copied to the parts has to reach the parameter.
+WAYS: dict[str, Parts] = {
+    "index": lambda p: (p[expert] for expert in range(-NUM_EXPERTS, 0)),
+    "select": lambda p: (p.select(-3, expert) for expert in range(NUM_EXPERTS)),
+    "narrow": lambda p: (p.narrow(-3, first, 2) for first in range(0, NUM_EXPERTS, 2)),
+    "data": lambda p: (p.data[expert] for expert in range(NUM_EXPERTS)),
+    "loop": iter,
+    "split": lambda p: p.split(NUM_LOCAL),
+}
+
+
 @pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize(
-    "way", ["index", "copy", "select", "data", "loop", "neighbours", "split", "narrow"]
-)
+@pytest.mark.parametrize("way", [*WAYS, "assigned", "neighbours"])
 def test_experts_written_one_by_one_are_kept(way: str) -> None:
     with EPGroup() as group, torch.no_grad():
         parameter = some_parameter(group)
         values = expected_values(parameter)
-        if way == "index":
+        if way in WAYS:
+            for part, value in zip(WAYS[way](parameter), WAYS[way](values), strict=True):
+                part.copy_(value)
+        elif way == "assigned":
             for expert in range(NUM_EXPERTS):
                 parameter[expert] = values[expert]
-        elif way == "copy":
-            for expert in range(-NUM_EXPERTS, 0):
-                parameter[expert].copy_(values[expert])
-        elif way == "select":
-            for expert in range(NUM_EXPERTS):
-                parameter.select(-3, expert).copy_(values[expert])
-        elif way == "narrow":
-            for first in range(0, NUM_EXPERTS, 2):
-                parameter.narrow(-3, first, 2).copy_(values[first : first + 2])
-        elif way == "data":
-            for expert in range(NUM_EXPERTS):
-                parameter.data[expert].copy_(values[expert])
-        elif way == "loop":
-            for part, value in zip(parameter, values, strict=True):
-                part.copy_(value)
-        elif way == "neighbours":
+        else:
             for first in range(0, NUM_EXPERTS, 2):
                 parameter[first : first + 2] = values[first : first + 2]
-        else:
-            for part, value in zip(
-                parameter.split(NUM_LOCAL), values.split(NUM_LOCAL), strict=True
-            ):
-                part.copy_(value)
         assert torch.equal(piece_of(parameter), own_part(values, group))
         for expert in range(NUM_EXPERTS):
             assert torch.equal(parameter[expert], values[expert]), "a rank reads others' experts"

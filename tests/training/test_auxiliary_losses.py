@@ -135,7 +135,7 @@ def test_the_loss_of_transformers_is_k_times_as_much() -> None:
         assert relative_error(found, wanted) <= 1e-5
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(4)
 def test_parts_and_gradients_of_ranks_add_up_to_those_of_one_process() -> None:
     with EPGroup() as group:
         # The last rank has no token.
@@ -169,7 +169,7 @@ def test_parts_and_gradients_of_ranks_add_up_to_those_of_one_process() -> None:
         torch.testing.assert_close(mine.grad, wanted, rtol=1e-10, atol=1e-15)
 
 
-@pytest.mark.ranks(4)
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "is_checkpointed",
     [pytest.param(False, marks=pytest.mark.slow), True],

@@ -171,8 +171,8 @@ def test_optimizer_goes_on_from_the_state_of_its_own_rank_alone(name: str) -> No
         found = gather_state_dict(other, group)
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
         resumed.load_state_dict(torch.load(io.BytesIO(files[1 - group.rank])))
-        told = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
-        with pytest.raises(ShapeError, match=told):
+        message = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
+        with pytest.raises(ShapeError, match=message):
             resumed.step()
         after = gather_state_dict(other, group)
         assert all(torch.equal(after[name], tensor) for name, tensor in found.items())

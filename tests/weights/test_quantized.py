@@ -97,7 +97,7 @@ BAD = [
         message="down_scale is torch.float32 [3, 144], expected torch.float32 [3, 200]",
     ),
     Bad(
-        id="codes that lie transposed",
+        id="transposed codes",
         kind=Fp8BlockWeights,
         name="gate_up_proj",
         change=lying_transposed,
@@ -105,7 +105,7 @@ BAD = [
         "call .contiguous()",
     ),
     Bad(
-        id="scales that lie transposed",
+        id="transposed scales",
         kind=Fp8BlockWeights,
         name="gate_up_scale",
         change=lying_transposed,

@@ -22,13 +22,14 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.launch import IS_INTERPRETED, DeviceLimits, device_limits, next_power_of_two
+from epcomm.kernels.gemm.operands import Product
+from epcomm.kernels.launch import IS_INTERPRETED, device_limits, next_power_of_two
 from epcomm.kernels.quantize.fp8 import _e4m3_code
 
 # Number of elements of a row, and of rows and of columns of a matrix, that share a scale.
 BLOCK = 128
-# Mean slots of an expert up to which a tile has 32 rows: a larger tile would compute more rows that
-# do not exist.
+# Mean number of slots of an expert up to which a tile has 32 rows; larger tiles would compute more
+# rows that do not exist.
 _FEW_SLOTS = 48
 
 _E4M3_MAX = tl.constexpr(448.0)
@@ -45,7 +46,7 @@ def _find_tile(
     NUM_COLUMN_TILES: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return expert, first row, row count and column tile; NUM_EXPERTS behind the last tile.
+    """Return expert, first row, row count and column tile; NUM_EXPERTS after the last tile.
 
     Counts 3 0 5, tiles of 4 rows, 2 column tiles: expert 0 has tiles 0 1, expert 2 has 2 to 5; tile
     3 is the second row tile of expert 2 in column tile 0. Row tiles come first, so that neighbours
@@ -69,11 +70,11 @@ def _find_tile(
 def _gate_up_fp8_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor,
     out_ptr: tl.tensor,
     out_scales_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
@@ -96,7 +97,7 @@ def _gate_up_fp8_kernel(
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # Slots become int64 before a stride multiplies them: rows may lie beyond 2**31 elements.
+        # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
         slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
         if HAS_INDEX:
             rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)
@@ -182,102 +183,60 @@ def _down_fp8_kernel(
         tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=is_row[:, None])
 
 
-def gate_up_fp8(
-    codes: Tensor,
-    scales: Tensor,
-    row_of_slot: Tensor | None,
-    counts: Tensor,
-    first_slot: Tensor,
-    *,
-    matrices: Tensor,
-    matrix_scales: Tensor,
-    out_codes: Tensor,
-    out_scales: Tensor,
-) -> None:
+def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
     """Compute quantised silu(x gate) * (x up) of every slot; padding slots are not written.
 
     Args:
-        codes: [R, H], float8_e4m3fn, of any row stride.
-        scales: [R, H / 128], float32, of any row stride.
-        row_of_slot: [C], int32, or None: slot s is row s.
-        counts: [L], int32.   first_slot: [L + 1], int32.
-        matrices: [L, 2I, H], float8_e4m3fn.   matrix_scales: [L, 2I / 128, H / 128], float32.
+        given: rows [R, H] and matrices [L, 2I, H], float8_e4m3fn.
         out_codes: [C, I], float8_e4m3fn.   out_scales: [C, I / 128], float32.
 
-    Allocates nothing. Host sync: none. Compiled anew for each H, I, L and strides.
+    Allocates nothing. Host sync: none. Compiled for each H, I, L and strides.
     """
-    num_experts, _, hidden_size = matrices.shape
     num_slots, inner_size = out_codes.shape
+    num_experts, _, hidden_size = given.matrices.shape
     is_small = num_slots <= _FEW_SLOTS * num_experts
     tile_rows = 32 if is_small else 64
-    grid = _num_tiles(num_slots, num_experts, tile_rows, inner_size)
-    run: Any = _gate_up_fp8_kernel[grid]
-    with torch.cuda.device_of(codes):
+    run: Any = _gate_up_fp8_kernel[(given.num_tiles(num_slots, tile_rows, BLOCK, inner_size),)]
+    with torch.cuda.device_of(given.codes):
         run(
-            codes,
-            scales,
-            counts if row_of_slot is None else row_of_slot,
-            counts,
-            first_slot,
-            TensorDescriptor.from_tensor(rows_of(matrices), [BLOCK, BLOCK]),
-            matrix_scales,
+            *kernel_operands(given, BLOCK),
+            given.counts if given.row_of_slot is None else given.row_of_slot,
             out_codes.view(torch.uint8),
             out_scales,
             HIDDEN=hidden_size,
             INNER=inner_size,
-            X_STRIDE=codes.stride(0),
-            X_SCALES_STRIDE=scales.stride(0),
-            HAS_INDEX=row_of_slot is not None,
+            X_STRIDE=given.codes.stride(0),
+            X_SCALES_STRIDE=given.scales.stride(0),
+            HAS_INDEX=given.row_of_slot is not None,
             NUM_EXPERTS=num_experts,
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             BLOCK=BLOCK,
             IS_INTERPRETED=IS_INTERPRETED,
             **gemm_options(
-                tile_rows,
-                2 * BLOCK,
-                num_warps=4 if is_small else 8,
-                limits=device_limits(codes.device),
+                given, tile_rows, 2 * BLOCK, num_warps=4 if is_small else 8, max_stages=3
             ),
         )
 
 
-def down_fp8(
-    codes: Tensor,
-    scales: Tensor,
-    counts: Tensor,
-    first_slot: Tensor,
-    *,
-    matrices: Tensor,
-    matrix_scales: Tensor,
-    slot_weights: Tensor | None,
-    out: Tensor,
-) -> None:
+def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
     """Compute x down of every slot, times its router weight; padding slots are not written.
 
     Args:
-        codes: [C, I], float8_e4m3fn, contiguous.   scales: [C, I / 128], float32, contiguous.
-        counts: [L], int32.   first_slot: [L + 1], int32.
-        matrices: [L, H, I], float8_e4m3fn.   matrix_scales: [L, H / 128, I / 128], float32.
+        given: rows [C, I], contiguous as their scales are, and matrices [L, H, I]; float8_e4m3fn.
         slot_weights: [C], float32, or None.
         out: [C, H], bfloat16, float16 or float32.
 
-    Allocates nothing. Host sync: none. Compiled anew for each H, I and L.
+    Allocates nothing. Host sync: none. Compiled for each H, I and L.
     """
-    num_experts, hidden_size, inner_size = matrices.shape
-    num_slots = codes.shape[0]
+    num_experts, hidden_size, inner_size = given.matrices.shape
+    num_slots = given.codes.shape[0]
     tile_rows = 32 if num_slots <= _FEW_SLOTS * num_experts else 64
-    grid = _num_tiles(num_slots, num_experts, tile_rows, hidden_size)
-    run: Any = _down_fp8_kernel[grid]
-    with torch.cuda.device_of(codes):
+    run: Any = _down_fp8_kernel[(given.num_tiles(num_slots, tile_rows, BLOCK, hidden_size),)]
+    with torch.cuda.device_of(given.codes):
         run(
-            codes,
-            scales,
-            counts,
-            first_slot,
-            TensorDescriptor.from_tensor(rows_of(matrices), [BLOCK, BLOCK]),
-            matrix_scales,
-            scales if slot_weights is None else slot_weights,
+            *kernel_operands(given, BLOCK),
+            given.scales if slot_weights is None else slot_weights,
             out,
             HIDDEN=hidden_size,
             INNER=inner_size,
@@ -286,25 +245,31 @@ def down_fp8(
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             BLOCK=BLOCK,
-            **gemm_options(tile_rows, BLOCK, num_warps=4, limits=device_limits(codes.device)),
+            **gemm_options(given, tile_rows, BLOCK, num_warps=4, max_stages=3),
         )
 
 
-def rows_of(matrices: Tensor) -> Tensor:
-    """View matrices [L, N, K] as [L * N, K], without a copy."""
+def kernel_operands(given: Product, tile_columns: int) -> tuple[Tensor | TensorDescriptor, ...]:
+    """Return the first arguments of the kernels; tiles of matrices have tile_columns rows."""
+    matrices = given.matrices
     assert matrices.is_contiguous(), "records of weights refuse other strides"
-    return matrices.view(-1, matrices.shape[2])
+    return (
+        given.codes,
+        given.scales,
+        given.counts,
+        given.first_slot,
+        TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), [tile_columns, BLOCK]),
+        given.matrix_scales,
+    )
 
 
 def gemm_options(
-    tile_rows: int, matrix_rows: int, *, num_warps: int, limits: DeviceLimits
+    given: Product, tile_rows: int, matrix_rows: int, *, num_warps: int, max_stages: int
 ) -> dict[str, Any]:
-    """Return options of the compiler; matrix_rows: rows of all matrices in a stage."""
-    # A stage has 20 to 40 KB: with more than three stages, fewer programs fit on an SM.
-    stages = limits.stages((tile_rows + matrix_rows) * BLOCK, most=3)
+    """Return options of the compiler; matrix_rows: rows of all matrices in a stage.
+
+    A stage has 20 to 48 KB: with more than max_stages stages, fewer programs fit on an SM.
+    """
+    limits = device_limits(given.codes.device)
+    stages = limits.stages((tile_rows + matrix_rows) * BLOCK, most=max_stages)
     return {"num_warps": num_warps, "num_stages": stages}
-
-
-def _num_tiles(num_slots: int, num_experts: int, tile_rows: int, columns: int) -> tuple[int]:
-    """Return the tiles that any counts can need: an expert has at most one incomplete row tile."""
-    return ((-(-num_slots // tile_rows) + num_experts) * (columns // BLOCK),)

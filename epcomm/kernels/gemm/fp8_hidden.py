@@ -1,4 +1,4 @@
-"""Compute what stands between two FP8 products that know no activation: silu(gate) * up, quantised.
+"""Compute silu(gate) * up between two FP8 products without activation, quantised.
 
 A program takes the gate and the up columns of one block of I, so each element is read once and the
 scale of a block needs no second pass. Tiles are found from the counts on the device, and programs
@@ -62,7 +62,7 @@ def _hidden_fp8_kernel(
         )
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # Slots become int64 before a stride multiplies them: rows may lie beyond 2**31 elements.
+        # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
         if CAPACITY:
             slots = expert.to(tl.int64) * CAPACITY + row_in_expert
             scale_rows = expert.to(tl.int64) * expert_stride + row_in_expert
@@ -115,7 +115,7 @@ def hidden_fp8(
             zeroed where I is no multiple of 512 and without slot_weights; either in columns.
         is_power_of_two: scales are rounded up to powers of two, as int32 ones always are.
 
-    Allocates nothing.   Host sync: none.   Deterministic: yes.   Compiled anew for each I and L.
+    Allocates nothing.   Host sync: none.   Deterministic: yes.   Compiled for each I and L.
     """
     is_packed = out_scales.dtype == torch.int32
     assert not (is_packed and slot_weights is not None), "exponents have no fraction"

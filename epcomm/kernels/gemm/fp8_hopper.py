@@ -14,6 +14,7 @@ from torch import Tensor
 
 from epcomm.errors import ShapeError
 from epcomm.kernels.cuda_jit import CudaKernel, CudaModule, byte_matrix_map, compile_to_cubin
+from epcomm.kernels.gemm.operands import Product
 from epcomm.platforms.cuda import num_sms_of, on_device
 
 BLOCK = 128
@@ -29,12 +30,12 @@ _PACK_THREADS = 256
 _SHARED_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8) + 1024
 # Bytes that one thread copies at a time.
 _COPY_BYTES = 16
-# With more experts the list of their first tiles no longer fits behind the stages.
+# With more experts, the list of their first tiles does not fit into shared memory after the stages.
 MAX_EXPERTS = 4096
-# From so many slots an expert on, copying rows into the order of slots saves more than it takes. On
-# an H200 gate and up took 1899 us through the index and 1622 of copied rows, the copy 132, with
-# 1024 slots an expert; with 32, memory of the matrices is the limit, and both took 240. The number
-# between is an estimate: with two tiles of rows to a matrix, tensor cores are the limit.
+# Number of slots an expert from which copying rows into the order of slots is faster. On an H200
+# with 1024 slots an expert, gate and up took 1899 us through the index and 1622 us from copied
+# rows, plus 132 us for the copy; with 32, reading the matrices is the limit, and both took 240 us.
+# The value is an estimate: with two tiles of rows to a matrix, tensor cores are the limit.
 PACKED_SLOTS_PER_EXPERT = 2 * TILE_ROWS
 # The dtypes of results that down_fp8() writes.
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
@@ -82,7 +83,7 @@ class _Down(ctypes.Structure):
     ]
 
 
-# Of a tensor all that a kernel assumes, its memory left out; None for one that was not given.
+# All that a kernel assumes of a tensor, except for its address; None for an optional one.
 _Form = tuple[torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]] | None
 
 
@@ -90,6 +91,22 @@ def _form(tensor: Tensor | None) -> _Form:
     if tensor is None:
         return None
     return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+
+
+# The forms of the tensors of a Product, in the order of its fields.
+_Forms = tuple[_Form, ...]
+
+
+def _forms(given: Product) -> _Forms:
+    return (
+        _form(given.codes),
+        _form(given.scales),
+        _form(given.row_of_slot),
+        _form(given.counts),
+        _form(given.first_slot),
+        _form(given.matrices),
+        _form(given.matrix_scales),
+    )
 
 
 @dataclass(frozen=True)
@@ -106,10 +123,30 @@ class _Operand:
     is_spaced: bool = False
 
 
-def _check_operands(operands: Mapping[str, _Operand]) -> None:
-    """Refuse tensors that a kernel would misread, because a kernel gets addresses alone."""
-    codes = operands["codes"].form
+def _check_operands(
+    given: _Forms, num_slots: int, outputs: Mapping[str, _Operand], *, is_spaced: bool
+) -> None:
+    """Refuse tensors that a kernel would misread, because a kernel gets addresses alone.
+
+    outputs: the operands that are not in the product.   is_spaced: for its rows and their scales.
+    """
+    codes, scales, row_of_slot, counts, first_slot, matrices, matrix_scales = given
     assert codes is not None, "rows have codes"
+    assert matrices is not None, "experts have matrices"
+    num_experts, num_columns, k = matrices[2]
+    num_rows = num_slots if row_of_slot is None else None
+    operands = {
+        "codes": _Operand(codes, _CODES, (num_rows, k), is_spaced),
+        "scales": _Operand(scales, _FLOAT32, (num_rows, k // BLOCK), is_spaced),
+        "row_of_slot": _Operand(row_of_slot, _INT32, (num_slots,)),
+        "counts": _Operand(counts, _INT32, (num_experts,)),
+        "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
+        "matrices": _Operand(matrices, _CODES, (num_experts, num_columns, k)),
+        "matrix_scales": _Operand(
+            matrix_scales, _FLOAT32, (num_experts, num_columns // BLOCK, k // BLOCK)
+        ),
+        **outputs,
+    }
     device = codes[1]
     if device.type != "cuda":
         raise ShapeError(f"fp8_wgmma: codes are on {device}, expected cuda; move them")
@@ -187,18 +224,7 @@ def _cubin() -> bytes:
     return compile_to_cubin(SOURCE.read_text(encoding="utf-8"), arch=ARCH, name=SOURCE.name)
 
 
-def gate_up_fp8(
-    codes: Tensor,
-    scales: Tensor,
-    row_of_slot: Tensor | None,
-    counts: Tensor,
-    first_slot: Tensor,
-    *,
-    matrices: Tensor,
-    matrix_scales: Tensor,
-    out_codes: Tensor,
-    out_scales: Tensor,
-) -> None:
+def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
     """Compute what its namesake in fp8.py does, for at most MAX_EXPERTS experts.
 
     From PACKED_SLOTS_PER_EXPERT slots an expert on, rows are copied into the order of slots first,
@@ -209,24 +235,15 @@ def gate_up_fp8(
             dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
-    _check_gate_up(
-        _form(codes),
-        _form(scales),
-        _form(row_of_slot),
-        _form(counts),
-        _form(first_slot),
-        _form(matrices),
-        _form(matrix_scales),
-        _form(out_codes),
-        _form(out_scales),
-    )
+    _check_gate_up(_forms(given), _form(out_codes), _form(out_scales))
+    codes, matrices = given.codes, given.matrices
     num_experts, num_columns, hidden_size = matrices.shape
     num_slots, inner_size = out_codes.shape
     if num_slots == 0:
         return
-    rows = _rows(codes, scales, row_of_slot, counts, first_slot, matrices)
+    rows = _rows(given)
     epilogue = _GateUp(
-        matrix_scales=matrix_scales.data_ptr(),
+        matrix_scales=given.matrix_scales.data_ptr(),
         codes=out_codes.data_ptr(),
         scales=out_scales.data_ptr(),
         inner_blocks=inner_size // BLOCK,
@@ -237,7 +254,7 @@ def gate_up_fp8(
     )
     with on_device(codes.device):
         blocks = _num_blocks(num_slots, num_experts, inner_size // BLOCK, kernels)
-        packed = _packed_codes(codes, row_of_slot, num_slots, rows, kernels)
+        packed = _packed_codes(codes, given.row_of_slot, num_slots, rows, kernels)
         if packed is None:
             kernels.gate_up.launch(blocks, matrix_map, rows, epilogue)
             return
@@ -267,78 +284,38 @@ def _packed_codes(
     return packed
 
 
-# Once for operands of the same forms: decoding has the same ones in every call, and the checks take
-# 20 us of host time.
+# Cached by forms, which are the same in every call of decoding, because checks take 20 us of host
+# time.
 @lru_cache(maxsize=1024)
-def _check_gate_up(
-    codes: _Form,
-    scales: _Form,
-    row_of_slot: _Form,
-    counts: _Form,
-    first_slot: _Form,
-    matrices: _Form,
-    matrix_scales: _Form,
-    out_codes: _Form,
-    out_scales: _Form,
-) -> None:
+def _check_gate_up(given: _Forms, out_codes: _Form, out_scales: _Form) -> None:
+    matrices = given[5]
     assert matrices is not None, "experts have matrices"
     assert out_codes is not None, "there is memory for results"
-    num_experts, num_columns, hidden_size = matrices[2]
-    num_slots, inner_size = out_codes[2]
-    num_rows = num_slots if row_of_slot is None else None
-    k_blocks = hidden_size // BLOCK
-    _check_operands(
-        {
-            "codes": _Operand(codes, _CODES, (num_rows, hidden_size), is_spaced=True),
-            "scales": _Operand(scales, _FLOAT32, (num_rows, k_blocks), is_spaced=True),
-            "row_of_slot": _Operand(row_of_slot, _INT32, (num_slots,)),
-            "counts": _Operand(counts, _INT32, (num_experts,)),
-            "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
-            "matrices": _Operand(matrices, _CODES, (num_experts, 2 * inner_size, hidden_size)),
-            "matrix_scales": _Operand(
-                matrix_scales, _FLOAT32, (num_experts, num_columns // BLOCK, k_blocks)
-            ),
-            "out_codes": _Operand(out_codes, _CODES, (num_slots, inner_size)),
-            "out_scales": _Operand(out_scales, _FLOAT32, (num_slots, inner_size // BLOCK)),
-        },
-    )
+    num_slots, inner_size = out_codes[2][0], matrices[2][1] // 2
+    outputs = {
+        "out_codes": _Operand(out_codes, _CODES, (num_slots, inner_size)),
+        "out_scales": _Operand(out_scales, _FLOAT32, (num_slots, inner_size // BLOCK)),
+    }
+    _check_operands(given, num_slots, outputs, is_spaced=True)
 
 
-def down_fp8(
-    codes: Tensor,
-    scales: Tensor,
-    counts: Tensor,
-    first_slot: Tensor,
-    *,
-    matrices: Tensor,
-    matrix_scales: Tensor,
-    slot_weights: Tensor | None,
-    out: Tensor,
-) -> None:
+def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
     """Compute what its namesake in fp8.py does, for bfloat16 or float16 and at most MAX_EXPERTS.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
-    _check_down(
-        _form(codes),
-        _form(scales),
-        _form(counts),
-        _form(first_slot),
-        _form(matrices),
-        _form(matrix_scales),
-        _form(slot_weights),
-        _form(out),
-    )
+    _check_down(_forms(given), _form(slot_weights), _form(out))
+    codes, matrices = given.codes, given.matrices
     num_experts, hidden_size, inner_size = matrices.shape
     num_slots = codes.shape[0]
     # The copy engine refuses a matrix of zero rows.
     if num_slots == 0:
         return
-    rows = _rows(codes, scales, None, counts, first_slot, matrices)
+    rows = _rows(given)
     epilogue = _Down(
-        matrix_scales=matrix_scales.data_ptr(),
+        matrix_scales=given.matrix_scales.data_ptr(),
         slot_weights=None if slot_weights is None else slot_weights.data_ptr(),
         out=out.data_ptr(),
         hidden_blocks=hidden_size // BLOCK,
@@ -355,56 +332,32 @@ def down_fp8(
 
 
 @lru_cache(maxsize=1024)
-def _check_down(
-    codes: _Form,
-    scales: _Form,
-    counts: _Form,
-    first_slot: _Form,
-    matrices: _Form,
-    matrix_scales: _Form,
-    slot_weights: _Form,
-    out: _Form,
-) -> None:
-    assert matrices is not None, "experts have matrices"
+def _check_down(given: _Forms, slot_weights: _Form, out: _Form) -> None:
+    codes, matrices = given[0], given[5]
     assert codes is not None, "rows have codes"
-    num_experts, hidden_size, inner_size = matrices[2]
-    num_slots, k_blocks = codes[2][0], inner_size // BLOCK
-    _check_operands(
-        {
-            "codes": _Operand(codes, _CODES, (num_slots, inner_size)),
-            "scales": _Operand(scales, _FLOAT32, (num_slots, k_blocks)),
-            "counts": _Operand(counts, _INT32, (num_experts,)),
-            "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
-            "matrices": _Operand(matrices, _CODES, (num_experts, hidden_size, inner_size)),
-            "matrix_scales": _Operand(
-                matrix_scales, _FLOAT32, (num_experts, hidden_size // BLOCK, k_blocks)
-            ),
-            "slot_weights": _Operand(slot_weights, _FLOAT32, (num_slots,)),
-            "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
-        },
-    )
+    assert matrices is not None, "experts have matrices"
+    num_slots, hidden_size = codes[2][0], matrices[2][1]
+    outputs = {
+        "slot_weights": _Operand(slot_weights, _FLOAT32, (num_slots,)),
+        "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
+    }
+    _check_operands(given, num_slots, outputs, is_spaced=False)
 
 
-def _rows(
-    codes: Tensor,
-    scales: Tensor,
-    row_of_slot: Tensor | None,
-    counts: Tensor,
-    first_slot: Tensor,
-    matrices: Tensor,
-) -> _Rows:
-    num_experts, num_columns, k = matrices.shape
+def _rows(given: Product) -> _Rows:
+    codes, scales, row_of_slot = given.codes, given.scales, given.row_of_slot
+    num_experts, num_columns, k = given.matrices.shape
     if codes.data_ptr() % _COPY_BYTES or codes.stride(0) % _COPY_BYTES:
         raise ShapeError(
-            f"fp8_wgmma: rows begin at {codes.data_ptr():#x} and lie {codes.stride(0)} bytes "
+            f"fp8_wgmma: rows begin at {codes.data_ptr():#x} and are {codes.stride(0)} bytes "
             f"apart, expected multiples of {_COPY_BYTES}; align the rows"
         )
     return _Rows(
         codes=codes.data_ptr(),
         scales=scales.data_ptr(),
         row_of_slot=None if row_of_slot is None else row_of_slot.data_ptr(),
-        counts=counts.data_ptr(),
-        first_slot=first_slot.data_ptr(),
+        counts=given.counts.data_ptr(),
+        first_slot=given.first_slot.data_ptr(),
         codes_stride=codes.stride(0),
         scales_stride=scales.stride(0),
         num_experts=num_experts,

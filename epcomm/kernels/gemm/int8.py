@@ -22,23 +22,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from epcomm.kernels.gemm.fp8 import _find_tile, rows_of
-from epcomm.kernels.launch import (
-    EXACT,
-    DeviceLimits,
-    device_limits,
-    next_power_of_two,
-    warps_for,
-)
+from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, gemm_options, kernel_operands
+from epcomm.kernels.gemm.operands import Product
+from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
 from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
+from epcomm.kernels.rows.launch import launch
+from epcomm.types import Int8Profile
 
-# Number of columns of I, and of elements of a sum, that a program loads at a time.
-_BLOCK = 128
-# Mean slots of an expert up to which a tile has 32 rows and 64 rows; a larger tile would compute
-# many rows that do not exist.
+# Mean number of slots of an expert up to which a tile has 32 and 64 rows; larger tiles would
+# compute many rows that do not exist.
 _FEW_SLOTS, _MANY_SLOTS = 48, 192
+# Rows of the largest tiles.
+_LARGE_TILE = 128
 # Number of elements of hidden rows in the registers of one program: 32 a thread of 8 warps.
 _QUANTIZED_ELEMENTS = 8192
 
@@ -47,11 +43,11 @@ _QUANTIZED_ELEMENTS = 8192
 def _gate_up_int8_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor,
     out_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
@@ -76,7 +72,7 @@ def _gate_up_int8_kernel(
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # Before a stride is multiplied: rows may lie beyond 2**31 elements.
+        # int64 before a stride multiplies it: rows may begin beyond 2**31 elements.
         start = tl.load(first_slot_ptr + expert).to(tl.int64)
         # A tile that is not full reads the last row again, the only row that is sure to exist.
         slots = start + tl.minimum(row_in_expert, count - 1)
@@ -202,52 +198,34 @@ def _down_int8_kernel(
         tl.store(out_at, result.to(out_ptr.dtype.element_ty), mask=is_result)
 
 
-def gate_up_int8(
-    codes: Tensor,
-    scales: Tensor,
-    row_of_slot: Tensor | None,
-    counts: Tensor,
-    first_slot: Tensor,
-    *,
-    matrices: Tensor,
-    matrix_scales: Tensor,
-    out: Tensor,
-) -> None:
+def gate_up_int8(given: Product, *, out: Tensor) -> None:
     """Compute silu(x gate) * (x up) of every slot in float32; padding slots are not written.
 
     Args:
-        codes: [R, H], int8, of any row stride.   scales: [R, 1], float32, of any row stride.
-        row_of_slot: [C], int32, or None: slot s is row s.
-        counts: [L], int32.   first_slot: [L + 1], int32.
-        matrices: [L, 2I, H], int8.   matrix_scales: [L, 2I], float32.
+        given: rows [R, H] and matrices [L, 2I, H], int8.
         out: [C, I], float32, contiguous.
 
-    Allocates nothing. Host sync: none. Compiled anew for each H, I, L and strides.
+    Allocates nothing. Host sync: none. Compiled for each H, I, L and strides.
     """
-    num_experts, _, hidden_size = matrices.shape
+    num_experts, _, hidden_size = given.matrices.shape
     num_slots, inner_size = out.shape
-    tile_rows = tile_rows_for(num_slots, num_experts, is_packed=row_of_slot is not None)
-    run: Any = _gate_up_int8_kernel[_grid(num_slots, num_experts, tile_rows, inner_size, _BLOCK)]
-    with torch.cuda.device_of(codes):
+    tile_rows = tile_rows_for(num_slots, num_experts, is_packed=given.row_of_slot is not None)
+    run: Any = _gate_up_int8_kernel[(given.num_tiles(num_slots, tile_rows, BLOCK, inner_size),)]
+    with torch.cuda.device_of(given.codes):
         run(
-            codes,
-            scales,
-            counts if row_of_slot is None else row_of_slot,
-            counts,
-            first_slot,
-            TensorDescriptor.from_tensor(rows_of(matrices), [_BLOCK, _BLOCK]),
-            matrix_scales,
+            *kernel_operands(given, BLOCK),
+            given.counts if given.row_of_slot is None else given.row_of_slot,
             out,
             HIDDEN=hidden_size,
             INNER=inner_size,
-            X_STRIDE=codes.stride(0),
-            X_SCALES_STRIDE=scales.stride(0),
-            HAS_INDEX=row_of_slot is not None,
+            X_STRIDE=given.codes.stride(0),
+            X_SCALES_STRIDE=given.scales.stride(0),
+            HAS_INDEX=given.row_of_slot is not None,
             NUM_EXPERTS=num_experts,
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
-            BLOCK=_BLOCK,
-            **gemm_options(tile_rows, 2 * _BLOCK, device_limits(codes.device)),
+            BLOCK=BLOCK,
+            **_options(given, tile_rows, 2 * BLOCK),
         )
 
 
@@ -256,7 +234,7 @@ def quantize_hidden_int8(
     counts: Tensor,
     first_slot: Tensor,
     *,
-    profile: str,
+    profile: Int8Profile,
     out_codes: Tensor,
     out_scales: Tensor,
 ) -> None:
@@ -265,72 +243,51 @@ def quantize_hidden_int8(
     Args:
         hidden: [C, I], float32, contiguous.
         counts: [L], int32.   first_slot: [L + 1], int32.
-        profile: a value of Int8Profile.
+        profile: the arithmetic.
         out_codes: [C, I], int8, contiguous.   out_scales: [C, 1], float32, contiguous.
 
-    Allocates nothing. Host sync: none. Compiled anew for each I, L and profile.
+    Allocates nothing. Host sync: none. Compiled for each I, L and profile.
     """
     num_slots, inner_size = hidden.shape
     num_experts = counts.shape[0]
     tile_columns = next_power_of_two(inner_size)
     tile_rows = max(1, _QUANTIZED_ELEMENTS // tile_columns)
-    run: Any = _quantize_hidden_int8_kernel[_grid(num_slots, num_experts, tile_rows, 1, 1)]
-    with torch.cuda.device_of(hidden):
-        run(
-            hidden,
-            counts,
-            first_slot,
-            out_codes,
-            out_scales,
-            INNER=inner_size,
-            NUM_EXPERTS=num_experts,
-            EXPERTS_POW2=next_power_of_two(num_experts),
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=tile_columns,
-            PROFILE=str(profile),
-            num_warps=warps_for(tile_rows * tile_columns),
-            **EXACT,
-        )
+    launch(
+        _quantize_hidden_int8_kernel,
+        -(-num_slots // tile_rows) + num_experts,
+        (hidden, counts, first_slot, out_codes, out_scales),
+        INNER=inner_size,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_POW2=next_power_of_two(num_experts),
+        TILE_ROWS=tile_rows,
+        TILE_COLUMNS=tile_columns,
+        PROFILE=profile.value,
+        num_warps=warps_for(tile_rows * tile_columns),
+        **EXACT,
+    )
 
 
-def down_int8(
-    codes: Tensor,
-    scales: Tensor,
-    counts: Tensor,
-    first_slot: Tensor,
-    *,
-    matrices: Tensor,
-    matrix_scales: Tensor,
-    slot_weights: Tensor | None,
-    is_packed: bool,
-    out: Tensor,
-) -> None:
+def down_int8(given: Product, *, slot_weights: Tensor | None, is_packed: bool, out: Tensor) -> None:
     """Compute x down of every slot, times its router weight; padding slots are not written.
 
     Args:
-        codes: [C, I], int8, contiguous.   scales: [C, 1], float32, contiguous.
-        counts: [L], int32.   first_slot: [L + 1], int32.
-        matrices: [L, H, I], int8.   matrix_scales: [L, H], float32.
+        given: rows [C, I], contiguous as their scales are, and matrices [L, H, I]; int8.
         slot_weights: [C], float32, or None.
         is_packed: most of the C slots are used; a wrong value costs only time.
         out: [C, H], bfloat16, float16 or float32, contiguous.
 
-    Allocates nothing. Host sync: none. Compiled anew for each H, I and L.
+    Allocates nothing. Host sync: none. Compiled for each H, I and L.
     """
-    num_experts, hidden_size, inner_size = matrices.shape
-    num_slots = codes.shape[0]
+    num_experts, hidden_size, inner_size = given.matrices.shape
+    num_slots = given.codes.shape[0]
     tile_rows = tile_rows_for(num_slots, num_experts, is_packed=is_packed)
-    columns = down_columns(tile_rows)
-    run: Any = _down_int8_kernel[_grid(num_slots, num_experts, tile_rows, hidden_size, columns)]
-    with torch.cuda.device_of(codes):
+    # 256 columns give a large tile as many sums as gate and up have.
+    columns = 256 if tile_rows == _LARGE_TILE else BLOCK
+    run: Any = _down_int8_kernel[(given.num_tiles(num_slots, tile_rows, columns, hidden_size),)]
+    with torch.cuda.device_of(given.codes):
         run(
-            codes,
-            scales,
-            counts,
-            first_slot,
-            TensorDescriptor.from_tensor(rows_of(matrices), [columns, _BLOCK]),
-            matrix_scales,
-            scales if slot_weights is None else slot_weights,
+            *kernel_operands(given, columns),
+            given.scales if slot_weights is None else slot_weights,
             out,
             HIDDEN=hidden_size,
             INNER=inner_size,
@@ -339,8 +296,8 @@ def down_int8(
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             TILE_COLUMNS=columns,
-            BLOCK=_BLOCK,
-            **gemm_options(tile_rows, columns, device_limits(codes.device)),
+            BLOCK=BLOCK,
+            **_options(given, tile_rows, columns),
         )
 
 
@@ -348,28 +305,13 @@ def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
     """Return the rows of a tile, fewer than 128 where most slots may be unused."""
     if num_slots <= _FEW_SLOTS * num_experts:
         return 32
-    return 128 if is_packed and num_slots > _MANY_SLOTS * num_experts else 64
+    return _LARGE_TILE if is_packed and num_slots > _MANY_SLOTS * num_experts else 64
 
 
-def down_columns(tile_rows: int) -> int:
-    """Return the columns of a tile of the second product; 256 gives as many sums as gate and up."""
-    return 256 if tile_rows == 128 else _BLOCK
-
-
-def gemm_options(tile_rows: int, matrix_rows: int, limits: DeviceLimits) -> dict[str, Any]:
-    """Return options of the compiler, chosen by the size of shared memory, not by measurement.
-
-    matrix_rows: rows of all matrices in a stage.
-    """
+def _options(given: Product, tile_rows: int, matrix_rows: int) -> dict[str, Any]:
+    """Return gemm_options(), chosen by the size of shared memory, not by measurement."""
     # A thread has at most 128 sums. An SM of an H200 holds one large tile, whose stages have 48 KB,
     # or up to three smaller tiles of 3 stages with 20 to 40 KB each.
-    is_large = tile_rows == 128
-    stages = limits.stages((tile_rows + matrix_rows) * _BLOCK, most=4 if is_large else 3)
-    return {"num_warps": 8 if is_large else 4, "num_stages": stages}
-
-
-def _grid(
-    num_slots: int, num_experts: int, tile_rows: int, num_columns: int, tile_columns: int
-) -> tuple[int]:
-    """Return the tiles that any counts can need: an expert has at most one incomplete row tile."""
-    return ((-(-num_slots // tile_rows) + num_experts) * -(-num_columns // tile_columns),)
+    is_large = tile_rows == _LARGE_TILE
+    warps, stages = (8, 4) if is_large else (4, 3)
+    return gemm_options(given, tile_rows, matrix_rows, num_warps=warps, max_stages=stages)

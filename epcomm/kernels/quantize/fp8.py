@@ -8,8 +8,6 @@ memory is the limit; one token is bound by the launch.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -24,8 +22,9 @@ from epcomm.kernels.launch import (
     next_power_of_two,
     warps_for,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.rows.launch import launch
 from epcomm.platforms.cuda import compute_capability
+from epcomm.types import WireTensor
 
 # Number of elements that a program of four warps holds, unless one block is larger.
 _TILE_ELEMENTS = 4 * ELEMENTS_PER_WARP
@@ -124,7 +123,7 @@ def _quantize_fp8_kernel(
     """
     BLOCKS_PER_ROW: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     block = tl.program_id(0) * TILE_BLOCKS + tl.arange(0, TILE_BLOCKS)
-    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
     row = (block // BLOCKS_PER_ROW).to(tl.int64)
     block_of_row = block % BLOCKS_PER_ROW
     lane = tl.arange(0, TILE_COLUMNS)
@@ -138,111 +137,60 @@ def _quantize_fp8_kernel(
     tl.store(codes_ptr + row[:, None] * CODES_STRIDE + column, codes, mask=is_element)
 
 
-def quantize_fp8_triton(
-    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, scale_block: int
-) -> None:
+def quantize_fp8_triton(hidden_states: Tensor, wire: WireTensor) -> None:
     """Write codes and scales of rows, by the formula of quantization/fp8.py.
 
     Args:
         hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
-        codes: [T, H], float8_e4m3fn, of any row stride; stores have 16 bytes if the row stride is
-            a multiple of 16 bytes.
-        scales: [T, ceil(H / scale_block)], float32 or float8_e8m0fnu, of any row stride.
-        scale_block: number of elements that share a scale, at least 1.
+        wire: written; codes [T, H] and row-major scales, of any row stride. Stores of codes have 16
+            bytes if the row stride is a multiple of 16 bytes.
 
-    Allocates nothing. Compiled anew for each dtype, H and strides.
+    Allocates nothing. Compiled for each dtype, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: no GPU tensors, columns apart, shapes or dtypes that do not fit.
+        ShapeError: a tensor is not on a GPU or its columns are not adjacent, or 2**31 blocks.
     """
+    codes, scales = wire.data, wire.scales
+    assert scales is not None, "quantised formats have scales"
     check_rows("quantize_fp8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
     num_rows, hidden_size = hidden_states.shape
-    num_blocks = _check_outputs(hidden_states, codes, scales, scale_block)
+    scale_block = wire.format.scale_block or hidden_size
+    num_blocks = scales.numel()
+    if num_blocks >= 2**31:
+        raise ShapeError(
+            f"quantize_fp8_triton: {num_rows} rows have {num_blocks} blocks, expected fewer than "
+            "2**31; quantise in parts"
+        )
     if num_rows == 0:
         return
     is_power_of_two = scales.dtype == torch.float8_e8m0fnu
-    launch = _prepared(
-        hidden_states.dtype,
-        hidden_states.device,
-        hidden_size,
-        (hidden_states.stride(0), codes.stride(0), scales.stride(0)),
-        scale_block,
-        is_power_of_two,
-    )
-    tile_blocks, _ = tile_of(scale_block)
-    launch(
-        -(-num_blocks // tile_blocks),
-        hidden_states,
-        codes.view(torch.uint8),
-        scales.view(torch.uint8) if is_power_of_two else scales,
-        num_blocks,
-    )
-
-
-@lru_cache(maxsize=256)
-def _prepared(
-    dtype: torch.dtype,
-    device: torch.device,
-    hidden_size: int,
-    strides: tuple[int, int, int],
-    scale_block: int,
-    is_power_of_two: bool,
-) -> PreparedLaunch:
-    """Return the launch for rows of one form; strides: of hidden states, codes and scales."""
-    tile_blocks, tile_columns = tile_of(scale_block)
-    x_stride, codes_stride, scales_stride = strides
-    return PreparedLaunch(
-        _quantize_fp8_kernel,
-        (CHANGES, CHANGES, CHANGES, CHANGES),
-        dict(
-            HIDDEN=hidden_size,
-            BLOCK=scale_block,
-            X_STRIDE=x_stride,
-            CODES_STRIDE=codes_stride,
-            SCALES_STRIDE=scales_stride,
-            IS_POWER_OF_TWO=is_power_of_two,
-            HAS_E4M3=has_e4m3(device),
-            TILE_BLOCKS=tile_blocks,
-            TILE_COLUMNS=tile_columns,
-            num_warps=warps_for(tile_blocks * tile_columns),
-            **EXACT,
-        ),
-    )
-
-
-def tile_of(scale_block: int) -> tuple[int, int]:
-    """Return the blocks of a program, and the columns that hold one block: both powers of two."""
+    # Both are powers of two: the columns that hold one block, and the blocks of a program.
     tile_columns = next_power_of_two(scale_block)
-    return max(1, _TILE_ELEMENTS // tile_columns), tile_columns
+    tile_blocks = max(1, _TILE_ELEMENTS // tile_columns)
+    launch(
+        _quantize_fp8_kernel,
+        -(-num_blocks // tile_blocks),
+        (
+            hidden_states,
+            codes.view(torch.uint8),
+            scales.view(torch.uint8) if is_power_of_two else scales,
+            num_blocks,
+        ),
+        HIDDEN=hidden_size,
+        BLOCK=scale_block,
+        X_STRIDE=hidden_states.stride(0),
+        CODES_STRIDE=codes.stride(0),
+        SCALES_STRIDE=scales.stride(0),
+        IS_POWER_OF_TWO=is_power_of_two,
+        HAS_E4M3=has_e4m3(hidden_states.device),
+        TILE_BLOCKS=tile_blocks,
+        TILE_COLUMNS=tile_columns,
+        num_warps=warps_for(tile_blocks * tile_columns),
+        **EXACT,
+    )
 
 
 def has_e4m3(device: torch.device) -> bool:
     """Return whether the device converts to e4m3 in hardware."""
     found = None if IS_INTERPRETED else compute_capability(device)
     return found is not None and found >= _FIRST_WITH_E4M3
-
-
-def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor, scale_block: int) -> int:
-    """Check the outputs, and return the number of blocks of all rows."""
-    num_rows, hidden_size = hidden_states.shape
-    num_scales = -(-hidden_size // scale_block)
-    scale_dtypes = (torch.float32, torch.float8_e8m0fnu)
-    fits = (
-        codes.shape == hidden_states.shape
-        and codes.dtype == torch.float8_e4m3fn
-        and scales.shape == (num_rows, num_scales)
-        and scales.dtype in scale_dtypes
-    )
-    if not fits:
-        raise ShapeError(
-            f"quantize_fp8_triton: codes are {list(codes.shape)} {codes.dtype} and scales "
-            f"{list(scales.shape)} {scales.dtype}, expected {[num_rows, hidden_size]} "
-            f"torch.float8_e4m3fn and {[num_rows, num_scales]} torch.float32 or "
-            "torch.float8_e8m0fnu; make them for this call"
-        )
-    if num_rows * num_scales >= 2**31:
-        raise ShapeError(
-            f"quantize_fp8_triton: {num_rows} rows have {num_rows * num_scales} blocks, expected "
-            "fewer than 2**31; quantise in parts"
-        )
-    return num_rows * num_scales

@@ -8,15 +8,13 @@ no longer fit into registers. Times: benchmarks/results/h200_quant_rows.json.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.errors import ConfigError, ShapeError
 from epcomm.kernels.launch import EXACT, IS_INTERPRETED, check_rows, next_power_of_two, warps_for
-
-_PROFILES = ("rint127", "rint127eps", "div", "divtrunc16", "triton")
+from epcomm.kernels.rows.launch import launch
+from epcomm.types import Int8Profile, WireTensor
 
 # The constants are those of quantization/int8.py; tests compare the bits of both.
 _INT8_MAX = tl.constexpr(127.0)
@@ -165,7 +163,7 @@ def _quantize_int8_kernel(
 
     With rint127 the row 254 1 -3 9 has the factor 127 / 254, the scale 2 and codes 127 0 -2 4.
     """
-    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE_COLUMNS)
     is_element = column < HIDDEN
@@ -175,61 +173,37 @@ def _quantize_int8_kernel(
     tl.store(codes_ptr + row * CODES_STRIDE + column, codes, mask=is_element)
 
 
-def quantize_int8_triton(
-    hidden_states: Tensor, codes: Tensor, scales: Tensor, *, profile: str
-) -> None:
+def quantize_int8_triton(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) -> None:
     """Write codes and scales of rows, by the formulas of quantization/int8.py.
 
     Args:
         hidden_states: [T, H], bfloat16, float16 or float32, of any row stride.
-        codes: [T, H], int8, of any row stride; stores have 16 bytes if the row stride is a multiple
-            of 16 bytes.
-        scales: [T, 1], float32, of any row stride.
-        profile: a value of Int8Profile.
+        wire: written; codes [T, H] and scales [T, 1], of any row stride. Stores of codes have 16
+            bytes if the row stride is a multiple of 16 bytes.
+        profile: the arithmetic.
 
-    Allocates nothing. Compiled anew for each dtype, H, strides and profile.
+    Allocates nothing. Compiled for each dtype, H, strides and profile.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ConfigError: no such profile.
-        ShapeError: no GPU tensors, columns apart, shapes or dtypes that do not fit.
+        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
     """
-    if profile not in _PROFILES:
-        raise ConfigError(
-            f"quantize_int8_triton: profile is {profile!r}, expected one of {', '.join(_PROFILES)}"
-        )
+    codes, scales = wire.data, wire.scales
+    assert scales is not None, "quantised formats have scales"
     check_rows("quantize_int8_triton", hidden_states=hidden_states, codes=codes, scales=scales)
-    _check_outputs(hidden_states, codes, scales)
     num_rows, hidden_size = hidden_states.shape
     if num_rows == 0:
         return
     tile_columns = next_power_of_two(hidden_size)
-    with torch.cuda.device_of(hidden_states):
-        _quantize_int8_kernel[(num_rows,)](
-            hidden_states,
-            codes,
-            scales,
-            HIDDEN=hidden_size,
-            X_STRIDE=hidden_states.stride(0),
-            CODES_STRIDE=codes.stride(0),
-            SCALES_STRIDE=scales.stride(0),
-            PROFILE=profile,
-            TILE_COLUMNS=tile_columns,
-            num_warps=warps_for(tile_columns),  # pyright: ignore[reportCallIssue]
-            **EXACT,
-        )
-
-
-def _check_outputs(hidden_states: Tensor, codes: Tensor, scales: Tensor) -> None:
-    num_rows, hidden_size = hidden_states.shape
-    fits = (
-        codes.shape == hidden_states.shape
-        and codes.dtype == torch.int8
-        and scales.shape == (num_rows, 1)
-        and scales.dtype == torch.float32
+    launch(
+        _quantize_int8_kernel,
+        num_rows,
+        (hidden_states, codes, scales),
+        HIDDEN=hidden_size,
+        X_STRIDE=hidden_states.stride(0),
+        CODES_STRIDE=codes.stride(0),
+        SCALES_STRIDE=scales.stride(0),
+        PROFILE=profile.value,
+        TILE_COLUMNS=tile_columns,
+        num_warps=warps_for(tile_columns),
+        **EXACT,
     )
-    if not fits:
-        raise ShapeError(
-            f"quantize_int8_triton: codes are {list(codes.shape)} {codes.dtype} and scales "
-            f"{list(scales.shape)} {scales.dtype}, expected {[num_rows, hidden_size]} torch.int8 "
-            f"and {[num_rows, 1]} torch.float32; make them for this call"
-        )

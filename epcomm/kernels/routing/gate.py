@@ -28,19 +28,19 @@ from epcomm.kernels.routing.scores import adjust_logits, exp_up_to_20, score_log
 from epcomm.kernels.rows.launch import launch
 from epcomm.records import ReplicaTable
 
-# Rounds that are written out one after another, where K is not more.
+# Largest K for which the loop over rounds is unrolled.
 _UNROLLED = tl.constexpr(8)
 
-# Experts of a program, 4 a thread, of as many tokens as fit. The interpreter takes as long for many
-# as for one.
+# Experts of a program, 4 a thread, over as many tokens as fit. The interpreter takes as long for
+# many experts as for one.
 _LANES, _INTERPRETED_LANES = 128, 2**14
 
-# Launches of so few programs start beside the kernel before them. On an H200 that takes 0.5 us from
-# 128 programs; of 4096, which fill the GPU, those that wait slow down those that work, by 1.8 us
-# with 128 experts. What lies between was not measured.
+# Launches of at most this many programs overlap the kernel before them. On an H200 that saves 0.5
+# us with 128 programs. 4096 programs fill the GPU, and those that wait slow down the others, by 1.8
+# us with 128 experts. Numbers in between were not measured.
 _MAX_EARLY_PROGRAMS = 1024
 
-# Below the key of any score: a NaN, which ranks last, and what is no expert or has been taken.
+# Keys below those of all scores: of NaN, which ranks last, and of lanes without a free expert.
 _NAN_KEY, _TAKEN = tl.constexpr(-(2**31) + 1), tl.constexpr(-(2**31))
 _NOWHERE = tl.constexpr(2**31 - 1)
 
@@ -106,7 +106,7 @@ def _groups_kept(
     best = tl.max(left, 2, keep_dims=True)
     sums = best
     for _ in range(TOP_N - 1):
-        # One of those that are equal.
+        # Remove only one of equal scores.
         place = tl.min(tl.where(left == best, member, _NOWHERE), 2, keep_dims=True)
         left = tl.where(member == place, float("-inf"), left)
         best = tl.max(left, 2, keep_dims=True)
@@ -197,16 +197,15 @@ def _count_call(calls_ptr: tl.tensor, calls: tl.tensor) -> None:
     """
     rest = (1 << 32) - (tl.num_programs(0) - 1).to(tl.int64)
     part = tl.where(tl.program_id(0) == 0, rest, 1)
-    # The sum is never negative; that it depends on what was read keeps it behind the load, which
-    # otherwise a relaxed addition would not wait for.
+    # The sum is never negative. The dependence on what was read orders the relaxed addition after
+    # the load.
     tl.atomic_add(calls_ptr, tl.where(calls < 0, 0, part), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_valid", "first"])
+@triton.jit(do_not_specialize=["num_tokens", "first"])
 def _route_tokens_kernel(
     logits_ptr: tl.tensor,
     bias_ptr: tl.tensor | None,
-    num_valid_ptr: tl.tensor | None,
     load_ptr: tl.tensor | None,
     replicas_ptr: tl.tensor | None,
     num_replicas_ptr: tl.tensor | None,
@@ -215,7 +214,6 @@ def _route_tokens_kernel(
     weights_ptr: tl.tensor,
     logical_ptr: tl.tensor | None,
     num_tokens: tl.tensor,
-    num_valid: tl.tensor,
     first: tl.tensor,
     STRIDE: tl.constexpr,
     REPLICAS: tl.constexpr,
@@ -253,16 +251,14 @@ def _route_tokens_kernel(
         calls = tl.load(calls_ptr)
         number += ((calls >> 32) & 0x3FFFFFFF).to(tl.int32)
         _count_call(calls_ptr, calls)
-    is_here, is_valid = token < num_tokens, token < num_valid
-    if num_valid_ptr is not None:
-        is_valid = is_valid & (token < tl.load(num_valid_ptr))
+    is_here = token < num_tokens
     row_ptr = logits_ptr + token.to(tl.int64) * STRIDE
 
     GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     lane = tl.arange(0, GROUP_LANES * MEMBER_LANES)[None, :]
     expert = lane // MEMBER_LANES * GROUP_SIZE + lane % MEMBER_LANES
     is_expert = (lane // MEMBER_LANES < NUM_GROUPS) & (lane % MEMBER_LANES < GROUP_SIZE)
-    raw = tl.load(row_ptr + expert, mask=is_expert & is_valid, other=0.0).to(tl.float32)
+    raw = tl.load(row_ptr + expert, mask=is_expert & is_here, other=0.0).to(tl.float32)
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert, mask=is_expert, other=0.0).to(tl.float32)
@@ -278,7 +274,7 @@ def _route_tokens_kernel(
     if BIAS == "selection":
         selection = scores + bias
     selection = tl.where((raw == raw) & is_expert, selection, float("nan"))
-    # A code tells of an expert whether its group was dropped, and keeps the order of experts.
+    # The lowest bit of a code says that the group was dropped; codes are in the order of experts.
     codes = tl.broadcast_to(expert * 2, raw.shape)
     if TOPK_GROUPS < NUM_GROUPS:
         is_kept = _groups_kept(
@@ -291,7 +287,7 @@ def _route_tokens_kernel(
     chosen = _select(keys, codes, TOKENS, TOP_K, K_LANES)
 
     k = tl.arange(0, K_LANES)[None, :]
-    experts, is_chosen = chosen >> 1, (k < TOP_K) & is_valid
+    experts, is_chosen = chosen >> 1, (k < TOP_K) & is_here
     # With a bias for the selection and the fill 0, as models have them, a dropped expert that was
     # chosen keeps its score.
     weighs = is_chosen & ((chosen & 1 == 0) | (FILLS_ZERO and BIAS == "selection"))
@@ -317,14 +313,13 @@ def _route_tokens_kernel(
         # Sums of integers do not depend on their order; readers come with a later kernel.
         tl.atomic_add(counter_ptr, one, mask=is_chosen, sem="relaxed")
     place = token.to(tl.int64) * TOP_K + k
-    is_stored = is_here & (k < TOP_K)
-    ids = tl.where(is_chosen, experts, -1)
+    ids = experts
     if logical_ptr is not None:
-        tl.store(logical_ptr + place, ids.to(tl.int64), mask=is_stored)
+        tl.store(logical_ptr + place, experts.to(tl.int64), mask=is_chosen)
     if replicas_ptr is not None:
         ids = _choose_replicas(experts, is_chosen, number, replicas_ptr, num_replicas_ptr, REPLICAS)  # pyright: ignore[reportArgumentType]
-    tl.store(ids_ptr + place, ids.to(tl.int64), mask=is_stored)
-    tl.store(weights_ptr + place, tl.where(is_chosen, weights, 0.0), mask=is_stored)
+    tl.store(ids_ptr + place, ids.to(tl.int64), mask=is_chosen)
+    tl.store(weights_ptr + place, weights, mask=is_chosen)
 
 
 def route_tokens(
@@ -332,7 +327,6 @@ def route_tokens(
     bias: Tensor | None,
     form: GateForm,
     *,
-    num_valid: int | Tensor | None = None,
     load: Tensor | None = None,
     replicas: ReplicaTable | None = None,
     logical_ids: Tensor | None = None,
@@ -343,17 +337,15 @@ def route_tokens(
         logits: [T, E], float32, bfloat16 or float16, with adjacent columns; T = 0 is legal.
         bias: [E], where the form has one.
         form: the routing.
-        num_valid: tokens from here on get -1; a tensor [] of integers lies on the device of logits;
-            None: all are valid.
-        load: [N, E], int64, contiguous; each valid token adds 1 to each expert that it chose, in
+        load: [N, E], int64, contiguous; each token adds 1 to each expert that it chose, in
             any row: a line of the cache takes one addition a cycle.
-        replicas: physical experts, of which ids tell then.
+        replicas: the physical experts of each logical one; None: ids are logical.
         logical_ids: [T, K], int64, written; the experts of the model that were chosen.
 
     Returns:
-        topk_ids [T, K], int64, and topk_weights [T, K], float32; -1 and 0 behind the valid tokens.
+        topk_ids [T, K], int64, and topk_weights [T, K], float32.
 
-    Allocates what it returns.   Compiled anew for each form and stride, and for many programs.
+    Allocates what it returns.   Compiled for each form and stride, and for many programs.
     Host sync: none.   Deterministic: yes.   Graph capture: after one call of such a size.
     """
     num_tokens = logits.shape[0]
@@ -371,14 +363,12 @@ def route_tokens(
         (
             logits,
             bias,
-            num_valid if isinstance(num_valid, Tensor) else None,
             load,
             *tables,
             ids,
             weights,
             logical_ids,
             num_tokens,
-            num_valid if isinstance(num_valid, int) else num_tokens,
             0 if replicas is None else replicas.first,
         ),
         **_shapes_of(logits, load, replicas),

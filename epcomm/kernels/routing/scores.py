@@ -89,7 +89,7 @@ def adjust_logits(logits: tl.tensor, bias: tl.tensor, SOFTCAP: tl.constexpr) -> 
 
 @triton.jit
 def score_logits(logits: tl.tensor, SCORE: tl.constexpr) -> tl.tensor:
-    """Score each logit by itself; a logit that softmax takes is left as it is."""
+    """Return the score of each logit, or the logit itself for softmax."""
     if SCORE == "sigmoid":
         e = exp_up_to_20(-tl.abs(logits))
         logits = tl.div_rn(tl.where(logits < 0.0, e, 1.0), 1.0 + e)

@@ -38,7 +38,7 @@ def _gather_rows_kernel(
     is_slot = slot < num_slots
     row = tl.load(row_of_slot_ptr + slot, mask=is_slot, other=-1)
     is_in = column < HIDDEN
-    # Rows become int64 before a stride multiplies them: they may lie beyond 2**31 elements.
+    # Rows become int64 before a stride multiplies them: they may begin beyond 2**31 elements.
     from_ptr = rows_ptr + row.to(tl.int64)[:, None] * ROWS_STRIDE + column
     values = tl.load(from_ptr, mask=(row >= 0)[:, None] & is_in, other=0)
     to_ptr = out_ptr + slot.to(tl.int64)[:, None] * OUT_STRIDE + column
@@ -53,7 +53,7 @@ def gather_rows(rows: Tensor, row_of_slot: Tensor, out: Tensor) -> None:
         row_of_slot: [C], int32, -1 for none.
         out: [C, H], written, of any row stride and the dtype of rows.
 
-    Allocates nothing.   Compiled anew for each dtype, H and strides.
+    Allocates nothing.   Compiled for each dtype, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
         ShapeError: no GPU tensors, or columns apart.

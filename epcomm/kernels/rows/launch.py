@@ -1,4 +1,4 @@
-"""Launch kernels on rows, each form of their arguments through Triton's Python once."""
+"""Launch kernels; Triton's Python sees each form of their arguments once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
-# Dtypes of the arguments in order, or types of what is no tensor; constants with their names.
+# Dtypes of tensors, or types of other arguments, in order; and constants by name.
 Form = tuple[tuple[torch.dtype | type, ...], tuple[tuple[str, Any], ...]]
 
 

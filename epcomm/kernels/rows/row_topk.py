@@ -1,4 +1,4 @@
-"""Read from an expert-major index what each received row has: local experts and router weights."""
+"""Read the local experts and router weights of each received row from an expert-major index."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read_row_topk(
         ids: [R, K], int64, written; -1 for none.
         weights: [R, K], written; 0 for none.
 
-    Allocates nothing.   Compiled anew for each L.
+    Allocates nothing.   Compiled for each L.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     """
     num_pairs, num_local = slots_of_row.numel(), first_slot.shape[0] - 1

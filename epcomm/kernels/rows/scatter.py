@@ -1,4 +1,4 @@
-"""Copy tokens to the rows that carry them, with what travels beside: the local half of dispatch.
+"""Copy tokens with scales, ids and weights to the rows that are sent: the local half of dispatch.
 
 A program reads its part of a few tokens once and writes it to the rows of all ranks that get one of
 them, 16 bytes at a time: a token that goes to five ranks is read once, not five times.
@@ -63,13 +63,13 @@ def _scatter_tokens_kernel(
     TOKENS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
-    """Copy COLUMNS columns of TOKENS tokens a program; the first columns bring the rest along.
+    """Copy COLUMNS columns of TOKENS tokens; programs of the first columns copy the other parts.
 
     row_of_rank 0 1 | -1 2: token 0 is copied to rows 0 and 1, token 1 to row 2.
     """
     TILES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    # int64 before a stride multiplies them: tokens and rows may lie beyond 2**31 elements.
+    # int64 before a stride multiplies them: tokens and rows may begin beyond 2**31 elements.
     token = (program // TILES * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (program % TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token, is_in = token < num_tokens, column < HIDDEN
@@ -121,10 +121,10 @@ def scatter_tokens(tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
         row_of_rank: [T, W], int32, contiguous, as order_sends() writes it.
         rows: written, in the same dtypes, but for ids, which are int32; rows have any stride.
 
-    Allocates nothing.   Compiled anew for each dtype, H, K, W and strides.
+    Allocates nothing.   Compiled for each dtype, H, K, W and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: no GPU tensors, or columns apart.
+        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
     """
     (x, scales, ids, weights), (data, row_scales, row_ids, row_weights) = tokens, rows
     check_rows("scatter_tokens", hidden_states=x, rows=data)
@@ -168,5 +168,5 @@ def scatter_tokens(tokens: Parts, row_of_rank: Tensor, rows: Parts) -> None:
 
 
 def _stride_of(rows: Tensor | None) -> int:
-    """Return the elements from one row to the next, which one row of a message has too."""
+    """Return the row stride; in a message it is valid for a single row too."""
     return 0 if rows is None else rows.stride(0)

@@ -1,7 +1,7 @@
 """Plan what a rank sends: count tokens by rank and expert, and number the rows that leave.
 
-Both kernels read topk_ids alone. The counts go straight into the headers of the call; the numbers
-need the counts of all tokens, so they are a second launch, which runs while headers travel.
+Both kernels read only topk_ids. The first writes the counts into the headers of the call. Numbering
+needs the counts of all tokens, so a second kernel does it, while the headers are exchanged.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.rows.launch import launch
 
-# Tokens that a program looks at together, and those of its segment: longer segments would leave
-# most SMs without a program where ranks are few.
+# Tokens that a program reads at a time, and those of its segment; longer segments would leave most
+# SMs without a program where ranks are few.
 _TOKENS, _WARPS = 512, 8
 _SEGMENT_TOKENS = 1024
 # A count needs no scan, and many small programs hide the latency of their atomics.
@@ -103,15 +103,15 @@ def _count_sends_kernel(
         tl.store(word_ptr + 5, zeros + number, mask=is_rank)
         tl.store(word_ptr + 6, zeros + size, mask=is_rank)
         tl.store(word_ptr + FLAGS_AT, zeros + flags, mask=is_rank)
-        # Else the word is zero, or that of a program that has found a wrong id.
+        # Otherwise the word stays zero, or a program that finds a wrong id writes it.
         tl.store(word_ptr + FAULT_AT, zeros + fault, mask=both(is_rank, fault != 0))
     has_wrong = tl.max(tl.max(is_wrong.to(tl.int32), 1), 0) > 0
-    is_told = both((lane < W) & has_wrong, fault == 0)
-    tl.store(word_ptr + FAULT_AT, tl.zeros([W_LANES], tl.int64) + WRONG_IDS, mask=is_told)
+    is_reported = both((lane < W) & has_wrong, fault == 0)
+    tl.store(word_ptr + FAULT_AT, tl.zeros([W_LANES], tl.int64) + WRONG_IDS, mask=is_reported)
 
     rank, local = ids // L, ids % L
     one = tl.zeros([TOKENS, K_LANES], tl.int64) + 1
-    # Additions of integers: in whatever order they come, the sums are the same.
+    # Sums of integers do not depend on the order of the additions.
     is_here = (ids >= 0) & (local < NUM_HERE)
     here_ptr = header_ptr + rank * WORDS + SLOTS_AT + local
     tl.atomic_add(here_ptr, one, mask=is_here, sem="relaxed")
@@ -141,7 +141,7 @@ def _order_sends_kernel(
     TOKENS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Give numbers to the rows of one segment of tokens to one rank.
+    """Assign numbers to the rows of one segment of tokens to one rank.
 
     W = 2, L = 1, ids 0 1 | 1 -1: row 0 goes to rank 0, rows 1 and 2 to rank 1, so row_of_rank is
     0 1 | -1 2 and row_of_topk 0 1 | 2 -1.
@@ -166,7 +166,7 @@ def _order_sends_kernel(
         rank_ptr = row_of_rank_ptr + token.to(tl.int64) * W + destination
         tl.store(rank_ptr, tl.where(is_needed > 0, place, -1), mask=token < end)
         is_entry = (token < end)[:, None] & (k < K)
-        # The entries of no rank are those of the programs of rank 0.
+        # Programs of rank 0 write the entries without an expert.
         is_none = both(is_entry & (ids < 0), destination == 0)
         topk_ptr = row_of_topk_ptr + token.to(tl.int64)[:, None] * K + k
         places = tl.where(goes, place[:, None], -1)
@@ -187,8 +187,8 @@ def count_sends(
 
     Args:
         topk_ids: [T, K], int64, contiguous, -1 for none.
-        header: [W, words], int64, zeros: gets `words`, the rows for each rank, and behind them the
-            slots of its first experts.
+        header: [W, words], int64, zeros: gets `words`, the rows for each rank, and then the slots
+            of its first experts.
         rest: [W, L minus those experts], int64, zeros: gets the slots of its other experts.
         words: kind, check, buffer, dispatcher, batch, number, size, fault, flags: the first words
             of a header, in their order; the rows follow them.
@@ -196,7 +196,7 @@ def count_sends(
             counted nowhere.
         num_local: L.
 
-    Allocates nothing.   Compiled anew for each W, K and L.
+    Allocates nothing.   Compiled for each W, K and L.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     """
     num_tokens, top_k = topk_ids.shape
@@ -228,14 +228,14 @@ def order_sends(
     rows_at: int,
     num_local: int,
 ) -> None:
-    """Give numbers to the rows that leave, by destination rank, then token.
+    """Assign numbers to the rows that are sent, by destination rank, then token.
 
     Args:
         topk_ids: as for count_sends().
         header: as count_sends() wrote it; word rows_at of line r has the rows to rank r.
         row_of_rank: [T, W], int32, written: the row that carries token t to rank r, or -1.
         row_of_topk: [T, K], int32, written: the row that carries (t, k), or -1.
-        rows_at: the place of that word.
+        rows_at: the index of that word.
         num_local: L.
 
     Costs are those of count_sends().

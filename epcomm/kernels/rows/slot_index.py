@@ -1,8 +1,8 @@
 """Number the slots of received rows: a stable counting sort of (row, k) pairs by expert.
 
-A program numbers the pairs of a few experts in one segment of the rows. It counts those of earlier
-segments first, so that programs wait for nothing and one launch does it all: every id is read a few
-times from the cache, which costs less than the launches of a sort.
+A program numbers the pairs of a few experts in one segment of the rows. First it counts the pairs
+of earlier segments, so that no program waits for another and one launch suffices: every id is read
+a few times from the cache, which costs less than the launches of a sort.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.rows.launch import launch
 
-# Pairs that a program numbers together, and those of its segment, which others count at once: a
+# Pairs that a program numbers at a time, and those of a segment, which are counted in one step; a
 # scan takes more registers than a count.
 _PAIRS, _WARPS = 2048, 8
 _SEGMENT_PAIRS = 8192
@@ -82,7 +82,7 @@ def _number_slots_kernel(
     PAIRS: tl.constexpr,
     SEGMENT: tl.constexpr,
 ) -> None:
-    """Give slots to the pairs of one group of experts in one segment.
+    """Assign slots to the pairs of one group of experts in one segment.
 
     L = 2, K = 2, ids 1 -1 | -1 0 | 0 1: expert 0 has the pairs 3 and 4 (rows 1, 2), expert 1 the
     pairs 0 and 5 (rows 0, 2), so row_of_slot is 1 2 0 2 and slots_of_row 2 -1 | -1 0 | 1 3.
@@ -115,7 +115,8 @@ def _number_slots_kernel(
         slot = _counts_in(tl.cumsum(ones, 0), tl.where(is_mine, place, 0)) - 1
         for each in tl.static_range(_GROUP_OF):
             slot += tl.where(place == each, tl.sum(tl.where(member == each, following, 0)), 0)
-        # Counts and ids come of one call, so this holds; memory of others must not depend on it.
+        # True for counts and ids of one call; the check keeps wrong ones from writing out of
+        # bounds.
         is_mine &= slot < num_slots
         row = pair // K
         tl.store(row_of_slot_ptr + slot, row, mask=is_mine)
@@ -143,14 +144,14 @@ def number_slots(
     Args:
         ids: [R, K], int32 or int64, physical experts, -1 for none, of any row stride.
         weights: [R, K], of any row stride, or None.
-        counts: [L], the pairs of each expert of this rank, which is first_expert and those behind.
+        counts: [L], the pairs of each expert of this rank, from first_expert on.
         tables: written; row_of_slot [C] and slots_of_row [R, K], slot weights [C], in the dtype of
             weights, num_tokens_per_expert [L] and first_slot [L + 1]; the others are int32. Slots
-            of no pair keep what they hold.
+            without a pair are not written.
         first_expert: the first expert of this rank.
         expert_alignment: the slots of each expert begin at a multiple of this.
 
-    Allocates nothing.   Compiled anew for each K, L, alignment and strides.
+    Allocates nothing.   Compiled for each K, L, alignment and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     """
     num_rows, top_k = ids.shape

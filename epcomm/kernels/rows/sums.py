@@ -16,9 +16,10 @@ from epcomm.kernels.rounding import cast
 from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import WARPS, row_stride, tile_of
 
-# Of a table with more columns, loads of one target are no longer all under way at once.
+# Columns of a table up to which the loop is unrolled, so that all loads of a target are in flight.
 _MOST_UNROLLED = 16
-# A sum holds four bytes for each two that it reads, and several rows are under way: fewer of them.
+# A tile has fewer rows than a copy's: sums take four bytes for two that are read, and several rows
+# are in flight.
 _TILE_SHARE = 2
 
 
@@ -44,7 +45,7 @@ def _term(
         at = target.to(tl.int64) * K + k
         source = tl.load(sources_ptr + at, mask=is_target, other=-1).to(tl.int64)
     is_there = source >= 0
-    # Rows may lie beyond 2**31 elements, and source is an int64.
+    # Rows may begin beyond 2**31 elements, and source is an int64.
     row_ptr = rows_ptr + source[:, None] * STRIDE + column
     term = tl.load(row_ptr, mask=is_there[:, None] & (column < HIDDEN), other=0.0).to(DTYPE)
     if weights_ptr is not None:
@@ -128,10 +129,10 @@ def sum_rows(rows: Tensor, sources: Tensor, out: Tensor, weights: Tensor | None 
         out: [targets, H], written, of any row stride; 0 for a line without rows.
         weights: [N], float32 (float64 beside float64 rows), multiplied into the rows, or None.
 
-    Allocates nothing.   Compiled anew for each dtype, H, K and strides.
+    Allocates nothing.   Compiled for each dtype, H, K and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: no GPU tensors, or columns apart.
+        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
     """
     check_rows("sum_rows", rows=rows, sources=sources, out=out)
     _launch(rows, sources, weights, out, num_terms=sources.shape[1], rows_per_part=0)
@@ -141,7 +142,7 @@ def sum_parts(parts: Tensor, out: Tensor) -> None:
     """Write the sum over the first dimension, in its order, as sum_rows() does.
 
     Args:
-        parts: [W, T, H]; rows have any stride, parts lie a multiple of it apart.
+        parts: [W, T, H]; rows have any stride, of which that of the parts is a multiple.
         out: [T, H], written, of any row stride.
 
     Costs and errors are those of sum_rows().

@@ -1,24 +1,21 @@
-"""Count, from expert ids alone, the tokens that each rank and each expert gets, in one launch.
+"""Count the tokens of each rank and of each expert in one launch.
 
-A program writes what belongs to one rank, or to a few experts, and reads all ids for it. No count
-is shared, so nothing is zero before, atomic, or summed afterwards. The ids of 4096 tokens are 256
-KB, which the L2 cache holds.
+A program writes the counts of one rank, or of a few experts, and reads all ids for them. No count
+is shared, so nothing is initialised, atomic, or summed afterwards. The ids of 4096 tokens are 256
+KB, which fit into the L2 cache.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.rows.launch import launch
 
-# Experts that a program counts, and ids that it compares with them at once, so that a thread has 16
-# loads under way.
+# Experts that a program counts, and ids that it compares with them in one step: 16 loads in flight
+# for each thread.
 _EXPERTS, _PAIRS, _WARPS = 4, 8192, 16
 
 
@@ -75,36 +72,28 @@ def write_token_layout(
     """Write the tokens of each rank and of each expert, and which token goes to which rank.
 
     Args:
-        topk_ids: [T, K], int64 or int32, contiguous; ids that name no expert count nowhere.
+        topk_ids: [T, K], int64 or int32; ids that name no expert count nowhere.
         per_rank: [W], int32, written.
         per_expert: [E], int32, written; rank r owns the experts from r * (E // W) on, or expert r
             where there are fewer experts than ranks.
         is_in_rank: [T, W], bool, contiguous, written.
 
-    Allocates nothing.   Compiled anew for each W, E and K.
+    Allocates a copy of ids that are not contiguous.   Compiled for each W, E and K.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     """
     (num_tokens, top_k), num_ranks, num_experts = topk_ids.shape, len(per_rank), len(per_expert)
-    launch = _prepared(topk_ids.device, topk_ids.dtype, top_k, num_ranks, num_experts)
-    num_programs = num_ranks + -(-num_experts // _EXPERTS)
-    launch(num_programs, topk_ids, per_rank, per_expert, is_in_rank, num_tokens)
-
-
-@lru_cache(maxsize=64)
-def _prepared(
-    device: torch.device, dtype: torch.dtype, top_k: int, num_ranks: int, num_experts: int
-) -> PreparedLaunch:
-    del device, dtype  # Kernels are loaded on one device, and compiled for one type of ids.
     k_lanes = next_power_of_two(top_k)
-    constants = {
-        "W": num_ranks,
-        "E": num_experts,
-        "LOCAL": max(num_experts // num_ranks, 1),
-        "K": top_k,
-        "K_LANES": k_lanes,
-        "TOKENS": max(_PAIRS // k_lanes, 1),
-        "EXPERTS": _EXPERTS,
-        "PAIRS": _PAIRS,
-        "num_warps": _WARPS,
-    }
-    return PreparedLaunch(_write_token_layout_kernel, (CHANGES,) * 5, constants)
+    launch(
+        _write_token_layout_kernel,
+        num_ranks + -(-num_experts // _EXPERTS),
+        (topk_ids.contiguous(), per_rank, per_expert, is_in_rank, num_tokens),
+        W=num_ranks,
+        E=num_experts,
+        LOCAL=max(num_experts // num_ranks, 1),
+        K=top_k,
+        K_LANES=k_lanes,
+        TOKENS=max(_PAIRS // k_lanes, 1),
+        EXPERTS=_EXPERTS,
+        PAIRS=_PAIRS,
+        num_warps=_WARPS,
+    )

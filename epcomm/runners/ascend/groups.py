@@ -1,4 +1,4 @@
-"""Call Ascend's grouped operators, with the group_list that each of them expects.
+"""Call Ascend's grouped operators with the group_list that each of them expects.
 
 Operators disagree on group_list: cumulative sums, or counts; the device does not notice the wrong
 kind. Each function here takes an ExpertGroups and derives the kind that its operator expects.

@@ -29,8 +29,8 @@ class AscendNZRunner(AscendRunner):
     Copies are made in the first run, one after another, and again in the first run after a
     parameter was replaced, moved or written to. torch counts writes to a tensor, but neither writes
     through its `.data` nor writes of other processes: call forget() after such a write. A device
-    graph goes on reading the copies of its capture: run once before capture, and capture anew
-    after loading.
+    graph keeps reading the copies of its capture: run once before capture, and capture again after
+    loading.
     """
 
     name: ClassVar[str] = "ascend_nz"

@@ -1,6 +1,6 @@
 """Compute experts on an Ascend NPU by the vendor's grouped matmul, in BF16 and W8A8.
 
-Rows behind the last group stay undefined, as the records allow.
+Rows after the last group stay undefined, as the records allow.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from epcomm.ops.slots import gather_rows
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantize
-from epcomm.records import (
-    RowsDispatchOutput,
-)
+from epcomm.records import RowsDispatchOutput
 from epcomm.runners.ascend.groups import (
     ExpertGroups,
     Int8Rows,
@@ -40,7 +38,7 @@ _MAX_INT8_INNER = (2**31 - 1) // 128**2
 class AscendRunner(ExpertRunner):
     """Runs experts through grouped operators, without gradients; unused slots are undefined.
 
-    The operators read matrices where they lie, as transposed views. See nz.py for copies in tiles,
+    The operators read the matrices in place, as transposed views. See nz.py for copies in tiles,
     and swiglu.py for W8A8 experts of an I that the operators here refuse.
 
     int8_profiles: codes between the products are the codes of RINT127, rint(x * 127 / a); their
@@ -172,10 +170,9 @@ def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
 
 
 def _int32_reasons(weights: Int8ChannelWeights) -> list[str]:
-    sizes = {"hidden_size": weights.hidden_size, "intermediate_size": weights.intermediate_size}
     return [
         f"{name} is {size}, at most {_MAX_INT8_INNER}, for INT8 products to fit int32"
-        for name, size in sizes.items()
+        for name, size in weights.sizes.items()
         if size > _MAX_INT8_INNER
     ]
 

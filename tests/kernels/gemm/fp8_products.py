@@ -1,4 +1,4 @@
-"""What both implementations of the FP8 products must do beside equal results."""
+"""Check what both implementations of the FP8 products must leave alone."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import torch
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.fp8_triton import Down, GateUp
-from epcomm.types import Layout, WeightsAppliedBy
+from epcomm.runners.gpu_slots import first_product, second_product
+from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from tests.kernels.gemm.slot_records import Case, record
 
-# Stands where nobody may write; as a code it is a number too.
+# Value of elements that may not be written; it is a finite code too.
 SENTINEL = -7.0
 
 
-def check_slots_of_nobody_are_left(
+def check_unused_slots_are_left(
     products: tuple[GateUp, Down], weights: Fp8BlockWeights, device: torch.device
 ) -> None:
-    """Check that padding between experts and behind the last one is not written."""
+    """Check that padding between experts and after the last one is not written."""
     case = Case(
         layout=Layout.ROWS,
         who=WeightsAppliedBy.RUNNER,
@@ -29,13 +30,12 @@ def check_slots_of_nobody_are_left(
     )
     dispatched = record(case, weights.hidden_size, FP8_FLOAT32_SCALES, device)
     assert isinstance(dispatched, RowsDispatchOutput)
-    index, rows = dispatched.index, dispatched.hidden_states
+    index = dispatched.index
     assert index.row_of_slot is not None
-    assert rows.scales is not None
     is_used = index.row_of_slot >= 0
     starts = index.first_slot.tolist()
     assert not is_used[: starts[-1]].all(), "there is padding"
-    assert len(is_used) > starts[-1], "there are slots behind the last expert"
+    assert len(is_used) > starts[-1], "there are slots after the last expert"
     num_slots, inner_size = len(is_used), weights.intermediate_size
 
     def untouched(num_columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -45,28 +45,10 @@ def check_slots_of_nobody_are_left(
     scales = untouched(inner_size // BLOCK, torch.float32)
     results = untouched(weights.hidden_size, weights.dtype)
     gate_up, down = products
-    counts, first_slot = index.num_tokens_per_expert, index.first_slot
-    gate_up(
-        rows.data,
-        rows.scales,
-        index.row_of_slot,
-        counts,
-        first_slot,
-        matrices=weights.gate_up_proj,
-        matrix_scales=weights.gate_up_scale,
-        out_codes=codes,
-        out_scales=scales,
-    )
-    down(
-        codes,
-        scales,
-        counts,
-        first_slot,
-        matrices=weights.down_proj,
-        matrix_scales=weights.down_scale,
-        slot_weights=dispatched.slot_weights,
-        out=results,
-    )
+    first = first_product(dispatched, weights, Int8Profile.RINT127)
+    gate_up(first, out_codes=codes, out_scales=scales)
+    second = second_product(first, codes, scales, weights)
+    down(second, slot_weights=dispatched.slot_weights, out=results)
     for written in (codes.float(), scales, results.float()):
         assert (written[~is_used] == SENTINEL).all()
         assert (written[is_used] != SENTINEL).any(dim=1).all()

@@ -13,13 +13,14 @@ from epcomm import MaskedDispatchOutput, RowsDispatchOutput, WireTensor
 from epcomm.ops.slots import build_slot_index
 from epcomm.ops.static_slots import build_static_slot_index
 from epcomm.quantization import quantize
-from epcomm.records import ExchangePlan, Handle, SlotIndex
+from epcomm.records import SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.types import Layout, WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
+from tests.runners.records import as_masked, handle, rows_record
 
 NUM_EXPERTS, NUM_ROWS = 3, 90
-# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
 IDS = [0] * 70 + [2] * 15 + [-1] * 5
 # Enough for starts at multiples of 8.
 NUM_SLOTS = 90
@@ -40,7 +41,7 @@ class Case:
         rows = "quantised" if self.is_quantized else "plain"
         return (
             f"{self.layout.value}, weights by {self.who.value}, {self.dtype}, {rows} rows"
-            f"{' that lie apart' if self.is_strided else ''}"
+            f"{' with gaps' if self.is_strided else ''}"
             f"{f', aligned to {self.expert_alignment}' if self.expert_alignment > 1 else ''}"
         )
 
@@ -116,42 +117,8 @@ def record(
     index = make_index(device, case.expert_alignment)
     rows = make_rows(case, index, hidden_size, quantized, device)
     weights = torch.rand(NUM_SLOTS, generator=torch.Generator().manual_seed(4)).to(device)
-    handle = Handle(
-        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=NUM_ROWS, needs_backward=False
-    )
-    if case.layout is Layout.ROWS:
-        return RowsDispatchOutput(
-            hidden_states=rows,
-            index=index,
-            slot_weights=weights,
-            weights_applied_by=case.who,
-            handle=handle,
-        )
-    counts, starts = index.num_tokens_per_expert.tolist(), index.first_slot.tolist()
-    capacity = max(counts) + 3
-
-    def spread(values: Tensor) -> Tensor:
-        raw = values.contiguous().view(torch.uint8)
-        wide = raw.new_full((NUM_EXPERTS, capacity, raw.shape[1]), 0x7F)
-        for expert, count in enumerate(counts):
-            mine = index.row_of_slot[starts[expert] : starts[expert] + count]  # type: ignore[index]
-            wide[expert, :count] = raw[mine.long()]
-        return wide.view(values.dtype)
-
-    masked_weights = weights.new_full((NUM_EXPERTS, capacity), float("nan"))
-    for expert, count in enumerate(counts):
-        masked_weights[expert, :count] = weights[starts[expert] : starts[expert] + count]
-    return MaskedDispatchOutput(
-        hidden_states=replace(
-            rows,
-            data=spread(rows.data),
-            scales=None if rows.scales is None else spread(rows.scales),
-        ),
-        num_tokens_per_expert=index.num_tokens_per_expert,
-        slot_weights=masked_weights,
-        weights_applied_by=case.who,
-        handle=handle,
-    )
+    found = rows_record(rows, index, weights, case.who)
+    return found if case.layout is Layout.ROWS else as_masked(found)
 
 
 def empty_record(
@@ -159,9 +126,6 @@ def empty_record(
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
     """Make the record of a rank that receives no token; wire: no rows, [0, H]."""
     counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=device)
-    handle = Handle(
-        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=0, needs_backward=False
-    )
     if layout is Layout.MASKED:
 
         def of_experts(values: Tensor) -> Tensor:
@@ -176,16 +140,12 @@ def empty_record(
             num_tokens_per_expert=counts,
             slot_weights=torch.empty(NUM_EXPERTS, 0, device=device),
             weights_applied_by=WeightsAppliedBy.RUNNER,
-            handle=handle,
+            handle=handle(),
         )
     ids = torch.empty(0, 1, dtype=torch.int64, device=device)
-    return RowsDispatchOutput(
-        hidden_states=wire,
-        index=build_slot_index(ids, counts, [0] * NUM_EXPERTS),
-        slot_weights=torch.empty(0, device=device),
-        weights_applied_by=WeightsAppliedBy.RUNNER,
-        handle=handle,
-    )
+    index = build_slot_index(ids, counts, [0] * NUM_EXPERTS)
+    weights = torch.empty(0, device=device)
+    return rows_record(wire, index, weights, WeightsAppliedBy.RUNNER)
 
 
 def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.device) -> None:
@@ -248,14 +208,3 @@ def check_poison_stays_in_its_rows(
         assert expected.isfinite().all()
         assert found[is_poisoned].isnan().all()
         assert torch.equal(found[~is_poisoned], expected[~is_poisoned])
-
-
-def results_of_experts(
-    dispatched: RowsDispatchOutput | MaskedDispatchOutput, results: Tensor
-) -> list[Tensor]:
-    """Return the results of each expert's slots, without padding."""
-    counts = dispatched.num_tokens_per_expert.tolist()
-    if isinstance(dispatched, MaskedDispatchOutput):
-        return [results[expert, :count] for expert, count in enumerate(counts)]
-    starts = dispatched.index.first_slot.tolist()
-    return [results[starts[expert] :][:count] for expert, count in enumerate(counts)]

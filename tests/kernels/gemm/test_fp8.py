@@ -7,16 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import ConfigError
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.testing.oracle import relative_error
-from epcomm.types import Layout, WeightsAppliedBy
 from epcomm.weights.quantized import Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertWeights
 from tests.kernels.gemm import slot_records
-from tests.kernels.gemm.fp8_products import check_slots_of_nobody_are_left
+from tests.kernels.gemm.fp8_products import check_unused_slots_are_left
 from tests.kernels.gemm.slot_records import (
     CASES,
     Case,
@@ -24,8 +22,8 @@ from tests.kernels.gemm.slot_records import (
     check_poison_stays_in_its_rows,
     record,
     record_devices,
-    results_of_experts,
 )
+from tests.runners.records import results_of_experts
 
 HIDDEN, INNER = 256, 128
 # Tensor cores keep some 14 bits of a sum of FP8 products, so a few activations fall to the other
@@ -56,7 +54,7 @@ def test_runner_equals_the_plain_one(case: Case, device: torch.device) -> None:
 
 def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
     products = Fp8TritonRunner().products()
-    check_slots_of_nobody_are_left(products, make_weights(torch.float32, device), device)
+    check_unused_slots_are_left(products, make_weights(torch.float32, device), device)
 
 
 def test_no_slots_are_no_results(device: torch.device) -> None:
@@ -77,20 +75,6 @@ def test_kernels_are_launched_on_the_device_of_their_rows(
     entered = record_devices(monkeypatch)
     Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
     assert entered == [device] * 2
-
-
-def test_gradients_are_refused(device: torch.device) -> None:
-    case = Case(
-        layout=Layout.ROWS,
-        who=WeightsAppliedBy.RUNNER,
-        dtype=torch.float32,
-        is_quantized=False,
-        is_strided=False,
-    )
-    dispatched = record(case, HIDDEN, FP8_FLOAT32_SCALES, device)
-    dispatched.hidden_states.data.requires_grad_()
-    with pytest.raises(ConfigError, match="rows need gradients"):
-        Fp8TritonRunner().run(dispatched, make_weights(torch.float32, device))  # type: ignore[arg-type]
 
 
 def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None:

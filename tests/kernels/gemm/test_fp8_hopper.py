@@ -14,7 +14,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton")
 
-from epcomm import RowsDispatchOutput, ShapeError  # noqa: E402
+from epcomm import ShapeError  # noqa: E402
 from epcomm.kernels.cuda_jit import (  # noqa: E402
     CudaError,
     compile_to_cubin,
@@ -23,7 +23,6 @@ from epcomm.kernels.cuda_jit import (  # noqa: E402
 from epcomm.kernels.gemm import fp8_hopper  # noqa: E402
 from epcomm.ops.static_slots import build_static_slot_index  # noqa: E402
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
-from epcomm.records import ExchangePlan, Handle  # noqa: E402
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
 from epcomm.testing.oracle import relative_error  # noqa: E402
@@ -31,7 +30,7 @@ from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
 from epcomm.weights.quantized import Fp8BlockWeights  # noqa: E402
 from epcomm.weights.unquantized import ExpertWeights  # noqa: E402
 from tests.kernels.gemm import slot_records  # noqa: E402
-from tests.kernels.gemm.fp8_products import check_slots_of_nobody_are_left  # noqa: E402
+from tests.kernels.gemm.fp8_products import check_unused_slots_are_left  # noqa: E402
 from tests.kernels.gemm.slot_records import (  # noqa: E402
     CASES,
     NUM_EXPERTS,
@@ -39,9 +38,9 @@ from tests.kernels.gemm.slot_records import (  # noqa: E402
     check_no_slots,
     check_poison_stays_in_its_rows,
     record,
-    results_of_experts,
 )
 from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
+from tests.runners.records import results_of_experts, rows_record  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = ("gate_up_fp8", "gate_up_fp8_packed", "down_fp8_bfloat16", "down_fp8_float16")
@@ -177,7 +176,7 @@ WRITTEN_CASES = [
 ]
 
 
-# Of K, 5 and 9 blocks go through the four stages more than once.
+# 5 and 9 blocks of K use the four stages more than once.
 @needs_hopper
 @pytest.mark.parametrize("inner", [128, 384, 640])
 @pytest.mark.parametrize("hidden", [256, 384, 1152])
@@ -223,18 +222,11 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     ids = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     ids = ids[torch.randperm(len(ids), generator=generator)].unsqueeze(1).to(device)
     x = torch.randn(len(ids), hidden, generator=generator).to(device, dtype)
-    dispatched = RowsDispatchOutput(
-        hidden_states=quantize(x, FP8_FLOAT32_SCALES),
-        index=build_static_slot_index(ids, len(counts), len(ids)),
-        slot_weights=torch.rand(len(ids), generator=generator).to(device),
-        weights_applied_by=WeightsAppliedBy.RUNNER,
-        handle=Handle(
-            owner=None,
-            exchange_plan=ExchangePlan(),
-            call=1,
-            num_tokens=len(ids),
-            needs_backward=False,
-        ),
+    dispatched = rows_record(
+        quantize(x, FP8_FLOAT32_SCALES),
+        build_static_slot_index(ids, len(counts), len(ids)),
+        torch.rand(len(ids), generator=generator).to(device),
+        WeightsAppliedBy.RUNNER,
     )
     actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
     expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
@@ -255,7 +247,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
 def test_packed_rows_give_the_bits_of_rows_through_the_index(
     case: Case, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With padding between experts, rows that lie apart, and rows that no slot uses."""
+    """With padding between experts, rows with gaps, and rows that no slot uses."""
     weights = make_weights(case.dtype, device, hidden)
     dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
     found = []
@@ -274,7 +266,7 @@ def test_slots_of_nobody_are_left_alone(
 ) -> None:
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
     products = Fp8WgmmaRunner().products()
-    check_slots_of_nobody_are_left(products, make_weights(torch.bfloat16, device), device)
+    check_unused_slots_are_left(products, make_weights(torch.bfloat16, device), device)
 
 
 @needs_hopper

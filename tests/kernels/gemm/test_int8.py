@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm import ConfigError
 from epcomm.quantization import INT8_PER_TOKEN, quantize
 from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
@@ -27,17 +26,13 @@ from tests.kernels.gemm.slot_records import (
     make_rows,
     record,
     record_devices,
-    results_of_experts,
 )
 from tests.quantization.rows import varied_rows
+from tests.runners.records import results_of_experts
 
 pytest.importorskip("triton")
-from epcomm.kernels.gemm.int8 import (
-    down_int8,
-    gate_up_int8,
-    quantize_hidden_int8,
-    tile_rows_for,
-)
+from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8, tile_rows_for
+from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
 
 # The interpreter divides by zero where the kernel then discards the quotient.
@@ -89,7 +84,7 @@ def test_runner_equals_a_float64_model(case: Case, device: torch.device) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """first_slot: [L + 1]; with an index, rows lie elsewhere than their slots."""
+    """first_slot: [L + 1]; with an index, rows are in another order than slots."""
 
     id: str
     counts: tuple[int, ...]
@@ -99,7 +94,7 @@ class StepCase:
 
     @property
     def num_slots(self) -> int:
-        # Three slots behind the last expert's belong to nobody.
+        # Three slots after those of the last expert are unused.
         return self.first_slot[-1] + 3
 
     def is_used(self, device: torch.device) -> Tensor:
@@ -183,7 +178,7 @@ class Operands:
             rows = torch.randperm(case.num_slots, generator=generator).to(device)
         row_scales = scales(case.num_slots, 1)
         row_scales[rows[~is_used]] = float("nan")
-        # Whoever follows the index of a slot that nobody has touches memory that is not there.
+        # Reading through the index of an unused slot would leave the memory.
         index = torch.where(is_used, rows, 2**31 - 1).to(torch.int32)
         return cls(
             codes=codes(case.num_slots, columns),
@@ -192,6 +187,16 @@ class Operands:
             rows=torch.where(is_used, rows, 0),
             matrices=codes(experts, out_columns, columns),
             matrix_scales=scales(experts, out_columns),
+        )
+
+    def on(self, case: StepCase) -> Product:
+        return Product(
+            codes=self.codes,
+            scales=self.scales,
+            row_of_slot=self.row_of_slot,
+            **case.on(self.codes.device),
+            matrices=self.matrices,
+            matrix_scales=self.matrix_scales,
         )
 
     def products(self, case: StepCase) -> Tensor:
@@ -221,15 +226,7 @@ def test_first_product_is_exact_but_for_the_activation(
 ) -> None:
     given = Operands.make(case, HIDDEN, 2 * INNER, device)
     hidden = torch.full((case.num_slots, INNER), float("nan"), device=device)
-    gate_up_int8(
-        given.codes,
-        given.scales,
-        given.row_of_slot,
-        **case.on(device),
-        matrices=given.matrices,
-        matrix_scales=given.matrix_scales,
-        out=hidden,
-    )
+    gate_up_int8(given.on(case), out=hidden)
     is_used = case.is_used(device)
     assert hidden[~is_used].isnan().all()
     gate, up = given.products(case)[is_used].double().chunk(2, dim=1)
@@ -301,16 +298,8 @@ def test_second_product_has_the_bits_of_plain_torch(
     slot_weights = torch.rand(case.num_slots, generator=torch.Generator().manual_seed(6)).to(device)
     slot_weights[~is_used] = float("nan")
     out = torch.full((case.num_slots, HIDDEN), float("nan"), dtype=dtype, device=device)
-    down_int8(
-        given.codes,
-        given.scales,
-        **case.on(device),
-        matrices=given.matrices,
-        matrix_scales=given.matrix_scales,
-        slot_weights=slot_weights if has_weights else None,
-        is_packed=True,
-        out=out,
-    )
+    weights = slot_weights if has_weights else None
+    down_int8(given.on(case), slot_weights=weights, is_packed=True, out=out)
     assert out[~is_used].isnan().all()
     expected = given.products(case)[is_used]
     if has_weights:
@@ -332,15 +321,14 @@ def test_worked_example_of_the_first_product(device: torch.device) -> None:
     matrix_scales = torch.ones(1, 32, device=device)
     matrix_scales[0, [0, 16]] = torch.tensor([2.0, 3.0], device=device)
     hidden = torch.full((1, 16), float("nan"), device=device)
-    gate_up_int8(
-        padded([2, -3], torch.int8, device),
-        torch.tensor([[0.5]], device=device),
-        None,
+    given = Product(
+        codes=padded([2, -3], torch.int8, device),
+        scales=torch.tensor([[0.5]], device=device),
         **ONE_SLOT.on(device),
         matrices=matrices,
         matrix_scales=matrix_scales,
-        out=hidden,
     )
+    gate_up_int8(given, out=hidden)
     silu = 5 / (1 + torch.exp(torch.tensor(-5.0)))
     assert hidden[0, 0].item() == pytest.approx(float(silu) * -1.5, rel=1e-6)
     assert not hidden[0, 1:].any()
@@ -351,7 +339,11 @@ def test_worked_example_of_the_hidden_row(device: torch.device) -> None:
     scales = torch.full((1, 1), float("nan"), device=device)
     hidden = padded([254, 1, -3, 9], torch.float32, device)
     quantize_hidden_int8(
-        hidden, **ONE_SLOT.on(device), profile="rint127", out_codes=codes, out_scales=scales
+        hidden,
+        **ONE_SLOT.on(device),
+        profile=Int8Profile.RINT127,
+        out_codes=codes,
+        out_scales=scales,
     )
     assert scales.tolist() == [[2.0]]
     assert codes.tolist() == [[127, 0, -2, 4] + [0] * 12]
@@ -361,16 +353,15 @@ def test_worked_example_of_the_second_product(device: torch.device) -> None:
     matrices = torch.zeros(1, 16, 16, dtype=torch.int8, device=device)
     matrices[0, 3, :2] = torch.tensor([4, 1], dtype=torch.int8, device=device)
     out = torch.full((1, 16), float("nan"), device=device)
-    down_int8(
-        padded([2, -3], torch.int8, device),
-        torch.tensor([[0.5]], device=device),
+    given = Product(
+        codes=padded([2, -3], torch.int8, device),
+        scales=torch.tensor([[0.5]], device=device),
         **ONE_SLOT.on(device),
         matrices=matrices,
         matrix_scales=torch.full((1, 16), 2.0, device=device),
-        slot_weights=torch.tensor([3.0], device=device),
-        is_packed=False,
-        out=out,
     )
+    slot_weights = torch.tensor([3.0], device=device)
+    down_int8(given, slot_weights=slot_weights, is_packed=False, out=out)
     assert out.tolist() == [[0, 0, 0, 15] + [0] * 12]
 
 
@@ -379,22 +370,20 @@ def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> N
     codes = torch.full((1, 4096), -128, dtype=torch.int8, device=device)
     codes[0, 100] = -127
     out = torch.full((1, 16), float("nan"), device=device)
-    down_int8(
-        codes,
-        torch.ones(1, 1, device=device),
+    given = Product(
+        codes=codes,
+        scales=torch.ones(1, 1, device=device),
         **ONE_SLOT.on(device),
         matrices=torch.full((1, 16, 4096), 127, dtype=torch.int8, device=device),
         matrix_scales=torch.ones(1, 16, device=device),
-        slot_weights=None,
-        is_packed=False,
-        out=out,
     )
+    down_int8(given, slot_weights=None, is_packed=False, out=out)
     exact = torch.tensor(-4096 * 128 * 127 + 127).float()
     assert torch.equal(out.cpu(), exact.expand(1, 16))
 
 
 def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
-    """Three rows that lie 2**30 + 16 elements apart, of memory that is hardly touched."""
+    """Three rows 2**30 + 16 elements apart, in memory that is hardly touched."""
     stride = 2**30 + 16
     try:
         memory = torch.empty(2 * stride + HIDDEN, dtype=torch.int8, device=device)
@@ -409,13 +398,7 @@ def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
     for codes in (rows, near.codes):
         hidden = torch.zeros(6, INNER, device=device)
         gate_up_int8(
-            codes,
-            scales,
-            index,
-            **case.on(device),
-            matrices=near.matrices,
-            matrix_scales=near.matrix_scales,
-            out=hidden,
+            replace(near.on(case), codes=codes, scales=scales, row_of_slot=index), out=hidden
         )
         results.append(hidden)
     assert results[0][:3].any(dim=1).all()
@@ -437,14 +420,6 @@ def test_kernels_are_launched_on_the_device_of_their_rows(
     entered = record_devices(monkeypatch)
     Int8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
     assert entered == [device] * 3
-
-
-def test_gradients_are_refused(device: torch.device) -> None:
-    case = replace(ALL_CASES[0], layout=Layout.ROWS, is_quantized=False, dtype=torch.float32)
-    dispatched = record(case, HIDDEN, INT8_PER_TOKEN, device)
-    dispatched.hidden_states.data.requires_grad_()
-    with pytest.raises(ConfigError, match="int8_triton: rows need gradients"):
-        Int8TritonRunner().run(dispatched, make_weights(torch.float32, device))  # type: ignore[arg-type]
 
 
 def refusals(hidden_size: int, inner_size: int) -> tuple[str, ...]:

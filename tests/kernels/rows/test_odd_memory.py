@@ -1,4 +1,4 @@
-"""What callers pass may lie anyhow in memory: weights of every other element, columns apart."""
+"""Callers may pass tensors of any strides: every other weight, columns that are not adjacent."""
 
 from __future__ import annotations
 

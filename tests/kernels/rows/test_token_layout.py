@@ -67,9 +67,8 @@ def test_equals_one_id_at_a_time(
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Small tiles, so that a loop has more than one turn; compiled again where they were larger.
+    # Small tiles, so that a loop has more than one turn.
     monkeypatch.setattr(token_layout, "_PAIRS", 64)
-    token_layout._prepared.cache_clear()
     generator = torch.Generator().manual_seed(num_tokens + num_ranks)
     # Entries without an expert, and ids past the last one.
     ids = torch.randint(-1, num_experts + 2, (num_tokens, top_k), generator=generator)
@@ -77,7 +76,6 @@ def test_equals_one_id_at_a_time(
     expected = one_by_one(ids, num_experts, num_ranks)
     assert by_kernel(ids, num_experts, num_ranks) == expected
     assert by_torch(ids, num_experts, num_ranks) == expected
-    token_layout._prepared.cache_clear()
 
 
 def test_reads_ids_that_lie_apart(device: torch.device) -> None:

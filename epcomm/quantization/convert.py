@@ -1,0 +1,130 @@
+"""Convert rows to a wire format and back, by plain torch or by kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from epcomm.errors import BackendUnavailable
+from epcomm.quantization.fp8 import restore_fp8, write_fp8
+from epcomm.quantization.int8 import restore_int8, write_int8
+from epcomm.quantization.outputs import check_format, output_for
+from epcomm.quantization.scale_layout import unpack_scales
+from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
+
+
+class Quantizer(Protocol):
+    """The signature of quantize(); all implementations return the same bits."""
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        wire_format: WireFormat,
+        *,
+        profile: Int8Profile = Int8Profile.RINT127,
+        out: WireTensor | None = None,
+    ) -> WireTensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writers:
+    """Functions that write the codes and scales of hidden states into a checked wire tensor."""
+
+    fp8: Callable[[Tensor, WireTensor], None]
+    int8: Callable[[Tensor, WireTensor, Int8Profile], None]
+
+
+_PLAIN = Writers(fp8=write_fp8, int8=write_int8)
+
+
+def quantize(
+    hidden_states: Tensor,
+    wire_format: WireFormat,
+    *,
+    profile: Int8Profile = Int8Profile.RINT127,
+    out: WireTensor | None = None,
+    writers: Writers = _PLAIN,
+) -> WireTensor:
+    """Convert hidden states to a wire format.
+
+    Args:
+        hidden_states: [..., T, H], bfloat16, float16 or float32, any strides.
+        wire_format: the format of the result; an unquantised format casts.
+        profile: the arithmetic of INT8, ignored otherwise.
+        out: memory for the result, with rows of any stride; None: new tensors.
+        writers: plain torch, or the kernels of quantizer_for().
+
+    Returns:
+        Data and row-major scales; scale_layout.arrange_scales() lays scales out for a GEMM.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Lifetime: an unquantised result may share memory with hidden_states.
+    Raises:
+        ConfigError: a format that the arithmetic does not know.
+        ShapeError: hidden_states or `out` do not fit.
+    """
+    if wire_format.dtype.is_quantized:
+        wire = output_for("quantize", hidden_states, wire_format, out)
+        if wire_format.dtype is WireDtype.INT8:
+            writers.int8(hidden_states, wire, profile)
+        else:
+            writers.fp8(hidden_states, wire)
+        return wire
+    data = hidden_states.to(wire_format.dtype.torch_dtype)
+    if out is None:
+        return WireTensor(data=data, format=wire_format)
+    out.data.copy_(data)
+    return out
+
+
+def quantizer_for(device: torch.device) -> Quantizer:
+    """Return the fastest quantiser for tensors on `device`; call this once, at construction.
+
+    On CUDA it reads each element once, hidden_states are [T, H] with adjacent columns, and a graph
+    may capture it after one call with the same dtype, H and strides.
+
+    Raises:
+        BackendUnavailable: Triton is missing, which the quantiser for CUDA needs.
+    """
+    return partial(quantize, writers=_load_triton()) if device.type == "cuda" else quantize
+
+
+@cache
+def _load_triton() -> Writers:
+    try:
+        from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
+        from epcomm.kernels.quantize.int8 import quantize_int8_triton
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise BackendUnavailable(
+            "quantizer_for: triton is not installed, expected it for tensors on cuda; "
+            "install triton, or call epcomm.quantization.quantize(), which is plain torch"
+        ) from error
+    return Writers(fp8=quantize_fp8_triton, int8=quantize_int8_triton)
+
+
+def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
+    """Convert a wire tensor to hidden states [..., R, H] in `dtype`; scales have any layout.
+
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
+    Lifetime: an unquantised result may share memory with the wire.
+    """
+    if not wire.format.dtype.is_quantized:
+        return wire.data.to(dtype)
+    check_format("dequantize", wire.format)
+    restore = restore_int8 if wire.format.dtype is WireDtype.INT8 else restore_fp8
+    return restore(_with_plain_scales(wire)).to(dtype)
+
+
+def _with_plain_scales(wire: WireTensor) -> WireTensor:
+    """Return the wire tensor with unpacked scales, of any strides."""
+    if wire.scales is None or wire.scale_layout is None or not wire.scale_layout.packed:
+        return wire
+    num_scales = wire.format.num_scales(wire.data.shape[-1])
+    return replace(wire, scales=unpack_scales(wire.scales, num_scales), scale_layout=None)

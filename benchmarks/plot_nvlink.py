@@ -2,7 +2,7 @@
 
     python -m benchmarks.plot_nvlink benchmarks/results/h200_dispatch_combine_x4.json --folder docs
 
-writes docs/h200_dispatch_combine_x4.png; without a folder the picture comes beside the report.
+writes docs/h200_dispatch_combine_x4.png; without a folder the picture is next to the report.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, ScalarFormatter
 
-from benchmarks.readme_table import NVLinkResult
+from benchmarks.tables import Result
 
 # A dispatch and a combine: the spans that a line adds up.
 _LINES = {
@@ -29,8 +29,8 @@ _LINES = {
 }
 
 
-def draw(result: NVLinkResult) -> Figure:
-    """Both pictures, side by side."""
+def draw(result: Result) -> Figure:
+    """Return both pictures, side by side."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     latency, rates = figure.subplots(1, 2)
     draw_latency(latency, result)
@@ -43,8 +43,8 @@ def draw(result: NVLinkResult) -> Figure:
     return figure
 
 
-def draw_latency(axes: Axes, result: NVLinkResult) -> None:
-    """A line for each way that was measured at all."""
+def draw_latency(axes: Axes, result: Result) -> None:
+    """Draw a line for each way that was measured."""
     for name, parts in _LINES.items():
         points = [
             (finding["tokens"], sum(finding["us"][part]["p50"] for part in parts))
@@ -65,8 +65,8 @@ def draw_latency(axes: Axes, result: NVLinkResult) -> None:
     axes.legend()
 
 
-def draw_rates(axes: Axes, result: NVLinkResult) -> None:
-    """Remote bytes over time."""
+def draw_rates(axes: Axes, result: Result) -> None:
+    """Draw remote bytes over time."""
     rows = result["by_sms"]
     for name in rows[0]["remote_gb_per_s"] if rows else ():
         rates = [row["remote_gb_per_s"][name] for row in rows]
@@ -86,7 +86,7 @@ def main(
     folder: Annotated[Path | None, typer.Option(help="Of the picture; that of the report.")] = None,
 ) -> None:
     """Write a picture of the report."""
-    result: NVLinkResult = json.loads(path.read_text("utf-8"))
+    result: Result = json.loads(path.read_text("utf-8"))
     draw(result).savefig((folder or path.parent) / f"{path.stem}.png", dpi=110)
 
 

@@ -9,8 +9,6 @@ with what an event costs. SGLang's gate takes part where its package is importab
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,18 +22,19 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.bench_quantize import FLUSH_BYTES, CheckError, time_calls
-from epcomm.bench.machine import describe_hardware, describe_versions
+from benchmarks.measuring import gpu_of, report_of, time_cold, write_report
+from epcomm.bench.check import CheckError
 from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.with_triton import TritonGate
 
-# Calls of a graph: so many that beginning and end do not count.
+# Calls of a graph, many enough that its beginning and end do not count.
 CALLS_OF_GRAPH = 50
-# Tokens whose experts may differ from the reference's, as rounding decides between close scores.
+# Tokens whose experts may differ from the reference's, because rounding decides between close
+# scores.
 MOST_DIFFERING = 1e-4
-# Weights: 8 units in the last place; of another library, which promises nothing, so many more.
+# Of weights: 8 units in the last place, and more for another library, which promises nothing.
 RTOL = 8 * 2**-23
 RTOL_OF_OTHERS = 1e-4
 
@@ -44,12 +43,12 @@ Call = Callable[[], TopKOutput]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A routing with its experts; sglang: its arguments of SGLang's gate, None if it has none."""
+    """A routing with its experts; sglang: its arguments of SGLang's gate."""
 
     name: str
     spec: RoutingSpec
     num_experts: int
-    sglang: Mapping[str, object] | None = None
+    sglang: Mapping[str, object]
 
 
 SHAPES = (
@@ -126,11 +125,10 @@ def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
         "gate, load, then replicas": gate_then_choose,
     }
     fused_gate = _sglang_gate()
-    if fused_gate is not None and shape.sglang is not None:
-        named = shape.sglang
+    if fused_gate is not None:
 
         def sglang() -> TopKOutput:
-            weights, ids = fused_gate(logits, bias, spec.top_k, **named)
+            weights, ids = fused_gate(logits, bias, spec.top_k, **shape.sglang)
             return TopKOutput(topk_ids=ids, topk_weights=weights)
 
         routers["sglang"] = sglang
@@ -156,21 +154,20 @@ def count_differing(call: Call, reference: Call, num_experts: int, *, rtol: floa
     return num_differing
 
 
-def measure(name: str, shape: Shape, calls: Mapping[str, Call], tokens: int, laps: int) -> Finding:
+def measure(
+    name: str, shape: Shape, calls: Mapping[str, Call], logits: Tensor, laps: int
+) -> Finding:
     """Check one router, then time it; a fault becomes part of the finding."""
-    call = calls[name]
+    call, tokens = calls[name], logits.shape[0]
     try:
         rtol = RTOL_OF_OTHERS if name == "sglang" else RTOL
-        differing = count_differing(call, calls["reference"], shape.num_experts, rtol=rtol)
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        alone = time_calls(call, flush, num_calls=laps)
         return Finding(
             router=name,
             shape=shape.name,
             tokens=tokens,
+            differing=count_differing(call, calls["reference"], shape.num_experts, rtol=rtol),
             us=_in_us(_time_in_graph(call, laps)),
-            alone_us=_in_us(alone),
-            differing=differing,
+            alone_us=_in_us(time_cold(call, logits.device, laps)),
         )
     except (CheckError, RuntimeError, AssertionError) as error:
         fault = str(error).partition("\n")[0]
@@ -185,7 +182,7 @@ def run(device: torch.device, *, tokens: Sequence[int], laps: int) -> list[Findi
         for num_tokens in tokens:
             logits = torch.randn(num_tokens, shape.num_experts, generator=generator, device=device)
             calls = routers_of(shape, logits)
-            findings += [measure(name, shape, calls, num_tokens, laps) for name in calls]
+            findings += [measure(name, shape, calls, logits, laps) for name in calls]
     return findings
 
 
@@ -205,7 +202,7 @@ def table_of(findings: Sequence[Finding]) -> Table:
 
 
 def _time_in_graph(call: Call, laps: int) -> Percentiles:
-    """Milliseconds of one call of a graph of many."""
+    """Return milliseconds of one call of a graph of many."""
 
     def many() -> None:
         for _ in range(CALLS_OF_GRAPH):
@@ -248,23 +245,12 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
 ) -> None:
     """Check all routers, measure them, and print what came of it."""
-    if not torch.cuda.is_available():
-        sys.exit("bench_gate: no CUDA device; the gate is measured on a GPU only")
-    device = torch.device("cuda", torch.cuda.current_device())
-    sizes = tokens or [128, 4096]
+    device, sizes = gpu_of("bench_gate"), tokens or [128, 4096]
     findings = run(device, tokens=sizes, laps=laps)
     Console(highlight=False, markup=False, width=120).print(table_of(findings))
-    if output is not None:
-        report = {
-            "benchmark": "gate",
-            "configuration": {"tokens": sizes, "laps": laps, "calls_of_graph": CALLS_OF_GRAPH},
-            "hardware": describe_hardware(device),
-            "versions": describe_versions(device),
-            "command": shlex.join(["python", "-m", "benchmarks.routing.bench_gate", *sys.argv[1:]]),
-            "findings": [asdict(each) for each in findings],
-        }
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    configuration = {"tokens": sizes, "laps": laps, "calls_of_graph": CALLS_OF_GRAPH}
+    report = report_of("gate", configuration, device, "benchmarks.routing.bench_gate")
+    write_report({**report, "findings": [asdict(each) for each in findings]}, output)
 
 
 if __name__ == "__main__":

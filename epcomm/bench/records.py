@@ -18,7 +18,8 @@ class Timing:
     runner: that computes the experts of a whole layer, else empty.
     in_graph: replayed from a device graph, else launched from Python.
     us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
-        dispatch, combine and pair, which is both; or layer.
+        dispatch, combine and pair, which is both; or layer. Where calls are launched from Python,
+        also grouped_dispatch and grouped_pair, which put the rows of an expert next to one another.
     sent_bytes: of one call on the rank that sends most; None of a whole layer.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -20,8 +20,7 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
-from epcomm.bench.timing import Clock
-from epcomm.bench.turns import graph_call, is_in_graph, percentiles_of, run_call, take_turns
+from epcomm.bench.turns import call_of, is_in_graph, percentiles_of, take_turns
 from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
@@ -120,7 +119,7 @@ def _measure(
     batch = batches[group.rank]
     del batches
     sent = {each.name: _most(each.sent_bytes(batch)) for _, each in right}
-    calls = {each.name: _call_of(each, batch, group.rank * num_local) for _, each in right}
+    calls = {each.name: call_of(each, batch, group.rank * num_local) for _, each in right}
     take_turns(calls, group.device, num_rounds=options.warm_up)
     done = iter(range(options.warm_up + 1, options.warm_up + options.iterations + 1))
     spans = take_turns(
@@ -167,23 +166,6 @@ def _contenders(
         num_local=options.experts // group.world_size,
     )
     return [*opened, *(("", make(experts)) for make in ALTERNATIVES.values())]
-
-
-def _call_of(
-    contender: Contender, batch: RankBatch, first_expert: int
-) -> Callable[[Clock], Mapping[str, float]]:
-    if is_in_graph(contender, batch.x.device):
-        return graph_call(contender, batch, first_expert)
-
-    def call(clock: Clock) -> Mapping[str, float]:
-        laps = run_call(contender, batch, clock)
-        return {
-            "dispatch": laps.dispatch,
-            "combine": laps.combine,
-            "pair": laps.dispatch + laps.combine,
-        }
-
-    return call
 
 
 def _most(sent: SentBytes) -> SentBytes:

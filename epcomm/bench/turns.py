@@ -12,7 +12,7 @@ import torch.distributed as dist
 from epcomm.bench.check import run_experts
 from epcomm.bench.contenders.base import Contender
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Clock, Laps, Percentiles, captured, clock_for, slowest_rank
+from epcomm.bench.timing import Clock, Percentiles, captured, clock_for, slowest_rank
 from epcomm.planning.plans import PhasePlan
 from epcomm.testing.data import RankBatch
 
@@ -81,19 +81,21 @@ def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentile
     return {name: Percentiles.of(1e3 * ms for ms in times) for name, times in slowest.items()}
 
 
-def run_in_turn(
-    contenders: Sequence[Contender],
-    batch: RankBatch,
-    *,
-    num_rounds: int,
-    on_round: Callable[[], None] = lambda: None,
-) -> dict[str, list[Laps]]:
-    """Call each contender in turn, launched from Python, and return its laps on this rank."""
-    calls = {each.name: partial(run_call, each, batch) for each in contenders}
-    return take_turns(calls, batch.x.device, num_rounds=num_rounds, on_round=on_round)
+def call_of(
+    contender: Contender, batch: RankBatch, first_expert: int
+) -> Callable[[Clock], Mapping[str, float]]:
+    """Return what times a call: replayed from graphs where it can be, else launched from Python.
+
+    Collective: yes.
+    """
+    if is_in_graph(contender, batch.x.device):
+        return graph_call(contender, batch, first_expert)
+    return partial(run_call, contender, batch)
 
 
-def run_call(contender: Contender[DispatchedT], batch: RankBatch, clock: Clock) -> Laps:
+def run_call(
+    contender: Contender[DispatchedT], batch: RankBatch, clock: Clock
+) -> Mapping[str, float]:
     """Time one dispatch and combine, with experts between them that nobody waits for.
 
     Both halves start on all ranks together, so neither pays for what the other rank did before.
@@ -112,7 +114,13 @@ def run_call(contender: Contender[DispatchedT], batch: RankBatch, clock: Clock) 
     contender.combine(results, dispatched)
     clock.mark()
     dispatch, group, _, combine = clock.take()
-    return Laps(dispatch=dispatch, group=group, combine=combine)
+    return {
+        "dispatch": dispatch,
+        "grouped_dispatch": dispatch + group,
+        "combine": combine,
+        "pair": dispatch + combine,
+        "grouped_pair": dispatch + group + combine,
+    }
 
 
 def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.bench_quantize import CheckError
+
 from benchmarks.routing.bench_gate import (
     SHAPES,
     Finding,
@@ -16,6 +16,7 @@ from benchmarks.routing.bench_gate import (
     routers_of,
     table_of,
 )
+from epcomm.bench.check import CheckError
 from epcomm.bench.timing import Percentiles
 from epcomm.records import TopKOutput
 
@@ -44,7 +45,7 @@ def test_a_wrong_router_gets_no_number() -> None:
         "reference": lambda: found(ids, weights),
         "gate": lambda: found(ids + 1, weights),
     }
-    finding = measure("gate", SHAPES[0], calls, 3, 1)
+    finding = measure("gate", SHAPES[0], calls, torch.zeros(3, 256), 1)
     assert finding.fault == "3 of 3 tokens have other experts"
     times = Percentiles(p50=1.0, p95=1.0, p99=2.0)
     timed = Finding(router="gate", shape="qwen3", tokens=3, us=times, alone_us=times)

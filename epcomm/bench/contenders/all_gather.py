@@ -19,8 +19,8 @@ from epcomm.bench.contenders.sent_bytes import SentBytes, all_gather_bytes
 from epcomm.testing.data import RankBatch
 
 # torch 2.13 renamed these; 2.11 knows the old names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,14 +90,14 @@ def combine_all_gather(results: Tensor, batch: AllGatherBatch, experts: Experts)
     """
     partial = sum_weighted(results, batch.slots_by_row, batch.slot_weights, batch.offsets)
     y = partial.new_empty(partial.shape[0] // experts.world_size, partial.shape[1])
-    _reduce_scatter(y, partial)
+    reduce_scatter(y, partial)
     return y[: batch.num_tokens]
 
 
 def _gathered(tensor: Tensor, world_size: int) -> Tensor:
     """Gather the tensors [N, ...] of all ranks into [W * N, ...]."""
     gathered = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
-    _all_gather(gathered, tensor)
+    all_gather(gathered, tensor)
     return gathered
 
 

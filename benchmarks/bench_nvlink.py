@@ -35,9 +35,8 @@ from epcomm import EPConfig, EPGroup, Mode, MoESpec, TopKOutput, WireDtype
 from epcomm.bench.check import check_contender, run_experts
 from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import Experts
-from epcomm.bench.contenders.expert_rows import combine_expert_rows, dispatch_expert_rows
-from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.contenders.base import Experts, SentBytes
+from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Clock, Percentiles, captured
@@ -161,20 +160,19 @@ def launched(call: Callable[[], object], device: torch.device, *, is_graph: bool
 
 def nccl_calls(batch: RankBatch, experts: Experts) -> dict[str, Timed]:
     """Return NCCL with the routing known already: gathers, exchanges and sums."""
-    x = batch.x
-    exchanged = dispatch_expert_rows(x, batch.topk_ids, batch.topk_weights, experts)
-    order = batch.topk_ids.flatten().argsort(stable=True) // batch.topk_ids.shape[1]
+    x, contender = batch.x, ExpertRows(experts)
+    exchanged = contender.dispatch(batch)
     rows, results = torch.empty_like(exchanged.rows), torch.randn_like(exchanged.rows)
     everything, y = x.new_empty(experts.world_size * x.shape[0], x.shape[1]), torch.empty_like(x)
 
     def all_to_all() -> None:
-        sent = x.index_select(0, order)
+        sent = x.index_select(0, exchanged.token_of_row)
         recv_splits, send_splits = list(exchanged.recv_splits), list(exchanged.send_splits)
         dist.all_to_all_single(rows, sent, recv_splits, send_splits)
 
     calls: dict[str, Callable[[], object]] = {
         "all_to_all_dispatch": all_to_all,
-        "all_to_all_combine": lambda: combine_expert_rows(results, exchanged),
+        "all_to_all_combine": lambda: contender.combine(results, exchanged),
         "all_gather": lambda: all_gather(everything, x),
         "reduce_scatter": lambda: reduce_scatter(y, everything),
     }

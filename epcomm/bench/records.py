@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from epcomm.bench.contenders.backends import MissingContender
-from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.timing import Percentiles
 
 

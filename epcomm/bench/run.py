@@ -12,8 +12,7 @@ import torch.distributed as dist
 from epcomm.bench.advice import advise
 from epcomm.bench.check import CheckError, check_contender
 from epcomm.bench.contenders.backends import Epcomm, MissingContender, find_backends
-from epcomm.bench.contenders.base import Contender, Experts
-from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.contenders.base import Contender, Experts, SentBytes
 from epcomm.bench.contenders.torch_alone import ALTERNATIVES
 from epcomm.bench.layer import measure_layers
 from epcomm.bench.machine import describe_hardware, describe_versions

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epcomm.bench.contenders.base import Contender, Grouped
-from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.contenders.base import Contender, Grouped, SentBytes
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup

@@ -30,6 +30,7 @@ from epcomm import (
     EPConfig,
     EPGroup,
     ExpertParallelExperts,
+    ExpertWeights,
     Fp8BlockWeights,
     Mode,
     MoESpec,
@@ -114,22 +115,16 @@ def layer(options: Options, group: EPGroup, *, decode: bool) -> Callable[[], Ten
 
 
 def fp8_weights(num_local: int, options: Options, device: torch.device) -> Fp8BlockWeights:
-    """Return random codes in FP8 with small scales."""
+    """Return random experts in FP8."""
 
-    def codes(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    def matrices(rows: int, columns: int) -> Tensor:
+        return torch.randn(num_local, rows, columns, device=device, dtype=torch.bfloat16) / 50
 
-    def scales(rows: int, columns: int) -> Tensor:
-        blocks = (num_local, -(-rows // 128), -(-columns // 128))
-        return torch.full(blocks, 0.02, device=device)
-
-    hidden, inner = options.hidden, options.inner
-    return Fp8BlockWeights(
-        gate_up_proj=codes(num_local, 2 * inner, hidden),
-        gate_up_scale=scales(2 * inner, hidden),
-        down_proj=codes(num_local, hidden, inner),
-        down_scale=scales(hidden, inner),
+    plain = ExpertWeights(
+        gate_up_proj=matrices(2 * options.inner, options.hidden),
+        down_proj=matrices(options.hidden, options.inner),
     )
+    return Fp8BlockWeights.from_unquantized(plain)
 
 
 def check(what: str, call: Callable[[], Tensor], wanted: Tensor) -> None:

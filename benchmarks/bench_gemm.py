@@ -23,17 +23,10 @@ from typing import Annotated
 import torch
 import torch.nn.functional as F
 import typer
-from rich.console import Console
 from torch import Tensor
 
 from benchmarks.measuring import copy_rate, gpu_of, report_of, write_report
-from epcomm import (
-    Fp8BlockWeights,
-    Int8ChannelWeights,
-    MaskedDispatchOutput,
-    RowsDispatchOutput,
-    WireTensor,
-)
+from epcomm import Fp8BlockWeights, Int8ChannelWeights, RowsDispatchOutput
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.ops.slots import build_slot_index
@@ -46,10 +39,6 @@ from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.types import WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertWeights
 
-# MASKED rows have a capacity of this many times the rows that came.
-MASKED_CAPACITY = 33
-# Most rows with which MASKED is timed too: its slabs have memory for the capacity.
-_MOST_MASKED_ROWS = 1024
 # Replays of each graph before those on the clock.
 _WARM_UP = 3
 # Distributions of rows: how many, and the skew, see counts_of().
@@ -131,42 +120,13 @@ def rows_record(counts: list[int], x: Tensor, wire: WireFormat) -> RowsDispatchO
         index=build_slot_index(ids.unsqueeze(1), device_counts, counts),
         slot_weights=None,
         weights_applied_by=WeightsAppliedBy.COMBINE,
-        handle=_handle(len(ids)),
-    )
-
-
-def masked_record(dispatched: RowsDispatchOutput) -> MaskedDispatchOutput:
-    """Return the same slots as a slab for each expert, with capacity for many more."""
-    rows, index = dispatched.hidden_states, dispatched.index
-    assert index.row_of_slot is not None
-    assert rows.scales is not None
-    counts = index.num_tokens_per_expert.tolist()
-    capacity = MASKED_CAPACITY * max(counts)
-    device = rows.data.device
-    codes = torch.zeros(len(counts), capacity, rows.data.shape[1], dtype=torch.uint8, device=device)
-    scales = torch.zeros(len(counts), capacity, rows.scales.shape[1], device=device)
-    for expert, (start, count) in enumerate(zip(index.first_slot.tolist(), counts, strict=False)):
-        mine = index.row_of_slot[start : start + count].long()
-        codes[expert, :count] = rows.data.view(torch.uint8)[mine]
-        scales[expert, :count] = rows.scales[mine]
-    return MaskedDispatchOutput(
-        hidden_states=WireTensor(
-            data=codes.view(rows.data.dtype), format=rows.format, scales=scales
+        handle=Handle(
+            owner=None,
+            exchange_plan=ExchangePlan(),
+            call=1,
+            num_tokens=len(ids),
+            needs_backward=False,
         ),
-        num_tokens_per_expert=index.num_tokens_per_expert,
-        slot_weights=None,
-        weights_applied_by=WeightsAppliedBy.COMBINE,
-        handle=_handle(len(index.row_of_slot)),
-    )
-
-
-def _handle(num_tokens: int) -> Handle:
-    return Handle(
-        owner=None,
-        exchange_plan=ExchangePlan(),
-        call=1,
-        num_tokens=num_tokens,
-        needs_backward=False,
     )
 
 
@@ -230,7 +190,7 @@ def runners_of(format: Format) -> Mapping[str, ExpertRunner]:
 def measure(
     experts: Experts, rows: int, skew: int, copy_gb_per_s: float, num_calls: int
 ) -> dict[str, object]:
-    """Check one distribution of rows, then time it in eight bits, in BF16 and MASKED."""
+    """Check one distribution of rows, then time it in eight bits and in BF16."""
     num_experts, hidden, inner = experts.plain.down_proj.shape
     device = experts.plain.down_proj.device
     x = torch.randn(rows, hidden, device=device, dtype=torch.bfloat16)
@@ -241,10 +201,6 @@ def measure(
         check(runner.run(dispatched, experts.codes).hidden_states, dispatched, experts)
         calls[name] = partial(runner.run, dispatched, experts.codes)
     calls["bf16"] = partial(run_bf16, x, dispatched.index.first_slot[1:], experts.plain)
-    if rows <= _MOST_MASKED_ROWS:
-        masked = masked_record(dispatched)
-        for name, runner in runners.items():
-            calls[f"{name} masked"] = partial(runner.run, masked, experts.codes)
     times = time_in_turn(calls, num_calls)
     own_ms = times[experts.format].p50
     return {
@@ -278,9 +234,7 @@ def main(
             findings = [measure(made, *each, rate, calls) for each in _DISTRIBUTIONS]
     except CheckError as error:
         sys.exit(str(error))
-    console = Console(highlight=False, markup=False)
-    for finding in findings:
-        console.print(json.dumps(finding))
+    sys.stdout.writelines(f"{json.dumps(each)}\n" for each in findings)
     write_report({**report, "copy_gb_per_s": rate, "findings": findings}, output)
 
 

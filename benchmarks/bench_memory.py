@@ -140,7 +140,7 @@ def run(options: BenchOptions) -> tuple[Report, dict[str, float]]:
     device, (tokens,) = device_of_rank(), options.tokens
     world_size = dist.get_world_size()
     copies = Copies(torch.empty(0, options.hidden, dtype=dtype_of(options.dtype), device=device))
-    report = run_bench(options, lambda *progress: copies.run())
+    report = run_bench(options, lambda tokens: copies.run())
     if report.wrong:
         raise CheckError("; ".join(each.fault for each in report.wrong))
     batches = options.make_batches(tokens, world_size, torch.device("cpu"))

@@ -2,7 +2,6 @@
 
     torchrun --standalone --nproc-per-node 8 -m benchmarks.bench_nvlink \
         --output benchmarks/results/h200_dispatch_combine_x8.json
-    python -m benchmarks.plot_nvlink benchmarks/results/h200_dispatch_combine_x8.json
 
 Adds to `epcomm bench` normal mode with static sizes, so that it is replayed from graphs too, the
 SMs that it may take, chains of dependent pairs, and NCCL with the routing known already. Every
@@ -21,7 +20,8 @@ the backend collective, launched from Python: pass small sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +37,7 @@ from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Experts, SentBytes
 from epcomm.bench.contenders.expert_rows import ExpertRows
-from epcomm.bench.options import BenchOptions
+from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Clock, Percentiles, captured
 from epcomm.bench.turns import call_of, percentiles_of, take_turns, time_launch
@@ -56,38 +56,12 @@ WIRES: Mapping[str, WireDtype | None] = {"fp8": WireDtype.FP8_E4M3, "bf16": None
 Timed = Callable[[Clock], Mapping[str, float]]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sweep:
-    """The arguments of a run, equal on all ranks; see main()."""
-
-    tokens: tuple[int, ...]
-    sms: tuple[int, ...]
-    sms_tokens: int
-    hidden: int
-    top_k: int
-    experts: int
-    iterations: int
-    pairs: int
-    seed: int
-
-    def options(self, tokens: int, wire: str) -> BenchOptions:
-        """Return the sizes at one T."""
-        return BenchOptions(
-            tokens=(tokens,),
-            hidden=self.hidden,
-            experts=self.experts,
-            top_k=self.top_k,
-            wire=WIRES[wire],
-            seed=self.seed,
-        )
-
-
 class NormalRows(Epcomm):
     """Normal mode with static sizes, whose rows are quantised before they are dispatched."""
 
     def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, batch: RankBatch) -> None:
         """Quantise the rows of `batch`, the only one that may be dispatched. Collective: yes."""
-        super().__init__(group, spec, config, name="normal")
+        super().__init__(group, spec, config)
         wire = self.plan.buffer_spec.dispatch_format
         is_quantized = wire.dtype.is_quantized
         self._rows = quantizer_for(batch.x.device)(batch.x, wire) if is_quantized else batch.x
@@ -125,7 +99,7 @@ def open_low_latency(options: BenchOptions, group: EPGroup, batches: list[RankBa
         CheckError: it moves something wrong.
     """
     config = options.config(Mode.LOW_LATENCY, options.tokens[0], _backend(group))
-    contender = Epcomm(group, options.moe_spec(), config, name="low latency")
+    contender = Epcomm(group, options.moe_spec(), config)
     check_contender(contender, batches, group.rank, options.experts // group.world_size)
     return contender
 
@@ -180,38 +154,39 @@ def nccl_calls(batch: RankBatch, experts: Experts) -> dict[str, Timed]:
 
 
 def measured(
-    calls: Mapping[str, Timed], sweep: Sweep, device: torch.device
+    calls: Mapping[str, Timed], options: BenchOptions, device: torch.device
 ) -> dict[str, dict[str, Percentiles]]:
     """Return microseconds of the slowest rank by call and span.   Collective: yes."""
     take_turns(calls, device, num_rounds=_WARM_UP)
-    spans = take_turns(calls, device, num_rounds=sweep.iterations)
+    spans = take_turns(calls, device, num_rounds=options.iterations)
     return {name: percentiles_of(each) for name, each in spans.items()}
 
 
-def by_tokens(sweep: Sweep, tokens: int) -> dict[str, object]:
+def by_tokens(options: BenchOptions, pairs: int) -> dict[str, object]:
     """Measure all contenders at one T.   Collective: yes."""
     us: dict[str, Percentiles] = {}
     for wire in WIRES:
         # A group for each: its buffers are closed before the next are opened.
         with EPGroup(dist.group.WORLD) as group:
-            us |= of_epcomm(sweep, sweep.options(tokens, wire), wire, group)
+            us |= of_epcomm(options, wire, pairs, group)
+    (tokens,) = options.tokens
     with EPGroup(dist.group.WORLD) as group:
         experts = Experts(
             rank=group.rank,
             world_size=group.world_size,
-            num_local=sweep.experts // group.world_size,
+            num_local=options.experts // group.world_size,
         )
-        batches = sweep.options(tokens, "bf16").make_batches(tokens, group.world_size, group.device)
-        found = measured(nccl_calls(batches[group.rank], experts), sweep, group.device)
+        batches = options.make_batches(tokens, group.world_size, group.device)
+        found = measured(nccl_calls(batches[group.rank], experts), options, group.device)
         us |= {name: spans["call"] for name, spans in found.items()}
     return {"tokens": tokens, "us": {name: asdict(each) for name, each in us.items()}}
 
 
 def of_epcomm(
-    sweep: Sweep, options: BenchOptions, wire: str, group: EPGroup
+    options: BenchOptions, wire: str, pairs: int, group: EPGroup
 ) -> dict[str, Percentiles]:
     """Measure both modes with rows of one format.   Collective: yes."""
-    (tokens,) = options.tokens
+    options, (tokens,) = replace(options, wire=WIRES[wire]), options.tokens
     batches = options.make_batches(tokens, group.world_size, group.device)
     batch, first_expert = batches[group.rank], group.rank * options.experts // group.world_size
     normal = open_normal(options, group, None, batches)
@@ -221,8 +196,8 @@ def of_epcomm(
         low_latency = open_low_latency(options, group, batches)
         contenders.append(low_latency)
         calls["pair"] = call_of(low_latency, batch, first_expert)
-        calls["chain"] = chain_call(low_latency, batch, first_expert, sweep.pairs)
-    found = measured(calls, sweep, group.device)
+        calls["chain"] = chain_call(low_latency, batch, first_expert, pairs)
+    found = measured(calls, options, group.device)
     for each in contenders:
         each.check()
     us = {"dispatch_fp8": found["normal"]["dispatch"]}
@@ -234,36 +209,32 @@ def of_epcomm(
     return us
 
 
-def by_sms(sweep: Sweep, num_sms: int) -> dict[str, object]:
+def by_sms(options: BenchOptions, num_sms: int) -> dict[str, object]:
     """Measure normal mode on some SMs, in microseconds and remote GB/s.   Collective: yes."""
     us: dict[str, Percentiles] = {}
-    rates: dict[str, float] = {}
+    num_bytes: dict[str, int] = {}
     for wire in WIRES:
         with EPGroup(dist.group.WORLD) as group:
-            spans, sent = on_sms(sweep, num_sms, wire, group)
+            spans, sent = on_sms(replace(options, wire=WIRES[wire]), num_sms, group)
         name = "dispatch_fp8" if wire == "fp8" else "dispatch"
-        us[name], rates[name] = spans["dispatch"], sent.dispatch / spans["dispatch"].p50 / 1e3
-        us["combine"], rates["combine"] = (
-            spans["combine"],
-            sent.combine / spans["combine"].p50 / 1e3,
-        )
+        us |= {name: spans["dispatch"], "combine": spans["combine"]}
+        num_bytes |= {name: sent.dispatch, "combine": sent.combine}
     return {
         "num_sms": num_sms,
         "us": {name: asdict(each) for name, each in us.items()},
-        "remote_gb_per_s": rates,
+        "remote_gb_per_s": {name: num_bytes[name] / us[name].p50 / 1e3 for name in us},
     }
 
 
 def on_sms(
-    sweep: Sweep, num_sms: int, wire: str, group: EPGroup
+    options: BenchOptions, num_sms: int, group: EPGroup
 ) -> tuple[dict[str, Percentiles], SentBytes]:
     """Return times of normal mode, and the bytes of the rank that sends most.   Collective: yes."""
-    options = sweep.options(sweep.sms_tokens, wire)
-    batches = options.make_batches(sweep.sms_tokens, group.world_size, group.device)
+    batches = options.make_batches(options.tokens[0], group.world_size, group.device)
     batch, first_expert = batches[group.rank], group.rank * options.experts // group.world_size
     normal = open_normal(options, group, num_sms, batches)
     sent = max(of_all_ranks(normal.sent_bytes(batch)), key=lambda each: each.total)
-    found = measured({"normal": call_of(normal, batch, first_expert)}, sweep, group.device)
+    found = measured({"normal": call_of(normal, batch, first_expert)}, options, group.device)
     normal.check()
     return found["normal"], sent
 
@@ -288,26 +259,29 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
 ) -> None:
     """Check, measure, and print what came of it."""
-    sweep = Sweep(
+    options = BenchOptions(
         tokens=numbers_of(tokens),
-        sms=numbers_of(sms),
-        sms_tokens=sms_tokens,
         hidden=hidden,
         top_k=top_k,
         experts=experts,
         iterations=iterations,
-        # Receive buffers are used in turn: a graph must end in the one in which it began.
-        pairs=pairs + pairs % 2,
         seed=seed,
     )
+    # Receive buffers are used in turn: a graph must end in the one in which it began.
+    pairs += pairs % 2
     with ranks_of_torchrun() as device:
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False, soft_wrap=True)
-        report = report_of("nvlink", asdict(sweep), device, "benchmarks.bench_nvlink")
+        sweep = {"sms": numbers_of(sms), "sms_tokens": sms_tokens, "pairs": pairs}
+        report = report_of("nvlink", described(options) | sweep, device, "benchmarks.bench_nvlink")
+        steps = [
+            ("by_tokens", partial(by_tokens, replace(options, tokens=(each,)), pairs))
+            for each in options.tokens
+        ]
+        of_sms = replace(options, tokens=(sms_tokens,))
+        steps += [("by_sms", partial(by_sms, of_sms, each)) for each in numbers_of(sms)]
         findings: dict[str, list[dict[str, object]]] = {"by_tokens": [], "by_sms": []}
-        steps = [("by_tokens", by_tokens, each) for each in sweep.tokens]
-        steps += [("by_sms", by_sms, each) for each in sweep.sms]
-        for name, measure, each in steps:
-            findings[name].append(measure(sweep, each))
+        for name, measure in steps:
+            findings[name].append(measure())
             console.print(findings[name][-1])
             # After each step: a run that is cut short has measured something.
             write_report(report | findings, output)

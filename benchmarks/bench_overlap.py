@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -29,10 +29,11 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from benchmarks.bench_nvlink import WIRES, Sweep, numbers_of, open_normal
+from benchmarks.bench_nvlink import WIRES, numbers_of, open_normal
 from benchmarks.measuring import ranks_of_torchrun, report_of, write_report
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
+from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import captured
 from epcomm.bench.turns import percentiles_of, wait_for_all
@@ -144,16 +145,16 @@ def free_sms(number: int) -> Iterator[None]:
 
 
 def measure(
-    sweep: Sweep, product: Product, num_sms: int, wire: str, group: EPGroup
+    options: BenchOptions, product: Product, num_sms: int, wire: str, group: EPGroup
 ) -> dict[str, object]:
     """Time dispatches of one format beside the product.   Collective: yes."""
-    device, options = group.device, sweep.options(sweep.sms_tokens, wire)
+    device, options = group.device, replace(options, wire=WIRES[wire])
     stream, urgent = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
     call = product.on(device)
     wide = Load.of(call, stream)
     with free_sms(num_sms):
         narrow = Load.of(call, stream)
-    batches = options.make_batches(sweep.sms_tokens, group.world_size, device)
+    batches = options.make_batches(options.tokens[0], group.world_size, device)
     normal = open_normal(options, group, num_sms, batches)
     dispatch = Load.of(partial(normal.dispatch, batches[group.rank]), urgent)
     loads: dict[str, tuple[Load, Load | None]] = {
@@ -164,7 +165,7 @@ def measure(
         "dispatch": (dispatch, None),
         "dispatch_beside": (dispatch, narrow),
     }
-    us = {name: times_of(*load, sweep.iterations) for name, load in loads.items()}
+    us = {name: times_of(*load, options.iterations) for name, load in loads.items()}
     normal.check()
     return {
         "wire": wire,
@@ -188,27 +189,19 @@ def main(
     output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
 ) -> None:
     """Check, measure, and print what came of it."""
-    sweep = Sweep(
-        tokens=(),
-        sms=numbers_of(sms),
-        sms_tokens=tokens,
-        hidden=hidden,
-        top_k=top_k,
-        experts=experts,
-        iterations=iterations,
-        pairs=2,
-        seed=0,
+    options = BenchOptions(
+        tokens=(tokens,), hidden=hidden, top_k=top_k, experts=experts, iterations=iterations
     )
     product = Product(m=m, n=n, k=k)
     with ranks_of_torchrun() as device:
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False, soft_wrap=True)
-        configuration = {**asdict(sweep), **asdict(product)}
+        configuration = {**described(options), **asdict(product), "sms_tokens": tokens}
         report = report_of("overlap", configuration, device, "benchmarks.bench_overlap")
         findings: list[dict[str, object]] = []
-        for num_sms in sweep.sms:
+        for num_sms in numbers_of(sms):
             for wire in WIRES:
                 with EPGroup(dist.group.WORLD) as group:
-                    findings.append(measure(sweep, product, num_sms, wire, group))
+                    findings.append(measure(options, product, num_sms, wire, group))
                 console.print(findings[-1])
         write_report({**report, "findings": findings}, output)
 

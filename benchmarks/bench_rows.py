@@ -12,7 +12,7 @@ its bytes are those of a copy of the slots.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +20,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.measuring import gpu_of, report_of, time_cold, time_copy, write_report
@@ -324,26 +321,15 @@ def measure(make: Callable[[], Case], device: torch.device, num_calls: int) -> F
         return Finding(case=name, fault=str(error).partition("\n")[0])
 
 
-def table_of(findings: Sequence[Finding]) -> Table:
-    """Make a table with a row for each finding."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    heads = ("", "MB", "us p50", "us p99", "copy us", "times a copy", "plain torch us")
-    for name in heads:
-        table.add_column(name, justify="right" if name else "left")
-    for each in findings:
-        if each.ms is None or each.copy_ms is None:
-            table.add_row(each.case, each.fault)
-            continue
-        table.add_row(
-            each.case,
-            f"{each.num_bytes / 1e6:.0f}",
-            f"{each.ms.p50 * 1e3:.1f}",
-            f"{each.ms.p99 * 1e3:.1f}",
-            f"{each.copy_ms.p50 * 1e3:.1f}",
-            f"{each.times_a_copy:.2f}",
-            "" if each.plain_ms is None else f"{each.plain_ms.p50 * 1e3:.1f}",
-        )
-    return table
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line for the terminal."""
+    if finding.ms is None or finding.copy_ms is None:
+        return f"{finding.case}: {finding.fault}"
+    plain = "" if finding.plain_ms is None else f"; plain torch {finding.plain_ms.p50 * 1e3:.1f} us"
+    return (
+        f"{finding.case}, {finding.num_bytes / 1e6:.0f} MB: {finding.ms.p50 * 1e3:.1f} us, p99 "
+        f"{finding.ms.p99 * 1e3:.1f}, {finding.times_a_copy:.2f} times a copy{plain}"
+    )
 
 
 def _indexable(rows: Tensor) -> Tensor:
@@ -372,7 +358,7 @@ def main(
     device = gpu_of("bench_rows")
     sizes = Sizes(tokens=tokens, hidden=hidden, top_k=top_k, experts=experts, ranks=ranks)
     findings = [measure(make, device, calls) for make in cases_of(sizes, device)]
-    Console(highlight=False, markup=False).print(table_of(findings))
+    sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
     configuration = {**asdict(sizes), "calls": calls, "cold_cache": True}
     report = report_of("rows", configuration, device, "benchmarks.bench_rows")
     report["findings"] = [{**asdict(each), "times_a_copy": each.times_a_copy} for each in findings]

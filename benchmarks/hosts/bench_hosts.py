@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -51,35 +51,14 @@ _SPANS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class HostBytes:
-    """The bytes of one call that the host which sends most sends to others."""
-
-    dispatch: float
-    combine: float
-
-
-def count_bytes(contender: Contender[DispatchedT], batch: RankBatch) -> HostBytes:
-    """Return the bytes of calls between hosts, as the kernel counts them. Collective: yes."""
-    found = [_count_call(contender, batch) for _ in range(_COUNTED_CALLS)]
-    mine = HostBytes(
-        dispatch=sum(each.dispatch for each in found) / _COUNTED_CALLS,
-        combine=sum(each.combine for each in found) / _COUNTED_CALLS,
-    )
-    by_rank = of_all_ranks(mine)
-    return HostBytes(
-        dispatch=max(each.dispatch for each in by_rank),
-        combine=max(each.combine for each in by_rank),
-    )
-
-
-def _count_call(contender: Contender[DispatchedT], batch: RankBatch) -> HostBytes:
-    """Return the bytes of one dispatch and of its combine on this host. Collective: yes."""
+def count_bytes(contender: Contender[DispatchedT], batch: RankBatch) -> float:
+    """Return the bytes of one call of the host that sends most to others. Collective: yes."""
     before = _sent_of_all(batch)
-    dispatched = contender.dispatch(batch)
-    between = _sent_of_all(batch)
-    contender.combine(contender.group(dispatched).rows.contiguous(), dispatched)
-    return HostBytes(dispatch=between - before, combine=_sent_of_all(batch) - between)
+    for _ in range(_COUNTED_CALLS):
+        dispatched = contender.dispatch(batch)
+        contender.combine(contender.group(dispatched).rows.contiguous(), dispatched)
+    mine = (_sent_of_all(batch) - before) / _COUNTED_CALLS
+    return max(of_all_ranks(mine))
 
 
 def _sent_of_all(batch: RankBatch) -> int:
@@ -90,7 +69,7 @@ def _sent_of_all(batch: RankBatch) -> int:
     return found
 
 
-def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, HostBytes]:
+def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, float]:
     """Count the bytes of every backend, and of what torch alone offers. Collective: yes."""
     (tokens,), spec = options.tokens, options.moe_spec()
     experts = Experts(
@@ -107,7 +86,7 @@ def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, Host
     return {name: count_bytes(each, batch) for name, each in contenders.items()}
 
 
-def _contender_record(timing: Timing, sent: HostBytes) -> Mapping[str, object]:
+def _contender_record(timing: Timing, num_bytes: float) -> Mapping[str, object]:
     assert timing.sent_bytes is not None, "not a whole layer"
     ms = {
         name: {quantile: us / 1e3 for quantile, us in asdict(timing.us[span]).items()}
@@ -116,7 +95,7 @@ def _contender_record(timing: Timing, sent: HostBytes) -> Mapping[str, object]:
     return {
         "ms": ms,
         "sent_bytes": {**asdict(timing.sent_bytes), "total": timing.sent_bytes.total},
-        "host_bytes": {**asdict(sent), "total": sent.dispatch + sent.combine},
+        "host_bytes": {"total": num_bytes},
     }
 
 
@@ -126,7 +105,7 @@ def run(options: BenchOptions, gbit_per_s: float) -> dict[str, object]:
     Raises:
         CheckError: a contender is wrong.
     """
-    report = run_bench(options, lambda *progress: None)
+    report = run_bench(options, lambda tokens: None)
     if report.wrong:
         raise CheckError("; ".join(each.fault for each in report.wrong))
     timings = {each.backend: each for each in report.timings}

@@ -3,8 +3,8 @@
     python -m benchmarks.routing.bench_gate --output gate.json
 
 Every router is compared with the reference first, and one that differs gets no number. A time is
-that of one call in a device graph of many; `alone` is a graph of one call, with a cold cache and
-with what an event costs. SGLang's gate takes part where its package is importable.
+that of one call in a device graph of many. SGLang's gate takes part where its package is
+importable.
 """
 
 from __future__ import annotations
@@ -17,12 +17,9 @@ from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.measuring import gpu_of, report_of, time_cold, write_report
+from benchmarks.measuring import gpu_of, report_of, write_report
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.records import ReplicaTable, TopKOutput
@@ -91,8 +88,6 @@ class Finding:
     shape: str
     tokens: int
     us: Percentiles | None = None
-    alone_us: Percentiles | None = None
-    differing: int = 0
     fault: str = ""
 
 
@@ -135,13 +130,13 @@ def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
     return routers
 
 
-def count_differing(call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL) -> int:
-    """Count the tokens with other experts than the reference's.
+def check(call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL) -> None:
+    """Compare experts and weights with the reference's.
 
     rtol: how far weights may be from the reference's, of their value.
 
     Raises:
-        CheckError: too many, or other weights.
+        CheckError: too many tokens have other experts, or other weights.
     """
     first, second = (_spread(each(), num_experts) for each in (call, reference))
     differs = ((first > 0) != (second > 0)).any(1)
@@ -151,27 +146,17 @@ def count_differing(call: Call, reference: Call, num_experts: int, *, rtol: floa
     worst = ((first - second).abs() / second.clamp(min=1e-30))[~differs].max()
     if not worst <= rtol:
         raise CheckError(f"weights differ by {float(worst):.1e} of their value")
-    return num_differing
 
 
-def measure(
-    name: str, shape: Shape, calls: Mapping[str, Call], logits: Tensor, laps: int
-) -> Finding:
+def measure(name: str, shape: Shape, calls: Mapping[str, Call], tokens: int, laps: int) -> Finding:
     """Check one router, then time it; a fault becomes part of the finding."""
-    call, tokens = calls[name], logits.shape[0]
+    finding = Finding(router=name, shape=shape.name, tokens=tokens)
+    rtol = RTOL_OF_OTHERS if name == "sglang" else RTOL
     try:
-        rtol = RTOL_OF_OTHERS if name == "sglang" else RTOL
-        return Finding(
-            router=name,
-            shape=shape.name,
-            tokens=tokens,
-            differing=count_differing(call, calls["reference"], shape.num_experts, rtol=rtol),
-            us=_in_us(_time_in_graph(call, laps)),
-            alone_us=_in_us(time_cold(call, logits.device, laps)),
-        )
+        check(calls[name], calls["reference"], shape.num_experts, rtol=rtol)
+        return replace(finding, us=_time_in_graph(calls[name], laps))
     except (CheckError, RuntimeError, AssertionError) as error:
-        fault = str(error).partition("\n")[0]
-        return Finding(router=name, shape=shape.name, tokens=tokens, fault=fault)
+        return replace(finding, fault=str(error).partition("\n")[0])
 
 
 def run(device: torch.device, *, tokens: Sequence[int], laps: int) -> list[Finding]:
@@ -182,27 +167,20 @@ def run(device: torch.device, *, tokens: Sequence[int], laps: int) -> list[Findi
         for num_tokens in tokens:
             logits = torch.randn(num_tokens, shape.num_experts, generator=generator, device=device)
             calls = routers_of(shape, logits)
-            findings += [measure(name, shape, calls, logits, laps) for name in calls]
+            findings += [measure(name, shape, calls, num_tokens, laps) for name in calls]
     return findings
 
 
-def table_of(findings: Sequence[Finding]) -> Table:
-    """Make a table with a row for each finding."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("", "routing", "tokens", "us p50", "us p99", "alone us", "differing"):
-        table.add_column(name, justify="right" if name else "left")
-    for each in findings:
-        start = (each.router, each.shape, str(each.tokens))
-        if each.us is None or each.alone_us is None:
-            table.add_row(*start, each.fault)
-            continue
-        times = (each.us.p50, each.us.p99, each.alone_us.p50)
-        table.add_row(*start, *(f"{time:.2f}" for time in times), str(each.differing))
-    return table
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line for the terminal."""
+    start = f"{finding.router}, {finding.shape}, {finding.tokens} tokens: "
+    if finding.us is None:
+        return start + finding.fault
+    return f"{start}{finding.us.p50:.2f} us, p99 {finding.us.p99:.2f}"
 
 
 def _time_in_graph(call: Call, laps: int) -> Percentiles:
-    """Return milliseconds of one call of a graph of many."""
+    """Return microseconds of one call of a graph of many."""
 
     def many() -> None:
         for _ in range(CALLS_OF_GRAPH):
@@ -214,11 +192,7 @@ def _time_in_graph(call: Call, laps: int) -> Percentiles:
     for _ in range(laps + 1):
         clock.mark()
         graph.replay()
-    return Percentiles.of(lap / CALLS_OF_GRAPH for lap in clock.take())
-
-
-def _in_us(ms: Percentiles) -> Percentiles:
-    return Percentiles(**{name: 1e3 * value for name, value in asdict(ms).items()})
+    return Percentiles.of(1e3 * lap / CALLS_OF_GRAPH for lap in clock.take())
 
 
 def _spread(topk: TopKOutput, num_experts: int) -> Tensor:
@@ -247,7 +221,7 @@ def main(
     """Check all routers, measure them, and print what came of it."""
     device, sizes = gpu_of("bench_gate"), tokens or [128, 4096]
     findings = run(device, tokens=sizes, laps=laps)
-    Console(highlight=False, markup=False, width=120).print(table_of(findings))
+    sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
     configuration = {"tokens": sizes, "laps": laps, "calls_of_graph": CALLS_OF_GRAPH}
     report = report_of("gate", configuration, device, "benchmarks.routing.bench_gate")
     write_report({**report, "findings": [asdict(each) for each in findings]}, output)

@@ -10,7 +10,7 @@ turn, in device graphs where the ranks have GPUs, after the results of one have 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -33,16 +33,15 @@ from epcomm import (
     balance,
 )
 from epcomm.bench.check import CheckError
+from epcomm.bench.layer import layer_call
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Clock, Percentiles, captured
-from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_launch
+from epcomm.bench.timing import Percentiles
+from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns
 from epcomm.placement.balance import rank_loads
 from epcomm.testing.oracle import relative_error
 
 # Of bfloat16: after a move the sums of the ranks and y are other ones, rounded in both layers.
 TOLERANCE = 4 * 2**-8
-# Calls in a graph: receive buffers that are used in turn must end as they began.
-CALLS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +145,10 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
     error = max(of_all_ranks(relative_error(moved, expected)))
     if not error <= TOLERANCE:
         raise CheckError(f"placed experts give results that are off by {error:.1e}")
-    calls = {name: _call_of(layer, x, topk) for name, layer in layers.items()}
+    calls = {
+        name: layer_call(layer, x, topk, in_graph=is_in_graph(layer.plan.prefill, device))
+        for name, layer in layers.items()
+    }
     take_turns(calls, device, num_rounds=3)
     batches = range(options.counted, options.counted + options.iterations)
     spans: dict[str, list[Mapping[str, float]]] = {name: [] for name in layers}
@@ -173,19 +175,6 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
 
 def _ratio(loads: list[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
-
-
-def _call_of(
-    layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput
-) -> Callable[[Clock], Mapping[str, float]]:
-    in_graph = is_in_graph(layer.plan.prefill, x.device)
-
-    def some() -> None:
-        for _ in range(CALLS):
-            layer(x, topk)
-
-    launch = captured(some).replay if in_graph else some
-    return lambda clock: {"layer": time_launch(launch, x.device, clock) / CALLS}
 
 
 def main(

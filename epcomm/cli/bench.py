@@ -170,12 +170,13 @@ def bench_on_rank(work: Work) -> int:
     is_first = dist.get_rank() == 0
     to_people = Console(stderr=True, quiet=not is_first)
     with Progress(console=to_people, transient=True) as progress:
-        task = progress.add_task("checking", total=None)
+        options = work.options
+        task = progress.add_task("checking", total=len(options.tokens) * options.iterations)
 
-        def show(text: str, done: int, total: int) -> None:
-            progress.update(task, description=text, completed=done, total=total)
+        def show(tokens: int) -> None:
+            progress.update(task, description=f"T = {tokens}", advance=1)
 
-        report = run_bench(work.options, show)
+        report = run_bench(options, show)
     if is_first:
         _show(report, work)
     is_timed = any(not each.is_of_torch for each in report.timings)

@@ -11,7 +11,6 @@ from benchmarks.bench_gemm import (
     Size,
     check,
     counts_of,
-    masked_record,
     rows_record,
 )
 from epcomm.bench.check import CheckError
@@ -42,5 +41,3 @@ def test_check_passes_right_results_and_refuses_others(format: Format) -> None:
         check(wrong, dispatched, experts)
     with pytest.raises(CheckError, match="expert 0 is off by nan"):
         check(results * float("nan"), dispatched, experts)
-    masked = runner.run(masked_record(dispatched), weights).hidden_states
-    assert torch.equal(torch.cat([masked[expert, :3] for expert in range(8)]), results)

@@ -75,10 +75,16 @@ class Grouped:
 class Contender(ABC, Generic[DispatchedT]):
     """One way to move tokens to their experts and results back. Every call is collective.
 
-    name: by which results name it.
+    name: of the contender in results.   mode: of epcomm; empty for what torch alone offers.
     """
 
     name: str
+    mode: str = ""
+
+    @property
+    def backend(self) -> str:
+        """Return the backend of epcomm, or the name of what torch alone offers."""
+        return self.name
 
     @property
     @abstractmethod
@@ -115,6 +121,9 @@ class Contender(ABC, Generic[DispatchedT]):
     @abstractmethod
     def combine(self, results: Tensor, dispatched: DispatchedT) -> Tensor:
         """Weight and sum the results of all experts: y [T, H]; results are [C, H]."""
+
+    def check(self) -> None:
+        """Raise the faults that are still on the device. Host sync: yes."""
 
     @abstractmethod
     def sent_bytes(self, batch: RankBatch) -> SentBytes:

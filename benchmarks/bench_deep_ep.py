@@ -4,9 +4,8 @@
 
 Low latency with FP8 slabs and router weights in combine, as chains of pairs in a graph; normal mode
 with the layout, FP8 and BF16, and a combine of rows that are summed; the host time of eager calls
-in units of torch's one-element `add_`. The results of each call are checked first, of a graph also
-with other routing than it was captured with; on a difference the program ends without a number. On
-a CPU it is a dry run: pass small sizes.
+in units of torch's one-element `add_`. The results of each call are checked first; on a difference
+the program ends without a number. On a CPU it is a dry run: pass small sizes.
 
 It also measures what calls and a matrix product hide of each other. Normal mode: a dispatch (or
 combine) on the communication stream, and a product on the current one, which leaves free the SMs
@@ -18,11 +17,10 @@ the communication stream, which need free SMs too.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -34,11 +32,12 @@ from torch import Tensor
 from benchmarks.bench_nvlink import launched, numbers_of
 from benchmarks.bench_overlap import Product, free_sms
 from benchmarks.host_time import EagerRow, eager_row
-from benchmarks.measuring import ranks_of_torchrun, report_of, write_report
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm.bench.check import CheckError
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Percentiles, captured
+from epcomm.bench.timing import Percentiles
 from epcomm.bench.turns import percentiles_of, take_turns
+from epcomm.cli.records import takes_records
 from epcomm.integrations.deep_ep import Buffer, EventOverlap
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
 
@@ -55,18 +54,22 @@ _SMALL, _NUM_SMALL = 2048, 3
 
 Rows = Tensor | tuple[Tensor, Tensor]
 Call = Callable[[], object]
+# Begins a call and returns what ends it.
+Begin = Callable[[], Call]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The sizes of a layer; rounds: times that each call is timed."""
+    """The sizes of a layer, and how often calls are timed."""
 
-    hidden: int
-    experts: int
-    top_k: int
-    num_sms: int
-    rounds: int
-    burst: int
+    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    tokens: Annotated[str, typer.Option(help="T of low latency, with commas.")] = "1,32,128"
+    normal_tokens: Annotated[int, typer.Option(min=1, help="T of normal mode.")] = 4096
+    num_sms: Annotated[int, typer.Option(min=2, help="Of the kernels of normal mode.")] = 24
+    rounds: Annotated[int, typer.Option(min=1, help="Times that a call is timed.")] = 20
+    burst: Annotated[int, typer.Option(min=1, help="Eager calls without a wait.")] = 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,23 +91,6 @@ class Batch:
         return cls(
             x=x.to(torch.bfloat16).to(device), ids=ids.to(device), weights=weights.to(device)
         )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Halves:
-    """Calls of communication in two halves.
-
-    begins: begins each call, in this order, and returns what ends it.
-    """
-
-    begins: tuple[Callable[[], Call], ...]
-
-    def around(self, work: Call) -> None:
-        """Make the calls with `work` between the halves of each."""
-        for begin in self.begins:
-            end = begin()
-            work()
-            end()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,18 +183,6 @@ class LowLatency:
         require("low latency, BF16 there and back", y, batch.x)
         require("low latency, sums of weights", self.pair(), torch.ones_like(batch.x))
 
-    def check_graph(self) -> None:
-        """Replay a pair with other routing than it was captured with."""
-        if self._batch.x.device.type != "cuda":
-            return
-        kept: list[Tensor] = []
-        graph = captured(lambda: kept.append(self.pair()))
-        self._batch.ids.copy_((self._batch.ids + 1) % self._options.experts)
-        self._batch.ids[: len(self._batch.ids) // 2, 0] = -1
-        graph.replay()
-        half = (self._batch.ids >= 0).sum(1, keepdim=True) / self._options.top_k
-        require("a graph with other routing", kept[-1], half.expand_as(kept[-1]).bfloat16())
-
     def hidden(self) -> dict[str, Hidden]:
         """Time both kinds of pairs with products between their halves, after a check."""
         (num_tokens, hidden_size), device = self._batch.x.shape, self._batch.x.device
@@ -221,12 +195,14 @@ class LowLatency:
 
         found = {}
         for where, is_async in (("before the hooks", False), ("beside them", True)):
-            begins = (self.begin_dispatch, self.begin_combine)
-            halves = Halves(begins=tuple(partial(each, is_async=is_async) for each in begins))
-            halves.around(_nothing)
+            begins = [
+                partial(self.begin_dispatch, is_async=is_async),
+                partial(self.begin_combine, is_async=is_async),
+            ]
+            around(begins, _nothing)
             require(f"low latency, products {where}", self._y, self.pair())
             found[f"low latency, T={num_tokens}, products {where}"] = hidden_of(
-                halves,
+                begins,
                 work,
                 device,
                 rounds=self._options.rounds,
@@ -286,20 +262,11 @@ class Normal:
         """Combine the rows of the first dispatch."""
         return self._buffer.combine(self._rows, self._handle)[0]
 
-    def calls(self) -> dict[str, Call]:
-        """Return what is timed on the device, by name."""
+    def calls(self, dispatch: Callable[[Rows], object]) -> dict[str, Call]:
+        """Return the calls that are timed, by name; dispatch: with or without its layout."""
         return {
-            "dispatch FP8": lambda: self.dispatch_with_layout(self._fp8),
-            "dispatch BF16": lambda: self.dispatch_with_layout(self._batch.x),
-            "combine": self.combine,
-        }
-
-    def eager_calls(self) -> dict[str, Call]:
-        """Return what is timed on the host, by name: each call that a program makes."""
-        return {
-            "layout": self.layout,
-            "dispatch FP8": lambda: self.dispatch(self._fp8),
-            "dispatch BF16": lambda: self.dispatch(self._batch.x),
+            "dispatch FP8": lambda: dispatch(self._fp8),
+            "dispatch BF16": lambda: dispatch(self._batch.x),
             "combine": self.combine,
         }
 
@@ -333,24 +300,29 @@ class Normal:
         """
         (num_tokens, hidden_size), device = self._batch.x.shape, self._batch.x.device
         work = Product(m=num_tokens, n=_COLUMNS, k=hidden_size).on(device)
-        halves = {
-            "dispatch": Halves(begins=(self.begin_dispatch,)),
-            "combine": Halves(begins=(self.begin_combine,)),
-        }
         found = [self.combine()]
-        halves["combine"].around(lambda: found.append(self.combine()))
+        around([self.begin_combine], lambda: found.append(self.combine()))
         require("normal mode, beside an asynchronous combine", found[1], found[0])
+        begins = {"dispatch": self.begin_dispatch, "combine": self.begin_combine}
         return {
             f"{name}, T={num_tokens}, a product beside it": hidden_of(
-                each,
+                [begin],
                 work,
                 device,
                 rounds=self._options.rounds,
                 num_sms=self._options.num_sms,
                 is_graph=False,
             )
-            for name, each in halves.items()
+            for name, begin in begins.items()
         }
+
+
+def around(begins: Sequence[Begin], work: Call) -> None:
+    """Make calls with `work` between the halves of each."""
+    for begin in begins:
+        end = begin()
+        work()
+        end()
 
 
 def require(what: str, found: Tensor, wanted: Tensor) -> None:
@@ -370,18 +342,24 @@ def times_of(call: Call, device: torch.device, *, rounds: int, is_graph: bool) -
 
 
 def hidden_of(
-    halves: Halves, work: Call, device: torch.device, *, rounds: int, num_sms: int, is_graph: bool
+    begins: Sequence[Begin],
+    work: Call,
+    device: torch.device,
+    *,
+    rounds: int,
+    num_sms: int,
+    is_graph: bool,
 ) -> Hidden:
-    """Time halves and the products between them, alone and together, by medians.
+    """Time calls and the products between their halves, alone and together, by medians.
 
     num_sms: SMs that the products leave free.   is_graph: capture the calls, which read no counts.
 
     Collective: yes.   Host sync: yes.
     """
     calls: tuple[Call, ...] = (
-        lambda: halves.around(_nothing),
-        lambda: [work() for _ in halves.begins],
-        lambda: halves.around(work),
+        lambda: around(begins, _nothing),
+        lambda: [work() for _ in begins],
+        lambda: around(begins, work),
     )
 
     def median_us(call: Call) -> float:
@@ -403,9 +381,7 @@ def _end_of(event: EventOverlap, hook: Call | None) -> Call:
     return event.current_stream_wait if hook is None else hook
 
 
-def measured(
-    options: Options, tokens: tuple[int, ...], normal_tokens: int, device: torch.device
-) -> dict[str, object]:
+def measured(options: Options, device: torch.device) -> dict[str, object]:
     """Return the numbers of the report, and print them. Collective: yes."""
     console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
     assert dist.group.WORLD is not None, "the ranks have joined"
@@ -414,6 +390,7 @@ def measured(
     found: dict[str, Percentiles] = {}
     hidden: dict[str, Hidden] = {}
     eager_calls: dict[str, Call] = {}
+    tokens = numbers_of(options.tokens)
     for number, num_tokens in enumerate(tokens):
         batch = Batch.of(options, num_tokens, device, number)
         pairs = LowLatency(options, buffer, batch, max(tokens))
@@ -421,15 +398,15 @@ def measured(
         times = times_of(pairs.chain, device, rounds=options.rounds, is_graph=True)
         of_pair = {name: us / _CHAIN for name, us in asdict(times).items()}
         found[f"low latency, T={num_tokens}, a pair of {_CHAIN}"] = Percentiles(**of_pair)
-        pairs.check_graph()
         hidden |= pairs.hidden()
         eager_calls["low-latency pair"] = pairs.pair
-    normal = Normal(options, buffer, Batch.of(options, normal_tokens, device, 99))
-    for name, call in normal.calls().items():
+    normal = Normal(options, buffer, Batch.of(options, options.normal_tokens, device, 99))
+    for name, call in normal.calls(normal.dispatch_with_layout).items():
         times = times_of(call, device, rounds=options.rounds, is_graph=False)
-        found[f"{name}, T={normal_tokens}"] = times
+        found[f"{name}, T={options.normal_tokens}"] = times
     hidden |= normal.hidden()
-    eager_calls |= Normal(options, buffer, Batch.of(options, 1, device, 7)).eager_calls()
+    eager = Normal(options, buffer, Batch.of(options, 1, device, 7))
+    eager_calls |= {"layout": eager.layout, **eager.calls(eager.dispatch)}
     rows: dict[str, EagerRow] = {
         name: eager_row(call, device, rounds=options.rounds, burst=options.burst)
         for name, call in eager_calls.items()
@@ -447,30 +424,12 @@ def measured(
     return numbers
 
 
-def main(
-    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    tokens: Annotated[str, typer.Option(help="T of low latency, with commas.")] = "1,32,128",
-    normal_tokens: Annotated[int, typer.Option(min=1, help="T of normal mode.")] = 4096,
-    num_sms: Annotated[int, typer.Option(min=2, help="Of the kernels of normal mode.")] = 24,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that a call is timed.")] = 20,
-    burst: Annotated[int, typer.Option(min=1, help="Eager calls without a wait.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Check the calls, then time them, and print the slowest rank's."""
-    options = Options(
-        hidden=hidden,
-        experts=experts,
-        top_k=top_k,
-        num_sms=num_sms,
-        rounds=rounds,
-        burst=burst,
-    )
     with ranks_of_torchrun() as device:
         report = report_of("deep_ep", asdict(options), device, "benchmarks.bench_deep_ep")
-        numbers = measured(options, numbers_of(tokens), normal_tokens, device)
-        write_report(report | numbers, output)
+        write_report(report | measured(options, device), output)
 
 
 if __name__ == "__main__":

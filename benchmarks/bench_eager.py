@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -24,7 +23,7 @@ from rich.console import Console
 from torch import Tensor
 
 from benchmarks.host_time import EagerRow, eager_row
-from benchmarks.measuring import report_of, write_report
+from benchmarks.measuring import Output, report_of, write_report
 from epcomm import (
     DeepEPLowLatencyDispatcher,
     EPConfig,
@@ -40,6 +39,7 @@ from epcomm import (
 )
 from epcomm.bench.check import CheckError
 from epcomm.bench.ranks import join_ranks, of_all_ranks
+from epcomm.cli.records import takes_records
 
 _logger = logging.getLogger(__name__)
 
@@ -48,13 +48,14 @@ _logger = logging.getLogger(__name__)
 class Options:
     """The size of a layer, and how often it is called. M: most tokens of a rank in decode."""
 
-    hidden: int
-    inner: int
-    experts: int
-    top_k: int
-    max_tokens: int
-    rounds: int
-    burst: int
+    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 2048
+    inner: Annotated[int, typer.Option(min=128, help="I.")] = 768
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 128
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    max_tokens: Annotated[int, typer.Option(min=1, help="M.")] = 128
+    rounds: Annotated[int, typer.Option(min=1, help="Bursts of each row.")] = 25
+    # At most ten launches each, of a queue of 1024.
+    burst: Annotated[int, typer.Option(min=1, help="Calls without waiting for the device.")] = 20
 
 
 def batch_of(options: Options, group: EPGroup) -> tuple[Tensor, TopKOutput]:
@@ -173,35 +174,15 @@ def slowest_of(rows: Mapping[str, EagerRow]) -> Mapping[str, Mapping[str, object
     return {name: asdict(row) | {"units": row.units} for name, row in slowest.items()}
 
 
-def main(
-    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 2048,
-    inner: Annotated[int, typer.Option(min=128, help="I.")] = 768,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 128,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="M.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Bursts of each row.")] = 25,
-    # At most ten launches each, of a queue of 1024.
-    burst: Annotated[int, typer.Option(min=1, help="Calls without waiting for the device.")] = 20,
-    profile: Annotated[bool, typer.Option(help="Print where the time goes.")] = True,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Measure the rows, and print the slowest rank's."""
-    options = Options(
-        hidden=hidden,
-        inner=inner,
-        experts=experts,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        rounds=rounds,
-        burst=burst,
-    )
     join_ranks()
     console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
     try:
         rows = measure(options, console)
-        if profile:
-            for name, row in rows.items():
-                console.print(f"\n{name}, rank 0, own time\n{row.profile}", soft_wrap=True)
+        for name, row in rows.items():
+            console.print(f"\n{name}, rank 0, own time\n{row.profile}", soft_wrap=True)
         device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
         report = report_of("eager", asdict(options), device, "benchmarks.bench_eager")
         write_report({**report, "slowest_rank": slowest_of(rows)}, output)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -25,10 +24,11 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor
 
-from benchmarks.measuring import copy_rate, gpu_of, report_of, write_report
+from benchmarks.measuring import Output, copy_rate, gpu_of, report_of, write_report
 from epcomm import Fp8BlockWeights, Int8ChannelWeights, RowsDispatchOutput
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.cli.records import takes_records
 from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, dequantize, quantize
 from epcomm.records import ExchangePlan, Handle
@@ -69,11 +69,13 @@ class Format(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """L, H and I of one rank."""
+    """L, H and I of one rank, and how often calls are timed."""
 
-    experts: int
-    hidden: int
-    inner: int
+    experts: Annotated[int, typer.Option(min=8, help="L.")] = 32
+    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168
+    inner: Annotated[int, typer.Option(min=128, help="I.")] = 2048
+    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30
+    format: Annotated[Format, typer.Option(help="Of the experts.")] = Format.FP8
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -85,7 +87,7 @@ class Experts:
     codes: Fp8BlockWeights | Int8ChannelWeights
 
     @classmethod
-    def make(cls, format: Format, size: Size, device: torch.device) -> Experts:
+    def make(cls, size: Size, device: torch.device) -> Experts:
         """Make seeded matrices with products of order one."""
         generator = torch.Generator(device).manual_seed(0)
 
@@ -98,8 +100,8 @@ class Experts:
             gate_up_proj=matrices(2 * size.inner, size.hidden),
             down_proj=matrices(size.hidden, size.inner),
         )
-        kind = Fp8BlockWeights if format is Format.FP8 else Int8ChannelWeights
-        return cls(format=format, plain=plain, codes=kind.from_unquantized(plain))
+        kind = Fp8BlockWeights if size.format is Format.FP8 else Int8ChannelWeights
+        return cls(format=size.format, plain=plain, codes=kind.from_unquantized(plain))
 
 
 def counts_of(rows: int, experts: int, skew: int) -> list[int]:
@@ -213,25 +215,17 @@ def measure(
     }
 
 
-def main(
-    experts: Annotated[int, typer.Option(min=8, help="L.")] = 32,
-    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168,
-    inner: Annotated[int, typer.Option(min=128, help="I.")] = 2048,
-    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
-    precision: Annotated[Format, typer.Option("--format", help="Of the experts.")] = Format.FP8,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(size: Size, output: Output) -> None:
     """Check, measure, and print what came of it."""
     device = gpu_of("bench_gemm")
-    size = Size(experts=experts, hidden=hidden, inner=inner)
-    benchmark = "gemm_int8" if precision is Format.INT8 else "gemm"
-    configuration = {**asdict(size), "calls": calls}
-    report = report_of(benchmark, configuration, device, "benchmarks.bench_gemm")
-    rate = copy_rate(device, calls)
+    benchmark = "gemm_int8" if size.format is Format.INT8 else "gemm"
+    report = report_of(benchmark, asdict(size), device, "benchmarks.bench_gemm")
+    rate = copy_rate(device, size.calls)
     try:
         with torch.no_grad():
-            made = Experts.make(precision, size, device)
-            findings = [measure(made, *each, rate, calls) for each in _DISTRIBUTIONS]
+            made = Experts.make(size, device)
+            findings = [measure(made, *each, rate, size.calls) for each in _DISTRIBUTIONS]
     except CheckError as error:
         sys.exit(str(error))
     sys.stdout.writelines(f"{json.dumps(each)}\n" for each in findings)

@@ -25,7 +25,6 @@ import json
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -34,7 +33,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measuring import command_of, device_of_rank, ranks_of_torchrun, write_report
+from benchmarks.measuring import Output, command_of, device_of_rank, ranks_of_torchrun, write_report
 from epcomm.bench.check import CheckError
 from epcomm.bench.options import BenchOptions, dtype_of, read_modes
 from epcomm.bench.ranks import of_all_ranks
@@ -43,6 +42,7 @@ from epcomm.bench.report import as_json, timings_table
 from epcomm.bench.run import run_bench
 from epcomm.bench.timing import Percentiles, clock_for
 from epcomm.bench.turns import wait_for_all
+from epcomm.cli.records import takes_records
 from epcomm.testing.data import RankBatch
 
 # 128 MiB to read and as much to write on each rank: four times a last-level cache of 32 MiB each.
@@ -156,36 +156,37 @@ def run(options: BenchOptions) -> tuple[Report, dict[str, float]]:
     }
 
 
-def main(
-    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 1024,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048,
-    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64,
-    dtype: Annotated[str, typer.Option(help="Of the hidden states.")] = "bf16",
-    mode: Annotated[str, typer.Option(help="Of epcomm.")] = "normal",
-    backend: Annotated[str, typer.Option(help="Of epcomm.")] = "shared_memory",
-    iterations: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
-    warm_up: Annotated[int, typer.Option(min=1, help="Calls of each before that.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The options of a run."""
+
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 1024
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64
+    dtype: Annotated[str, typer.Option(help="Of the hidden states.")] = "bf16"
+    mode: Annotated[str, typer.Option(help="Of epcomm.")] = "normal"
+    backend: Annotated[str, typer.Option(help="Of epcomm.")] = "shared_memory"
+    iterations: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30
     keep_memory: Annotated[
         bool, typer.Option(help="Make malloc keep large blocks, for all contenders.")
-    ] = False,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+    ] = False
+
+
+@takes_records
+def main(sizes: Sizes, output: Output) -> None:
     """Check, measure, and print what came of it."""
-    keeps = keep_memory and keep_freed_memory()
+    keeps = sizes.keep_memory and keep_freed_memory()
     with ranks_of_torchrun():
         options = BenchOptions(
-            tokens=(tokens,),
-            hidden=hidden,
-            experts=experts,
-            top_k=top_k,
-            modes=read_modes(mode),
-            backends=(backend,),
-            dtype=dtype,
-            iterations=iterations,
-            warm_up=warm_up,
-            seed=seed,
+            tokens=(sizes.tokens,),
+            hidden=sizes.hidden,
+            experts=sizes.experts,
+            top_k=sizes.top_k,
+            modes=read_modes(sizes.mode),
+            backends=(sizes.backend,),
+            dtype=sizes.dtype,
+            iterations=sizes.iterations,
             command=command_of("benchmarks.bench_memory"),
         )
         report, beside = run(options)

@@ -20,9 +20,8 @@ the backend collective, launched from Python: pass small sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -30,17 +29,18 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from benchmarks.measuring import ranks_of_torchrun, report_of, write_report
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import EPConfig, EPGroup, Mode, MoESpec, TopKOutput, WireDtype
 from epcomm.bench.check import check_contender, run_experts
 from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Experts, SentBytes
 from epcomm.bench.contenders.expert_rows import ExpertRows
-from epcomm.bench.options import BenchOptions, described
+from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Clock, Percentiles, captured
 from epcomm.bench.turns import call_of, percentiles_of, take_turns, time_launch
+from epcomm.cli.records import takes_records
 from epcomm.quantization import quantizer_for
 from epcomm.records import DispatchOutput
 from epcomm.testing.data import RankBatch
@@ -244,41 +244,49 @@ def numbers_of(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
-def main(
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """The options of a run."""
+
     tokens: Annotated[str, typer.Option(help="T, on each rank.")] = (
         "1,8,32,128,512,1024,2048,4096,8192"
-    ),
-    sms: Annotated[str, typer.Option(help="SMs of the other sweep.")] = "8,16,24,32,132",
-    sms_tokens: Annotated[int, typer.Option(min=1, help="T of the other sweep.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
-    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256,
-    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 50,
-    pairs: Annotated[int, typer.Option(min=2, help="In the chain; even.")] = 20,
-    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
-    """Check, measure, and print what came of it."""
-    options = BenchOptions(
-        tokens=numbers_of(tokens),
-        hidden=hidden,
-        top_k=top_k,
-        experts=experts,
-        iterations=iterations,
-        seed=seed,
     )
+    sms: Annotated[str, typer.Option(help="SMs of the other sweep.")] = "8,16,24,32,132"
+    sms_tokens: Annotated[int, typer.Option(min=1, help="T of the other sweep.")] = 4096
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256
+    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 50
+    pairs: Annotated[int, typer.Option(min=2, help="In the chain; even.")] = 20
+    seed: Annotated[int, typer.Option(help="Of tokens and routing.")] = 0
+
+    def options(self) -> BenchOptions:
+        """Return the sizes of the sweep by tokens."""
+        return BenchOptions(
+            tokens=numbers_of(self.tokens),
+            hidden=self.hidden,
+            top_k=self.top_k,
+            experts=self.experts,
+            iterations=self.iterations,
+            seed=self.seed,
+        )
+
+
+@takes_records
+def main(sweep: Sweep, output: Output) -> None:
+    """Check, measure, and print what came of it."""
+    options = sweep.options()
     # Receive buffers are used in turn: a graph must end in the one in which it began.
-    pairs += pairs % 2
+    pairs = sweep.pairs + sweep.pairs % 2
     with ranks_of_torchrun() as device:
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False, soft_wrap=True)
-        sweep = {"sms": numbers_of(sms), "sms_tokens": sms_tokens, "pairs": pairs}
-        report = report_of("nvlink", described(options) | sweep, device, "benchmarks.bench_nvlink")
+        report = report_of("nvlink", asdict(sweep), device, "benchmarks.bench_nvlink")
         steps = [
             ("by_tokens", partial(by_tokens, replace(options, tokens=(each,)), pairs))
             for each in options.tokens
         ]
-        of_sms = replace(options, tokens=(sms_tokens,))
-        steps += [("by_sms", partial(by_sms, of_sms, each)) for each in numbers_of(sms)]
+        of_sms = replace(options, tokens=(sweep.sms_tokens,))
+        steps += [("by_sms", partial(by_sms, of_sms, each)) for each in numbers_of(sweep.sms)]
         findings: dict[str, list[dict[str, object]]] = {"by_tokens": [], "by_sms": []}
         for name, measure in steps:
             findings[name].append(measure())

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -30,13 +29,14 @@ import typer
 from rich.console import Console
 
 from benchmarks.bench_nvlink import WIRES, numbers_of, open_normal
-from benchmarks.measuring import ranks_of_torchrun, report_of, write_report
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
-from epcomm.bench.options import BenchOptions, described
+from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import captured
 from epcomm.bench.turns import percentiles_of, wait_for_all
+from epcomm.cli.records import takes_records
 from epcomm.platforms.cuda import num_sms_of
 
 # Of what the SMs that are left would take.
@@ -74,9 +74,9 @@ class Load:
 class Product:
     """The sizes of a matrix product, [m, k] by [k, n]."""
 
-    m: int
-    n: int
-    k: int
+    m: Annotated[int, typer.Option(min=1, help="Rows of the product.")] = 8192
+    n: Annotated[int, typer.Option(min=1, help="Columns of the product.")] = 8192
+    k: Annotated[int, typer.Option(min=1, help="Inner size of the product.")] = 7168
 
     def on(self, device: torch.device) -> Callable[[], object]:
         """Return the product of two FP8 matrices, which can be asked to leave SMs free."""
@@ -176,29 +176,34 @@ def measure(
     }
 
 
-def main(
-    sms: Annotated[str, typer.Option(help="SMs of dispatch.")] = "8,16,32",
-    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
-    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256,
-    m: Annotated[int, typer.Option(min=1, help="Rows of the product.")] = 8192,
-    n: Annotated[int, typer.Option(min=1, help="Columns of the product.")] = 8192,
-    k: Annotated[int, typer.Option(min=1, help="Inner size of the product.")] = 7168,
-    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 40,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The options of dispatches."""
+
+    sms: Annotated[str, typer.Option(help="SMs of dispatch.")] = "8,16,32"
+    sms_tokens: Annotated[int, typer.Option("--tokens", min=1, help="T, on each rank.")] = 4096
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256
+    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 40
+
+
+@takes_records
+def main(sizes: Sizes, product: Product, output: Output) -> None:
     """Check, measure, and print what came of it."""
     options = BenchOptions(
-        tokens=(tokens,), hidden=hidden, top_k=top_k, experts=experts, iterations=iterations
+        tokens=(sizes.sms_tokens,),
+        hidden=sizes.hidden,
+        top_k=sizes.top_k,
+        experts=sizes.experts,
+        iterations=sizes.iterations,
     )
-    product = Product(m=m, n=n, k=k)
     with ranks_of_torchrun() as device:
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False, soft_wrap=True)
-        configuration = {**described(options), **asdict(product), "sms_tokens": tokens}
+        configuration = asdict(sizes) | asdict(product)
         report = report_of("overlap", configuration, device, "benchmarks.bench_overlap")
         findings: list[dict[str, object]] = []
-        for num_sms in numbers_of(sms):
+        for num_sms in numbers_of(sizes.sms):
             for wire in WIRES:
                 with EPGroup(dist.group.WORLD) as group:
                     findings.append(measure(options, product, num_sms, wire, group))

@@ -15,17 +15,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from benchmarks.measuring import gpu_of, report_of, time_cold, time_copy, write_report
+from benchmarks.measuring import Output, gpu_of, report_of, time_cold, time_copy, write_report
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import Percentiles
 from epcomm.buffers.row_layout import RowLayout
+from epcomm.cli.records import takes_records
 from epcomm.ops.slots import index_slots, localize, pack, row_ops_of
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
@@ -49,13 +49,14 @@ QUANTIZATIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a run: T of each rank, H, K, the experts of all ranks, and W."""
+    """The sizes of a run."""
 
-    tokens: int
-    hidden: int
-    top_k: int
-    experts: int
-    ranks: int
+    tokens: Annotated[int, typer.Option(min=1, help="T of each rank.")] = 4096
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks.")] = 256
+    ranks: Annotated[int, typer.Option(min=1, help="W; the rows of one of them.")] = 8
+    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 50
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -345,21 +346,13 @@ def _same(name: str, came: Tensor, expected: Tensor) -> None:
         raise CheckError(f"{name}: {num_differing} elements differ from plain torch; not measured")
 
 
-def main(
-    tokens: Annotated[int, typer.Option(min=1, help="T of each rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks.")] = 256,
-    ranks: Annotated[int, typer.Option(min=1, help="W; the rows of one of them.")] = 8,
-    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 50,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(sizes: Sizes, output: Output) -> None:
     """Check all kernels, measure them, and print what came of it."""
     device = gpu_of("bench_rows")
-    sizes = Sizes(tokens=tokens, hidden=hidden, top_k=top_k, experts=experts, ranks=ranks)
-    findings = [measure(make, device, calls) for make in cases_of(sizes, device)]
+    findings = [measure(make, device, sizes.calls) for make in cases_of(sizes, device)]
     sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
-    configuration = {**asdict(sizes), "calls": calls, "cold_cache": True}
+    configuration = {**asdict(sizes), "cold_cache": True}
     report = report_of("rows", configuration, device, "benchmarks.bench_rows")
     report["findings"] = [{**asdict(each), "times_a_copy": each.times_a_copy} for each in findings]
     write_report(report, output)

@@ -12,10 +12,13 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 
 from epcomm import ConfigError
 from epcomm.bench.check import CheckError
@@ -27,6 +30,13 @@ from epcomm.bench.timing import EventClock, Percentiles, captured
 _FLUSH_BYTES = 256 * 2**20
 # 1 GiB: long enough that the launch does not count, and larger than every cache.
 _COPY_BYTES = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """The option of every program: the file of its report."""
+
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None
 
 
 @contextmanager
@@ -120,8 +130,9 @@ def report_of(
     }
 
 
-def write_report(report: Mapping[str, object], path: Path | None) -> None:
+def write_report(report: Mapping[str, object], output: Output) -> None:
     """Write a report as JSON on rank 0, and make its folder; without a path do nothing."""
+    path = output.output
     if path is None or (dist.is_initialized() and dist.get_rank() != 0):
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -13,13 +13,6 @@ from epcomm.planning.measurements import BENCHMARK
 # A result as its program wrote it. Each kind has other keys, which its function reads.
 Result = Mapping[str, Any]
 
-# The commits of kernels that have been replaced since a result, and what has replaced them.
-_REPLACED = {
-    "46fea7d": (
-        "dispatch of normal mode was Triton there, and is one launch in CUDA C++ since d8178bd, on "
-        "Hopper and later; the rows of T = 4096 measure kernels that an H200 no longer runs"
-    )
-}
 # Characters of a line of a long caption.
 _WIDTH = 120
 _QUANTILES = ("p50", "p95", "p99")
@@ -161,8 +154,8 @@ def _render_beside(result: Result) -> str:
         f"{_layer(result['configuration'])}, {_torch(result)}, {which}; medians of captured graphs "
         f"on the slowest rank. {'; '.join(result['boundaries'])}."
     )
-    if versions["epcomm"] in _REPLACED:
-        caption += f" Kernels of epcomm {versions['epcomm']}: {_REPLACED[versions['epcomm']]}."
+    if "note" in result:
+        caption += f" {result['note']}"
     return _page(_table(["us", *names], rows), *wrap(caption, _WIDTH, break_on_hyphens=False))
 
 

@@ -15,14 +15,14 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import torch.distributed as dist
 import typer
 
-from benchmarks.measuring import ranks_of_torchrun, rounded, write_report
+from benchmarks.measuring import Output, ranks_of_torchrun, rounded, write_report
 from benchmarks.tables import render
 from epcomm import EPGroup, Mode
 from epcomm.bench.check import CheckError
@@ -34,6 +34,7 @@ from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Timing
 from epcomm.bench.run import run_bench
 from epcomm.bench.turns import wait_for_all
+from epcomm.cli.records import takes_records
 from epcomm.testing.data import RankBatch
 from tests.hosts.network import sent_bytes
 
@@ -134,33 +135,38 @@ def _command(gbit_per_s: float) -> str:
     return shlex.join(["python", "-m", "tests.hosts.launch", *options])
 
 
-def main(
-    backends: Annotated[str, typer.Option(help="Of epcomm.")] = "hierarchical,collective",
-    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 512,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 1024,
-    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64,
-    dtype: Annotated[str, typer.Option(help="Of the hidden states.")] = "fp32",
-    iterations: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30,
-    warm_up: Annotated[int, typer.Option(min=1, help="Calls of each before that.")] = 5,
-    gbit_per_s: Annotated[float, typer.Option(help="What a host may send.")] = 1.0,
-    output: Annotated[Path | None, typer.Option(help="Write the result there.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The options of a run."""
+
+    backends: Annotated[str, typer.Option(help="Of epcomm.")] = "hierarchical,collective"
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 512
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 1024
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 64
+    dtype: Annotated[str, typer.Option(help="Of the hidden states.")] = "fp32"
+    iterations: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 30
+    warm_up: Annotated[int, typer.Option(min=1, help="Calls of each before that.")] = 5
+    gbit_per_s: Annotated[float, typer.Option(help="The rate of a host.")] = 1.0
+
+
+@takes_records
+def main(sizes: Sizes, output: Output) -> None:
     """Check all contenders, measure them in turn, and print what came of it."""
     with ranks_of_torchrun():
         options = BenchOptions(
-            tokens=(tokens,),
-            hidden=hidden,
-            experts=experts,
-            top_k=top_k,
+            tokens=(sizes.tokens,),
+            hidden=sizes.hidden,
+            experts=sizes.experts,
+            top_k=sizes.top_k,
             modes=(Mode.NORMAL,),
-            backends=tuple(backends.split(",")),
-            dtype=dtype,
-            iterations=iterations,
-            warm_up=warm_up,
-            command=_command(gbit_per_s),
+            backends=tuple(sizes.backends.split(",")),
+            dtype=sizes.dtype,
+            iterations=sizes.iterations,
+            warm_up=sizes.warm_up,
+            command=_command(sizes.gbit_per_s),
         )
-        result = rounded(run(options, gbit_per_s))
+        result = rounded(run(options, sizes.gbit_per_s))
         write_report(result, output)
         if dist.get_rank() == 0:
             sys.stdout.write(render(result))

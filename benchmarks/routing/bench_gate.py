@@ -12,16 +12,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 from torch import Tensor
 
-from benchmarks.measuring import gpu_of, report_of, write_report
+from benchmarks.measuring import Output, gpu_of, report_of, write_report
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.cli.records import takes_records
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.with_triton import TritonGate
@@ -213,16 +213,22 @@ def _sglang_gate() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return moe_fused_gate
 
 
-def main(
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="T; may be repeated.")] = None,
-    laps: Annotated[int, typer.Option(min=1, help="Measured graphs of each.")] = 30,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run."""
+
+    tokens: Annotated[str, typer.Option(help="T, with commas.")] = "128,4096"
+    laps: Annotated[int, typer.Option(min=1, help="Measured graphs of each.")] = 30
+
+
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Check all routers, measure them, and print what came of it."""
-    device, sizes = gpu_of("bench_gate"), tokens or [128, 4096]
-    findings = run(device, tokens=sizes, laps=laps)
+    device = gpu_of("bench_gate")
+    tokens = [int(each) for each in options.tokens.split(",")]
+    findings = run(device, tokens=tokens, laps=options.laps)
     sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
-    configuration = {"tokens": sizes, "laps": laps, "calls_of_graph": CALLS_OF_GRAPH}
+    configuration = {**asdict(options), "calls_of_graph": CALLS_OF_GRAPH}
     report = report_of("gate", configuration, device, "benchmarks.routing.bench_gate")
     write_report({**report, "findings": [asdict(each) for each in findings]}, output)
 

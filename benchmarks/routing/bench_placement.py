@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -21,7 +20,7 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.measuring import ranks_of_torchrun, report_of, write_report
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import (
     ConfigError,
     EPConfig,
@@ -37,6 +36,7 @@ from epcomm.bench.layer import layer_call
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles
 from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns
+from epcomm.cli.records import takes_records
 from epcomm.placement.balance import rank_loads
 from epcomm.testing.oracle import relative_error
 
@@ -48,17 +48,17 @@ TOLERANCE = 4 * 2**-8
 class Options:
     """The layer, Qwen3-30B-A3B's by default, its load, and how it is measured."""
 
-    tokens: int
-    mode: str
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    exponent: float
-    shuffled: bool
-    counted: int
-    iterations: int
-    seed: int
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank, and M.")] = 128
+    mode: Annotated[str, typer.Option(help="Of the dispatcher.")] = "low_latency"
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048
+    intermediate: Annotated[int, typer.Option(min=1, help="I.")] = 768
+    experts: Annotated[int, typer.Option(min=1, help="E, of all ranks together.")] = 128
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    exponent: Annotated[float, typer.Option(help="Of the Zipf law.")] = 1.0
+    shuffled: Annotated[bool, typer.Option(help="Popular experts are anywhere.")] = False
+    counted: Annotated[int, typer.Option(min=1, help="Batches whose load is counted.")] = 50
+    iterations: Annotated[int, typer.Option(min=2, help="Other batches, measured.")] = 50
+    seed: Annotated[int, typer.Option(help="Of experts, tokens and routing.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,34 +177,9 @@ def _ratio(loads: list[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def main(
-    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank, and M.")] = 128,
-    mode: Annotated[str, typer.Option(help="Of the dispatcher.")] = "low_latency",
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048,
-    intermediate: Annotated[int, typer.Option(min=1, help="I.")] = 768,
-    experts: Annotated[int, typer.Option(min=1, help="E, of all ranks together.")] = 128,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    exponent: Annotated[float, typer.Option(help="Of the Zipf law.")] = 1.0,
-    shuffled: Annotated[bool, typer.Option(help="Popular experts are anywhere.")] = False,
-    counted: Annotated[int, typer.Option(min=1, help="Batches of which the load is known.")] = 50,
-    iterations: Annotated[int, typer.Option(min=2, help="Other batches, measured.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of experts, tokens and routing.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Check, measure, and print what came of it."""
-    options = Options(
-        tokens=tokens,
-        mode=mode,
-        hidden=hidden,
-        intermediate=intermediate,
-        experts=experts,
-        top_k=top_k,
-        exponent=exponent,
-        shuffled=shuffled,
-        counted=counted,
-        iterations=iterations,
-        seed=seed,
-    )
     with ranks_of_torchrun() as device, EPGroup(dist.group.WORLD) as group:
         if group.world_size == 1:
             raise ConfigError("bench_placement: 1 rank has all experts; start it with 2 or more")

@@ -1,4 +1,4 @@
-"""Say in one sentence which mode and backend to take at which T, by medians of a pair."""
+"""Recommend a mode and backend at each T in one sentence, by medians of a pair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.records import Timing
 
-# What people call the ways of torch alone.
+# The names of what torch alone offers in tables.
 TITLES = {
     ExpertRows.name: "rows over all-to-all",
     AllGather.name: "all-gather and reduce-scatter",
@@ -17,7 +17,7 @@ TITLES = {
 
 
 def advise(timings: Sequence[Timing]) -> str:
-    """Return the sentence; it owns up where torch alone is faster.
+    """Return the sentence, which also names the T at which torch alone is faster.
 
     Worked example, medians of 10 and 20 us at T = 1, of 90 and 40 us at T = 128:
 
@@ -47,7 +47,7 @@ def advise(timings: Sequence[Timing]) -> str:
 
 
 def _best_by_tokens(timings: Iterable[Timing]) -> list[Timing]:
-    """Return the fastest at each T, by T."""
+    """Return the fastest at each T, in order of T."""
     best: dict[int, Timing] = {}
     for each in timings:
         held = best.get(each.tokens)

@@ -96,7 +96,7 @@ def _quantile(ordered: Sequence[float], name: str) -> float:
 
 
 def captured(call: Callable[[], object], *, warm_up: bool = True) -> torch.cuda.CUDAGraph:
-    """Capture the call as a graph, which reads nothing on the host, and launches do not count.
+    """Capture a call as a graph, whose replay needs no launch from Python for each kernel.
 
     warm_up: make the call once before, to compile kernels and to allocate.
     """

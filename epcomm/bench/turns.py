@@ -19,14 +19,14 @@ from epcomm.testing.data import RankBatch
 DispatchedT = TypeVar("DispatchedT")
 SpansT = TypeVar("SpansT")
 
-# Cycles that all GPUs sleep after they have met, so that the host is ahead of them: 60 us.
+# Cycles that all GPUs sleep after a collective, so that the host is ahead of them: 60 us.
 _HEAD_START = 100_000
 # Pairs in a graph: receive buffers that are used in turn must end as they began.
 _PAIRS = 2
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Return when every rank has come here and finished its work. Collective: yes."""
+    """Wait until every rank has arrived here and finished its work. Collective: yes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])
@@ -36,10 +36,10 @@ def wait_for_all(device: torch.device) -> None:
 
 
 def time_launch(launch: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """Return the milliseconds of what `launch` starts, which begins on all ranks together.
+    """Return the milliseconds of the work that `launch` starts on all ranks together.
 
-    On GPUs the ranks meet on the device and the host is ahead of it, so that neither the launch nor
-    the way out of a barrier counts.
+    On GPUs the ranks wait for one another on the device and the host is ahead of it, so that neither
+    the launch nor the end of a barrier on the host counts.
 
     Collective: yes.   Host sync: yes.
     """
@@ -64,7 +64,7 @@ def take_turns(
 ) -> dict[str, list[SpansT]]:
     """Make each call in turn, repeatedly, so that a slow machine slows all of them.
 
-    Returns: by call, what it measured on this rank in each round.
+    Returns: by name, the spans that the call measured on this rank in each round.
     """
     clock = clock_for(device)
     spans: dict[str, list[SpansT]] = {name: [] for name in calls}
@@ -96,7 +96,7 @@ def call_of(
 def run_call(
     contender: Contender[DispatchedT], batch: RankBatch, clock: Clock
 ) -> Mapping[str, float]:
-    """Time one dispatch and combine, with experts between them that nobody waits for.
+    """Time one dispatch and combine, with stand-ins of experts between them that are not timed.
 
     Both halves start on all ranks together, so neither pays for what the other rank did before.
     """
@@ -133,8 +133,8 @@ def graph_call(
 ) -> Callable[[Clock], Mapping[str, float]]:
     """Capture a dispatch, its combine and pairs of both as graphs; return the call that times them.
 
-    No launch from Python counts. Results of experts are there already. The routing of `batch` is
-    replayed, and its sizes are the contender's, not the batch's.
+    No launch from Python counts. Results of experts are computed before. The routing of `batch` is
+    replayed.
 
     Collective: yes.
     """
@@ -143,7 +143,7 @@ def graph_call(
     results = run_experts(contender.group(dispatched), first_expert)
     contender.combine(results, dispatched)
     waiting: list[DispatchedT] = []
-    # A half must not run but in its place, so nothing warms it up.
+    # A half must run only after the other, so nothing warms it up.
     dispatching = captured(lambda: waiting.append(contender.dispatch(batch)), warm_up=False)
     combining = captured(lambda: contender.combine(results, waiting[-1]), warm_up=False)
 

@@ -20,9 +20,9 @@ from epcomm.bench.ranks import (
     join_ranks,
     rank_of_environment,
     ranks_of_environment,
+    report_error,
     run_work,
     start_ranks,
-    tell,
 )
 from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, layers_table, timings_table
@@ -108,7 +108,7 @@ def bench_command(
         options.check_ranks(num_started or ranks_of_environment() or 1)
         _check_files(output, plot)
     except ConfigError as error:
-        raise typer.Exit(tell(error, rank_of_environment())) from None
+        raise typer.Exit(report_error(error, rank_of_environment())) from None
     work = Work(options=options, output=output, plot=plot, prints_json=json, is_verbose=verbose)
     if num_started is not None:
         raise typer.Exit(start_ranks(num_started, bench_on_rank, work))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def test_rows_add_up_and_one_expert_in_eight_gets_more(rows: int, skew: int) -> 
 
 @pytest.mark.parametrize("format", Format)
 def test_check_passes_right_results_and_refuses_others(format: Format) -> None:
-    experts = Experts.make(format, SIZE, torch.device("cpu"))
+    experts = Experts.make(replace(SIZE, format=format), torch.device("cpu"))
     weights, runner = experts.codes, QuantizedReferenceRunner()
     x = torch.randn(24, 256, generator=torch.Generator().manual_seed(7))
     dispatched = rows_record(counts_of(24, 8, 1), x, format.wire)

@@ -1,4 +1,4 @@
-"""Say what torch alone offers, by name."""
+"""What torch alone offers, by name."""
 
 from __future__ import annotations
 

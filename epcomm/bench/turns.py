@@ -38,8 +38,8 @@ def wait_for_all(device: torch.device) -> None:
 def time_launch(launch: Callable[[], object], device: torch.device, clock: Clock) -> float:
     """Return the milliseconds of the work that `launch` starts on all ranks together.
 
-    On GPUs the ranks wait for one another on the device and the host is ahead of it, so that neither
-    the launch nor the end of a barrier on the host counts.
+    On GPUs the ranks wait for one another on the device and the host is ahead of it, so that
+    neither the launch nor the end of a barrier on the host counts.
 
     Collective: yes.   Host sync: yes.
     """

@@ -21,7 +21,7 @@ from epcomm.bench.options import BenchOptions
 from epcomm.bench.report import as_json
 from epcomm.bench.run import run_bench
 from epcomm.cli import app
-from epcomm.cli.bench import NOT_TIMED, Work, bench_on_rank
+from epcomm.cli.bench import NOT_TIMED, ReportOptions, Work, bench_on_rank
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
@@ -104,13 +104,7 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = replace(OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",))
-    work = Work(
-        options=replace(options, intermediate=None),
-        output=None,
-        plot=None,
-        prints_json=True,
-        is_verbose=False,
-    )
+    work = Work(options=replace(options, intermediate=None), report=ReportOptions(json=True))
     assert bench_on_rank(work) == NOT_TIMED
     printed = capsys.readouterr().out
     if dist.get_rank() == 0:
@@ -120,7 +114,7 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
     else:
         assert printed == ""
     for is_verbose in (False, True):
-        assert bench_on_rank(replace(work, prints_json=False, is_verbose=is_verbose)) == NOT_TIMED
+        assert bench_on_rank(replace(work, report=ReportOptions(verbose=is_verbose))) == NOT_TIMED
         printed = capsys.readouterr().out
         if dist.get_rank() == 0:
             assert ("there is no CUDA device" in printed) == is_verbose

@@ -93,27 +93,23 @@ class Copies:
         """Allocate and touch both buffers, of rows like `rows` [T, H]."""
         num_rows = -(-_BUFFER_BYTES // (rows.shape[1] * rows.element_size()))
         self._source = rows.new_ones(num_rows, rows.shape[1])
-        self._target = torch.empty_like(self._source)
+        self._target = self._source.clone()
         self._clock = clock_for(rows.device)
-        self._copy()
         self._ms: list[float] = []
 
     def run(self) -> None:
         """Run one round. Collective: yes."""
         wait_for_all(self._source.device)
-        self._ms.append(self._copy())
+        self._clock.mark()
+        self._target.copy_(self._source)
+        self._clock.mark()
+        self._ms += self._clock.take()
 
     def gb_per_s(self) -> float:
         """Return the rate of all ranks together, by the median of rounds. Collective: yes."""
         by_rank = of_all_ranks(self._ms)
         slowest = Percentiles.of(max(ranks) for ranks in zip(*by_rank, strict=True))
         return len(by_rank) * self._source.nbytes / slowest.p50 / 1e6
-
-    def _copy(self) -> float:
-        self._clock.mark()
-        self._target.copy_(self._source)
-        self._clock.mark()
-        return self._clock.take()[0]
 
 
 def keep_freed_memory() -> bool:

@@ -81,14 +81,12 @@ class Arrived:
 class Case:
     """A kernel to measure.
 
-    num_bytes: read and written.   plain: the same in plain torch; None where it cannot be captured.
-    check: raises CheckError where the results differ.
+    num_bytes: read and written.   check: raises CheckError where plain torch gives another result.
     """
 
     name: str
     num_bytes: int
     call: Callable[[], object]
-    plain: Callable[[], object] | None
     check: Callable[[], None]
 
 
@@ -100,7 +98,6 @@ class Finding:
     num_bytes: int = 0
     ms: Percentiles | None = None
     copy_ms: Percentiles | None = None
-    plain_ms: Percentiles | None = None
     fault: str = ""
 
     @property
@@ -176,7 +173,6 @@ def pack_case(arrived: Arrived) -> Case:
         name=f"pack {layout.format.dtype}",
         num_bytes=num_bytes,
         call=lambda: [pack(part, index) for part in parts],
-        plain=lambda: [torch.index_select(part, 0, row_of_slot) for part in parts],
         check=check,
     )
 
@@ -202,7 +198,6 @@ def sums_case(name: str, rows: Tensor, table: Tensor, weights: Tensor | None) ->
         name=name,
         num_bytes=(num_read + table.shape[0]) * row_bytes,
         call=lambda: ops.sum_members(rows, table, weights),
-        plain=plain,
         check=lambda: _same(name, ops.sum_members(rows, table, weights), plain()),
     )
 
@@ -235,7 +230,7 @@ def scatter_case(arrived: Arrived, sizes: Sizes) -> Case:
         _same("scatter", call(), plain())
 
     num_bytes = x.nbytes + ids.nbytes + weights.nbytes + out.nbytes
-    return Case(name="tokens to rows", num_bytes=num_bytes, call=call, plain=plain, check=check)
+    return Case(name="tokens to rows", num_bytes=num_bytes, call=call, check=check)
 
 
 def index_case(arrived: Arrived) -> Case:
@@ -255,7 +250,6 @@ def index_case(arrived: Arrived) -> Case:
         name="slot index",
         num_bytes=2 * ids.numel() * ids.itemsize + 3 * 4 * arrived.results.shape[0],
         call=lambda: index_slots(ids, scalars, arrived.counts, host_counts, first_expert=0),
-        plain=None,
         check=check,
     )
 
@@ -278,7 +272,6 @@ def quantize_case(name: str, x: Tensor) -> Case:
         name=name,
         num_bytes=x.nbytes + out.data.nbytes + out.scales.nbytes,
         call=partial(quantizer, x, wire, profile=profile, out=out),
-        plain=partial(quantize, x, wire, profile=profile, out=out),
         check=check,
     )
 
@@ -310,13 +303,11 @@ def measure(make: Callable[[], Case], device: torch.device, num_calls: int) -> F
         case = make()
         name = case.name
         case.check()
-        plain_ms = None if case.plain is None else time_cold(case.plain, device, num_calls)
         return Finding(
             case=name,
             num_bytes=case.num_bytes,
             ms=time_cold(case.call, device, num_calls),
             copy_ms=time_copy(case.num_bytes, device, num_calls),
-            plain_ms=plain_ms,
         )
     except (CheckError, RuntimeError) as error:
         return Finding(case=name, fault=str(error).partition("\n")[0])
@@ -326,10 +317,9 @@ def line_of(finding: Finding) -> str:
     """Return a finding as a line for the terminal."""
     if finding.ms is None or finding.copy_ms is None:
         return f"{finding.case}: {finding.fault}"
-    plain = "" if finding.plain_ms is None else f"; plain torch {finding.plain_ms.p50 * 1e3:.1f} us"
     return (
         f"{finding.case}, {finding.num_bytes / 1e6:.0f} MB: {finding.ms.p50 * 1e3:.1f} us, p99 "
-        f"{finding.ms.p99 * 1e3:.1f}, {finding.times_a_copy:.2f} times a copy{plain}"
+        f"{finding.ms.p99 * 1e3:.1f}, {finding.times_a_copy:.2f} times a copy"
     )
 
 

@@ -90,12 +90,13 @@ def _render_dispatch_combine(result: Result) -> str:
         rows.append([_words(span), *cells, f"{ratio:.2f}"])
     sent = [f"{one['sent_bytes']['total'] / 1e6:.2f} MB" for one in contenders.values()]
     rows.append(["sent by a rank", *[cell for one in sent for cell in (one, "", "")], ""])
-    sizes = result["configuration"]
+    sizes, commit = result["configuration"], result["versions"]["commit"]
     # Results from before it was recorded are of `collective`.
     buffer = f", epcomm in {sizes['backend']}" if "backend" in sizes else ""
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']}{buffer} on {_where(result)}, "
-        f"{_torch(result)}, {sizes['pairs']} calls of each in turn: `{result['command']}`"
+        f"{_torch(result)}, {sizes['tokens']} tokens a rank, {_layer(sizes)}, {sizes['pairs']} "
+        f"calls of each in turn, by bench_dispatch_combine.py of commit {commit}"
     )
     table = _table(["ms on the slowest rank", *heads, "times as fast"], rows)
     return _page(table, caption, *_copies_caption(result, "`total without grouping`"))

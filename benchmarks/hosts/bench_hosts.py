@@ -28,11 +28,10 @@ from epcomm import EPGroup, Mode
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Contender, Experts
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Timing
-from epcomm.bench.run import run_bench
+from epcomm.bench.run import ALTERNATIVES, run_bench
 from epcomm.bench.turns import wait_for_all
 from epcomm.cli.records import takes_records
 from epcomm.testing.data import RankBatch

@@ -35,7 +35,7 @@ def describe_versions(device: torch.device) -> dict[str, str]:
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "epcomm": _version_of("epcomm"),
+        "epcomm": version_of("epcomm"),
         "commit": _commit(),
     }
     if device.type == "cuda":
@@ -50,11 +50,12 @@ def _processor_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def _version_of(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution; unknown where its sources run uninstalled."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return "unknown"
 
 
 def _commit() -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from epcomm.bench.advice import advise
 from epcomm.bench.check import CheckError, check_contender
+from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.contenders.backends import Epcomm, MissingContender, find_backends
 from epcomm.bench.contenders.base import Contender, Experts
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.layer import measure_layers
 from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions, described
@@ -21,6 +23,11 @@ from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
 from epcomm.bench.turns import call_of, is_in_graph, percentiles_of, take_turns
 from epcomm.group import EPGroup
+
+# What torch alone offers, by name.
+ALTERNATIVES: Mapping[str, Callable[[Experts], Contender]] = MappingProxyType(
+    {ExpertRows.name: ExpertRows, AllGather.name: AllGather}
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -4,12 +4,12 @@ from typing import Annotated
 
 import typer
 
+from epcomm.bench.machine import version_of
 from epcomm.cli.bench import bench_command
 from epcomm.cli.doctor import doctor_command
 from epcomm.cli.load import load_command
 from epcomm.cli.one_line import OneLineGroup
 from epcomm.cli.plan import plan_command
-from epcomm.cli.version import version
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        typer.echo(version())
+        typer.echo(version_of("epcomm"))
         raise typer.Exit
 
 

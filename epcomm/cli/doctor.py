@@ -14,9 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from epcomm.bench.machine import version_of
 from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.cli.one_line import BadInput
-from epcomm.cli.version import version
 from epcomm.config import Mode
 from epcomm.platforms.deep_ep import Variable
 from epcomm.platforms.findings import TESTED_VERSIONS, Finding, Status
@@ -64,7 +64,7 @@ def as_json(report: DoctorReport, names: Sequence[str]) -> str:
     """Return the report as one JSON object; with names, with these backends and runners alone."""
     parts = {"backends": report.backends, "runners": report.runners}
     values = {
-        "version": version(),
+        "version": version_of("epcomm"),
         "ok": _is_enough(report, names),
         "platform": [_plain(each) for each in report.platform],
         "packages": [_plain(each) for each in report.packages],
@@ -145,7 +145,9 @@ def _summary(report: DoctorReport) -> Table:
         lines[served] = ", ".join(names) or "none"
     table = Table(box=None)
     table.add_column("", no_wrap=True)
-    table.add_column(f"epcomm {version()}: what works here", no_wrap=True, overflow="ellipsis")
+    table.add_column(
+        f"epcomm {version_of('epcomm')}: what works here", no_wrap=True, overflow="ellipsis"
+    )
     for name, text in lines.items():
         table.add_row(name, escape(text.splitlines()[0]))
     return table

@@ -43,7 +43,7 @@ def test_a_wrong_kernel_gets_no_number() -> None:
     def fail() -> None:
         raise CheckError("pack: [3, 4] differs from plain torch; not measured")
 
-    case = Case(name="pack", num_bytes=8, call=list, plain=list, check=fail)
+    case = Case(name="pack", num_bytes=8, call=list, check=fail)
     finding = measure(lambda: case, torch.device("cpu"), 1)
     assert (finding.case, finding.ms) == ("pack", None)
     assert finding.fault.startswith("pack: [3, 4] differs")

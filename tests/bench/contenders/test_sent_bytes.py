@@ -4,7 +4,7 @@ import torch
 from epcomm import EPConfig, EPGroup, Mode, MoESpec
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Experts, SentBytes
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.run import ALTERNATIVES
 from epcomm.buffers.sizes import CallShape
 from epcomm.testing.data import RankBatch
 

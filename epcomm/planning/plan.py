@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
-from epcomm.planning.candidates import (
-    DECODE,
-    PREFILL,
-    RUNNER,
-    Survey,
-    phase_configs,
-    survey,
-)
+from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
 from epcomm.planning.log import log_plan
+from epcomm.planning.measurements import Measurements
 from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.planning.ranks import PlannedRanks
@@ -74,8 +68,8 @@ def plan(
     ranks = _ranks_of(group, world_size, machine, hosts)
     found = survey(config, spec, weights, ranks, group)
     phases = {
-        phase: _plan_phase(phase, each, found, ranks, weights)
-        for phase, each in phase_configs(config).items()
+        phase: _plan_phase(each, found.measurements, ranks, weights)
+        for phase, each in found.phases.items()
     }
     prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
     chosen = EPPlan(
@@ -83,9 +77,9 @@ def plan(
         decode=phases.get(DECODE) if is_auto else prefill,
         assumed=() if machine is None else machine.describe(ranks.world_size),
     )
-    if RUNNER in found.verdicts:
+    if found.runners is not None:
         assert weights is not None, "runners are judged by their experts"
-        chosen = _with_runner(chosen, config, found.verdicts[RUNNER], weights)
+        chosen = _with_runner(chosen, config, found.runners, weights)
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is not None:
@@ -135,18 +129,19 @@ def _ranks_of(
 
 
 def _plan_phase(
-    phase: str,
-    config: EPConfig,
-    found: Survey,
+    found: PhaseSurvey,
+    measurements: Measurements | None,
     ranks: PlannedRanks,
     weights: ExpertTensors | None,
 ) -> PhasePlan:
-    mode, spec, verdicts = Mode(config.mode), found.specs[phase], found.verdicts[phase]
+    """Choose the backend of one phase."""
+    config, spec, verdicts = found.config, found.spec, found.verdicts
+    mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
     # Classes without the mode are those of exact sizes, which serve decode on CPU ranks.
     kinds = [backend_class(name) for name in verdicts]
     exact = frozenset(kind.name for kind in kinds if mode not in kind.modes)
-    order = preferred_order(config, found.measurements, exact)
+    order = preferred_order(config, measurements, exact)
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)

@@ -1,11 +1,12 @@
-"""plan(): choose what serves a layer, and say why; works with no group and no device.
+"""plan(): choose what serves a layer, with reasons; it needs no group and no device.
 
-A layer has two phases: prefill and training, and decode. In mode auto each has a mechanism of its
-own; every other mode serves both with one.
+A layer has two phases: prefill and training, and decode. Mode auto chooses a mechanism for each;
+every other mode serves both with one.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
 from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
-from epcomm.planning.log import log_plan
 from epcomm.planning.measurements import Measurements
 from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
@@ -34,6 +34,8 @@ from epcomm.types import (
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
     from epcomm.weights.unquantized import ExpertTensors
+
+_logger = logging.getLogger(__name__)
 
 
 def plan(
@@ -54,7 +56,7 @@ def plan(
         group: the ranks; then the probes of all ranks count, and the call is collective.
         world_size: W when there is no group; default 1.
         machine: plan for ranks on machines such as this, which need not be here, as in
-            platforms.assumed.DEVICES; without a group. The plan says what it assumes.
+            platforms.assumed.DEVICES; without a group. The plan lists what it assumes.
         weights: the experts, or any share of them, for the choice of a runner; their values do
             not matter, so they may be on the meta device.
         hosts: where W ranks run on machines like this one, without a group; None: on one host.
@@ -83,8 +85,17 @@ def plan(
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is not None:
-        log_plan(chosen, group)
+        _log(chosen, group)
     return chosen
+
+
+def _log(chosen: EPPlan, group: EPGroup) -> None:
+    """Log what serves a layer at INFO, once for all layers of a group that are served alike."""
+    for purpose, phase in chosen.phases().items():
+        runner = [] if chosen.runner is None else [f"runner {chosen.runner}"]
+        text = "; ".join([*phase.facts(phase=purpose), *runner])
+        if group.is_news(text):
+            _logger.info("%s: %s", group.where, text)
 
 
 def _ranks_of(
@@ -259,7 +270,7 @@ def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
 def _reading_reasons(
     name: str, phases: Iterable[PhasePlan], weights: ExpertTensors
 ) -> Sequence[str]:
-    """Return what keeps a runner from reading what the buffers of the phases hand out."""
+    """Return what keeps a runner from reading the rows that the buffers of the phases return."""
     runner, reasons = runner_class(name), list[str]()
     if not isinstance(weights, runner.kinds):
         return reasons

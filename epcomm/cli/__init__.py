@@ -1,4 +1,4 @@
-"""The command `epcomm`: plan a layer, look at a machine, measure, read loads."""
+"""The command `epcomm`: plan a layer, inspect a machine, measure, read loads."""
 
 from typing import Annotated
 
@@ -33,9 +33,9 @@ def _epcomm(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
-    """Expert-parallel communication: plan a layer, look at a machine, time backends, read loads.
+    """Expert-parallel communication: plan a layer, inspect a machine, time backends, read loads.
 
-    Exit code 2: bad input, told in one line.
+    Exit code 2: bad input, reported in one line.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

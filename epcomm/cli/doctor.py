@@ -1,4 +1,4 @@
-"""`epcomm doctor`: what works on this machine, and what a user of it would do next."""
+"""`epcomm doctor`: what works on this machine, and what to do next."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from epcomm.platforms.findings import TESTED_VERSIONS, Finding, Status
 from epcomm.registry import BACKEND_GROUPS, BUFFERS, FUSED, RUNNERS
 
 _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yellow"}
-# Those that backends serve.
+# The modes that backends serve.
 _MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
-# Steps without --verbose, so that all of it has 20 lines at most.
+# Steps without --verbose, so that the output has 20 lines at most.
 _SHOWN_STEPS = 5
 # The exit code where something that was asked for is not here.
 NOT_HERE = 1
@@ -108,14 +108,14 @@ def _plain(finding: Finding) -> dict[str, object]:
 def _show(report: DoctorReport, *, verbose: bool) -> None:
     console = Console(highlight=False)
     console.print(_summary(report))
-    say = partial(console.print, markup=False, soft_wrap=True)
+    write = partial(console.print, markup=False, soft_wrap=True)
     steps = report.next_steps if verbose else report.next_steps[:_SHOWN_STEPS]
     is_cut = len(steps) < len(report.next_steps)
-    say(f"next ({len(steps)} of {len(report.next_steps)} steps):" if is_cut else "next:")
+    write(f"next ({len(steps)} of {len(report.next_steps)} steps):" if is_cut else "next:")
     for step in steps:
-        say(f"- {step}")
+        write(f"- {step}")
     if not verbose:
-        say("- see what is not here, and why: epcomm doctor --verbose")
+        write("- see what is not here, and why: epcomm doctor --verbose")
         return
     console.print(_findings_table("platform", report.platform))
     console.print(_findings_table("package", report.packages))

@@ -1,4 +1,4 @@
-"""The plan as one JSON object, which docs/commands.md tells of."""
+"""The plan as one JSON object, with the keys that docs/commands.md lists."""
 
 from __future__ import annotations
 

@@ -4,20 +4,23 @@
 
 Low latency with FP8 slabs and router weights in combine, as chains of pairs in a graph; normal mode
 with the layout, FP8 and BF16, and a combine of rows that are summed; the host time of eager calls
-in units of torch's one-element `add_`; and what a product beside them hides, or between their
-halves. What each call hands out is checked first, a graph also with other routing than it was
-captured with; on a difference the program ends without a number. On a CPU it is a dry run: pass
-small sizes.
+in units of torch's one-element `add_`. The results of each call are checked first; on a difference
+the program ends without a number. On a CPU it is a dry run: pass small sizes.
+
+It also measures what calls and a matrix product hide of each other. Normal mode: a dispatch (or
+combine) on the communication stream, and a product on the current one, which leaves free the SMs
+that the call may take. A dispatch knows its sizes by a handle, because otherwise the host waits for
+counts meanwhile. Low latency, captured as a graph: products between a call and its receive hook,
+which share a stream, so that they hide only what a rank waits for; or beside asynchronous calls on
+the communication stream, which need free SMs too.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -26,44 +29,47 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.bench_nvlink_low_latency import init_process_group
-from benchmarks.bench_overlap import Product
-from benchmarks.measuring.deep_ep_overlap import (
-    Halves,
-    Hidden,
-    LowLatencyPair,
-    Timed,
-    normal_halves,
-    timed_hidden,
-)
-from benchmarks.measuring.eager_rows import eager_row
+from benchmarks.bench_nvlink import launched, numbers_of
+from benchmarks.bench_overlap import Product, free_sms
+from benchmarks.host_time import EagerRow, eager_row
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm.bench.check import CheckError
-from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Percentiles, captured, clock_for
-from epcomm.bench.turns import wait_for_all
-from epcomm.integrations.deep_ep import Buffer
+from epcomm.bench.timing import Percentiles
+from epcomm.bench.turns import percentiles_of, take_turns
+from epcomm.cli.records import takes_records
+from epcomm.integrations.deep_ep import Buffer, EventOverlap
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
 
 # Pairs of a chain, in which host and launch of a graph do not count.
 _CHAIN = 20
+# Calls in a measurement with products: the host gets ahead of the device, and the launch of a graph
+# of them is short beside it.
+_CALLS = 10
 # Columns of the product beside normal mode, whose rows are the tokens of a rank.
 _COLUMNS = 8192
 # Rows, columns and inner size of those beside low latency, and how many: 50 us together on an H200,
-# and small, for what they read takes the place of what communication reads in the cache of a GPU.
+# and small, because what they read replaces what communication reads in the cache of a GPU.
 _SMALL, _NUM_SMALL = 2048, 3
+
+Rows = Tensor | tuple[Tensor, Tensor]
+Call = Callable[[], object]
+# Begins a call and returns what ends it.
+Begin = Callable[[], Call]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The sizes of a layer; rounds: times that each call is timed."""
+    """The sizes of a layer, and how often calls are timed."""
 
-    hidden: int
-    experts: int
-    top_k: int
-    num_sms: int
-    rounds: int
-    burst: int
+    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    tokens: Annotated[str, typer.Option(help="T of low latency, with commas.")] = "1,32,128"
+    normal_tokens: Annotated[int, typer.Option(min=1, help="T of normal mode.")] = 4096
+    num_sms: Annotated[int, typer.Option(min=2, help="Of the kernels of normal mode.")] = 24
+    rounds: Annotated[int, typer.Option(min=1, help="Times that a call is timed.")] = 20
+    burst: Annotated[int, typer.Option(min=1, help="Eager calls without a wait.")] = 20
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,57 +93,98 @@ class Batch:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hidden:
+    """The times of communication and of products, alone and together, in microseconds.
+
+    share: of the shorter one, that no longer shows: 1 where both take as long as the longer one, 0
+        where they take as long as one after the other.
+    """
+
+    communication_us: float
+    product_us: float
+    together_us: float
+    share: float
+
+    @classmethod
+    def of(cls, communication_us: float, product_us: float, together_us: float) -> Hidden:
+        """Compute the share: of 30, 50 and 60 us together, 20 of 30 us are hidden."""
+        saved = communication_us + product_us - together_us
+        return cls(
+            communication_us=communication_us,
+            product_us=product_us,
+            together_us=together_us,
+            share=saved / min(communication_us, product_us),
+        )
+
+
 class LowLatency:
     """Pairs of low latency whose experts return ones: y is the sum of the weights."""
 
     def __init__(self, options: Options, buffer: Buffer, batch: Batch, max_tokens: int) -> None:
         """Open the buffer by a first pair."""
         self._options, self._buffer, self._batch = options, buffer, batch
-        self._max_tokens = max_tokens
+        self._sizes = max_tokens, options.experts
         capacity = buffer.group_size * max_tokens
         shape = (options.experts // buffer.group_size, capacity, options.hidden)
         self._rows = torch.ones(shape, dtype=torch.bfloat16, device=batch.x.device)
-        self.y = self.pair()
+        # Of the last dispatch and combine.
+        self._handle: tuple[Tensor, Tensor, int, int, int] | None = None
+        self._y = torch.empty(0)
+        self.pair()
+
+    def begin_dispatch(self, *, is_async: bool) -> Call:
+        """Begin a dispatch, on the communication stream or with a hook; return what ends it."""
+        batch = self._batch
+        *_, self._handle, event, hook = self._buffer.low_latency_dispatch(
+            batch.x, batch.ids, *self._sizes, async_finish=is_async, return_recv_hook=not is_async
+        )
+        return _end_of(event, hook)
+
+    def begin_combine(self, *, is_async: bool) -> Call:
+        """Begin the combine of ones."""
+        assert self._handle is not None, "a dispatch came before"
+        batch = self._batch
+        self._y, event, hook = self._buffer.low_latency_combine(
+            self._rows,
+            batch.ids,
+            batch.weights,
+            self._handle,
+            async_finish=is_async,
+            return_recv_hook=not is_async,
+        )
+        return _end_of(event, hook)
 
     def pair(self) -> Tensor:
         """Make a dispatch, its hook, and a combine of ones."""
-        *_, handle, _, hook = self._buffer.low_latency_dispatch(
-            self._batch.x,
-            self._batch.ids,
-            self._max_tokens,
-            self._options.experts,
-            return_recv_hook=True,
-        )
-        assert hook is not None, "asked for"
-        hook()
+        self.begin_dispatch(is_async=False)()
+        assert self._handle is not None, "just dispatched"
+        batch = self._batch
         y, _, _ = self._buffer.low_latency_combine(
-            self._rows, self._batch.ids, self._batch.weights, handle
+            self._rows, batch.ids, batch.weights, self._handle
         )
         return y
 
-    def halves(self) -> dict[str, Halves]:
-        """Return a pair with hooks, and one of asynchronous calls, which is checked."""
-        batch = self._batch
-        pair = LowLatencyPair(
-            buffer=self._buffer,
-            x=batch.x,
-            ids=batch.ids,
-            weights=batch.weights,
-            sizes=(self._max_tokens, self._options.experts),
-            rows=self._rows,
-        )
-        halves = {
-            "before the hooks": pair.halves(is_async=False),
-            "beside them": pair.halves(is_async=True),
-        }
-        for name, each in halves.items():
-            each.alone()
-            assert pair.y is not None, "just combined"
-            require(f"low latency, products {name}", pair.y, self.pair())
-        return halves
+    def chain(self) -> None:
+        """Make _CHAIN pairs."""
+        for _ in range(_CHAIN):
+            self.pair()
 
-    def hidden(self, timed: Timed) -> dict[str, Hidden]:
-        """Time both kinds of pairs with products between their halves."""
+    def check(self) -> None:
+        """Compare slabs and y with what was sent."""
+        batch, capacity = self._batch, self._rows.shape[1]
+        slabs, counts, handle, _, _ = self._buffer.low_latency_dispatch(
+            batch.x, batch.ids, *self._sizes, use_fp8=False
+        )
+        assert isinstance(slabs, Tensor), "without scales"
+        is_row = torch.arange(capacity, device=counts.device) < counts[:, None]
+        rows = slabs.masked_fill(~is_row[..., None], float("nan"))
+        y, _, _ = self._buffer.low_latency_combine(rows, batch.ids, batch.weights, handle)
+        require("low latency, BF16 there and back", y, batch.x)
+        require("low latency, sums of weights", self.pair(), torch.ones_like(batch.x))
+
+    def hidden(self) -> dict[str, Hidden]:
+        """Time both kinds of pairs with products between their halves, after a check."""
         (num_tokens, hidden_size), device = self._batch.x.shape, self._batch.x.device
         side = min(_SMALL, hidden_size)
         one = Product(m=side, n=side, k=side).on(device)
@@ -147,42 +194,22 @@ class LowLatency:
                 one()
 
         found = {}
-        for is_async, (name, halves) in enumerate(self.halves().items()):
-            num_sms = self._options.num_sms if is_async else 0
-            found[f"low latency, T={num_tokens}, products {name}"] = timed_hidden(
-                halves, work, timed, device, num_sms=num_sms, is_graph=True
+        for where, is_async in (("before the hooks", False), ("beside them", True)):
+            begins = [
+                partial(self.begin_dispatch, is_async=is_async),
+                partial(self.begin_combine, is_async=is_async),
+            ]
+            around(begins, _nothing)
+            require(f"low latency, products {where}", self._y, self.pair())
+            found[f"low latency, T={num_tokens}, products {where}"] = hidden_of(
+                begins,
+                work,
+                device,
+                rounds=self._options.rounds,
+                num_sms=self._options.num_sms if is_async else 0,
+                is_graph=True,
             )
         return found
-
-    def check(self) -> None:
-        """Compare slabs and y with what was sent."""
-        batch, capacity = self._batch, self._rows.shape[1]
-        slabs, counts, handle, _, _ = self._buffer.low_latency_dispatch(
-            batch.x, batch.ids, self._max_tokens, self._options.experts, use_fp8=False
-        )
-        assert isinstance(slabs, Tensor), "without scales"
-        is_row = torch.arange(capacity, device=counts.device) < counts[:, None]
-        rows = slabs.masked_fill(~is_row[..., None], float("nan"))
-        y, _, _ = self._buffer.low_latency_combine(rows, batch.ids, batch.weights, handle)
-        require("low latency, BF16 there and back", y, batch.x)
-        require("low latency, sums of weights", self.pair(), torch.ones_like(batch.x))
-
-    def check_graph(self) -> None:
-        """Replay a pair with other routing than it was captured with."""
-        if self._batch.x.device.type != "cuda":
-            return
-        kept: list[Tensor] = []
-        graph = captured(lambda: kept.append(self.pair()))
-        self._batch.ids.copy_((self._batch.ids + 1) % self._options.experts)
-        self._batch.ids[: len(self._batch.ids) // 2, 0] = -1
-        graph.replay()
-        half = (self._batch.ids >= 0).sum(1, keepdim=True) / self._options.top_k
-        require("a graph with other routing", kept[-1], half.expand_as(kept[-1]).bfloat16())
-
-    def chain(self) -> None:
-        """Make _CHAIN pairs."""
-        for _ in range(_CHAIN):
-            self.pair()
 
 
 class Normal:
@@ -207,15 +234,13 @@ class Normal:
         require("normal mode, FP8 along a handle", again.view(torch.uint8), data)
 
     def layout(self) -> tuple[Tensor, Tensor]:
-        """Return tokens per expert, and which token goes to which rank."""
+        """Return tokens per expert, and which token is sent to which rank."""
         _, _, per_expert, is_in_rank, _ = self._buffer.get_dispatch_layout(
             self._batch.ids, self._options.experts
         )
         return per_expert, is_in_rank
 
-    def dispatch(
-        self, x: Tensor | tuple[Tensor, Tensor]
-    ) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, ...]]:
+    def dispatch(self, x: Rows) -> tuple[Rows, tuple[Tensor, ...]]:
         """Make a dispatch with the layout that was made last; return rows and handle."""
         per_expert, is_in_rank = self._layout
         rows, _, _, _, handle, _ = self._buffer.dispatch(
@@ -228,55 +253,76 @@ class Normal:
         assert handle is not None, "no handle came"
         return rows, handle
 
-    def dispatch_with_layout(self, x: Tensor | tuple[Tensor, Tensor]) -> None:
+    def dispatch_with_layout(self, x: Rows) -> None:
         """Make a layout and a dispatch."""
         self._layout = self.layout()
         self.dispatch(x)
 
-    def calls(self) -> dict[str, Callable[[], object]]:
-        """Return what is timed on the device, by name."""
+    def combine(self) -> Tensor:
+        """Combine the rows of the first dispatch."""
+        return self._buffer.combine(self._rows, self._handle)[0]
+
+    def calls(self, dispatch: Callable[[Rows], object]) -> dict[str, Call]:
+        """Return the calls that are timed, by name; dispatch: with or without its layout."""
         return {
-            "dispatch FP8": lambda: self.dispatch_with_layout(self._fp8),
-            "dispatch BF16": lambda: self.dispatch_with_layout(self._batch.x),
+            "dispatch FP8": lambda: dispatch(self._fp8),
+            "dispatch BF16": lambda: dispatch(self._batch.x),
             "combine": self.combine,
         }
 
-    def eager_calls(self) -> dict[str, Callable[[], object]]:
-        """Return what is timed on the host, by name: each call of a program on its own."""
-        return {
-            "layout": self.layout,
-            "dispatch FP8": lambda: self.dispatch(self._fp8),
-            "dispatch BF16": lambda: self.dispatch(self._batch.x),
-            "combine": self.combine,
-        }
+    def begin_dispatch(self) -> Call:
+        """Begin an asynchronous dispatch along the handle, FP8."""
+        *_, event = self._buffer.dispatch(
+            self._fp8,
+            handle=self._handle,
+            previous_event=self._buffer.capture(),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        return event.current_stream_wait
 
-    def halves(self) -> dict[str, Halves]:
-        """Return a dispatch along the handle, FP8, and a combine, as asynchronous calls.
+    def begin_combine(self) -> Call:
+        """Begin an asynchronous combine."""
+        *_, event = self._buffer.combine(
+            self._rows,
+            self._handle,
+            previous_event=self._buffer.capture(),
+            async_finish=True,
+            allocate_on_comm_stream=True,
+        )
+        return event.current_stream_wait
+
+    def hidden(self) -> dict[str, Hidden]:
+        """Time both calls with a product beside them, after a check.
 
         Raises:
-            CheckError: a combine that nobody waited for at once is another one.
+            CheckError: a combine beside an asynchronous one gives another result.
         """
-        halves = normal_halves(self._buffer, self._fp8, self._rows, self._handle)
-        found = [self.combine()]
-        halves["combine"].around(lambda: found.append(self.combine()))
-        require("normal mode, beside an asynchronous combine", found[1], found[0])
-        return dict(halves)
-
-    def hidden(self, timed: Timed) -> dict[str, Hidden]:
-        """Time both calls with a product beside them."""
         (num_tokens, hidden_size), device = self._batch.x.shape, self._batch.x.device
         work = Product(m=num_tokens, n=_COLUMNS, k=hidden_size).on(device)
-        num_sms = self._options.num_sms
+        found = [self.combine()]
+        around([self.begin_combine], lambda: found.append(self.combine()))
+        require("normal mode, beside an asynchronous combine", found[1], found[0])
+        begins = {"dispatch": self.begin_dispatch, "combine": self.begin_combine}
         return {
-            f"{name}, T={num_tokens}, a product beside it": timed_hidden(
-                halves, work, timed, device, num_sms=num_sms, is_graph=False
+            f"{name}, T={num_tokens}, a product beside it": hidden_of(
+                [begin],
+                work,
+                device,
+                rounds=self._options.rounds,
+                num_sms=self._options.num_sms,
+                is_graph=False,
             )
-            for name, halves in self.halves().items()
+            for name, begin in begins.items()
         }
 
-    def combine(self) -> Tensor:
-        """Return the rows of the first dispatch."""
-        return self._buffer.combine(self._rows, self._handle)[0]
+
+def around(begins: Sequence[Begin], work: Call) -> None:
+    """Make calls with `work` between the halves of each."""
+    for begin in begins:
+        end = begin()
+        work()
+        end()
 
 
 def require(what: str, found: Tensor, wanted: Tensor) -> None:
@@ -285,106 +331,105 @@ def require(what: str, found: Tensor, wanted: Tensor) -> None:
         raise CheckError(f"{what}: {found.flatten()[:4].tolist()}..., expected other elements")
 
 
-def times_us(call: Callable[[], object], device: torch.device, rounds: int, share: int) -> float:
-    """Return the median over rounds of the slowest rank, of one of `share` equal parts.
+def times_of(call: Call, device: torch.device, *, rounds: int, is_graph: bool) -> Percentiles:
+    """Return microseconds of a call on the slowest rank. Collective: as the call.
 
-    Devices begin together, behind a small sum of all ranks: who begins first waits for nobody.
+    is_graph: replay it from a device graph, on a GPU.
     """
-    clock, spans, one = clock_for(device), [], torch.ones(1, device=device)
     call()
-    for _ in range(rounds):
-        wait_for_all(device)
-        dist.all_reduce(one)
-        clock.mark()
-        call()
-        clock.mark()
-        spans.append(clock.take()[0] * 1e3 / share)
-    return Percentiles.of(map(max, zip(*of_all_ranks(spans), strict=True))).p50
+    turns = {"call": launched(call, device, is_graph=is_graph)}
+    return percentiles_of(take_turns(turns, device, num_rounds=rounds)["call"])["call"]
 
 
-def main(
-    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 7168,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    tokens: Annotated[str, typer.Option(help="T of low latency, with commas.")] = "1,32,128",
-    normal_tokens: Annotated[int, typer.Option(min=1, help="T of normal mode.")] = 4096,
-    num_sms: Annotated[int, typer.Option(min=2, help="Of the kernels of normal mode.")] = 24,
-    rounds: Annotated[int, typer.Option(min=1, help="Times that a call is timed.")] = 20,
-    burst: Annotated[int, typer.Option(min=1, help="Eager calls without a wait.")] = 20,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
-    """Check the calls, then time them, and print the slowest rank's."""
-    options = Options(
-        hidden=hidden,
-        experts=experts,
-        top_k=top_k,
-        num_sms=num_sms,
-        rounds=rounds,
-        burst=burst,
+def hidden_of(
+    begins: Sequence[Begin],
+    work: Call,
+    device: torch.device,
+    *,
+    rounds: int,
+    num_sms: int,
+    is_graph: bool,
+) -> Hidden:
+    """Time calls and the products between their halves, alone and together, by medians.
+
+    num_sms: SMs that the products leave free.   is_graph: capture the calls, which read no counts.
+
+    Collective: yes.   Host sync: yes.
+    """
+    calls: tuple[Call, ...] = (
+        lambda: around(begins, _nothing),
+        lambda: [work() for _ in begins],
+        lambda: around(begins, work),
     )
-    init_process_group()
-    try:
-        report = measured(options, [int(each) for each in tokens.split(",")], normal_tokens)
-        if output is not None and dist.get_rank() == 0:
-            output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
+
+    def median_us(call: Call) -> float:
+        def calls() -> None:
+            for _ in range(_CALLS):
+                call()
+
+        return times_of(calls, device, rounds=rounds, is_graph=is_graph).p50 / _CALLS
+
+    with free_sms(num_sms) if device.type == "cuda" and num_sms else nullcontext():
+        return Hidden.of(*map(median_us, calls))
 
 
-def measured(options: Options, tokens: list[int], normal_tokens: int) -> dict[str, object]:
-    """Return the report. Collective: yes."""
-    console = Console(quiet=dist.get_rank() != 0)
-    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device())
-    assert dist.group.WORLD is not None, "it was just made"
+def _nothing() -> None:
+    """Do nothing between halves."""
+
+
+def _end_of(event: EventOverlap, hook: Call | None) -> Call:
+    return event.current_stream_wait if hook is None else hook
+
+
+def measured(options: Options, device: torch.device) -> dict[str, object]:
+    """Return the numbers of the report, and print them. Collective: yes."""
+    console = Console(quiet=dist.get_rank() != 0, soft_wrap=True)
+    assert dist.group.WORLD is not None, "the ranks have joined"
     Buffer.set_num_sms(options.num_sms)
     buffer = Buffer(dist.group.WORLD, low_latency_mode=True, explicitly_destroy=True)
-    found_us: dict[str, float] = {}
-    units: dict[str, float] = {}
-
-    def tell(name: str, us: float) -> None:
-        found_us[name] = us
-        console.print(f"{name:>32}: {us:8.1f} us", soft_wrap=True)
-
-    def timed(call: Callable[[], object], share: int) -> float:
-        return times_us(call, device, options.rounds, share)
-
-    eager_calls: dict[str, Callable[[], object]] = {}
+    found: dict[str, Percentiles] = {}
     hidden: dict[str, Hidden] = {}
+    eager_calls: dict[str, Call] = {}
+    tokens = numbers_of(options.tokens)
     for number, num_tokens in enumerate(tokens):
         batch = Batch.of(options, num_tokens, device, number)
         pairs = LowLatency(options, buffer, batch, max(tokens))
         pairs.check()
-        call = pairs.chain if device.type == "cpu" else captured(pairs.chain).replay
-        tell(f"low latency, T={num_tokens}, a pair of {_CHAIN}", timed(call, _CHAIN))
-        pairs.check_graph()
-        hidden |= pairs.hidden(timed)
+        times = times_of(pairs.chain, device, rounds=options.rounds, is_graph=True)
+        of_pair = {name: us / _CHAIN for name, us in asdict(times).items()}
+        found[f"low latency, T={num_tokens}, a pair of {_CHAIN}"] = Percentiles(**of_pair)
+        hidden |= pairs.hidden()
         eager_calls["low-latency pair"] = pairs.pair
-    normal = Normal(options, buffer, Batch.of(options, normal_tokens, device, 99))
-    for name, call in normal.calls().items():
-        tell(f"{name}, T={normal_tokens}", timed(call, 1))
-    hidden |= normal.hidden(timed)
-    for name, each in hidden.items():
-        console.print(f"{name}: {asdict(each)}", soft_wrap=True)
-    eager_calls |= Normal(options, buffer, Batch.of(options, 1, device, 7)).eager_calls()
-    for name, call in eager_calls.items():
-        row = eager_row(call, device, rounds=options.rounds, burst=options.burst)
-        units[name] = max(of_all_ranks(row.units))
-        console.print(f"{name:>32}: {units[name]:8.1f} units of {row.unit_us:.2f} us on the host")
-        if dist.get_rank() == 0:
-            console.print(row.profile, soft_wrap=True)
+    normal = Normal(options, buffer, Batch.of(options, options.normal_tokens, device, 99))
+    for name, call in normal.calls(normal.dispatch_with_layout).items():
+        times = times_of(call, device, rounds=options.rounds, is_graph=False)
+        found[f"{name}, T={options.normal_tokens}"] = times
+    hidden |= normal.hidden()
+    eager = Normal(options, buffer, Batch.of(options, 1, device, 7))
+    eager_calls |= {"layout": eager.layout, **eager.calls(eager.dispatch)}
+    rows: dict[str, EagerRow] = {
+        name: eager_row(call, device, rounds=options.rounds, burst=options.burst)
+        for name, call in eager_calls.items()
+    }
+    for name, row in rows.items():
+        console.print(f"{name}, rank 0, own time\n{row.profile}")
     buffer.destroy()
-    return {
-        "benchmark": "deep_ep",
-        "configuration": {**asdict(options), "ranks": dist.get_world_size()},
-        "hardware": describe_hardware(device),
-        "versions": describe_versions(device),
-        "command": shlex.join(["python", "-m", "benchmarks.bench_deep_ep", *sys.argv[1:]]),
-        "slowest_rank_us": found_us,
-        "slowest_rank_units": units,
+    numbers = {
+        "slowest_rank_us": {name: each.p50 for name, each in found.items()},
+        "percentiles_us": {name: asdict(each) for name, each in found.items()},
+        "slowest_rank_units": {name: max(of_all_ranks(row.units)) for name, row in rows.items()},
         "hidden": {name: asdict(each) for name, each in hidden.items()},
     }
+    console.print(numbers)
+    return numbers
+
+
+@takes_records
+def main(options: Options, output: Output) -> None:
+    """Check the calls, then time them, and print the slowest rank's."""
+    with ranks_of_torchrun() as device:
+        report = report_of("deep_ep", asdict(options), device, "benchmarks.bench_deep_ep")
+        write_report(report | measured(options, device), output)
 
 
 if __name__ == "__main__":

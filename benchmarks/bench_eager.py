@@ -3,20 +3,17 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_eager --output eager.json
 
 A low-latency pair through the dispatcher, a decode layer and a normal layer, of one token on each
-rank, with FP8 experts of the shape of Qwen3-30B-A3B. What comes of the calls is checked; a row that
-fails is told, and the others still run. On a CPU it is a dry run over the backend collective: pass
-small sizes.
+rank, with FP8 experts of the shape of Qwen3-30B-A3B. The results of the calls are checked; a row
+that fails is reported, and the others still run. On a CPU it is a dry run over the backend
+collective: pass small sizes.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -25,13 +22,14 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.bench_nvlink_low_latency import init_process_group
-from benchmarks.measuring.eager_rows import EagerRow, eager_row
+from benchmarks.host_time import EagerRow, eager_row
+from benchmarks.measuring import Output, report_of, write_report
 from epcomm import (
     DeepEPLowLatencyDispatcher,
     EPConfig,
     EPGroup,
     ExpertParallelExperts,
+    ExpertWeights,
     Fp8BlockWeights,
     Mode,
     MoESpec,
@@ -40,8 +38,8 @@ from epcomm import (
     WireDtype,
 )
 from epcomm.bench.check import CheckError
-from epcomm.bench.machine import describe_hardware, describe_versions
-from epcomm.bench.ranks import of_all_ranks
+from epcomm.bench.ranks import join_ranks, of_all_ranks
+from epcomm.cli.records import takes_records
 
 _logger = logging.getLogger(__name__)
 
@@ -50,13 +48,14 @@ _logger = logging.getLogger(__name__)
 class Options:
     """The size of a layer, and how often it is called. M: most tokens of a rank in decode."""
 
-    hidden: int
-    inner: int
-    experts: int
-    top_k: int
-    max_tokens: int
-    rounds: int
-    burst: int
+    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 2048
+    inner: Annotated[int, typer.Option(min=128, help="I.")] = 768
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 128
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    max_tokens: Annotated[int, typer.Option(min=1, help="M.")] = 128
+    rounds: Annotated[int, typer.Option(min=1, help="Bursts of each row.")] = 25
+    # At most ten launches each, of a queue of 1024.
+    burst: Annotated[int, typer.Option(min=1, help="Calls without waiting for the device.")] = 20
 
 
 def batch_of(options: Options, group: EPGroup) -> tuple[Tensor, TopKOutput]:
@@ -68,31 +67,34 @@ def batch_of(options: Options, group: EPGroup) -> tuple[Tensor, TopKOutput]:
     return x, TopKOutput(topk_ids=ids.view(1, -1), topk_weights=weights)
 
 
-def backend_of(group: EPGroup) -> str:
-    """Return the backend that is measured, or of the dry run."""
-    return "nvlink" if group.device.type == "cuda" else "collective"
+def config_of(
+    options: Options, group: EPGroup, mode: Mode, wire: WireDtype | None = None
+) -> EPConfig:
+    """Return the configuration of what is measured, or of the dry run on a CPU."""
+    backend = "nvlink" if group.device.type == "cuda" else "collective"
+    return EPConfig(
+        mode=mode,
+        backend=backend,
+        max_tokens_per_rank=options.max_tokens,
+        dispatch_dtype=wire,
+    )
 
 
 def pair(options: Options, group: EPGroup) -> Callable[[], Tensor]:
     """Return a dispatch with a combine of rows of ones: y is the sum of the weights, which is 1."""
     spec = MoESpec(hidden_size=options.hidden, num_experts=options.experts, top_k=options.top_k)
-    config = EPConfig(
-        backend=backend_of(group),
-        dispatch_dtype=WireDtype.FP8_E4M3,
-        max_tokens_per_rank=options.max_tokens,
-    )
+    config = config_of(options, group, Mode.LOW_LATENCY, WireDtype.FP8_E4M3)
     dispatcher = DeepEPLowLatencyDispatcher(group, spec, config)
     x, topk = batch_of(options, group)
     out = dispatcher.dispatch(x, topk)
-    assert isinstance(out, RowsDispatchOutput), "nvlink hands out rows"
+    assert isinstance(out, RowsDispatchOutput), "nvlink returns rows"
     rows = x.new_ones(out.num_slots, options.hidden)
     dispatcher.combine(out.combine_input(rows))
 
     def call() -> Tensor:
         return dispatcher.combine(dispatcher.dispatch(x, topk).combine_input(rows))
 
-    for _ in range(4):
-        check("low-latency pair", call(), torch.ones_like(x))
+    check("low-latency pair", call, torch.ones_like(x))
     dispatcher.check()
     return call
 
@@ -100,131 +102,90 @@ def pair(options: Options, group: EPGroup) -> Callable[[], Tensor]:
 def layer(options: Options, group: EPGroup, *, decode: bool) -> Callable[[], Tensor]:
     """Return a call of a layer with FP8 experts, in decode or in normal mode."""
     torch.manual_seed(0)
-    num_local = options.experts // group.world_size
-    weights = fp8_weights(num_local, options, group.device)
-    config = EPConfig(
-        mode=Mode.AUTO if decode else Mode.NORMAL,
-        backend=backend_of(group),
-        max_tokens_per_rank=options.max_tokens,
-    )
+    weights = fp8_weights(options.experts // group.world_size, options, group.device)
+    config = config_of(options, group, Mode.AUTO if decode else Mode.NORMAL)
     experts = ExpertParallelExperts(weights, group, config, top_k=options.top_k, is_local=True)
     x, topk = batch_of(options, group)
 
     def call() -> Tensor:
         return experts(x, topk, decode=decode)
 
-    first = call()
-    for _ in range(4):
-        check("decode layer" if decode else "normal layer", call(), first)
+    check("decode layer" if decode else "normal layer", call, call())
     experts.check()
     return call
 
 
 def fp8_weights(num_local: int, options: Options, device: torch.device) -> Fp8BlockWeights:
-    """Return random codes in FP8 with small scales."""
+    """Return random experts in FP8."""
 
-    def codes(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
+    def matrices(rows: int, columns: int) -> Tensor:
+        return torch.randn(num_local, rows, columns, device=device, dtype=torch.bfloat16) / 50
 
-    def scales(rows: int, columns: int) -> Tensor:
-        blocks = (num_local, -(-rows // 128), -(-columns // 128))
-        return torch.full(blocks, 0.02, device=device)
-
-    hidden, inner = options.hidden, options.inner
-    return Fp8BlockWeights(
-        gate_up_proj=codes(num_local, 2 * inner, hidden),
-        gate_up_scale=scales(2 * inner, hidden),
-        down_proj=codes(num_local, hidden, inner),
-        down_scale=scales(hidden, inner),
+    plain = ExpertWeights(
+        gate_up_proj=matrices(2 * options.inner, options.hidden),
+        down_proj=matrices(options.hidden, options.inner),
     )
+    return Fp8BlockWeights.from_unquantized(plain)
 
 
-def check(what: str, y: Tensor, wanted: Tensor) -> None:
-    """Refuse results that differ: launches that were prepared are to give the same bits."""
-    if not torch.equal(y, wanted):
-        raise CheckError(f"{what}: y is {y.flatten()[:4].tolist()}..., expected other elements")
+def check(what: str, call: Callable[[], Tensor], wanted: Tensor) -> None:
+    """Refuse results that differ: launches that were prepared must give the same bits."""
+    for _ in range(4):
+        y = call()
+        if not torch.equal(y, wanted):
+            raise CheckError(f"{what}: y is {y.flatten()[:4].tolist()}..., expected other elements")
 
 
-def measured(options: Options, console: Console) -> dict[str, EagerRow]:
+def measure(options: Options, console: Console) -> dict[str, EagerRow]:
     """Return what the rows cost on this rank. Collective: yes."""
-    rows: dict[str, EagerRow] = {}
-    makers: Mapping[str, Callable[[EPGroup], Callable[[], Tensor]]] = {
-        "low-latency pair": lambda group: pair(options, group),
-        "decode layer": lambda group: layer(options, group, decode=True),
-        "normal layer": lambda group: layer(options, group, decode=False),
+    makers: dict[str, Callable[[EPGroup], Callable[[], Tensor]]] = {
+        "low-latency pair": partial(pair, options),
+        "decode layer": partial(layer, options, decode=True),
+        "normal layer": partial(layer, options, decode=False),
     }
+    rows: dict[str, EagerRow] = {}
     for name, make in makers.items():
         try:
-            # Its own, for after an error a group may be lost.
+            # A group for each row, because after an error a group may be lost.
             with EPGroup(dist.group.WORLD) as group, torch.no_grad():
                 call = make(group)
-                rows[name] = eager_row(
-                    call, group.device, rounds=options.rounds, burst=options.burst
-                )
+                row = eager_row(call, group.device, rounds=options.rounds, burst=options.burst)
         except Exception:
             # Whatever it is, the machine is here for the other rows too.
             _logger.exception("%s on rank %d", name, dist.get_rank())
         else:
-            console.print(text_of(name, rows[name]), soft_wrap=True)
+            rows[name] = row
+            console.print(
+                f"{name:>18}: {row.units:6.1f} units of {row.unit_us:.2f} us; {row.us:.1f} us, "
+                f"waiting {row.waited_us:.1f}; {row.python_calls:.0f} functions of Python, "
+                f"{row.torch_operators} operators of torch",
+                soft_wrap=True,
+            )
     return rows
 
 
-def text_of(name: str, row: EagerRow) -> str:
-    """Return a line for the terminal."""
-    return (
-        f"{name:>18}: {row.units:6.1f} units of {row.unit_us:.2f} us; {row.us:.1f} us, waiting "
-        f"{row.waited_us:.1f}; {row.python_calls:.0f} functions of Python, {row.torch_operators} "
-        "operators of torch"
-    )
+def slowest_of(rows: Mapping[str, EagerRow]) -> Mapping[str, Mapping[str, object]]:
+    """Return each row of the rank that it costs most. Collective: yes."""
+    by_rank = of_all_ranks(rows)
+    slowest = {
+        name: max((found[name] for found in by_rank if name in found), key=lambda row: row.units)
+        for name in rows
+    }
+    return {name: asdict(row) | {"units": row.units} for name, row in slowest.items()}
 
 
-def main(
-    hidden: Annotated[int, typer.Option(min=128, help="H.")] = 2048,
-    inner: Annotated[int, typer.Option(min=128, help="I.")] = 768,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 128,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    max_tokens: Annotated[int, typer.Option(min=1, help="M.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="Bursts of each row.")] = 25,
-    # At most ten launches each, of a queue of 1024.
-    burst: Annotated[int, typer.Option(min=1, help="Calls without waiting for the device.")] = 20,
-    profile: Annotated[bool, typer.Option(help="Print where the time goes.")] = True,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Measure the rows, and print the slowest rank's."""
-    options = Options(
-        hidden=hidden,
-        inner=inner,
-        experts=experts,
-        top_k=top_k,
-        max_tokens=max_tokens,
-        rounds=rounds,
-        burst=burst,
-    )
-    init_process_group()
-    rank = dist.get_rank()
-    console = Console(quiet=rank != 0, highlight=False, markup=False)
+    join_ranks()
+    console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
     try:
-        rows = measured(options, console)
-        if profile:
-            for name, row in rows.items():
-                console.print(f"\n{name}, rank 0, own time\n{row.profile}", soft_wrap=True)
-        by_rank = of_all_ranks(
-            {name: asdict(row) | {"units": row.units} for name, row in rows.items()}
-        )
-        found = {name: [rank[name] for rank in by_rank if name in rank] for name in rows}
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        report = {
-            "benchmark": "eager",
-            "configuration": {**asdict(options), "ranks": dist.get_world_size()},
-            "hardware": describe_hardware(device),
-            "versions": describe_versions(device),
-            "command": shlex.join([Path(__file__).name, *sys.argv[1:]]),
-            "slowest_rank": {
-                name: max(rows, key=lambda row: row["units"]) for name, rows in found.items()
-            },
-        }
-        if output is not None and rank == 0:
-            output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        rows = measure(options, console)
+        for name, row in rows.items():
+            console.print(f"\n{name}, rank 0, own time\n{row.profile}", soft_wrap=True)
+        device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+        report = report_of("eager", asdict(options), device, "benchmarks.bench_eager")
+        write_report({**report, "slowest_rank": slowest_of(rows)}, output)
     finally:
         dist.destroy_process_group()
 

@@ -2,8 +2,8 @@
 
     python -m benchmarks.bench_host
 
-One rank over gloo with few small tokens, so that next to nothing is copied or computed, and nobody
-is waited for. CPU times are those of this machine; the number of Python functions has no noise.
+One rank over gloo with few small tokens, so that almost nothing is copied or computed, and nobody
+waits. CPU times are those of this machine; the number of Python functions has no noise.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 from torch._C._distributed_c10d import HashStore
 
-from benchmarks.measuring.host_profile import HostCost, host_cost
+from benchmarks.host_time import HostCost, host_cost
 from epcomm import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
@@ -41,7 +41,7 @@ _DISPATCHERS = {
 
 
 def measure(group: EPGroup, mode: Mode, *, num_calls: int) -> Mapping[str, HostCost]:
-    """Cost by what is called, over the backend collective. Collective: yes, of one rank."""
+    """Return the cost of each call over the backend collective. Collective: yes, of one rank."""
     config = EPConfig(mode=mode, backend="collective", max_tokens_per_rank=NUM_TOKENS)
     spec = MoESpec(hidden_size=HIDDEN, num_experts=NUM_EXPERTS, top_k=TOP_K, dtype=torch.bfloat16)
     x = torch.ones(NUM_TOKENS, HIDDEN, dtype=torch.bfloat16)
@@ -57,7 +57,7 @@ def measure(group: EPGroup, mode: Mode, *, num_calls: int) -> Mapping[str, HostC
     dispatcher = _DISPATCHERS[mode](group, spec, config)
     layer = ExpertParallelExperts(weights, group, config, top_k=TOP_K)
     out = dispatcher.dispatch(x, topk)
-    assert isinstance(out, RowsDispatchOutput), "the backend hands out rows"
+    assert isinstance(out, RowsDispatchOutput), "the backend returns rows"
     rows = x.new_ones(out.num_slots, HIDDEN)
     dispatcher.combine(out.combine_input(rows))
 

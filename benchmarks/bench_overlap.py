@@ -5,24 +5,22 @@
 Normal mode over NVLink with `num_sms`, checked first; everything is a captured graph. What is timed
 begins while the other runs, and ends before the other does:
 
-    narrow_product   on the SMs that are left; the one that is to run beside dispatches
-    product          on all SMs; beside dispatches its programs stay where they are until all is
-                     done, and those of a dispatch, and its peers, wait for them
+    narrow_product   on the SMs that are left; it is meant to run beside dispatches
+    product          on all SMs; beside dispatches its programs keep their SMs until all is done,
+                     and those of a dispatch, and its peers, wait for them
     product_lost     time of the narrow product beside dispatches / of the product alone
     allowed          SMs of the GPU / SMs left to the product, and 5%
 
-Dispatches run on a stream with priority, as the exchange of an engine does: its few programs would
-else wait behind those of the product.
+Dispatches run on a stream with priority, as the exchange of an engine does: otherwise its few
+programs would wait until those of the product end.
 """
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -30,14 +28,15 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from benchmarks.bench_nvlink import NormalWork, Sweep, slowest, summary, write
-from benchmarks.bench_nvlink_low_latency import WireName, init_process_group
+from benchmarks.bench_nvlink import WIRES, numbers_of, open_normal
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
-from epcomm.bench.machine import describe_hardware, describe_versions
+from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import captured
-from epcomm.bench.turns import wait_for_all
+from epcomm.bench.turns import percentiles_of, wait_for_all
+from epcomm.cli.records import takes_records
 from epcomm.platforms.cuda import num_sms_of
 
 # Of what the SMs that are left would take.
@@ -71,16 +70,25 @@ class Load:
             self.graph.replay()
 
 
-def allowed_loss(num_sms: int, given: int) -> float:
-    """Return how many times as long a product may take that gave `given` of `num_sms` SMs away.
+@dataclass(frozen=True, kw_only=True)
+class Product:
+    """The sizes of a matrix product, [m, k] by [k, n]."""
 
-    Of 132 SMs it gives 32 away: 132 / 100 * 1.05 = 1.386.
-    """
-    return num_sms / (num_sms - given) * TOLERANCE
+    m: Annotated[int, typer.Option(min=1, help="Rows of the product.")] = 8192
+    n: Annotated[int, typer.Option(min=1, help="Columns of the product.")] = 8192
+    k: Annotated[int, typer.Option(min=1, help="Inner size of the product.")] = 7168
+
+    def on(self, device: torch.device) -> Callable[[], object]:
+        """Return the product of two FP8 matrices, which can be asked to leave SMs free."""
+        codes = torch.float8_e4m3fn
+        left = torch.randn(self.m, self.k, device=device).to(codes)
+        right = torch.randn(self.n, self.k, device=device).to(codes).t()
+        one = torch.ones((), device=device)
+        return lambda: torch.ops.aten._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
 
 
 def time_once(measured: Load, other: Load | None, num_others: int) -> tuple[float, bool]:
-    """Return the microseconds of one graph, and whether the other ran all the while.
+    """Return the milliseconds of one graph, and whether the other ran all the while.
 
     Collective: yes.   Host sync: yes.
     """
@@ -99,11 +107,11 @@ def time_once(measured: Load, other: Load | None, num_others: int) -> tuple[floa
             other.launch()
         last.record(other.stream)
     torch.cuda.synchronize()
-    return 1e3 * begin.elapsed_time(end), other is None or end.elapsed_time(last) > 0
+    return begin.elapsed_time(end), other is None or end.elapsed_time(last) > 0
 
 
 def times_of(measured: Load, other: Load | None, iterations: int) -> dict[str, float]:
-    """Return percentiles over iterations of the slowest rank, of one call.   Collective: yes.
+    """Return percentiles of one call in us, on the slowest rank.   Collective: yes.
 
     Raises:
         CheckError: however many graphs of the other are launched, they end first.
@@ -112,31 +120,15 @@ def times_of(measured: Load, other: Load | None, iterations: int) -> dict[str, f
     while num_others <= _MOST_OTHERS:
         spans = [time_once(measured, other, num_others) for _ in range(iterations + 1)]
         if all(all(rank) for rank in of_all_ranks([is_covered for _, is_covered in spans])):
-            return slowest({"us": [us / _PER_GRAPH for us, _ in spans[1:]]})["us"]
+            calls = [{"call": ms / _PER_GRAPH} for ms, _ in spans[1:]]
+            return asdict(percentiles_of(calls)["call"])
         num_others *= 2
     raise CheckError(f"{_MOST_OTHERS} graphs of the other ended before the one beside them")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Product:
-    """The sizes of a matrix product, [m, k] by [k, n]."""
-
-    m: int
-    n: int
-    k: int
-
-    def on(self, device: torch.device) -> Callable[[], object]:
-        """Return the product of two FP8 matrices, for it may be asked to leave SMs free."""
-        codes = torch.float8_e4m3fn
-        left = torch.randn(self.m, self.k, device=device).to(codes)
-        right = torch.randn(self.n, self.k, device=device).to(codes).t()
-        one = torch.ones((), device=device)
-        return lambda: torch.ops.aten._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
-
-
 @contextmanager
 def free_sms(number: int) -> Iterator[None]:
-    """Ask cuBLAS to leave so many SMs free in what is captured here."""
+    """Ask cuBLAS to leave this many SMs free in what is captured here."""
     torch._C._set_sm_carveout_experimental(number)
     try:
         yield
@@ -145,96 +137,71 @@ def free_sms(number: int) -> Iterator[None]:
 
 
 def measure(
-    sweep: Sweep, product: Product, num_sms: int, group: EPGroup
-) -> list[dict[str, object]]:
-    """Time dispatches of both formats beside the product.   Collective: yes."""
-    device, iterations = group.device, sweep.iterations
+    options: BenchOptions, product: Product, num_sms: int, wire: str, group: EPGroup
+) -> dict[str, object]:
+    """Time dispatches of one format beside the product.   Collective: yes."""
+    device, options = group.device, replace(options, wire=WIRES[wire])
     stream, urgent = torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)
-    call = product.on(device)
+    call, num_all_sms = product.on(device), num_sms_of(device)
     wide = Load.of(call, stream)
     with free_sms(num_sms):
         narrow = Load.of(call, stream)
-    findings: list[dict[str, object]] = []
-    for wire in (WireName.FP8, WireName.BF16):
-        work = NormalWork.of(sweep.options(sweep.sms_tokens, wire), group, num_sms)
-        dispatch = Load.of(work.dispatch, urgent)
-        loads: dict[str, tuple[Load, Load | None]] = {
-            "product": (wide, None),
-            "narrow_product": (narrow, None),
-            "narrow_product_beside": (narrow, dispatch),
-            "product_beside": (wide, dispatch),
-            "dispatch": (dispatch, None),
-            "dispatch_beside": (dispatch, narrow),
-        }
-        us = {name: times_of(*load, iterations) for name, load in loads.items()}
-        findings.append(
-            {
-                "wire": wire.value,
-                "num_sms": num_sms,
-                "us": us,
-                "product_lost": us["narrow_product_beside"]["p50"] / us["product"]["p50"],
-                "allowed": allowed_loss(num_sms_of(device), num_sms),
-            }
-        )
-        del loads, dispatch
-        work.buffer.check()
-        work.buffer.close()
-    return findings
+    batches = options.make_batches(options.tokens[0], group.world_size, device)
+    normal = open_normal(options, group, num_sms, batches)
+    dispatch = Load.of(partial(normal.dispatch, batches[group.rank]), urgent)
+    loads: dict[str, tuple[Load, Load | None]] = {
+        "product": (wide, None),
+        "narrow_product": (narrow, None),
+        "narrow_product_beside": (narrow, dispatch),
+        "product_beside": (wide, dispatch),
+        "dispatch": (dispatch, None),
+        "dispatch_beside": (dispatch, narrow),
+    }
+    us = {name: times_of(*load, options.iterations) for name, load in loads.items()}
+    normal.check()
+    return {
+        "wire": wire,
+        "num_sms": num_sms,
+        "us": us,
+        "product_lost": us["narrow_product_beside"]["p50"] / us["product"]["p50"],
+        # Of 132 SMs, 32 of them for dispatch: 132 / 100 * 1.05 = 1.386.
+        "allowed": num_all_sms / (num_all_sms - num_sms) * TOLERANCE,
+    }
 
 
-def main(
-    sms: Annotated[str, typer.Option(help="SMs of dispatch.")] = "8,16,32",
-    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
-    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256,
-    m: Annotated[int, typer.Option(min=1, help="Rows of the product.")] = 8192,
-    n: Annotated[int, typer.Option(min=1, help="Columns of the product.")] = 8192,
-    k: Annotated[int, typer.Option(min=1, help="Inner size of the product.")] = 7168,
-    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 40,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The options of dispatches."""
+
+    sms: Annotated[str, typer.Option(help="SMs of dispatch.")] = "8,16,32"
+    sms_tokens: Annotated[int, typer.Option("--tokens", min=1, help="T, on each rank.")] = 4096
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168
+    top_k: Annotated[int, typer.Option(min=1, help="K, distinct and uniformly random.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks together.")] = 256
+    iterations: Annotated[int, typer.Option(min=1, help="Measured.")] = 40
+
+
+@takes_records
+def main(sizes: Sizes, product: Product, output: Output) -> None:
     """Check, measure, and print what came of it."""
-    sweep = Sweep(
-        tokens=(),
-        sms=tuple(int(each) for each in sms.split(",")),
-        sms_tokens=tokens,
-        hidden=hidden,
-        top_k=top_k,
-        experts=experts,
-        iterations=iterations,
-        pairs=2,
-        seed=0,
+    options = BenchOptions(
+        tokens=(sizes.sms_tokens,),
+        hidden=sizes.hidden,
+        top_k=sizes.top_k,
+        experts=sizes.experts,
+        iterations=sizes.iterations,
     )
-    product = Product(m=m, n=n, k=k)
-    init_process_group()
-    console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False, soft_wrap=True)
-    try:
-        with EPGroup(dist.group.WORLD) as group, torch.no_grad():
-            findings = []
-            for num_sms in sweep.sms:
-                findings += measure(sweep, product, num_sms, group)
-                for finding in findings[-2:]:
-                    console.print(f"{finding['wire']} {summary(finding)}, {told(finding)}")
-            report = {
-                "benchmark": "overlap",
-                "configuration": {**asdict(sweep), **asdict(product), "ranks": group.world_size},
-                "hardware": describe_hardware(group.device),
-                "versions": describe_versions(group.device),
-                "command": shlex.join(["python", "-m", "benchmarks.bench_overlap", *sys.argv[1:]]),
-                "findings": findings,
-            }
-            if output is not None and group.rank == 0:
-                write(report, output)
-    except CheckError as error:
-        sys.exit(str(error))
-    finally:
-        dist.destroy_process_group()
-
-
-def told(finding: Mapping[str, object]) -> str:
-    """Return what a product lost, and what it may lose."""
-    return f"lost {finding['product_lost']:.3f} of {finding['allowed']:.3f} allowed"
+    with ranks_of_torchrun() as device:
+        console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False, soft_wrap=True)
+        configuration = asdict(sizes) | asdict(product)
+        report = report_of("overlap", configuration, device, "benchmarks.bench_overlap")
+        findings: list[dict[str, object]] = []
+        for num_sms in numbers_of(sizes.sms):
+            for wire in WIRES:
+                with EPGroup(dist.group.WORLD) as group:
+                    findings.append(measure(options, product, num_sms, wire, group))
+                console.print(findings[-1])
+        write_report({**report, "findings": findings}, output)
 
 
 if __name__ == "__main__":

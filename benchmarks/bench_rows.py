@@ -1,54 +1,62 @@
-"""Measure the kernels on rows of one GPU against a copy of as many bytes.
+"""Measure the kernels on rows of one GPU, quantisation included, against a copy of as many bytes.
 
     python -m benchmarks.bench_rows --output rows.json
 
 The rows are those that one of `--ranks` ranks receives when every rank sends `--tokens` tokens with
-random experts. Each kernel is compared with plain torch first, and one that differs gets no number.
-The bytes of a case are those that must be read and written once; `times a copy` is its time over
-that of a copy that reads and writes as many. A pack reads each slot's row, so its bytes are those
-of a copy of the slots.
+random experts. Each kernel is compared with plain torch first, bit by bit, and one that differs
+gets no number. The bytes of a case are those that must be read and written once; `times a copy` is
+its time over that of a copy that reads and writes as many. A pack reads the row of each slot, so
+its bytes are those of a copy of the slots.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from functools import partial
 from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.bench_quantize import FLUSH_BYTES, time_calls
-from epcomm.bench.machine import describe_hardware, describe_versions
+from benchmarks.measuring import Output, gpu_of, report_of, time_cold, time_copy, write_report
+from epcomm.bench.check import CheckError
 from epcomm.bench.timing import Percentiles
 from epcomm.buffers.row_layout import RowLayout
+from epcomm.cli.records import takes_records
 from epcomm.ops.slots import index_slots, localize, pack, row_ops_of
-from epcomm.quantization import FP8_FLOAT32_SCALES
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    Int8Profile,
+    quantize,
+    quantizer_for,
+)
+from epcomm.quantization.outputs import output_for
 from epcomm.records import SlotIndex
 from epcomm.types import WireDtype, WireFormat
 
-
-class CheckError(Exception):
-    """A kernel gave another result than plain torch; it may not be measured."""
+# What is quantised, by name.
+QUANTIZATIONS = {
+    "fp8": (FP8_FLOAT32_SCALES, Int8Profile.RINT127),
+    "fp8 powers of two": (FP8_POWER_OF_TWO_SCALES, Int8Profile.RINT127),
+    **{f"int8 {profile.value}": (INT8_PER_TOKEN, profile) for profile in Int8Profile},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes of a run: T of each rank, H, K, the experts of all ranks, and W."""
+    """The sizes of a run."""
 
-    tokens: int
-    hidden: int
-    top_k: int
-    experts: int
-    ranks: int
+    tokens: Annotated[int, typer.Option(min=1, help="T of each rank.")] = 4096
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    experts: Annotated[int, typer.Option(min=1, help="Of all ranks.")] = 256
+    ranks: Annotated[int, typer.Option(min=1, help="W; the rows of one of them.")] = 8
+    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 50
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,20 +81,18 @@ class Arrived:
 class Case:
     """A kernel to measure.
 
-    call: makes the result.   plain: the same in plain torch, which may take much longer.
-    num_bytes: read and written.
+    num_bytes: read and written.   check: raises CheckError where plain torch gives another result.
     """
 
     name: str
     num_bytes: int
     call: Callable[[], object]
-    plain: Callable[[], object]
     check: Callable[[], None]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One case, or why there is no number of it."""
+    """The times of one case, or why it has none."""
 
     case: str
     num_bytes: int = 0
@@ -167,7 +173,6 @@ def pack_case(arrived: Arrived) -> Case:
         name=f"pack {layout.format.dtype}",
         num_bytes=num_bytes,
         call=lambda: [pack(part, index) for part in parts],
-        plain=lambda: [torch.index_select(part, 0, row_of_slot) for part in parts],
         check=check,
     )
 
@@ -193,7 +198,6 @@ def sums_case(name: str, rows: Tensor, table: Tensor, weights: Tensor | None) ->
         name=name,
         num_bytes=(num_read + table.shape[0]) * row_bytes,
         call=lambda: ops.sum_members(rows, table, weights),
-        plain=plain,
         check=lambda: _same(name, ops.sum_members(rows, table, weights), plain()),
     )
 
@@ -226,30 +230,50 @@ def scatter_case(arrived: Arrived, sizes: Sizes) -> Case:
         _same("scatter", call(), plain())
 
     num_bytes = x.nbytes + ids.nbytes + weights.nbytes + out.nbytes
-    return Case(name="tokens to rows", num_bytes=num_bytes, call=call, plain=plain, check=check)
+    return Case(name="tokens to rows", num_bytes=num_bytes, call=call, check=check)
 
 
 def index_case(arrived: Arrived) -> Case:
-    """Build the index; its bytes say nothing, for latency is its limit."""
+    """Build the index; its bytes mean little, because latency limits it."""
     layout, index = arrived.layout, arrived.index
     ids, scalars = layout.ids(arrived.messages), layout.scalars(arrived.messages)
     host_counts = index.host_num_tokens_per_expert
     assert host_counts is not None, "arrive() gave them"
 
-    def call() -> object:
-        return index_slots(ids, scalars, arrived.counts, host_counts, first_expert=0)
-
-    def plain() -> Tensor:
-        experts = localize(ids, 0, len(host_counts)).flatten()
-        order = experts.argsort(stable=True)
-        return (order[(experts < 0).sum() :] // ids.shape[1]).to(torch.int32)
-
     def check() -> None:
         assert index.row_of_slot is not None, "an index over rows"
-        _same("index", index.row_of_slot, plain())
+        experts = localize(ids, 0, len(host_counts)).flatten()
+        order = experts.argsort(stable=True)[(experts < 0).sum() :]
+        _same("index", index.row_of_slot, (order // ids.shape[1]).to(torch.int32))
 
-    num_bytes = 2 * ids.numel() * ids.itemsize + 3 * 4 * arrived.results.shape[0]
-    return Case(name="slot index", num_bytes=num_bytes, call=call, plain=plain, check=check)
+    return Case(
+        name="slot index",
+        num_bytes=2 * ids.numel() * ids.itemsize + 3 * 4 * arrived.results.shape[0],
+        call=lambda: index_slots(ids, scalars, arrived.counts, host_counts, first_expert=0),
+        check=check,
+    )
+
+
+def quantize_case(name: str, x: Tensor) -> Case:
+    """Quantise hidden states [T, H] by one of QUANTIZATIONS."""
+    wire, profile = QUANTIZATIONS[name]
+    quantizer, out = quantizer_for(x.device), output_for("bench_rows", x, wire, None)
+    assert out.scales is not None, "quantised formats have scales"
+
+    def check() -> None:
+        came = quantizer(x, wire, profile=profile)
+        expected = quantize(x, wire, profile=profile)
+        for found, wanted in ((came.data, expected.data), (came.scales, expected.scales)):
+            assert found is not None, "quantised formats have scales"
+            assert wanted is not None, "quantised formats have scales"
+            _same(name, found.view(torch.uint8), wanted.view(torch.uint8))
+
+    return Case(
+        name=name,
+        num_bytes=x.nbytes + out.data.nbytes + out.scales.nbytes,
+        call=partial(quantizer, x, wire, profile=profile, out=out),
+        check=check,
+    )
 
 
 def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
@@ -259,6 +283,7 @@ def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
     assert table is not None, "an index over rows"
     most = int(bf16.row_of_rank.max()) + 1
     returned = bf16.results[:most] if most <= bf16.results.shape[0] else bf16.results.repeat(2, 1)
+    x = torch.randn(sizes.tokens, sizes.hidden, device=device).bfloat16()
     return [
         lambda: pack_case(bf16),
         lambda: pack_case(arrive(sizes, FP8_FLOAT32_SCALES, device)),
@@ -267,61 +292,35 @@ def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
         lambda: sums_case("returned rows to tokens", returned, bf16.row_of_rank, None),
         lambda: scatter_case(bf16, sizes),
         lambda: index_case(bf16),
+        *(partial(quantize_case, name, x) for name in QUANTIZATIONS),
     ]
 
 
-def measure(make: Callable[[], Case], flush: Tensor, *, calls: int) -> Finding:
+def measure(make: Callable[[], Case], device: torch.device, num_calls: int) -> Finding:
     """Check one case, then time it; a fault becomes part of the finding."""
     name = "a case that could not be made"
     try:
         case = make()
         name = case.name
         case.check()
-        source = torch.ones(case.num_bytes // 2, dtype=torch.uint8, device=flush.device)
-        target = torch.empty_like(source)
-        finding = Finding(
+        return Finding(
             case=name,
             num_bytes=case.num_bytes,
-            ms=time_calls(case.call, flush, num_calls=calls),
-            copy_ms=time_calls(lambda: target.copy_(source), flush, num_calls=calls),
+            ms=time_cold(case.call, device, num_calls),
+            copy_ms=time_copy(case.num_bytes, device, num_calls),
         )
     except (CheckError, RuntimeError) as error:
         return Finding(case=name, fault=str(error).partition("\n")[0])
-    return finding
 
 
-def table_of(findings: Sequence[Finding]) -> Table:
-    """Make a table with a row for each finding."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("", "MB", "us p50", "us p99", "copy us", "times a copy"):
-        table.add_column(name, justify="right" if name else "left")
-    for each in findings:
-        if each.ms is None or each.copy_ms is None:
-            table.add_row(each.case, each.fault)
-            continue
-        table.add_row(
-            each.case,
-            f"{each.num_bytes / 1e6:.0f}",
-            f"{each.ms.p50 * 1e3:.1f}",
-            f"{each.ms.p99 * 1e3:.1f}",
-            f"{each.copy_ms.p50 * 1e3:.1f}",
-            f"{each.times_a_copy:.2f}",
-        )
-    return table
-
-
-def report_of(
-    findings: Sequence[Finding], sizes: Sizes, device: torch.device, *, calls: int
-) -> dict[str, object]:
-    """Report the findings, with all that they depend on."""
-    return {
-        "benchmark": "rows",
-        "configuration": {**asdict(sizes), "calls": calls, "cold_cache": True},
-        "hardware": describe_hardware(device),
-        "versions": describe_versions(device),
-        "command": shlex.join(["python", "-m", "benchmarks.bench_rows", *sys.argv[1:]]),
-        "findings": [{**asdict(each), "times_a_copy": each.times_a_copy} for each in findings],
-    }
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line for the terminal."""
+    if finding.ms is None or finding.copy_ms is None:
+        return f"{finding.case}: {finding.fault}"
+    return (
+        f"{finding.case}, {finding.num_bytes / 1e6:.0f} MB: {finding.ms.p50 * 1e3:.1f} us, p99 "
+        f"{finding.ms.p99 * 1e3:.1f}, {finding.times_a_copy:.2f} times a copy"
+    )
 
 
 def _indexable(rows: Tensor) -> Tensor:
@@ -330,32 +329,23 @@ def _indexable(rows: Tensor) -> Tensor:
 
 
 def _same(name: str, came: Tensor, expected: Tensor) -> None:
-    if came.shape != expected.shape or not torch.equal(came, expected):
+    if came.shape != expected.shape:
         raise CheckError(f"{name}: {list(came.shape)} differs from plain torch; not measured")
+    num_differing = int((came != expected).sum())
+    if num_differing:
+        raise CheckError(f"{name}: {num_differing} elements differ from plain torch; not measured")
 
 
-def main(
-    tokens: Annotated[int, typer.Option(min=1, help="T of each rank.")] = 4096,
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 7168,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    experts: Annotated[int, typer.Option(min=1, help="Of all ranks.")] = 256,
-    ranks: Annotated[int, typer.Option(min=1, help="W; the rows of one of them.")] = 8,
-    calls: Annotated[int, typer.Option(min=1, help="Measured calls of each.")] = 50,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(sizes: Sizes, output: Output) -> None:
     """Check all kernels, measure them, and print what came of it."""
-    if not torch.cuda.is_available():
-        sys.exit("bench_rows: no CUDA device; the kernels are measured on a GPU only")
-    device = torch.device("cuda", torch.cuda.current_device())
-    sizes = Sizes(tokens=tokens, hidden=hidden, top_k=top_k, experts=experts, ranks=ranks)
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
-    findings = [measure(make, flush, calls=calls) for make in cases_of(sizes, device)]
-    console = Console(highlight=False, markup=False)
-    console.print(table_of(findings))
-    if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        report = report_of(findings, sizes, device, calls=calls)
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    device = gpu_of("bench_rows")
+    findings = [measure(make, device, sizes.calls) for make in cases_of(sizes, device)]
+    sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
+    configuration = {**asdict(sizes), "cold_cache": True}
+    report = report_of("rows", configuration, device, "benchmarks.bench_rows")
+    report["findings"] = [{**asdict(each), "times_a_copy": each.times_a_copy} for each in findings]
+    write_report(report, output)
     if any(each.fault for each in findings):
         sys.exit(1)
 

@@ -52,7 +52,7 @@ class EPStats:
 
     @property
     def imbalance(self) -> float:
-        """The most tokens of an expert of this rank over their mean; 1.0 before any came.
+        """The most tokens of an expert of this rank over their mean; 1.0 before the first.
 
         Local.   Host sync: yes, when first read.
         """
@@ -60,7 +60,7 @@ class EPStats:
 
     @cached_property
     def rank_imbalance(self) -> float:
-        """The largest of rank_load over their mean; 1.0 before any came, or without rank_load.
+        """The largest of rank_load over their mean; 1.0 before the first, or without rank_load.
 
         Local, of the tokens of this rank alone.   Host sync: yes, when first read.
         """
@@ -77,11 +77,11 @@ class LayerCounter:
     """Counts the forward passes of one layer on one rank."""
 
     def __init__(self, num_local_experts: int, device: torch.device) -> None:
-        """Begin at zero, with L counts on `device`."""
-        # Plain numbers: a record made anew in every call takes host time.
+        """Start at zero, with L counts on `device`."""
+        # Plain numbers: a new record in every call would take host time.
         self._num_calls = self._num_tokens = self._num_rows = 0
         self._num_slots = self._max_slots = 0
-        # Made here, not at the first call: a capture would set it to zero in every replay.
+        # Allocated here, not in the first call: a capture would set it to zero in every replay.
         self._expert_slots = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
 
     def count(
@@ -90,7 +90,7 @@ class LayerCounter:
         """Add a call. Local; no host sync; may be captured in a device graph.
 
         num_tokens: of this rank.   num_rows: received.
-        num_slots: computed, where the host knows, else those allocated.
+        num_slots: computed, where the host has the number, else those allocated.
         num_tokens_per_expert: [L], int32, on the device: the slots that this rank computed.
         """
         # Backward is running: this call repeats one that was counted.
@@ -104,7 +104,7 @@ class LayerCounter:
         self._expert_slots.add_(num_tokens_per_expert)
 
     def forget_experts(self) -> None:
-        """Count by expert from zero, for the experts of this rank are others now. Local."""
+        """Count by expert from zero again, because this rank has other experts. Local."""
         self._expert_slots.zero_()
 
     def snapshot(self, traffic: BufferTraffic) -> EPStats:
@@ -127,9 +127,9 @@ def gather_expert_slots(stats: EPStats, group: EPGroup) -> Tensor:
         stats: of the same layer on every rank.
         group: that of the layer.
 
-    Collective: yes, beside the calls of layers, never within one.   Host sync: as all_gather().
+    Collective: yes, between the calls of layers, never within one.   Host sync: as all_gather().
     Raises:
-        ConfigError: statistics of no layer.
+        ConfigError: the statistics are not those of a layer.
     """
     if stats.expert_slots is None:
         raise ConfigError(

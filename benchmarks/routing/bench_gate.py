@@ -3,39 +3,35 @@
     python -m benchmarks.routing.bench_gate --output gate.json
 
 Every router is compared with the reference first, and one that differs gets no number. A time is
-that of one call in a device graph of many; `alone` is a graph of one call, with a cold cache and
-with what an event costs. SGLang's gate takes part where its package is importable.
+that of one call in a device graph of many. SGLang's gate takes part where its package is
+importable.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.bench_quantize import FLUSH_BYTES, CheckError, time_calls
-from epcomm.bench.machine import describe_hardware, describe_versions
+from benchmarks.measuring import Output, gpu_of, report_of, write_report
+from epcomm.bench.check import CheckError
 from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.cli.records import takes_records
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.triton_gating import TritonGate
 
-# Calls of a graph: so many that beginning and end do not count.
+# Calls of a graph, many enough that its beginning and end do not count.
 CALLS_OF_GRAPH = 50
-# Tokens whose experts may differ from the reference's, as rounding decides between close scores.
+# Tokens whose experts may differ from the reference's, because rounding decides between close
+# scores.
 MOST_DIFFERING = 1e-4
-# Weights: 8 units in the last place; of another library, which promises nothing, so many more.
+# Of weights: 8 units in the last place, and more for another library, which promises nothing.
 RTOL = 8 * 2**-23
 RTOL_OF_OTHERS = 1e-4
 
@@ -44,12 +40,12 @@ Call = Callable[[], TopKOutput]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A routing with its experts; sglang: its arguments of SGLang's gate, None if it has none."""
+    """A routing with its experts; sglang: its arguments of SGLang's gate."""
 
     name: str
     spec: RoutingSpec
     num_experts: int
-    sglang: Mapping[str, object] | None = None
+    sglang: Mapping[str, object]
 
 
 SHAPES = (
@@ -92,8 +88,6 @@ class Finding:
     shape: str
     tokens: int
     us: Percentiles | None = None
-    alone_us: Percentiles | None = None
-    differing: int = 0
     fault: str = ""
 
 
@@ -126,24 +120,23 @@ def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
         "gate, load, then replicas": gate_then_choose,
     }
     fused_gate = _sglang_gate()
-    if fused_gate is not None and shape.sglang is not None:
-        named = shape.sglang
+    if fused_gate is not None:
 
         def sglang() -> TopKOutput:
-            weights, ids = fused_gate(logits, bias, spec.top_k, **named)
+            weights, ids = fused_gate(logits, bias, spec.top_k, **shape.sglang)
             return TopKOutput(topk_ids=ids, topk_weights=weights)
 
         routers["sglang"] = sglang
     return routers
 
 
-def count_differing(call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL) -> int:
-    """Count the tokens with other experts than the reference's.
+def check(call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL) -> None:
+    """Compare experts and weights with the reference's.
 
     rtol: how far weights may be from the reference's, of their value.
 
     Raises:
-        CheckError: too many, or other weights.
+        CheckError: too many tokens have other experts, or other weights.
     """
     first, second = (_spread(each(), num_experts) for each in (call, reference))
     differs = ((first > 0) != (second > 0)).any(1)
@@ -153,28 +146,17 @@ def count_differing(call: Call, reference: Call, num_experts: int, *, rtol: floa
     worst = ((first - second).abs() / second.clamp(min=1e-30))[~differs].max()
     if not worst <= rtol:
         raise CheckError(f"weights differ by {float(worst):.1e} of their value")
-    return num_differing
 
 
 def measure(name: str, shape: Shape, calls: Mapping[str, Call], tokens: int, laps: int) -> Finding:
     """Check one router, then time it; a fault becomes part of the finding."""
-    call = calls[name]
+    finding = Finding(router=name, shape=shape.name, tokens=tokens)
+    rtol = RTOL_OF_OTHERS if name == "sglang" else RTOL
     try:
-        rtol = RTOL_OF_OTHERS if name == "sglang" else RTOL
-        differing = count_differing(call, calls["reference"], shape.num_experts, rtol=rtol)
-        flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
-        alone = time_calls(call, flush, num_calls=laps)
-        return Finding(
-            router=name,
-            shape=shape.name,
-            tokens=tokens,
-            us=_in_us(_time_in_graph(call, laps)),
-            alone_us=_in_us(alone),
-            differing=differing,
-        )
+        check(calls[name], calls["reference"], shape.num_experts, rtol=rtol)
+        return replace(finding, us=_time_in_graph(calls[name], laps))
     except (CheckError, RuntimeError, AssertionError) as error:
-        fault = str(error).partition("\n")[0]
-        return Finding(router=name, shape=shape.name, tokens=tokens, fault=fault)
+        return replace(finding, fault=str(error).partition("\n")[0])
 
 
 def run(device: torch.device, *, tokens: Sequence[int], laps: int) -> list[Finding]:
@@ -189,23 +171,16 @@ def run(device: torch.device, *, tokens: Sequence[int], laps: int) -> list[Findi
     return findings
 
 
-def table_of(findings: Sequence[Finding]) -> Table:
-    """Make a table with a row for each finding."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for name in ("", "routing", "tokens", "us p50", "us p99", "alone us", "differing"):
-        table.add_column(name, justify="right" if name else "left")
-    for each in findings:
-        start = (each.router, each.shape, str(each.tokens))
-        if each.us is None or each.alone_us is None:
-            table.add_row(*start, each.fault)
-            continue
-        times = (each.us.p50, each.us.p99, each.alone_us.p50)
-        table.add_row(*start, *(f"{time:.2f}" for time in times), str(each.differing))
-    return table
+def line_of(finding: Finding) -> str:
+    """Return a finding as a line for the terminal."""
+    start = f"{finding.router}, {finding.shape}, {finding.tokens} tokens: "
+    if finding.us is None:
+        return start + finding.fault
+    return f"{start}{finding.us.p50:.2f} us, p99 {finding.us.p99:.2f}"
 
 
 def _time_in_graph(call: Call, laps: int) -> Percentiles:
-    """Milliseconds of one call of a graph of many."""
+    """Return microseconds of one call of a graph of many."""
 
     def many() -> None:
         for _ in range(CALLS_OF_GRAPH):
@@ -217,11 +192,7 @@ def _time_in_graph(call: Call, laps: int) -> Percentiles:
     for _ in range(laps + 1):
         clock.mark()
         graph.replay()
-    return Percentiles.of(lap / CALLS_OF_GRAPH for lap in clock.take())
-
-
-def _in_us(ms: Percentiles) -> Percentiles:
-    return Percentiles(**{name: 1e3 * value for name, value in asdict(ms).items()})
+    return Percentiles.of(1e3 * lap / CALLS_OF_GRAPH for lap in clock.take())
 
 
 def _spread(topk: TopKOutput, num_experts: int) -> Tensor:
@@ -242,29 +213,24 @@ def _sglang_gate() -> Callable[..., tuple[Tensor, Tensor]] | None:
     return moe_fused_gate
 
 
-def main(
-    tokens: Annotated[list[int] | None, typer.Option(min=1, help="T; may be repeated.")] = None,
-    laps: Annotated[int, typer.Option(min=1, help="Measured graphs of each.")] = 30,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options of a run."""
+
+    tokens: Annotated[str, typer.Option(help="T, with commas.")] = "128,4096"
+    laps: Annotated[int, typer.Option(min=1, help="Measured graphs of each.")] = 30
+
+
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Check all routers, measure them, and print what came of it."""
-    if not torch.cuda.is_available():
-        sys.exit("bench_gate: no CUDA device; the gate is measured on a GPU only")
-    device = torch.device("cuda", torch.cuda.current_device())
-    sizes = tokens or [128, 4096]
-    findings = run(device, tokens=sizes, laps=laps)
-    Console(highlight=False, markup=False, width=120).print(table_of(findings))
-    if output is not None:
-        report = {
-            "benchmark": "gate",
-            "configuration": {"tokens": sizes, "laps": laps, "calls_of_graph": CALLS_OF_GRAPH},
-            "hardware": describe_hardware(device),
-            "versions": describe_versions(device),
-            "command": shlex.join(["python", "-m", "benchmarks.routing.bench_gate", *sys.argv[1:]]),
-            "findings": [asdict(each) for each in findings],
-        }
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    device = gpu_of("bench_gate")
+    tokens = [int(each) for each in options.tokens.split(",")]
+    findings = run(device, tokens=tokens, laps=options.laps)
+    sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)
+    configuration = {**asdict(options), "calls_of_graph": CALLS_OF_GRAPH}
+    report = report_of("gate", configuration, device, "benchmarks.routing.bench_gate")
+    write_report({**report, "findings": [asdict(each) for each in findings]}, output)
 
 
 if __name__ == "__main__":

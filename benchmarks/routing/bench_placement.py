@@ -1,21 +1,17 @@
-"""Time a layer whose load is skewed, with experts in their order and placed by the counted load.
+"""Time a layer whose load is skewed, with experts in order and placed by the counted load.
 
     torchrun --nproc-per-node 2 -m benchmarks.routing.bench_placement --output placement.json
 
 Tokens choose experts by a Zipf law over their ids, so the first rank has most of them; with
 `--shuffled`, over the experts in random order. Some batches are counted; from their load `balance`
 makes a placement with one redundant expert a rank. Other batches are timed, before and after, in
-turn, in device graphs where the ranks have GPUs, after results of one have been compared.
+turn, in device graphs where the ranks have GPUs, after the results of one have been compared.
 """
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -24,7 +20,9 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
+from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import (
+    ConfigError,
     EPConfig,
     EPGroup,
     ExpertParallelExperts,
@@ -33,39 +31,39 @@ from epcomm import (
     TopKOutput,
     balance,
 )
-from epcomm.bench.machine import describe_hardware, describe_versions
-from epcomm.bench.ranks import join_ranks, of_all_ranks
-from epcomm.bench.timing import Clock, Percentiles, captured
-from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_launch
+from epcomm.bench.check import CheckError
+from epcomm.bench.layer import layer_call
+from epcomm.bench.ranks import of_all_ranks
+from epcomm.bench.timing import Percentiles
+from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns
+from epcomm.cli.records import takes_records
 from epcomm.placement.balance import rank_loads
 from epcomm.testing.oracle import relative_error
 
 # Of bfloat16: after a move the sums of the ranks and y are other ones, rounded in both layers.
 TOLERANCE = 4 * 2**-8
-# Calls in a graph: receive buffers that are used in turn must end as they began.
-CALLS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """The layer, Qwen3-30B-A3B's by default, its load, and how it is measured."""
 
-    tokens: int
-    mode: str
-    hidden: int
-    intermediate: int
-    experts: int
-    top_k: int
-    exponent: float
-    shuffled: bool
-    counted: int
-    iterations: int
-    seed: int
+    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank, and M.")] = 128
+    mode: Annotated[str, typer.Option(help="Of the dispatcher.")] = "low_latency"
+    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048
+    intermediate: Annotated[int, typer.Option(min=1, help="I.")] = 768
+    experts: Annotated[int, typer.Option(min=1, help="E, of all ranks together.")] = 128
+    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
+    exponent: Annotated[float, typer.Option(help="Of the Zipf law.")] = 1.0
+    shuffled: Annotated[bool, typer.Option(help="Popular experts are anywhere.")] = False
+    counted: Annotated[int, typer.Option(min=1, help="Batches whose load is counted.")] = 50
+    iterations: Annotated[int, typer.Option(min=2, help="Other batches, measured.")] = 50
+    seed: Annotated[int, typer.Option(help="Of experts, tokens and routing.")] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One of the two layers: its times of a call, and how its load lies on the ranks.
+    """One of the two layers: its times of a call, and how its load is spread over the ranks.
 
     us: of the slowest rank.
     slots_ratio: the most slots of a rank over the mean, of the timed batches, where copies of an
@@ -114,7 +112,11 @@ def make_weights(options: Options, device: torch.device) -> ExpertWeights:
 
 
 def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
-    """Count, place, compare and time. Collective: yes."""
+    """Count, place, compare and time. Collective: yes.
+
+    Raises:
+        CheckError: placed experts give other results.
+    """
     world_size, device = group.world_size, group.device
     load = count(options, range(options.counted), world_size)
     placement = balance(
@@ -142,13 +144,16 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
     expected, moved = (layer(x, topk).clone() for layer in layers.values())
     error = max(of_all_ranks(relative_error(moved, expected)))
     if not error <= TOLERANCE:
-        sys.exit(f"bench_placement: placed experts give results that are off by {error:.1e}")
-    calls = {name: _call_of(layer, x, topk) for name, layer in layers.items()}
+        raise CheckError(f"placed experts give results that are off by {error:.1e}")
+    calls = {
+        name: layer_call(layer, x, topk, in_graph=is_in_graph(layer.plan.prefill, device))
+        for name, layer in layers.items()
+    }
     take_turns(calls, device, num_rounds=3)
     batches = range(options.counted, options.counted + options.iterations)
     spans: dict[str, list[Mapping[str, float]]] = {name: [] for name in layers}
     for batch in batches:
-        # In the memory of the batch before, which graphs read.
+        # In the memory of the previous batch, which graphs read.
         ids.copy_(experts_of_tokens(options, group.rank, batch, device))
         for name, found in take_turns(calls, device, num_rounds=1).items():
             spans[name] += found
@@ -172,74 +177,24 @@ def _ratio(loads: list[float]) -> float:
     return max(loads) * len(loads) / sum(loads)
 
 
-def _call_of(
-    layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput
-) -> Callable[[Clock], Mapping[str, float]]:
-    in_graph = is_in_graph(layer.plan.prefill, x.device)
-
-    def some() -> None:
-        for _ in range(CALLS):
-            layer(x, topk)
-
-    launch = captured(some).replay if in_graph else some
-    return lambda clock: {"layer": time_launch(launch, x.device, clock) / CALLS}
-
-
-def main(
-    tokens: Annotated[int, typer.Option(min=1, help="T, on each rank, and M.")] = 128,
-    mode: Annotated[str, typer.Option(help="Of the dispatcher.")] = "low_latency",
-    hidden: Annotated[int, typer.Option(min=1, help="H.")] = 2048,
-    intermediate: Annotated[int, typer.Option(min=1, help="I.")] = 768,
-    experts: Annotated[int, typer.Option(min=1, help="E, of all ranks together.")] = 128,
-    top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8,
-    exponent: Annotated[float, typer.Option(help="Of the Zipf law.")] = 1.0,
-    shuffled: Annotated[bool, typer.Option(help="Popular experts lie anywhere.")] = False,
-    counted: Annotated[int, typer.Option(min=1, help="Batches of which the load is known.")] = 50,
-    iterations: Annotated[int, typer.Option(min=2, help="Other batches, measured.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of experts, tokens and routing.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-) -> None:
+@takes_records
+def main(options: Options, output: Output) -> None:
     """Check, measure, and print what came of it."""
-    options = Options(
-        tokens=tokens,
-        mode=mode,
-        hidden=hidden,
-        intermediate=intermediate,
-        experts=experts,
-        top_k=top_k,
-        exponent=exponent,
-        shuffled=shuffled,
-        counted=counted,
-        iterations=iterations,
-        seed=seed,
-    )
-    join_ranks()
-    try:
-        with EPGroup() as group, torch.no_grad():
-            if group.world_size == 1:
-                sys.exit("bench_placement: 1 rank has all experts; start it with 2 or more")
-            ways, placement = run(options, group)
-            report = {
-                "benchmark": "placement",
-                "configuration": {**asdict(options), "ranks": group.world_size},
-                "hardware": describe_hardware(group.device),
-                "versions": describe_versions(group.device),
-                "command": f"torchrun --nproc-per-node {group.world_size} -m "
-                f"benchmarks.routing.bench_placement {shlex.join(sys.argv[1:])}",
-                "replicas": max(map(len, placement.replicas)),
-                "ways": [asdict(each) for each in ways],
-            }
-            console = Console(quiet=group.rank != 0, highlight=False, markup=False)
-            for each in ways:
-                console.print(
-                    f"{each.name:>8}: {each.us.p50:9.1f} {each.us.p99:9.1f} us p50, p99; most "
-                    f"slots of a rank {each.slots_ratio:.3f} of the mean"
-                )
-            if output is not None and group.rank == 0:
-                output.parent.mkdir(parents=True, exist_ok=True)
-                output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    finally:
-        dist.destroy_process_group()
+    with ranks_of_torchrun() as device, EPGroup(dist.group.WORLD) as group:
+        if group.world_size == 1:
+            raise ConfigError("bench_placement: 1 rank has all experts; start it with 2 or more")
+        report = report_of(
+            "placement", asdict(options), device, "benchmarks.routing.bench_placement"
+        )
+        ways, placement = run(options, group)
+        console = Console(quiet=group.rank != 0, highlight=False, markup=False)
+        for each in ways:
+            console.print(
+                f"{each.name:>8}: {each.us.p50:9.1f} {each.us.p99:9.1f} us p50, p99; most slots of "
+                f"a rank {each.slots_ratio:.3f} of the mean"
+            )
+        report["replicas"] = max(map(len, placement.replicas))
+        write_report({**report, "ways": [asdict(each) for each in ways]}, output)
 
 
 if __name__ == "__main__":

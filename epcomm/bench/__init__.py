@@ -1,1 +1,1 @@
-"""The command `epcomm bench`: check and time what serves a layer here, beside torch alone."""
+"""The command `epcomm bench`: check and time what serves a layer here, and torch alone."""

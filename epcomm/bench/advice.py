@@ -1,4 +1,4 @@
-"""Say in one sentence which mode and backend to take at which T, by medians of a pair."""
+"""Recommend a mode and backend at each T in one sentence, by medians of a pair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.records import Timing
 
-# What people call the ways of torch alone.
+# The names of what torch alone offers in tables.
 TITLES = {
     ExpertRows.name: "rows over all-to-all",
     AllGather.name: "all-gather and reduce-scatter",
@@ -17,7 +17,7 @@ TITLES = {
 
 
 def advise(timings: Sequence[Timing]) -> str:
-    """Return the sentence; it owns up where torch alone is faster.
+    """Return the sentence, which also names the T at which torch alone is faster.
 
     Worked example, medians of 10 and 20 us at T = 1, of 90 and 40 us at T = 128:
 
@@ -28,42 +28,35 @@ def advise(timings: Sequence[Timing]) -> str:
     if not best:
         return "Nothing of epcomm was measured here, so there is nothing to take."
     parts = []
-    for (mode, backend), group in groupby(best, key=lambda each: (each.mode, each.backend)):
+    for (mode, backend), group in groupby(
+        best.values(), key=lambda each: (each.mode, each.backend)
+    ):
         tokens = [each.tokens for each in group]
-        parts.append(f"mode {mode} on backend {backend} {_range(tokens)}")
+        span = f"from T = {tokens[0]} to {tokens[-1]}" if len(tokens) > 1 else f"at T = {tokens[0]}"
+        parts.append(f"mode {mode} on backend {backend} {span}")
     sentence = f"Take {_listed(parts)}"
-    torch_best = {
-        each.tokens: each for each in _best_by_tokens(each for each in timings if each.is_of_torch)
-    }
+    of_torch = _best_by_tokens(each for each in timings if each.is_of_torch)
     faster = [
-        f"{TITLES[other.backend]} at T = {ours.tokens} ({_median(other):.0f} us, not "
-        f"{_median(ours):.0f})"
-        for ours in best
-        if (other := torch_best.get(ours.tokens)) is not None and _median(other) < _median(ours)
+        f"{TITLES[other.backend]} at T = {tokens} ({_median(other):.0f} us, not "
+        f"{_median(best[tokens]):.0f})"
+        for tokens, other in of_torch.items()
+        if tokens in best and _median(other) < _median(best[tokens])
     ]
     if faster:
         sentence += f"; torch alone is faster with {_listed(faster)}"
     return f"{sentence}."
 
 
-def _best_by_tokens(timings: Iterable[Timing]) -> list[Timing]:
-    """Return the fastest at each T, by T."""
+def _best_by_tokens(timings: Iterable[Timing]) -> dict[int, Timing]:
+    """Return the fastest at each T, in order of T."""
     best: dict[int, Timing] = {}
-    for each in timings:
-        held = best.get(each.tokens)
-        if held is None or _median(each) < _median(held):
-            best[each.tokens] = each
-    return [best[tokens] for tokens in sorted(best)]
+    for each in sorted(timings, key=lambda each: (each.tokens, _median(each))):
+        best.setdefault(each.tokens, each)
+    return best
 
 
 def _median(timing: Timing) -> float:
     return timing.us["pair"].p50
-
-
-def _range(tokens: Sequence[int]) -> str:
-    if len(tokens) == 1:
-        return f"at T = {tokens[0]}"
-    return f"from T = {tokens[0]} to {tokens[-1]}"
 
 
 def _listed(parts: Sequence[str]) -> str:

@@ -1,8 +1,8 @@
 """Check the results of a contender before it is measured, by a formula in float64.
 
 Expert e multiplies its row by 1, 2 or 4, so y = x * sum of w_k * factor(e_k), and every rank can
-compute the rows that its experts must receive, since it can make the batch of every rank. Nothing
-here is code that a contender runs.
+compute the rows that its experts must receive, since it can make the batch of every rank. No
+contender runs code of this module.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ DispatchedT = TypeVar("DispatchedT")
 
 
 class CheckError(Exception):
-    """A contender moved or summed something wrong; nothing may be measured."""
+    """A contender moves or sums something wrong, so nothing may be measured."""
 
 
 def check_contender(
     contender: Contender[DispatchedT], batches: Sequence[RankBatch], rank: int, num_local: int
 ) -> None:
-    """Run one call and compare what the experts receive and what comes back.
+    """Run one call, and compare the rows that experts receive and y.
 
     Args:
         contender: what is to be measured.
@@ -97,8 +97,8 @@ def find_row_fault(
         grouped: the rows, by expert.
         batches: of all ranks.
         first_expert: of this rank.
-        order: of the source ranks by which the rows of an expert come, those of a rank by token;
-            None: rows come in no order.
+        order: of the source ranks in which the rows of an expert arrive, those of a rank by token;
+            None: rows arrive in any order.
         row_error: see Contender.row_error; without any, rows must be the same bits.
     """
     for local, run in enumerate(grouped.runs()):

@@ -1,7 +1,7 @@
 """Time whole layers: dispatch, experts by a runner, combine; from Python, and in a device graph.
 
-Experts are random SwiGLU, each made from its own number, so that any rank can compute any token in
-float64 by itself: the first tokens of each rank are checked so before a layer is timed.
+Experts are random SwiGLU, each made from its own seed, so that any rank can compute any token in
+float64 without the others: the first tokens of each rank are checked so before a layer is timed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from epcomm.weights.unquantized import ExpertWeights
 
 # Tokens of each rank that are compared: each costs K experts in float64.
 _CHECKED_TOKENS = 8
-# A value on the way to y is rounded so often: both products, the activation, the weighted result,
-# the sum of a rank and y.
+# Roundings of a value before it is y: both products, the activation, the weighted result, the sum
+# of a rank and y.
 _NUM_ROUNDINGS = 6
 # Calls in a graph: receive buffers that are used in turn must end as they began.
 _CALLS = 2
@@ -39,7 +39,7 @@ _CALLS = 2
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Layer:
-    """One way to time one layer."""
+    """A layer that is timed, in a graph or launched from Python."""
 
     mode: Mode
     layer: ExpertParallelExperts
@@ -47,7 +47,7 @@ class _Layer:
 
     @property
     def name(self) -> str:
-        """By which spans are kept."""
+        """The key of its spans."""
         how = ", graph" if self.in_graph else ""
         return f"layer in {self.mode.value} on {self.layer.plan.prefill.backend}{how}"
 
@@ -74,7 +74,9 @@ def measure_layers(
         right.append(each)
         if is_in_graph(layer.plan.prefill, group.device):
             right.append(_Layer(mode=mode, layer=layer, in_graph=True))
-    calls = {each.name: _call_of(each, batch.x, topk) for each in right}
+    calls = {
+        each.name: layer_call(each.layer, batch.x, topk, in_graph=each.in_graph) for each in right
+    }
     take_turns(calls, group.device, num_rounds=options.warm_up)
     spans = take_turns(calls, group.device, num_rounds=options.iterations)
     for each in right:
@@ -117,20 +119,17 @@ def _open_layers(
 
 
 def _expert(options: BenchOptions, expert: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make gate_up [2I, H] and down [H, I] of one expert, which are equal on whichever rank."""
+    """Make gate_up [2I, H] and down [H, I] of one expert, which are equal on any rank."""
     assert options.intermediate is not None, "a whole layer was asked for"
     hidden, inner = options.hidden, options.intermediate
     generator = torch.Generator(device).manual_seed(options.seed + 104729 * (expert + 1))
-    gate_up = (
-        torch.randn(2 * inner, hidden, generator=generator, dtype=torch.float32, device=device)
-        / hidden**0.5
-    )
-    down = (
-        torch.randn(hidden, inner, generator=generator, dtype=torch.float32, device=device)
-        / inner**0.5
-    )
-    dtype = dtype_of(options.dtype)
-    return gate_up.to(dtype), down.to(dtype)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        shape = (rows, columns)
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+        return (values / columns**0.5).to(dtype_of(options.dtype))
+
+    return matrix(2 * inner, hidden), matrix(hidden, inner)
 
 
 def _expected(options: BenchOptions, batch: RankBatch) -> Tensor:
@@ -160,30 +159,38 @@ def _find_fault(
 
 
 def _tolerance(options: BenchOptions) -> float:
-    """Return the largest error of y beside its largest value.
+    """Return the largest error of y, as a share of its largest value.
 
-    Beside the roundings, products add H and I terms in float32, whose errors add up like a walk.
+    Besides the roundings, products add H and I terms in float32, whose errors add up like a random
+    walk.
     """
     assert options.intermediate is not None, "a whole layer was asked for"
     adding = math.sqrt(options.hidden + options.intermediate) * torch.finfo(torch.float32).eps
     return _NUM_ROUNDINGS * torch.finfo(dtype_of(options.dtype)).eps + adding
 
 
-def _call_of(each: _Layer, x: Tensor, topk: TopKOutput) -> Callable[[Clock], Mapping[str, float]]:
-    def run() -> None:
-        for _ in range(_CALLS if each.in_graph else 1):
-            each.layer(x, topk)
+def layer_call(
+    layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput, *, in_graph: bool
+) -> Callable[[Clock], Mapping[str, float]]:
+    """Return what times a call of a layer as the span `layer`, launched from Python or replayed.
 
-    launch = captured(run).replay if each.in_graph else run
+    Collective: in a graph.
+    """
+    device = x.device
+    if not in_graph:
 
-    def call(clock: Clock) -> Mapping[str, float]:
-        if each.in_graph:
-            return {"layer": time_launch(launch, x.device, clock) / _CALLS}
-        wait_for_all(x.device)
-        clock.mark()
-        launch()
-        clock.mark()
-        (ms,) = clock.take()
-        return {"layer": ms}
+        def eager(clock: Clock) -> Mapping[str, float]:
+            wait_for_all(device)
+            clock.mark()
+            layer(x, topk)
+            clock.mark()
+            return {"layer": clock.take()[0]}
 
-    return call
+        return eager
+
+    def calls() -> None:
+        for _ in range(_CALLS):
+            layer(x, topk)
+
+    graph = captured(calls)
+    return lambda clock: {"layer": time_launch(graph.replay, device, clock) / _CALLS}

@@ -1,8 +1,7 @@
-"""Describe what a result depends on beside the code: hardware, versions, load, allocator."""
+"""Describe what a result depends on beside the code: hardware and versions."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import subprocess
@@ -15,25 +14,6 @@ from torch.cuda import nccl
 from epcomm.platforms.cuda import name_of
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-# Parameters of glibc's mallopt(), from malloc.h.
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-# 2 GiB - 1: the largest value that mallopt takes, an int.
-_MOST_FREE_BYTES = 2**31 - 1
-
-
-def keep_freed_memory() -> bool:
-    """Let malloc recycle large blocks, as the caching allocator of CUDA does; whether it obeyed.
-
-    By default glibc hands every block of 32 MiB back to the system when it is freed, and the next
-    call touches each of its pages anew. That costs as much as a message of that size, and hits
-    whoever happens to need blocks just above the limit.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    libc = ctypes.CDLL(None)
-    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _MOST_FREE_BYTES))
-    return all(libc.mallopt(name, value) == 1 for name, value in settings)
 
 
 def describe_hardware(device: torch.device) -> dict[str, str | int]:
@@ -55,7 +35,7 @@ def describe_versions(device: torch.device) -> dict[str, str]:
     versions = {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "epcomm": _version_of("epcomm"),
+        "epcomm": version_of("epcomm"),
         "commit": _commit(),
     }
     if device.type == "cuda":
@@ -64,22 +44,18 @@ def describe_versions(device: torch.device) -> dict[str, str]:
     return versions
 
 
-def load_average() -> float:
-    """Return the mean number of processes that wanted a core in the last minute, with our own."""
-    return round(os.getloadavg()[0], 2)
-
-
 def _processor_name() -> str:
     lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines() if os.name == "posix" else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor()
 
 
-def _version_of(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Return the version of a distribution; unknown where its sources run uninstalled."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return "unknown"
 
 
 def _commit() -> str:

@@ -1,10 +1,11 @@
-"""Say what a run of `epcomm bench` measures."""
+"""The options of a run of `epcomm bench`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
+from typing import NoReturn
 
 import torch
 
@@ -18,9 +19,9 @@ from epcomm.types import MAX_SIZE, WireDtype, is_size
 _DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 )
-# Seeds of ranks and experts are a little larger, and a generator takes 64 bits.
+# Seeds of ranks and experts are slightly larger, and a generator takes 64 bits.
 _MAX_SEED = 2**63 - 1
-# Those whose dispatch and combine can be timed one by one.
+# The modes whose dispatch and combine can be timed separately.
 MODES = (Mode.NORMAL, Mode.LOW_LATENCY, Mode.STANDARD)
 
 
@@ -29,7 +30,7 @@ class BenchOptions:
     """The sizes and contenders of a run, equal on all ranks.
 
     tokens: T, on each rank, one after another.   hidden: H.   experts: of all ranks.   top_k: K.
-    modes, backends: of epcomm; what torch alone offers is measured in any case.
+    modes, backends: of epcomm; what torch alone offers is always measured.
     dtype: of the hidden states.   wire: of rows towards the experts of epcomm, None for dtype.
     intermediate: I of a whole layer, None to time none.
     iterations, warm_up: calls of each contender at each T, on the clock and before.
@@ -57,26 +58,19 @@ class BenchOptions:
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
             if not all(number is None or is_size(number) for number in numbers):
-                found = ",".join(map(shown, numbers))
-                option = name.replace("_", "-")
-                raise ConfigError(f"epcomm bench: --{option} is {found}, expected 1 to {MAX_SIZE}")
+                _refuse(name, ",".join(map(shown, numbers)), f"1 to {MAX_SIZE}")
         for name, most in (("warm_up", MAX_SIZE), ("seed", _MAX_SEED)):
             value = getattr(self, name)
             if not 0 <= value <= most:
-                option = name.replace("_", "-")
-                raise ConfigError(
-                    f"epcomm bench: --{option} is {shown(value)}, expected 0 to {most}"
-                )
+                _refuse(name, shown(value), f"0 to {most}")
         if self.top_k > self.experts:
-            raise ConfigError(
-                f"epcomm bench: --top-k is {self.top_k}, expected at most the {self.experts} "
-                "experts; give fewer, or more --experts"
-            )
+            most = f"at most the {self.experts} experts; give fewer, or more --experts"
+            _refuse("top_k", str(self.top_k), most)
         dtype_of(self.dtype)
         if self.wire is not None and self.intermediate is not None:
             raise ConfigError(
-                f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide what "
-                "travels; leave one of them out"
+                f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide the "
+                "format of rows; leave one of them out"
             )
 
     def check_ranks(self, world_size: int) -> None:
@@ -86,10 +80,7 @@ class BenchOptions:
             ConfigError: the experts are no multiple of the ranks.
         """
         if self.experts % world_size:
-            raise ConfigError(
-                f"epcomm bench: --experts is {self.experts}, expected a multiple of the "
-                f"{world_size} ranks"
-            )
+            _refuse("experts", str(self.experts), f"a multiple of the {world_size} ranks")
 
     def moe_spec(self) -> MoESpec:
         """Return the layer."""
@@ -120,6 +111,17 @@ class BenchOptions:
         return [make_batch(spec, rank, world_size).to(device) for rank in range(world_size)]
 
 
+def described(options: BenchOptions) -> dict[str, str | int]:
+    """Return the options as a report writes them, without those that are None."""
+    values = asdict(options)
+    del values["command"]
+    return {
+        name: ",".join(map(str, value)) if isinstance(value, tuple) else value
+        for name, value in values.items()
+        if value is not None
+    }
+
+
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype of a name.
 
@@ -127,7 +129,7 @@ def dtype_of(name: str) -> torch.dtype:
         ConfigError: it is not bf16, fp16 or fp32.
     """
     if name not in _DTYPES:
-        raise ConfigError(f"epcomm bench: --dtype is {name!r}, expected one of {sorted(_DTYPES)}")
+        _refuse("dtype", repr(name), f"one of {sorted(_DTYPES)}")
     return _DTYPES[name]
 
 
@@ -140,9 +142,7 @@ def read_tokens(text: str) -> tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise ConfigError(
-            f"epcomm bench: --tokens is {shown(text)}, expected numbers such as 1,128,1024"
-        ) from None
+        _refuse("tokens", shown(text), "numbers such as 1,128,1024")
     return tuple(dict.fromkeys(numbers))
 
 
@@ -156,19 +156,19 @@ def read_modes(text: str) -> tuple[Mode, ...]:
     found = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [name for name in found if name not in names]
     if unknown or not found:
-        raise ConfigError(f"epcomm bench: --modes is {text!r}, expected some of {names}")
+        _refuse("modes", repr(text), f"some of {names}")
     return tuple(Mode(name) for name in dict.fromkeys(found))
 
 
 def read_wire(text: str | None) -> WireDtype | None:
-    """Read `fp8_e4m3` or `int8`; other rows travel as the hidden states are.
+    """Read `fp8_e4m3` or `int8`; None: rows are sent in the dtype of the hidden states.
 
     Raises:
         ConfigError: it is neither.
     """
     names = [each.value for each in WireDtype if each.is_quantized]
     if text is not None and text not in names:
-        raise ConfigError(f"epcomm bench: --wire is {text!r}, expected one of {names}")
+        _refuse("wire", repr(text), f"one of {names}")
     return None if text is None else WireDtype(text)
 
 
@@ -183,3 +183,9 @@ def read_backends(text: str) -> tuple[str, ...]:
         raise ConfigError("epcomm bench: --backend is empty, expected auto or names of backends")
     found = [name for part in parts for name in backend_names(part, Mode.AUTO)]
     return tuple(dict.fromkeys(found))
+
+
+def _refuse(name: str, found: str, expected: str) -> NoReturn:
+    """Raise the error of an option, which has the name of a field."""
+    option = name.replace("_", "-")
+    raise ConfigError(f"epcomm bench: --{option} is {found}, expected {expected}") from None

@@ -1,4 +1,4 @@
-"""Draw the medians of a pair by tokens; needs matplotlib, which the wheel does not bring."""
+"""Draw the medians of a pair by tokens; needs matplotlib, which is no dependency of the wheel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check_plot(path: Path, *, command: str = "epcomm bench") -> None:
 
 
 def draw(report: Report) -> Figure:
-    """Return a figure with a line for each contender."""
+    """Return a figure with a line for each contender, on logarithmic axes."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator, ScalarFormatter
 
@@ -46,12 +46,13 @@ def draw(report: Report) -> Figure:
     for name, points in _lines(report.timings).items():
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     sizes = report.configuration
+    place = report.hardware.get("accelerator", sizes["device"])
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="tokens a rank",
         ylabel="dispatch + combine, us (p50 of the slowest rank)",
-        title=f"{sizes['ranks']} ranks on {_place(report)}, H = {sizes['hidden']}, "
+        title=f"{sizes['ranks']} ranks on {place}, H = {sizes['hidden']}, "
         f"top-{sizes['top_k']} of {sizes['experts']}",
     )
     axes.xaxis.set_major_locator(LogLocator(base=2))
@@ -59,10 +60,6 @@ def draw(report: Report) -> Figure:
     axes.grid(visible=True, which="major", alpha=0.3)
     axes.legend()
     return figure
-
-
-def _place(report: Report) -> str:
-    return str(report.hardware.get("accelerator", report.configuration["device"]))
 
 
 def _lines(timings: Sequence[Timing]) -> dict[str, list[tuple[int, float]]]:

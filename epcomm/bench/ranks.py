@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -20,25 +20,25 @@ from epcomm.errors import ConfigError, EPError
 
 T = TypeVar("T")
 
-# The exit code of a command that was given what it cannot take.
+# The exit code of a command with bad input.
 BAD_INPUT = 2
 
 # 120 s: a rank that fails must not leave the others waiting for long.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
-# The file in which rank 0 leaves the exit code.
+# The file to which rank 0 writes the exit code.
 _EXIT_CODE = "exit_code"
-# Seconds that other ranks than 0 wait before they tell an error: most errors are those of all
-# ranks, and rank 0 has told it and ended the run by then.
+# Seconds that other ranks than 0 wait before they report an error: most errors are those of all
+# ranks, and rank 0 has reported it and ended the run by then.
 _PATIENCE_S = 2.0
 
 
-def ranks_of_environment(variables: Mapping[str, str] | None = None) -> int | None:
+def ranks_of_environment() -> int | None:
     """Return the number of ranks that torchrun has started; None where it has not. Local.
 
     Raises:
         ConfigError: its variables are no numbers.
     """
-    variables = environment() if variables is None else variables
+    variables = environment()
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
         return None
     try:
@@ -56,10 +56,10 @@ def rank_of_environment() -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def tell(error: EPError, rank: int) -> int:
+def report_error(error: EPError, rank: int) -> int:
     """Write an error in one line and return the exit code: 2 for bad input, else 1. Local.
 
-    Of all ranks that have it rank 0 comes first, and ends the run.
+    Where all ranks have it, rank 0 writes it first, which ends the run.
     """
     if rank:
         time.sleep(_PATIENCE_S)
@@ -69,19 +69,19 @@ def tell(error: EPError, rank: int) -> int:
 
 
 def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
-    """Run `work(argument)` on ranks of its own making on the CPU, over gloo; return its exit code.
+    """Start ranks on the CPU that run `work(argument)` over gloo; return its exit code.
 
     Args:
         num_ranks: processes to start.
         work: a function of a module; all ranks return alike.
         argument: of work; it is pickled.
     """
-    # Imports much, which ranks under torchrun do not need.
+    # A large import, which ranks under torchrun do not need.
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     log = logging.getLogger("torch.multiprocessing.spawn")
     level = log.level
-    # A rank that fails has told why; that the others are ended then is no news.
+    # A rank that fails has reported why; that the others are then ended adds nothing.
     log.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="epcomm-bench-") as folder:
         try:
@@ -89,7 +89,7 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
             return int(Path(folder, _EXIT_CODE).read_text("utf-8"))
         except ProcessExitedException as ended:
             if ended.exit_code < 0:
-                # By a signal: the rank has not told why.
+                # By a signal: the rank has reported nothing.
                 sys.stderr.write(f"epcomm bench: rank {ended.error_index}: {ended}\n")
             return max(ended.exit_code, 1)
         except ProcessRaisedException as raised:
@@ -102,7 +102,7 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
 def _run_rank(
     rank: int, num_ranks: int, folder: str, work: Callable[[T], int], argument: T
 ) -> None:
-    # Ranks with a thread for each core each would only wait for one another.
+    # With a thread for each core on every rank, ranks would only wait for one another.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     dist.init_process_group(
         "gloo",
@@ -113,12 +113,12 @@ def _run_rank(
     )
     code = run_work(work, argument)
     if rank == 0:
-        # Not by leaving with it, which would end the others while they leave.
+        # Not as the code of this process, which would end the others while they leave.
         Path(folder, _EXIT_CODE).write_text(str(code), encoding="utf-8")
 
 
 def join_ranks() -> None:
-    """Join the ranks of torchrun: over nccl where this host has a GPU for each, else gloo."""
+    """Join the ranks of torchrun: over nccl if this host has a GPU for each, else gloo."""
     variables = environment()
     num_local_ranks = int(variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]))
     if torch.cuda.device_count() >= num_local_ranks:
@@ -130,9 +130,9 @@ def join_ranks() -> None:
 
 
 def run_work(work: Callable[[T], int], argument: T) -> int:
-    """Run `work` on this rank of the default process group, and leave it; return the exit code.
+    """Run `work` on this rank of the default process group, then leave it; return the exit code.
 
-    An error of ours is told in one line, by rank 0 where all ranks have it.
+    An EPError is reported in one line, by rank 0 where all ranks have it.
     """
     rank = dist.get_rank()
     try:
@@ -140,8 +140,8 @@ def run_work(work: Callable[[T], int], argument: T) -> int:
         # Rank 0 has printed then; the first rank that leaves with an error ends the others.
         dist.barrier()
     except EPError as error:
-        # Not by way of destroy_process_group(), which may wait for ranks that never come.
-        os._exit(tell(error, rank))
+        # Without destroy_process_group(), which may wait for ranks that never come.
+        os._exit(report_error(error, rank))
     dist.destroy_process_group()
     return code
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from epcomm.bench.contenders.backends import MissingContender
-from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.timing import Percentiles
 
 
@@ -18,7 +18,8 @@ class Timing:
     runner: that computes the experts of a whole layer, else empty.
     in_graph: replayed from a device graph, else launched from Python.
     us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
-        dispatch, combine and pair, which is both; or layer.
+        dispatch, combine and pair, which is both; or layer. Where calls are launched from Python,
+        also grouped_dispatch and grouped_pair, which put the rows of an expert next to one another.
     sent_bytes: of one call on the rank that sends most; None of a whole layer.
     """
 

@@ -81,7 +81,7 @@ def layers_table(timings: Sequence[Timing]) -> Table:
 def _table(*numbers: str) -> Table:
     """Return an empty table whose rows begin with T, mode and backend.
 
-    Numbers of seven digits fit into 80 columns; the backend alone gives way, for rich would cut
+    Numbers of seven digits fit into 80 columns; only the backend is folded, because rich would cut
     digits off.
     """
     table = Table(

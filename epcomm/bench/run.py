@@ -1,32 +1,33 @@
-"""Find what serves here, check it, time it in turn, and say what came of it."""
+"""Find what serves here, check it, time it in turn, and report the results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from epcomm.bench.advice import advise
 from epcomm.bench.check import CheckError, check_contender
+from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.contenders.backends import Epcomm, MissingContender, find_backends
 from epcomm.bench.contenders.base import Contender, Experts
-from epcomm.bench.contenders.sent_bytes import SentBytes
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.layer import measure_layers
 from epcomm.bench.machine import describe_hardware, describe_versions
-from epcomm.bench.options import BenchOptions
+from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
-from epcomm.bench.timing import Clock
-from epcomm.bench.turns import graph_call, is_in_graph, percentiles_of, run_call, take_turns
+from epcomm.bench.turns import call_of, is_in_graph, percentiles_of, take_turns
 from epcomm.group import EPGroup
-from epcomm.testing.data import RankBatch
 
-# Called with the current step, the rounds that are done, and all rounds.
-OnProgress = Callable[[str, int, int], None]
+# What torch alone offers, by name.
+ALTERNATIVES: Mapping[str, Callable[[Experts], Contender]] = MappingProxyType(
+    {ExpertRows.name: ExpertRows, AllGather.name: AllGather}
+)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -39,12 +40,12 @@ class _Found:
     absent: dict[tuple[str, str], MissingContender] = field(default_factory=dict)
 
 
-def run_bench(options: BenchOptions, on_progress: OnProgress) -> Report:
+def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
     """Check and measure every contender at every T: the same report on all ranks.
 
     Args:
         options: of the run, equal on all ranks.
-        on_progress: called on every rank, after each round.
+        on_round: called on every rank with T, after each round on the clock.
 
     Collective: yes, over the default process group.   Host sync: yes.
     Raises:
@@ -54,19 +55,19 @@ def run_bench(options: BenchOptions, on_progress: OnProgress) -> Report:
     options.check_ranks(dist.get_world_size())
     found = _Found()
     device = torch.device("cpu")
-    for place, tokens in enumerate(options.tokens):
+    for tokens in options.tokens:
         # A group for each T: its buffers are closed before the next are opened.
         with EPGroup(dist.group.WORLD) as group, torch.no_grad():
             device = group.device
-            progress = partial(_progress, on_progress, options, place)
-            _measure(options, tokens, group, found, progress)
+            _measure(options, tokens, group, found, partial(on_round, tokens))
             if options.intermediate is not None:
-                timings, wrong = measure_layers(options, group, _batch(options, tokens, group))
+                batch = options.make_batches(tokens, group.world_size, device)[group.rank]
+                timings, wrong = measure_layers(options, group, batch)
                 found.layers.extend(timings)
                 found.wrong.extend(wrong)
     return Report(
         configuration={
-            **_described(options),
+            **described(options),
             "ranks": dist.get_world_size(),
             "device": device.type,
             "transport": str(dist.get_backend()),
@@ -82,60 +83,39 @@ def run_bench(options: BenchOptions, on_progress: OnProgress) -> Report:
     )
 
 
-def _progress(on_progress: OnProgress, options: BenchOptions, place: int, done: int) -> None:
-    rounds = options.warm_up + options.iterations
-    text = f"T = {options.tokens[place]}"
-    on_progress(text, place * rounds + done, len(options.tokens) * rounds)
-
-
-def _described(options: BenchOptions) -> dict[str, str | int]:
-    values = asdict(options)
-    del values["command"]
-    listed = (list, tuple)
-    return {
-        name: ",".join(map(str, value)) if isinstance(value, listed) else value
-        for name, value in values.items()
-        if value is not None
-    }
-
-
 def _measure(
     options: BenchOptions,
     tokens: int,
     group: EPGroup,
     found: _Found,
-    progress: Callable[[int], None],
+    on_round: Callable[[], None],
 ) -> None:
     """Check and time all contenders at one T. Collective: yes."""
     batches = options.make_batches(tokens, group.world_size, group.device)
     num_local = options.experts // group.world_size
-    right: list[tuple[str, Contender]] = []
-    for mode, contender in _contenders(options, tokens, group, found):
+    right: list[Contender] = []
+    for contender in _contenders(options, tokens, group, found):
         try:
             check_contender(contender, batches, group.rank, num_local)
         except CheckError as fault:
             found.wrong.append(Wrong(name=contender.name, tokens=tokens, fault=str(fault)))
         else:
-            right.append((mode, contender))
+            right.append(contender)
     batch = batches[group.rank]
     del batches
-    sent = {each.name: _most(each.sent_bytes(batch)) for _, each in right}
-    calls = {each.name: _call_of(each, batch, group.rank * num_local) for _, each in right}
+    sent = {
+        each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total)
+        for each in right
+    }
+    calls = {each.name: call_of(each, batch, group.rank * num_local) for each in right}
     take_turns(calls, group.device, num_rounds=options.warm_up)
-    done = iter(range(options.warm_up + 1, options.warm_up + options.iterations + 1))
-    spans = take_turns(
-        calls,
-        group.device,
-        num_rounds=options.iterations,
-        on_round=lambda: progress(next(done)),
-    )
-    for mode, contender in right:
-        if isinstance(contender, Epcomm):
-            contender.check()
+    spans = take_turns(calls, group.device, num_rounds=options.iterations, on_round=on_round)
+    for contender in right:
+        contender.check()
         found.timings.append(
             Timing(
-                mode=mode,
-                backend=contender.plan.backend if isinstance(contender, Epcomm) else contender.name,
+                mode=contender.mode,
+                backend=contender.backend,
                 tokens=tokens,
                 in_graph=is_in_graph(contender, group.device),
                 us=percentiles_of(spans[contender.name]),
@@ -144,48 +124,21 @@ def _measure(
         )
 
 
-def _batch(options: BenchOptions, tokens: int, group: EPGroup) -> RankBatch:
-    return options.make_batches(tokens, group.world_size, group.device)[group.rank]
-
-
 def _contenders(
     options: BenchOptions, tokens: int, group: EPGroup, found: _Found
-) -> list[tuple[str, Contender]]:
-    """Open every contender with its mode, which is empty for torch alone. Collective: yes."""
-    opened: list[tuple[str, Contender]] = []
+) -> list[Contender]:
+    """Open every contender. Collective: yes."""
+    opened: list[Contender] = []
     spec = options.moe_spec()
     for mode in options.modes:
         serving, absent = find_backends(group, spec, options.config(mode, tokens), options.backends)
         found.absent.update({(each.mode.value, each.backend): each for each in absent})
-        for backend in serving:
-            config = options.config(mode, tokens, backend)
-            name = f"{mode.value} {backend}"
-            opened.append((mode.value, Epcomm(group, spec, config, name=name)))
+        opened += [
+            Epcomm(group, spec, options.config(mode, tokens, backend)) for backend in serving
+        ]
     experts = Experts(
         rank=group.rank,
         world_size=group.world_size,
         num_local=options.experts // group.world_size,
     )
-    return [*opened, *(("", make(experts)) for make in ALTERNATIVES.values())]
-
-
-def _call_of(
-    contender: Contender, batch: RankBatch, first_expert: int
-) -> Callable[[Clock], Mapping[str, float]]:
-    if is_in_graph(contender, batch.x.device):
-        return graph_call(contender, batch, first_expert)
-
-    def call(clock: Clock) -> Mapping[str, float]:
-        laps = run_call(contender, batch, clock)
-        return {
-            "dispatch": laps.dispatch,
-            "combine": laps.combine,
-            "pair": laps.dispatch + laps.combine,
-        }
-
-    return call
-
-
-def _most(sent: SentBytes) -> SentBytes:
-    """Return the bytes of the rank that sends most. Collective: yes."""
-    return max(of_all_ranks(sent), key=lambda each: each.total)
+    return [*opened, *(make(experts) for make in ALTERNATIVES.values())]

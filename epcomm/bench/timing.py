@@ -12,29 +12,6 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Laps:
-    """One iteration on one rank, in milliseconds.
-
-    dispatch: until the rows have arrived.   group: until they lie by expert.   combine: until y.
-    """
-
-    dispatch: float
-    group: float
-    combine: float
-
-    def spans(self) -> dict[str, float]:
-        """Return the reported spans: dispatch, combine and both, with and without grouping."""
-        grouped = self.dispatch + self.group
-        return {
-            "dispatch": grouped,
-            "dispatch_without_grouping": self.dispatch,
-            "combine": self.combine,
-            "total": grouped + self.combine,
-            "total_without_grouping": self.dispatch + self.combine,
-        }
-
-
-@dataclass(frozen=True, kw_only=True)
 class Percentiles:
     """The percentiles over iterations, each as long as its slowest rank, in milliseconds."""
 
@@ -119,7 +96,7 @@ def _quantile(ordered: Sequence[float], name: str) -> float:
 
 
 def captured(call: Callable[[], object], *, warm_up: bool = True) -> torch.cuda.CUDAGraph:
-    """Capture the call as a graph, which reads nothing on the host, and launches do not count.
+    """Capture a call as a graph, whose replay needs no launch from Python for each kernel.
 
     warm_up: make the call once before, to compile kernels and to allocate.
     """

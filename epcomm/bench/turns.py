@@ -12,21 +12,21 @@ import torch.distributed as dist
 from epcomm.bench.check import run_experts
 from epcomm.bench.contenders.base import Contender
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Clock, Laps, Percentiles, captured, clock_for, slowest_rank
+from epcomm.bench.timing import Clock, Percentiles, captured, clock_for, slowest_rank
 from epcomm.planning.plans import PhasePlan
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
 SpansT = TypeVar("SpansT")
 
-# Cycles that all GPUs sleep after they have met, so that the host is ahead of them: 60 us.
+# Cycles that all GPUs sleep after a collective, so that the host is ahead of them: 60 us.
 _HEAD_START = 100_000
 # Pairs in a graph: receive buffers that are used in turn must end as they began.
 _PAIRS = 2
 
 
 def wait_for_all(device: torch.device) -> None:
-    """Return when every rank has come here and finished its work. Collective: yes."""
+    """Wait until every rank has arrived here and finished its work. Collective: yes."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         dist.barrier(device_ids=[device.index])
@@ -36,10 +36,10 @@ def wait_for_all(device: torch.device) -> None:
 
 
 def time_launch(launch: Callable[[], object], device: torch.device, clock: Clock) -> float:
-    """Return the milliseconds of what `launch` starts, which begins on all ranks together.
+    """Return the milliseconds of the work that `launch` starts on all ranks together.
 
-    On GPUs the ranks meet on the device and the host is ahead of it, so that neither the launch nor
-    the way out of a barrier counts.
+    On GPUs the ranks wait for one another on the device and the host is ahead of it, so that
+    neither the launch nor the end of a barrier on the host counts.
 
     Collective: yes.   Host sync: yes.
     """
@@ -64,7 +64,7 @@ def take_turns(
 ) -> dict[str, list[SpansT]]:
     """Make each call in turn, repeatedly, so that a slow machine slows all of them.
 
-    Returns: by call, what it measured on this rank in each round.
+    Returns: by name, the spans that the call measured on this rank in each round.
     """
     clock = clock_for(device)
     spans: dict[str, list[SpansT]] = {name: [] for name in calls}
@@ -81,20 +81,22 @@ def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentile
     return {name: Percentiles.of(1e3 * ms for ms in times) for name, times in slowest.items()}
 
 
-def run_in_turn(
-    contenders: Sequence[Contender],
-    batch: RankBatch,
-    *,
-    num_rounds: int,
-    on_round: Callable[[], None] = lambda: None,
-) -> dict[str, list[Laps]]:
-    """Call each contender in turn, launched from Python, and return its laps on this rank."""
-    calls = {each.name: partial(run_call, each, batch) for each in contenders}
-    return take_turns(calls, batch.x.device, num_rounds=num_rounds, on_round=on_round)
+def call_of(
+    contender: Contender, batch: RankBatch, first_expert: int
+) -> Callable[[Clock], Mapping[str, float]]:
+    """Return what times a call: replayed from graphs where it can be, else launched from Python.
+
+    Collective: yes.
+    """
+    if is_in_graph(contender, batch.x.device):
+        return graph_call(contender, batch, first_expert)
+    return partial(run_call, contender, batch)
 
 
-def run_call(contender: Contender[DispatchedT], batch: RankBatch, clock: Clock) -> Laps:
-    """Time one dispatch and combine, with experts between them that nobody waits for.
+def run_call(
+    contender: Contender[DispatchedT], batch: RankBatch, clock: Clock
+) -> Mapping[str, float]:
+    """Time one dispatch and combine, with stand-ins of experts between them that are not timed.
 
     Both halves start on all ranks together, so neither pays for what the other rank did before.
     """
@@ -112,7 +114,13 @@ def run_call(contender: Contender[DispatchedT], batch: RankBatch, clock: Clock) 
     contender.combine(results, dispatched)
     clock.mark()
     dispatch, group, _, combine = clock.take()
-    return Laps(dispatch=dispatch, group=group, combine=combine)
+    return {
+        "dispatch": dispatch,
+        "grouped_dispatch": dispatch + group,
+        "combine": combine,
+        "pair": dispatch + combine,
+        "grouped_pair": dispatch + group + combine,
+    }
 
 
 def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:
@@ -125,8 +133,8 @@ def graph_call(
 ) -> Callable[[Clock], Mapping[str, float]]:
     """Capture a dispatch, its combine and pairs of both as graphs; return the call that times them.
 
-    No launch from Python counts. Results of experts are there already. The routing of `batch` is
-    replayed, and its sizes are the contender's, not the batch's.
+    No launch from Python counts. Results of experts are computed before. The routing of `batch` is
+    replayed.
 
     Collective: yes.
     """
@@ -135,7 +143,7 @@ def graph_call(
     results = run_experts(contender.group(dispatched), first_expert)
     contender.combine(results, dispatched)
     waiting: list[DispatchedT] = []
-    # A half must not run but in its place, so nothing warms it up.
+    # A half must run only after the other, so nothing warms it up.
     dispatching = captured(lambda: waiting.append(contender.dispatch(batch)), warm_up=False)
     combining = captured(lambda: contender.combine(results, waiting[-1]), warm_up=False)
 

@@ -1,15 +1,15 @@
-"""The command `epcomm`: plan a layer, look at a machine, measure, read loads."""
+"""The command `epcomm`: plan a layer, inspect a machine, measure, read loads."""
 
 from typing import Annotated
 
 import typer
 
+from epcomm.bench.machine import version_of
 from epcomm.cli.bench import bench_command
 from epcomm.cli.doctor import doctor_command
 from epcomm.cli.load import load_command
 from epcomm.cli.one_line import OneLineGroup
 from epcomm.cli.plan import plan_command
-from epcomm.cli.version import version
 
 app = typer.Typer(
     cls=OneLineGroup,
@@ -21,7 +21,7 @@ app = typer.Typer(
 
 def _print_version(is_wanted: bool) -> None:
     if is_wanted:
-        typer.echo(version())
+        typer.echo(version_of("epcomm"))
         raise typer.Exit
 
 
@@ -33,9 +33,9 @@ def _epcomm(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print it."),
     ] = False,
 ) -> None:
-    """Expert-parallel communication: plan a layer, look at a machine, time backends, read loads.
+    """Expert-parallel communication: plan a layer, inspect a machine, time backends, read loads.
 
-    Exit code 2: bad input, told in one line.
+    Exit code 2: bad input, reported in one line.
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

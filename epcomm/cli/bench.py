@@ -1,4 +1,4 @@
-"""`epcomm bench`: check and time what serves a layer here, beside torch alone."""
+"""`epcomm bench`: check and time what serves a layer here, and torch alone."""
 
 from __future__ import annotations
 
@@ -20,96 +20,117 @@ from epcomm.bench.ranks import (
     join_ranks,
     rank_of_environment,
     ranks_of_environment,
+    report_error,
     run_work,
     start_ranks,
-    tell,
 )
 from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, layers_table, timings_table
 from epcomm.bench.run import run_bench
+from epcomm.cli.records import takes_records
 from epcomm.errors import ConfigError, shown
 from epcomm.types import MAX_RANKS, is_size
 
-# The exit code where a contender is wrong, or nothing of epcomm serves: something was not timed.
+# The exit code where a contender is wrong, or no backend of epcomm serves: something was not timed.
 NOT_TIMED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """The arguments of a run, and where its report goes.
+class RankOptions:
+    """The ranks of a run."""
 
-    output, plot: files to write, or None.   prints_json: to the terminal, in place of tables.
-    is_verbose: why backends do not serve is printed, and not their names alone.
-    """
-
-    options: BenchOptions
-    output: Path | None
-    plot: Path | None
-    prints_json: bool
-    is_verbose: bool
-
-
-def bench_command(
     ranks: Annotated[
         int | None,
         typer.Option(help="CPU ranks to start here; leave it out under torchrun."),
-    ] = None,
-    tokens: Annotated[str, typer.Option(help="T of each rank, one after another.")] = "1,128,1024",
-    hidden: Annotated[int, typer.Option(help="H.")] = 1024,
-    experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 32,
-    top_k: Annotated[int, typer.Option(help="Experts of a token, uniformly random.")] = 8,
-    modes: Annotated[
-        str, typer.Option(help="Of normal, low_latency and standard.")
-    ] = "normal,low_latency",
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    """What is measured, as text that BenchOptions reads."""
+
+    tokens: Annotated[str, typer.Option(help="T of each rank, one after another.")] = "1,128,1024"
+    hidden: Annotated[int, typer.Option(help="H.")] = 1024
+    experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 32
+    top_k: Annotated[int, typer.Option(help="Experts of a token, uniformly random.")] = 8
+    modes: Annotated[str, typer.Option(help="Of normal, low_latency and standard.")] = (
+        "normal,low_latency"
+    )
     backend: Annotated[
         str, typer.Option(help="auto for all, or names that `epcomm doctor` lists.")
-    ] = "auto",
-    layer: Annotated[bool, typer.Option("--layer", help="Time whole layers too.")] = False,
+    ] = "auto"
+    layer: Annotated[bool, typer.Option("--layer", help="Time whole layers too.")] = False
     intermediate: Annotated[
         int | None, typer.Option(help="I of an expert of --layer; H if it is left out.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    ] = None
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
         str | None,
         typer.Option(help="Rows towards the experts of epcomm: fp8_e4m3, int8; --dtype if not."),
-    ] = None,
-    iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30,
-    warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5,
-    seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it there; needs matplotlib.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    ] = None
+    iterations: Annotated[int, typer.Option(help="Calls of each on the clock.")] = 30
+    warm_up: Annotated[int, typer.Option(help="Calls of each before that.")] = 5
+    seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0
+
+    def read(self) -> BenchOptions:
+        """Return the options.
+
+        Raises:
+            ConfigError: one of them is bad.
+        """
+        inner = self.hidden if self.intermediate is None else self.intermediate
+        return BenchOptions(
+            tokens=read_tokens(self.tokens),
+            hidden=self.hidden,
+            experts=self.experts,
+            top_k=self.top_k,
+            modes=read_modes(self.modes),
+            backends=read_backends(self.backend),
+            dtype=self.dtype,
+            intermediate=inner if self.layer else None,
+            wire=read_wire(self.wire),
+            iterations=self.iterations,
+            warm_up=self.warm_up,
+            seed=self.seed,
+            command=_command(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """How a run is reported."""
+
+    output: Annotated[Path | None, typer.Option(help="Write the report there, as JSON.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw it there; needs matplotlib.")] = None
+    json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print why backends were not timed.")
-    ] = False,
-) -> None:
+    ] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A run of a rank, and how rank 0 reports it."""
+
+    options: BenchOptions
+    report: ReportOptions
+
+
+@takes_records
+def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions) -> None:
     """Check every backend that serves here against a formula, then time it beside torch alone.
 
-    Starts its own CPU ranks with --ranks, or runs on those of torchrun:
+    Starts CPU ranks with --ranks, or runs on those of torchrun:
     torchrun --nproc-per-node 8 -m epcomm bench
     """
     try:
-        options = BenchOptions(
-            tokens=read_tokens(tokens),
-            hidden=hidden,
-            experts=experts,
-            top_k=top_k,
-            modes=read_modes(modes),
-            backends=read_backends(backend),
-            dtype=dtype,
-            intermediate=(hidden if intermediate is None else intermediate) if layer else None,
-            wire=read_wire(wire),
-            iterations=iterations,
-            warm_up=warm_up,
-            seed=seed,
-            command=_command(),
-        )
-        num_started = _ranks_to_start(ranks)
+        options = sizes.read()
+        num_started = _ranks_to_start(ranks.ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
-        _check_files(output, plot)
+        _check_files(report)
     except ConfigError as error:
-        raise typer.Exit(tell(error, rank_of_environment())) from None
-    work = Work(options=options, output=output, plot=plot, prints_json=json, is_verbose=verbose)
+        raise typer.Exit(report_error(error, rank_of_environment())) from None
+    work = Work(options=options, report=report)
     if num_started is not None:
         raise typer.Exit(start_ranks(num_started, bench_on_rank, work))
     join_ranks()
@@ -142,11 +163,11 @@ def _ranks_to_start(ranks: int | None) -> int | None:
     return ranks if started is None else None
 
 
-def _check_files(output: Path | None, plot: Path | None) -> None:
-    """Find out before the run that its results cannot be written; rank 0 makes the folders."""
-    if plot is not None:
-        check_plot(plot)
-    for path in (output, plot):
+def _check_files(report: ReportOptions) -> None:
+    """Refuse before the run what cannot be written after it; rank 0 makes the folders."""
+    if report.plot is not None:
+        check_plot(report.plot)
+    for path in (report.output, report.plot):
         if path is not None and rank_of_environment() == 0:
             _check_writable(path)
 
@@ -168,53 +189,54 @@ def _check_writable(path: Path) -> None:
 def bench_on_rank(work: Work) -> int:
     """Run on one rank of the default process group; rank 0 prints and writes. Collective: yes."""
     is_first = dist.get_rank() == 0
-    to_people = Console(stderr=True, quiet=not is_first)
-    with Progress(console=to_people, transient=True) as progress:
-        task = progress.add_task("checking", total=None)
+    console = Console(stderr=True, quiet=not is_first)
+    with Progress(console=console, transient=True) as progress:
+        options = work.options
+        task = progress.add_task("checking", total=len(options.tokens) * options.iterations)
 
-        def show(text: str, done: int, total: int) -> None:
-            progress.update(task, description=text, completed=done, total=total)
+        def show(tokens: int) -> None:
+            progress.update(task, description=f"T = {tokens}", advance=1)
 
-        report = run_bench(work.options, show)
+        report = run_bench(options, show)
     if is_first:
-        _show(report, work)
+        _show(report, work.report)
     is_timed = any(not each.is_of_torch for each in report.timings)
     return 0 if is_timed and not report.wrong else NOT_TIMED
 
 
-def _show(report: Report, work: Work) -> None:
-    text = as_json(report)
-    if work.output is not None:
-        work.output.write_text(text, encoding="utf-8")
-    if work.plot is not None:
-        draw(report).savefig(work.plot, dpi=110)
-    if work.prints_json:
+def _show(found: Report, report: ReportOptions) -> None:
+    text = as_json(found)
+    if report.output is not None:
+        report.output.write_text(text, encoding="utf-8")
+    if report.plot is not None:
+        draw(found).savefig(report.plot, dpi=110)
+    if report.json:
         sys.stdout.write(text)
         return
     console = Console(highlight=False)
-    say = partial(console.print, markup=False, soft_wrap=True)
-    sizes = report.configuration
-    say(
+    write = partial(console.print, markup=False, soft_wrap=True)
+    sizes = found.configuration
+    write(
         f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
         f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
     )
-    console.print(timings_table(report.timings))
-    if report.layers:
-        console.print(layers_table(report.layers))
-    for line in _absent_lines(report, is_verbose=work.is_verbose):
-        say(line)
-    for each in report.wrong:
-        say(f"wrong, and not timed, at T = {each.tokens}: {each.fault}")
-    if work.output is not None:
-        say(
-            f"written to {work.output}; EPConfig(measurements={str(work.output)!r}) lets auto "
+    console.print(timings_table(found.timings))
+    if found.layers:
+        console.print(layers_table(found.layers))
+    for line in _absent_lines(found, is_verbose=report.verbose):
+        write(line)
+    for each in found.wrong:
+        write(f"wrong, and not timed, at T = {each.tokens}: {each.fault}")
+    if report.output is not None:
+        write(
+            f"written to {report.output}; EPConfig(measurements={str(report.output)!r}) makes auto "
             "choose by it"
         )
-    say(report.advice)
+    write(found.advice)
 
 
 def _absent_lines(report: Report, *, is_verbose: bool) -> list[str]:
-    """Return the backends that were not timed in one line; verbose: a line each, with reasons."""
+    """Return the backends that were not timed, in one line; verbose: a line each with reasons."""
     modes: dict[str, list[str]] = {}
     reasons: dict[str, dict[str, None]] = {}
     for each in report.absent:

@@ -1,4 +1,4 @@
-"""Find what is on this machine, what is missing for which backend, and what to do next.
+"""Find what this machine has, what each backend and runner lacks, and what to do next.
 
 Nothing with side effects is imported into this process, see platforms.findings.
 """
@@ -26,10 +26,10 @@ class DoctorReport:
     """The findings of doctor().
 
     platform: torch, its distributed backends, devices.   packages: those that epcomm may use.
-    deep_ep: which one it is; None where there is none.
+    deep_ep: the kind that is installed; None where there is none.
     backends, runners: of the registries, fused operators among the backends.
-    variables: see Variable.   next_steps: what a user of this machine would do, a command a line
-        where there is one; what needs attention comes first.
+    variables: see Variable.   next_steps: one step a line, with its command if it has one; what
+        needs attention comes first.
     """
 
     platform: tuple[Finding, ...]
@@ -42,10 +42,10 @@ class DoctorReport:
 
 
 def doctor(machine: Machine | None = None) -> DoctorReport:
-    """Look at this machine.
+    """Inspect a machine.
 
     Args:
-        machine: how to look; None: at the real one.
+        machine: that answers the questions; None: this one.
 
     Local; starts up to three short-lived processes.   Host sync: none.
     """
@@ -106,7 +106,7 @@ def _worth_bringing(parts: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def _backend(name: str, machine: Machine) -> Finding:
-    """Ask every class of a backend: it is here if one of them can run."""
+    """Probe every class of a backend: it is here if one of them can run."""
     kinds = [backend_class(each) for each in class_names(name)]
     verdicts = [(kind, kind.probe(machine)) for kind in kinds]
     able = [kind for kind, verdict in verdicts if verdict.ok]

@@ -1,4 +1,4 @@
-"""`epcomm doctor`: what works on this machine, and what a user of it would do next."""
+"""`epcomm doctor`: what works on this machine, and what to do next."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from epcomm.bench.machine import version_of
 from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.cli.one_line import BadInput
-from epcomm.cli.version import version
 from epcomm.config import Mode
 from epcomm.platforms.deep_ep import Variable
 from epcomm.platforms.findings import TESTED_VERSIONS, Finding, Status
 from epcomm.registry import BACKEND_GROUPS, BUFFERS, FUSED, RUNNERS
 
 _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yellow"}
-# Those that backends serve.
+# The modes that backends serve.
 _MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
-# Steps without --verbose, so that all of it has 20 lines at most.
+# Steps without --verbose, so that the output has 20 lines at most.
 _SHOWN_STEPS = 5
 # The exit code where something that was asked for is not here.
 NOT_HERE = 1
@@ -64,7 +64,7 @@ def as_json(report: DoctorReport, names: Sequence[str]) -> str:
     """Return the report as one JSON object; with names, with these backends and runners alone."""
     parts = {"backends": report.backends, "runners": report.runners}
     values = {
-        "version": version(),
+        "version": version_of("epcomm"),
         "ok": _is_enough(report, names),
         "platform": [_plain(each) for each in report.platform],
         "packages": [_plain(each) for each in report.packages],
@@ -108,14 +108,14 @@ def _plain(finding: Finding) -> dict[str, object]:
 def _show(report: DoctorReport, *, verbose: bool) -> None:
     console = Console(highlight=False)
     console.print(_summary(report))
-    say = partial(console.print, markup=False, soft_wrap=True)
+    write = partial(console.print, markup=False, soft_wrap=True)
     steps = report.next_steps if verbose else report.next_steps[:_SHOWN_STEPS]
     is_cut = len(steps) < len(report.next_steps)
-    say(f"next ({len(steps)} of {len(report.next_steps)} steps):" if is_cut else "next:")
+    write(f"next ({len(steps)} of {len(report.next_steps)} steps):" if is_cut else "next:")
     for step in steps:
-        say(f"- {step}")
+        write(f"- {step}")
     if not verbose:
-        say("- see what is not here, and why: epcomm doctor --verbose")
+        write("- see what is not here, and why: epcomm doctor --verbose")
         return
     console.print(_findings_table("platform", report.platform))
     console.print(_findings_table("package", report.packages))
@@ -145,7 +145,9 @@ def _summary(report: DoctorReport) -> Table:
         lines[served] = ", ".join(names) or "none"
     table = Table(box=None)
     table.add_column("", no_wrap=True)
-    table.add_column(f"epcomm {version()}: what works here", no_wrap=True, overflow="ellipsis")
+    table.add_column(
+        f"epcomm {version_of('epcomm')}: what works here", no_wrap=True, overflow="ellipsis"
+    )
     for name, text in lines.items():
         table.add_row(name, escape(text.splitlines()[0]))
     return table

@@ -1,6 +1,6 @@
-"""Read what the config.json of a transformers model says about its experts, without transformers.
+"""Read the sizes of experts from the config.json of a transformers model, without transformers.
 
-Families name the same thing differently, and transformers maps the names when it loads a file.
+Families use different names for a size, and transformers maps the names when it loads a file.
 Source: attribute_map and fields of the configurations in transformers 5.23.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 from epcomm.errors import ConfigError, describe_kind, shown
 from epcomm.types import MAX_SIZE, is_size
 
-# Our name -> the names of the families, in order of preference: a model with dense layers says
-# intermediate_size of those.
+# Our name -> the names of the families, in order of preference: in a model with dense layers
+# intermediate_size is theirs.
 _NAMES = {
     "num_experts": (
         "num_local_experts",
@@ -46,7 +46,7 @@ _NAMES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes that a file names; None for what it does not name.
+    """The sizes in a file; None for those that it does not have.
 
     model_type: the family.
     """
@@ -64,29 +64,22 @@ def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
 
     Args:
         path: the file.
-        said: fields of ModelShape that the user has said, whatever the file has there: it may be a
-            number for each layer.
+        said: fields of ModelShape that the user has passed, so that the file may have anything for
+            them, such as a number for each layer.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON object, or a size that it names is none.
+        ConfigError: it cannot be read, is no JSON object, or has a bad size.
     """
     try:
         values = json.loads(path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"epcomm plan: {path} cannot be read ({error.strerror}); pass the config.json of a "
-            "model"
-        ) from None
+        raise _error(path, f"cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ConfigError(
-            f"epcomm plan: {path} is no JSON ({error}); pass the config.json of a model"
-        ) from None
+        raise _error(path, f"is no JSON ({error})") from None
     except RecursionError:
-        raise ConfigError(
-            f"epcomm plan: {path} is nested too deeply; pass the config.json of a model"
-        ) from None
+        raise _error(path, "is nested too deeply") from None
     values = _read_object(path, "holds", values)
-    # A multimodal model keeps its language model apart. Null says nothing, as of any other name.
+    # The language model of a multimodal model is a record of its own. Null counts as absent.
     if values.get("text_config") is not None:
         values = _read_object(path, "gives text_config as", values["text_config"])
     numbers = {
@@ -111,10 +104,11 @@ def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
 def _read_object(path: Path, what: str, value: object) -> dict[str, object]:
     if isinstance(value, dict):
         return value
-    raise ConfigError(
-        f"epcomm plan: {path} {what} {describe_kind(value)}, expected an object; pass the "
-        "config.json of a model"
-    )
+    raise _error(path, f"{what} {describe_kind(value)}, expected an object")
+
+
+def _error(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"epcomm plan: {path} {problem}; pass the config.json of a model")
 
 
 def _read(values: dict[str, object], name: str) -> object:

@@ -1,4 +1,4 @@
-"""Tell how commands refuse bad input: in one line on stderr, with exit code 2."""
+"""Refuse bad input of commands in one line on stderr, with exit code 2."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typer.core import TyperGroup
 
 from epcomm.bench.ranks import BAD_INPUT
 
-# What typer raises for options and arguments. Some releases take it from click, others have it.
+# The class that typer raises for options and arguments: of click, or in some releases of typer.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 
 class BadInput(typer.BadParameter):
-    """A command was given what it cannot take; the message is the whole line."""
+    """Bad input of a command; the message is the whole line."""
 
 
 class OneLineGroup(TyperGroup):
-    """A command whose subcommands tell bad input in one line, in place of usage and a box."""
+    """A command whose subcommands report bad input in one line, without usage and a box."""
 
     def main(
         self,
@@ -50,7 +50,7 @@ class OneLineGroup(TyperGroup):
         """Return the message of an error of typer, with the command that has it."""
         if isinstance(error, BadInput):
             return error.message
-        # An option without its value does not say whose it is.
+        # The error of an option without its value does not name the command.
         own = " ".join(["epcomm", *(each for each in args[:1] if each in self.commands)])
         command = own if error.ctx is None else error.ctx.command_path
         text = " ".join(error.format_message().split())
@@ -58,7 +58,7 @@ class OneLineGroup(TyperGroup):
 
 
 def refuse(line: str) -> NoReturn:
-    """Write one line and leave."""
+    """Write one line and exit with code 2."""
     # A file that the line names may have a line break in its name.
     sys.stderr.write(f"{' '.join(line.splitlines())}\n")
     sys.exit(BAD_INPUT)

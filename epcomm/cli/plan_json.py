@@ -1,12 +1,12 @@
-"""The plan as one JSON object, which docs/commands.md tells of."""
+"""The plan as one JSON object, with the keys that docs/commands.md lists."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict
 
+from epcomm.bench.machine import version_of
 from epcomm.cli.plan_rebalance import Rebalance
-from epcomm.cli.version import version
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
@@ -15,7 +15,7 @@ from epcomm.types import WireDtype
 def as_json(chosen: EPPlan, spec: MoESpec, ranks: int, rebalance: Rebalance | None) -> str:
     """Return the plan of a layer on `ranks` ranks, as text that ends with a line break."""
     values = {
-        "version": version(),
+        "version": version_of("epcomm"),
         "layer": {
             "hidden_size": spec.hidden_size,
             "num_experts": spec.num_experts,

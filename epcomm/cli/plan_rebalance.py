@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rich.table import Table
-
-from epcomm.cli.numbers import bytes_text
 from epcomm.config import EPConfig
 from epcomm.placement.moving import MoveMemory
 from epcomm.spec import MoESpec
@@ -42,18 +39,3 @@ class Rebalance:
             device_bytes=memory.device_bytes,
             host_bytes=memory.host_bytes,
         )
-
-
-def rebalance_table(rebalance: Rebalance) -> Table:
-    """Tabulate what a rank needs beside the experts of the model."""
-    table = Table()
-    table.add_column("memory of placed experts", no_wrap=True)
-    table.add_column("a rank, at most", justify="right")
-    rows = {
-        "redundant experts": rebalance.redundant_bytes,
-        "a rebalance, on the device": rebalance.device_bytes,
-        "a rebalance, on the host": rebalance.host_bytes,
-    }
-    for name, number in rows.items():
-        table.add_row(name, "pass --intermediate-size" if number is None else bytes_text(number))
-    return table

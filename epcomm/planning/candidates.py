@@ -1,7 +1,7 @@
 """Survey what could serve a layer: a specification a phase, a verdict on each backend and runner.
 
-Each rank judges alone. With a group all ranks then take part in one exchange, also one that has met
-an error, after which they know the same and choose, or raise, alike.
+Each rank judges its own machine. With a group all ranks then take part in one exchange, also a rank
+that has met an error, after which all have the same verdicts and choose, or raise, alike.
 """
 
 from __future__ import annotations
@@ -37,34 +37,62 @@ if TYPE_CHECKING:
     from epcomm.spec import MoESpec
     from epcomm.weights.unquantized import ExpertTensors
 
-# The field of the compared record in which a rank says why it cannot plan.
-_ERROR = "error"
-# That in which it says where it runs.
-_HOST = "host"
-# That in which it says which GPUs its own one reaches.
-_REACH = "reach"
-# The questions: which backend serves a phase, which runner computes the experts.
-PREFILL, DECODE, RUNNER = "prefill", "decode", "runner"
+PREFILL, DECODE = "prefill", "decode"
+_RUNNER = "runner"
+# Fields of the exchanged record: why a rank cannot plan, where it runs, which GPUs its own reaches.
+_ERROR, _HOST, _REACH = "error", "host", "reach"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseSurvey:
+    """What one phase of a layer needs, and the verdict on each class that may serve it, by name."""
+
+    config: EPConfig
+    spec: BufferSpec
+    verdicts: Mapping[str, Availability]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
     """The findings of a survey of backends and runners.
 
-    specs: by phase.   verdicts: by question, then by the candidate's name: of a class for the
-        phases, of the registry for runners.
+    phases: by PREFILL and DECODE; without the latter, decode is as prefill or unavailable.
+    runners: verdicts by name; None without experts, and where an operator computes them.
     measurements: by which to choose among backends; None: by rules.
     """
 
-    specs: Mapping[str, BufferSpec]
-    verdicts: Mapping[str, Mapping[str, Availability]]
-    measurements: Measurements | None = None
+    phases: Mapping[str, PhaseSurvey]
+    runners: Mapping[str, Availability] | None
+    measurements: Measurements | None
+
+    def verdicts(self) -> dict[str, Availability]:
+        """Return all verdicts, by `question/candidate`."""
+        by_question = {phase: each.verdicts for phase, each in self.phases.items()}
+        return {
+            f"{question}/{name}": verdict
+            for question, verdicts in (by_question | {_RUNNER: self.runners or {}}).items()
+            for name, verdict in verdicts.items()
+        }
+
+    def of_all_ranks(self, found: Mapping[str, Availability], ranks: PlannedRanks) -> Survey:
+        """Return the survey with verdicts of all ranks, and of their hosts and links."""
+        phases = {}
+        for phase, each in self.phases.items():
+            spec = replace(each.spec, hosts=ranks.layout)
+            verdicts = {
+                name: found[f"{phase}/{name}"].also(ranks.joint_reasons(backend_class(name), spec))
+                for name in each.verdicts
+            }
+            phases[phase] = replace(each, spec=spec, verdicts=verdicts)
+        runners = self.runners
+        if runners is not None:
+            runners = {name: found[f"{_RUNNER}/{name}"] for name in runners}
+        return replace(self, phases=phases, runners=runners)
 
 
-def phase_configs(config: EPConfig) -> dict[str, EPConfig]:
-    """Return each phase's configuration; without DECODE, decode is as prefill or unavailable."""
-    mode = Mode(config.mode)
-    if mode is not Mode.AUTO:
+def _phase_configs(config: EPConfig) -> dict[str, EPConfig]:
+    """Return the configuration of each phase."""
+    if Mode(config.mode) is not Mode.AUTO:
         return {PREFILL: config}
     max_tokens = config.max_tokens_per_rank
     # In auto the token limit is decode's: a prefill of exact size has none.
@@ -85,7 +113,7 @@ def find_candidates(config: EPConfig, *, prefers_exact: bool = False) -> tuple[s
 
     Of each backend, those that serve the mode, and among these those whose sizes are static or
     exact, and whose tokens are replicated or not, as the configuration says. Where a backend has
-    none such, its other classes of the mode stay, to say why they do not serve.
+    none such, its other classes of the mode stay, so that a plan reports why they do not serve.
 
     prefers_exact: for low latency on CPU ranks, classes of exact sizes come first in each backend.
     """
@@ -126,18 +154,10 @@ def survey(
         ConfigError: nothing serves such a layer or configuration; or ranks disagree on them, or
             another rank cannot plan: on every rank.
     """
-    if group is None:
-        found = judge(config, spec, weights, ranks)
-    else:
-        found, ranks = _judge_on_all(config, spec, weights, ranks, group)
-    specs = {phase: replace(each, hosts=ranks.layout) for phase, each in found.specs.items()}
-    verdicts = dict(found.verdicts)
-    for phase, each in specs.items():
-        verdicts[phase] = {
-            name: verdict.also(ranks.joint_reasons(backend_class(name), each))
-            for name, verdict in verdicts[phase].items()
-        }
-    return replace(found, specs=specs, verdicts=verdicts)
+    if group is not None:
+        return _judge_on_all(config, spec, weights, ranks, group)
+    found = judge(config, spec, weights, ranks)
+    return found.of_all_ranks(found.verdicts(), ranks)
 
 
 def judge(
@@ -149,36 +169,46 @@ def judge(
         ConfigError: nothing serves such a layer or configuration.
     """
     spec.check()
-    backend_names(config.backend, Mode(config.mode))
+    mode = Mode(config.mode)
+    backend_names(config.backend, mode)
     measurements = None if config.measurements is None else read_measurements(config.measurements)
     if config.runner != "auto":
         runner_class(config.runner)
-    wanted = WireFormat.of(spec.dtype)
     if weights is not None:
         _check_fit(spec, weights)
-        wanted = weights.wire_format
-    configs = phase_configs(config)
-    specs = {
-        phase: buffer_spec(each, spec, ranks.world_size, wanted) for phase, each in configs.items()
-    }
-    is_fused = Mode(config.mode) is Mode.FUSEEP
-    if is_fused and weights is not None:
-        sized = replace(specs[PREFILL], intermediate_size=weights.intermediate_size)
-        specs = {PREFILL: sized}
-    verdicts: dict[str, Mapping[str, Availability]] = {}
-    for phase, each in configs.items():
-        names = find_candidates(each, prefers_exact=phase == DECODE and ranks.is_host_bound)
-        verdicts[phase] = {
-            name: _judge_backend(name, each, specs[phase], ranks, weights) for name in names
-        }
-    if weights is not None and not is_fused:
+    runners = None
+    if weights is not None and mode is not Mode.FUSEEP:
         # Runners of other experts and devices are no candidates, unless one is asked for.
-        verdicts[RUNNER] = {
+        runners = {
             name: runner_class(name).supports(weights, ranks.machine)
             for name in RUNNERS
             if name == config.runner or runner_class(name).is_candidate(weights)
         }
-    return Survey(specs=specs, verdicts=verdicts, measurements=measurements)
+    phases = {
+        phase: _survey_phase(
+            each, spec, weights, ranks, prefers_exact=phase == DECODE and ranks.is_host_bound
+        )
+        for phase, each in _phase_configs(config).items()
+    }
+    return Survey(phases=phases, runners=runners, measurements=measurements)
+
+
+def _survey_phase(
+    config: EPConfig,
+    layer: MoESpec,
+    weights: ExpertTensors | None,
+    ranks: PlannedRanks,
+    *,
+    prefers_exact: bool,
+) -> PhaseSurvey:
+    """Judge every class that may serve a phase. Local."""
+    wanted = WireFormat.of(layer.dtype) if weights is None else weights.wire_format
+    spec = buffer_spec(config, layer, ranks.world_size, wanted)
+    if weights is not None and Mode(config.mode) is Mode.FUSEEP:
+        spec = replace(spec, intermediate_size=weights.intermediate_size)
+    names = find_candidates(config, prefers_exact=prefers_exact)
+    verdicts = {name: _judge_backend(name, config, spec, ranks, weights) for name in names}
+    return PhaseSurvey(config=config, spec=spec, verdicts=verdicts)
 
 
 def _judge_on_all(
@@ -187,22 +217,20 @@ def _judge_on_all(
     weights: ExpertTensors | None,
     ranks: PlannedRanks,
     group: EPGroup,
-) -> tuple[Survey, PlannedRanks]:
-    """Return the verdicts of all ranks, and their hosts and reaches, in one exchange.
+) -> Survey:
+    """Judge on all ranks of a group, which exchange verdicts, hosts and reaches once.
 
-    A rank that cannot judge keeps its error until the others have heard of it.
+    A rank that cannot judge raises its error after the exchange, in which the others learn of it.
     """
     group.limit_waits(config.timeout_s)
-    error, found = None, Survey(specs={}, verdicts={})
+    error: EPError | None = None
+    found: Survey | None = None
     try:
         found = judge(config, spec, weights, ranks)
     except EPError as own_error:
         error = own_error
-    findings: dict[str, Scalar] = {
-        f"{question}/{name}": "\n".join(verdict.reasons)
-        for question, verdicts in found.verdicts.items()
-        for name, verdict in verdicts.items()
-    }
+    own = {} if found is None else found.verdicts()
+    findings: dict[str, Scalar] = {key: "\n".join(own[key].reasons) for key in own}
     findings |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
     if group.device.type == "cuda":
         findings[_REACH] = reach_of(group.device).as_text()
@@ -216,17 +244,15 @@ def _judge_on_all(
         raise ConfigError(
             f"plan: {'; '.join(failed)} (this is {group.where}); correct the rank named"
         )
-    verdicts = {
-        question: {name: _combine(records, f"{question}/{name}") for name in candidates}
-        for question, candidates in found.verdicts.items()
-    }
+    assert found is not None, "this rank has met no error"
     hosts = [str(each[_HOST]) for each in records]
     reaches = [PeerReach.parse(str(each[_REACH])) for each in records if _REACH in each]
-    return replace(found, verdicts=verdicts), replace(ranks, hosts=hosts, reaches=reaches)
+    verdicts = {key: _combine(records, key) for key in own}
+    return found.of_all_ranks(verdicts, replace(ranks, hosts=hosts, reaches=reaches))
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
-    """Raise what keeps this rank from planning, after the others, which plan, have heard of it.
+    """Raise the error that keeps this rank from planning, after the planning ranks learn of it.
 
     Collective: yes, with their plan().   Host sync: yes.
     """
@@ -236,7 +262,7 @@ def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:
 
 
 def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
-    """Describe what a rank computes; if it differs, a token's result depends on where it goes."""
+    """Describe the experts, on whose agreement the result of a token depends."""
     if weights is None:
         return {}
     return {
@@ -244,7 +270,7 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
         "format": str(weights.format),
         "wanted rows": str(weights.wire_format),
         "intermediate_size": weights.intermediate_size,
-        # Experts frozen on one rank alone by mistake would stay as they are silently.
+        # Without it experts that are frozen on one rank by mistake would silently not be trained.
         "requires_grad": weights.requires_grad,
     }
 
@@ -260,7 +286,7 @@ def _as_record(values: EPConfig | MoESpec) -> dict[str, Scalar]:
 
 
 def _digest_of(path: str | Path) -> str:
-    """Return the digest of a file, or why it has none, which the other ranks are to hear."""
+    """Return the digest of a file, or why it has none, for the other ranks to compare."""
     try:
         return f"sha256 {read_measurements(path).digest}"
     except ConfigError as error:
@@ -283,7 +309,7 @@ def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
 
 
 def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
-    """Check that the experts take the layer's hidden states, so that what they compute comes."""
+    """Check that the experts take the hidden states of the layer."""
     sides = {
         "hidden_size": (weights.hidden_size, spec.hidden_size),
         "dtype": (weights.dtype, spec.dtype),
@@ -343,7 +369,7 @@ def _runner_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
 
 
 def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
-    """Say why the INT8 rows that a package makes itself are not those asked for."""
+    """Return why the INT8 rows that a package makes itself are not those asked for."""
     profile = Int8Profile(config.int8_profile or Int8Profile.RINT127)
     if profile in caps.int8_profiles:
         return []

@@ -1,4 +1,4 @@
-"""The formats in which rows travel, and the BufferSpec of a phase that has them."""
+"""The formats of rows on the wire, and the BufferSpec of a phase that has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which the backends of a phase are preferred, and what it comes from."""
+"""The order of preference of the backends of a phase, and the reason for it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def preferred_order(
     """Return the order for the configuration of one phase. Local.
 
     Measured backends come first, the fastest first; the others follow in the order of the registry.
-    A backend named by the configuration is not questioned.
+    A backend that the configuration names is the only one.
 
     exact: backends that serve the phase with exact sizes: their times are those of mode normal.
 

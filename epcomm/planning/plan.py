@@ -1,11 +1,12 @@
-"""plan(): choose what serves a layer, and say why; works with no group and no device.
+"""plan(): choose what serves a layer, with reasons; it needs no group and no device.
 
-A layer has two phases: prefill and training, and decode. In mode auto each has a mechanism of its
-own; every other mode serves both with one.
+A layer has two phases: prefill and training, and decode. Mode auto chooses a mechanism for each;
+every other mode serves both with one.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -14,15 +15,8 @@ from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
-from epcomm.planning.candidates import (
-    DECODE,
-    PREFILL,
-    RUNNER,
-    Survey,
-    phase_configs,
-    survey,
-)
-from epcomm.planning.log import log_plan
+from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
+from epcomm.planning.measurements import Measurements
 from epcomm.planning.order import preferred_order
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.planning.ranks import PlannedRanks
@@ -40,6 +34,8 @@ from epcomm.types import (
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
     from epcomm.weights.unquantized import ExpertTensors
+
+_logger = logging.getLogger(__name__)
 
 
 def plan(
@@ -60,7 +56,7 @@ def plan(
         group: the ranks; then the probes of all ranks count, and the call is collective.
         world_size: W when there is no group; default 1.
         machine: plan for ranks on machines such as this, which need not be here, as in
-            platforms.assumed.DEVICES; without a group. The plan says what it assumes.
+            platforms.assumed.DEVICES; without a group. The plan lists what it assumes.
         weights: the experts, or any share of them, for the choice of a runner; their values do
             not matter, so they may be on the meta device.
         hosts: where W ranks run on machines like this one, without a group; None: on one host.
@@ -74,8 +70,8 @@ def plan(
     ranks = _ranks_of(group, world_size, machine, hosts)
     found = survey(config, spec, weights, ranks, group)
     phases = {
-        phase: _plan_phase(phase, each, found, ranks, weights)
-        for phase, each in phase_configs(config).items()
+        phase: _plan_phase(each, found.measurements, ranks, weights)
+        for phase, each in found.phases.items()
     }
     prefill, is_auto = phases[PREFILL], Mode(config.mode) is Mode.AUTO
     chosen = EPPlan(
@@ -83,14 +79,23 @@ def plan(
         decode=phases.get(DECODE) if is_auto else prefill,
         assumed=() if machine is None else machine.describe(ranks.world_size),
     )
-    if RUNNER in found.verdicts:
+    if found.runners is not None:
         assert weights is not None, "runners are judged by their experts"
-        chosen = _with_runner(chosen, config, found.verdicts[RUNNER], weights)
+        chosen = _with_runner(chosen, config, found.runners, weights)
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is not None:
-        log_plan(chosen, group)
+        _log(chosen, group)
     return chosen
+
+
+def _log(chosen: EPPlan, group: EPGroup) -> None:
+    """Log what serves a layer at INFO, once for all layers of a group that are served alike."""
+    for purpose, phase in chosen.phases().items():
+        runner = [] if chosen.runner is None else [f"runner {chosen.runner}"]
+        text = "; ".join([*phase.facts(phase=purpose), *runner])
+        if group.is_news(text):
+            _logger.info("%s: %s", group.where, text)
 
 
 def _ranks_of(
@@ -135,18 +140,19 @@ def _ranks_of(
 
 
 def _plan_phase(
-    phase: str,
-    config: EPConfig,
-    found: Survey,
+    found: PhaseSurvey,
+    measurements: Measurements | None,
     ranks: PlannedRanks,
     weights: ExpertTensors | None,
 ) -> PhasePlan:
-    mode, spec, verdicts = Mode(config.mode), found.specs[phase], found.verdicts[phase]
+    """Choose the backend of one phase."""
+    config, spec, verdicts = found.config, found.spec, found.verdicts
+    mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
     # Classes without the mode are those of exact sizes, which serve decode on CPU ranks.
     kinds = [backend_class(name) for name in verdicts]
     exact = frozenset(kind.name for kind in kinds if mode not in kind.modes)
-    order = preferred_order(config, found.measurements, exact)
+    order = preferred_order(config, measurements, exact)
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)
@@ -264,7 +270,7 @@ def _aligned(phase: PhasePlan, runner: str) -> PhasePlan:
 def _reading_reasons(
     name: str, phases: Iterable[PhasePlan], weights: ExpertTensors
 ) -> Sequence[str]:
-    """Return what keeps a runner from reading what the buffers of the phases hand out."""
+    """Return what keeps a runner from reading the rows that the buffers of the phases return."""
     runner, reasons = runner_class(name), list[str]()
     if not isinstance(weights, runner.kinds):
         return reasons

@@ -1,4 +1,4 @@
-"""Record what a plan says: the choice of each phase, what was rejected and why."""
+"""The records of a plan: the choice of each phase, the rejected candidates and why."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PhasePlan:
     weights_applied_by: who multiplies by topk_weights.
     rejected: the other backends and why.
     chosen_by: the configuration, measurements or rules, as text.
-    scale_layout: how scales of received rows lie, as the runner reads them.
+    scale_layout: of the scales of received rows, as the runner reads them.
     int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
     rounds_int8: there are such rows or experts, so that int8_profile matters.
     """
@@ -116,8 +116,15 @@ class PhasePlan:
 
     def explain(self, *, phase: str = "") -> str:
         """Return the choice, the rejected candidates with reasons, bytes and limits, as text."""
+        lines = self.facts(phase=phase)
+        lines.append(f"backend chosen by {self.chosen_by}")
+        lines += [f"rejected {text}" for text in _grouped(self.rejected)]
+        return "\n".join(lines)
+
+    def facts(self, *, phase: str = "") -> list[str]:
+        """Return the choice with its bytes and limits, a text each. phase: what it is for."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
-        lines = [
+        facts = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
             f"ranks with {spec.num_local_experts} experts each{phase and f', for {phase}'}",
             f"wire: dispatch {spec.dispatch_format}, combine {spec.hidden_format} (backward, too)",
@@ -130,12 +137,9 @@ class PhasePlan:
         ]
         between = self.max_bytes_between_hosts()
         if between is not None:
-            lines.append(f"at most {between} B a token between hosts, in dispatch and combine")
-        lines += [f"{name}: {limit}" for name, limit in self.limits().items()]
-        lines += [f"memory of {region.name}: {region}" for region in self.regions()]
-        lines.append(f"backend chosen by {self.chosen_by}")
-        lines += [f"rejected {text}" for text in _grouped(self.rejected)]
-        return "\n".join(lines)
+            facts.append(f"at most {between} B a token between hosts, in dispatch and combine")
+        facts += [f"{name}: {limit}" for name, limit in self.limits().items()]
+        return [*facts, *(f"memory of {region.name}: {region}" for region in self.regions())]
 
     @property
     def _full_tokens(self) -> int:

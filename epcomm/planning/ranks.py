@@ -1,6 +1,6 @@
-"""What a plan knows of its ranks: number, machine, transport, hosts, and the links of their GPUs.
+"""The ranks of a plan: number, machine, transport, hosts, and the links of their GPUs.
 
-A group finds it, and a plan for machines that are not here assumes it; the same rules decide.
+A group finds these facts, and a plan for other machines assumes them; the same rules decide.
 """
 
 from __future__ import annotations
@@ -94,10 +94,7 @@ class PlannedRanks:
         return layout if layout is not None and layout.num_hosts > 1 else None
 
     def own_reasons(self, backend: type[Backend], caps: BufferCaps) -> list[str]:
-        """Return why the device or the transport of the ranks does not serve.
-
-        One rank knows it without the others.
-        """
+        """Return why the device or the transport of this rank does not serve."""
         reasons = []
         if self.device_type is None:
             if backend.needs_one_host:

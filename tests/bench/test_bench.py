@@ -21,7 +21,7 @@ from epcomm.bench.options import BenchOptions
 from epcomm.bench.report import as_json
 from epcomm.bench.run import run_bench
 from epcomm.cli import app
-from epcomm.cli.bench import NOT_TIMED, Work, bench_on_rank
+from epcomm.cli.bench import NOT_TIMED, ReportOptions, Work, bench_on_rank
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
@@ -40,18 +40,19 @@ OPTIONS = BenchOptions(
     iterations=2,
     warm_up=1,
 )
+SPANS = {"dispatch", "combine", "pair"}
 SIZE = {"tokens": "2,8", "hidden": 32, "experts": 4, "top-k": 2, "iterations": 2, "warm-up": 1}
 TINY = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
 
 
-def silent(text: str, done: int, total: int) -> None:
+def silent(tokens: int) -> None:
     """Show no progress."""
 
 
 @pytest.mark.ranks(2)
 def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None:
-    progress = []
-    report = run_bench(OPTIONS, lambda *step: progress.append(step))
+    progress: list[int] = []
+    report = run_bench(OPTIONS, progress.append)
     assert report.wrong == []
     served = {
         ("normal", "shared_memory"),
@@ -67,13 +68,14 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
         layers = {(each.mode, each.backend) for each in report.layers if each.tokens == tokens}
         assert layers == served
     for each in report.timings:
-        assert set(each.us) == {"dispatch", "combine", "pair"}
+        assert set(each.us) == SPANS | {"grouped_dispatch", "grouped_pair"}
+        assert each.us["pair"].p50 < each.us["grouped_pair"].p50
         assert all(0 < span.p50 <= span.p95 <= span.p99 for span in each.us.values())
         assert each.sent_bytes is not None
     absent = {(each.mode.value, each.backend): each.reasons for each in report.absent}
     assert "there is no CUDA device" in absent["normal", "nvlink"]
     assert absent["standard", "shared_memory"] == ("has no mode standard",)
-    assert progress[-1] == ("T = 8", 6, 6)
+    assert progress == [3, 3, 8, 8]
 
     path = tmp_path / "measured.json"
     path.write_text(as_json(report), encoding="utf-8")
@@ -102,13 +104,7 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = replace(OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",))
-    work = Work(
-        options=replace(options, intermediate=None),
-        output=None,
-        plot=None,
-        prints_json=True,
-        is_verbose=False,
-    )
+    work = Work(options=replace(options, intermediate=None), report=ReportOptions(json=True))
     assert bench_on_rank(work) == NOT_TIMED
     printed = capsys.readouterr().out
     if dist.get_rank() == 0:
@@ -118,7 +114,7 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
     else:
         assert printed == ""
     for is_verbose in (False, True):
-        assert bench_on_rank(replace(work, prints_json=False, is_verbose=is_verbose)) == NOT_TIMED
+        assert bench_on_rank(replace(work, report=ReportOptions(verbose=is_verbose))) == NOT_TIMED
         printed = capsys.readouterr().out
         if dist.get_rank() == 0:
             assert ("there is no CUDA device" in printed) == is_verbose
@@ -155,7 +151,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
     """As on a GPU, but for the graphs themselves."""
     for module in (turns, layer):
         monkeypatch.setattr(module, "captured", Recorded)
-    for module in (run, layer):
+    for module in (turns, run, layer):
         monkeypatch.setattr(module, "is_in_graph", lambda phase, device: phase.is_capturable)
     report = run_bench(replace(OPTIONS, tokens=(4,), backends=("collective",)), silent)
     assert report.wrong == []
@@ -169,7 +165,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
         ("standard", False),
     ]
     for each in report.timings:
-        assert set(each.us) == {"dispatch", "combine", "pair"}
+        assert set(each.us) >= SPANS
 
 
 @pytest.mark.ranks(2)

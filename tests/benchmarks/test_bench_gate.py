@@ -7,15 +7,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.bench_quantize import CheckError
+
 from benchmarks.routing.bench_gate import (
     SHAPES,
     Finding,
-    count_differing,
+    check,
+    line_of,
     measure,
     routers_of,
-    table_of,
 )
+from epcomm.bench.check import CheckError
 from epcomm.bench.timing import Percentiles
 from epcomm.records import TopKOutput
 
@@ -29,7 +30,7 @@ def test_every_router_passes_its_check() -> None:
         calls = routers_of(shape, logits.to(DEVICE))
         assert list(calls)[:4] == ["reference", "gate", "gate, load", "gate, load, replicas"]
         for call in calls.values():
-            assert count_differing(call, calls["reference"], shape.num_experts) == 0
+            check(call, calls["reference"], shape.num_experts)
 
 
 def test_a_wrong_router_gets_no_number() -> None:
@@ -39,7 +40,7 @@ def test_a_wrong_router_gets_no_number() -> None:
         return TopKOutput(topk_ids=ids, topk_weights=weights)
 
     with pytest.raises(CheckError, match="weights differ by 1"):
-        count_differing(lambda: found(ids, weights * 1.1), lambda: found(ids, weights), 4)
+        check(lambda: found(ids, weights * 1.1), lambda: found(ids, weights), 4)
     calls = {
         "reference": lambda: found(ids, weights),
         "gate": lambda: found(ids + 1, weights),
@@ -47,5 +48,6 @@ def test_a_wrong_router_gets_no_number() -> None:
     finding = measure("gate", SHAPES[0], calls, 3, 1)
     assert finding.fault == "3 of 3 tokens have other experts"
     times = Percentiles(p50=1.0, p95=1.0, p99=2.0)
-    timed = Finding(router="gate", shape="qwen3", tokens=3, us=times, alone_us=times)
-    assert table_of([finding, timed]).row_count == 2
+    timed = Finding(router="gate", shape="qwen3", tokens=3, us=times)
+    assert line_of(finding).endswith(finding.fault)
+    assert line_of(timed) == "gate, qwen3, 3 tokens: 1.00 us, p99 2.00"

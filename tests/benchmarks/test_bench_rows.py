@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
-from benchmarks.bench_rows import Case, CheckError, Sizes, cases_of, measure, table_of
+from benchmarks import bench_rows
+from benchmarks.bench_rows import (
+    QUANTIZATIONS,
+    Case,
+    Sizes,
+    cases_of,
+    line_of,
+    measure,
+    quantize_case,
+)
+from epcomm import WireFormat, WireTensor
+from epcomm.bench.check import CheckError
 from epcomm.ops import slots as kernels_by_device
+from epcomm.quantization import Int8Profile, quantize
 
 pytest.importorskip("triton")
 
@@ -23,15 +36,33 @@ def test_every_case_passes_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
         case.call()
         names.append(case.name)
     assert names[:3] == ["pack bf16", "pack fp8_e4m3", "inverse of pack"]
-    assert len(names) == len(set(names)) == 7
+    assert len(names) == len(set(names)) == 7 + len(QUANTIZATIONS)
 
 
 def test_a_wrong_kernel_gets_no_number() -> None:
     def fail() -> None:
         raise CheckError("pack: [3, 4] differs from plain torch; not measured")
 
-    case = Case(name="pack", num_bytes=8, call=list, plain=list, check=fail)
-    finding = measure(lambda: case, torch.empty(0), calls=1)
+    case = Case(name="pack", num_bytes=8, call=list, check=fail)
+    finding = measure(lambda: case, torch.device("cpu"), 1)
     assert (finding.case, finding.ms) == ("pack", None)
     assert finding.fault.startswith("pack: [3, 4] differs")
-    assert table_of([finding]).row_count == 1
+    assert line_of(finding).startswith("pack: pack: [3, 4] differs")
+
+
+def test_one_wrong_code_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(
+        hidden_states: Tensor,
+        wire_format: WireFormat,
+        *,
+        profile: Int8Profile = Int8Profile.RINT127,
+        out: WireTensor | None = None,
+    ) -> WireTensor:
+        wire = quantize(hidden_states, wire_format, profile=profile, out=out)
+        wire.data[3, 5] += 1
+        return wire
+
+    monkeypatch.setattr(bench_rows, "quantizer_for", lambda device: wrong)
+    case = quantize_case("int8 rint127", torch.randn(6, 300).bfloat16())
+    with pytest.raises(CheckError, match="int8 rint127: 1 elements differ from plain torch"):
+        case.check()

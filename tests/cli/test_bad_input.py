@@ -222,7 +222,7 @@ BENCHES = [
     BadCall(
         id="wire of a layer",
         arguments=[*BENCH, "--wire", "int8", "--layer"],
-        message="epcomm bench: --wire is int8 with --layer, whose experts decide what travels",
+        message="epcomm bench: --wire is int8 with --layer, whose experts decide the format",
     ),
     BadCall(
         id="negative seed",

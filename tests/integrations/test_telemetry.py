@@ -88,12 +88,18 @@ def test_log_tells_choices_once_and_growth(caplog: pytest.LogCaptureFixture) -> 
         assert [record.levelname for record in chosen] == ["INFO"]
         text = chosen[0].getMessage()
         assert text.startswith(
-            f"{group.where}: mode normal on backend shared_memory; runner grouped_mm; hidden size"
+            f"{group.where}: mode normal on backend shared_memory (SharedMemoryBuffer), "
         )
-        for part in ("wire fp32 in dispatch", "tokens a rank: no limit", "memory: at most "):
+        parts = (
+            "wire: dispatch fp32",
+            "tokens a rank: no limit",
+            "memory of ",
+            "runner grouped_mm",
+        )
+        for part in parts:
             assert part in text
         make_moe(group)
-        assert "on backend collective;" in caplog.messages[-1]
+        assert "on backend collective (" in caplog.messages[-1]
 
         caplog.clear()
         moe(tokens(group))

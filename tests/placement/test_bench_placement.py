@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.readme_table import RESULTS
 from benchmarks.routing.bench_placement import Options, experts_of_tokens, run
-from benchmarks.routing.tables import render_placement
+from benchmarks.tables import render
 from epcomm import EPGroup
 
 OPTIONS = Options(
@@ -56,6 +56,6 @@ def test_its_table_has_milliseconds_and_the_ratio_of_rows() -> None:
     first = result["ways"][0]
     first["us"] = {"p50": 1234.5, "p95": 1.69e6, "p99": 3.0}
     first["slots_ratio"] = 1.5
-    table = render_placement(result).splitlines()
+    table = render(result).splitlines()
     assert table[2] == "| in order | 1.23 | 1690 | 0.003 | 1.500 |"
     assert len(table) == 6

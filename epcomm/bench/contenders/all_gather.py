@@ -1,7 +1,7 @@
-"""Give all tokens to every rank, and sum the results by a reduce-scatter, with torch alone.
+"""Send all tokens to every rank, and sum the results by a reduce-scatter, with torch alone.
 
 Rows are grouped by expert, by source rank and token within an expert. Every entry of topk_ids is an
-expert: -1 is not known here.
+expert: -1 is not supported.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.bench.contenders.base import Contender, Experts, Grouped
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Experts, Grouped, SentBytes
 from epcomm.bench.contenders.local_ops import inverse_of, sum_weighted
-from epcomm.bench.contenders.sent_bytes import SentBytes, all_gather_bytes
 from epcomm.testing.data import RankBatch
 
-# torch 2.13 renamed these; 2.11 knows the old names only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed these; 2.11 has only the old names.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# Router weights are float32.
+_WEIGHT_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -43,71 +45,13 @@ class AllGatherBatch:
     num_tokens: int
 
 
-def dispatch_all_gather(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, experts: Experts
-) -> AllGatherBatch:
-    """Give all tokens and their routing to every rank, and find the pairs of its own experts.
-
-    Args: as for dispatch_expert_rows.
-    Collective: yes; T may differ and be 0.   Host sync: twice, for the sizes.
-    """
-    num_tokens, num_local = x.shape[0], experts.num_local
-    mine = torch.tensor([num_tokens], device=x.device)
-    max_tokens = int(_gathered(mine, experts.world_size).max())
-    padding = (0, 0, 0, max_tokens - num_tokens)
-    rows = _gathered(F.pad(x, padding), experts.world_size)
-    ids = _gathered(F.pad(topk_ids, padding, value=-1), experts.world_size)
-    weights = _gathered(F.pad(topk_weights, padding), experts.world_size)
-
-    local_ids = ids - experts.rank * num_local
-    is_mine = (local_ids >= 0) & (local_ids < num_local)
-    pairs = is_mine.flatten().nonzero().flatten()
-    expert_of_pair = local_ids.flatten()[pairs]
-    order = expert_of_pair.argsort(stable=True)
-    return AllGatherBatch(
-        rows=rows,
-        num_rows_per_expert=expert_of_pair.bincount(minlength=num_local),
-        row_of_slot=pairs[order] // ids.shape[1],
-        slots_by_row=inverse_of(order),
-        offsets=F.pad(is_mine.sum(dim=1).cumsum(0), (1, 0)),
-        slot_weights=weights.flatten()[pairs],
-        num_tokens=num_tokens,
-    )
-
-
-def group_all_gather(batch: AllGatherBatch) -> Tensor:
-    """Return the rows of this rank's experts, by expert: [C, H]. Local."""
-    return batch.rows.index_select(0, batch.row_of_slot)
-
-
-def combine_all_gather(results: Tensor, batch: AllGatherBatch, experts: Experts) -> Tensor:
-    """Sum this rank's results for each token, then those of all ranks: [T, H].
-
-    The sums of a rank are float32 and cast once; the sum over ranks is made in the dtype of the
-    results, because the bytes on the wire are what this alternative suffers from.
-
-    Collective: yes.   Host sync: none.
-    """
-    partial = sum_weighted(results, batch.slots_by_row, batch.slot_weights, batch.offsets)
-    y = partial.new_empty(partial.shape[0] // experts.world_size, partial.shape[1])
-    _reduce_scatter(y, partial)
-    return y[: batch.num_tokens]
-
-
-def _gathered(tensor: Tensor, world_size: int) -> Tensor:
-    """Gather the tensors [N, ...] of all ranks into [W * N, ...]."""
-    gathered = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
-    _all_gather(gathered, tensor)
-    return gathered
-
-
 class AllGather(Contender[AllGatherBatch]):
-    """All tokens to all ranks, and a reduce-scatter home."""
+    """All tokens to all ranks, and a reduce-scatter of their sums."""
 
     name = "all_gather"
 
     def __init__(self, experts: Experts) -> None:
-        """Keep who owns the experts."""
+        """Keep the owners of the experts."""
         self._experts = experts
 
     @property
@@ -116,22 +60,66 @@ class AllGather(Contender[AllGatherBatch]):
         return self._experts.world_size
 
     def dispatch(self, batch: RankBatch) -> AllGatherBatch:
-        return dispatch_all_gather(batch.x, batch.topk_ids, batch.topk_weights, self._experts)
+        """Gather tokens and routing, and find the pairs of this rank's experts.
+
+        Collective: yes; T may differ and be 0.   Host sync: twice, for the sizes.
+        """
+        num_tokens, num_local = batch.x.shape[0], self._experts.num_local
+        max_tokens = int(self._gathered(torch.tensor([num_tokens], device=batch.x.device)).max())
+        padding = (0, 0, 0, max_tokens - num_tokens)
+        ids = self._gathered(F.pad(batch.topk_ids, padding, value=-1))
+        weights = self._gathered(F.pad(batch.topk_weights, padding))
+
+        local_ids = ids - self._experts.rank * num_local
+        is_mine = (local_ids >= 0) & (local_ids < num_local)
+        pairs = is_mine.flatten().nonzero().flatten()
+        expert_of_pair = local_ids.flatten()[pairs]
+        order = expert_of_pair.argsort(stable=True)
+        return AllGatherBatch(
+            rows=self._gathered(F.pad(batch.x, padding)),
+            num_rows_per_expert=expert_of_pair.bincount(minlength=num_local),
+            row_of_slot=pairs[order] // ids.shape[1],
+            slots_by_row=inverse_of(order),
+            offsets=F.pad(is_mine.sum(dim=1).cumsum(0), (1, 0)),
+            slot_weights=weights.flatten()[pairs],
+            num_tokens=num_tokens,
+        )
 
     def group(self, dispatched: AllGatherBatch) -> Grouped:
         return Grouped(
-            rows=group_all_gather(dispatched),
+            rows=dispatched.rows.index_select(0, dispatched.row_of_slot),
             num_rows_per_expert=dispatched.num_rows_per_expert,
         )
 
     def combine(self, results: Tensor, dispatched: AllGatherBatch) -> Tensor:
-        return combine_all_gather(results, dispatched, self._experts)
+        """Sum this rank's results for each token, then those of all ranks.
+
+        The sums of a rank are float32 and cast once; the sum over ranks is made in the dtype of the
+        results, because the bytes that it sends limit this alternative.
+
+        Collective: yes.   Host sync: none.
+        """
+        partial = sum_weighted(
+            results, dispatched.slots_by_row, dispatched.slot_weights, dispatched.offsets
+        )
+        y = partial.new_empty(partial.shape[0] // self._experts.world_size, partial.shape[1])
+        reduce_scatter(y, partial)
+        return y[: dispatched.num_tokens]
 
     def sent_bytes(self, batch: RankBatch) -> SentBytes:
-        world_size = self._experts.world_size
-        return all_gather_bytes(
-            world_size,
-            max_tokens=self.dispatch(batch).rows.shape[0] // world_size,
-            top_k=batch.topk_ids.shape[1],
-            row_bytes=batch.x.shape[1] * batch.x.element_size(),
+        """Count W - 1 blocks a rank, which a ring or a direct exchange sends."""
+        num_blocks = self._experts.world_size - 1
+        num_tokens = num_blocks * self.dispatch(batch).rows.shape[0] // self._experts.world_size
+        row_bytes = batch.x.shape[1] * batch.x.element_size()
+        routing_bytes = batch.topk_ids.shape[1] * (INT_BYTES + _WEIGHT_BYTES)
+        return SentBytes(
+            dispatch=num_tokens * (row_bytes + routing_bytes),
+            combine=num_tokens * row_bytes,
+            control=num_blocks * INT_BYTES,
         )
+
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """Gather the tensors [N, ...] of all ranks into [W * N, ...]."""
+        gathered = tensor.new_empty(self._experts.world_size * tensor.shape[0], *tensor.shape[1:])
+        all_gather(gathered, tensor)
+        return gathered

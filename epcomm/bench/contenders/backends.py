@@ -1,4 +1,4 @@
-"""The backends of epcomm as contenders, found and planned as a layer would find them."""
+"""The backends of epcomm as contenders, planned as for a layer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from epcomm.bench.contenders.base import Contender, Grouped
-from epcomm.bench.contenders.sent_bytes import SentBytes
+from epcomm.bench.contenders.base import Contender, Grouped, SentBytes
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup
@@ -30,7 +29,7 @@ _ROW_ERRORS = {WireDtype.FP8_E4M3: 16 / 448, WireDtype.INT8: 0.5 / 127}
 
 @dataclass(frozen=True, kw_only=True)
 class MissingContender:
-    """A backend that does not serve a mode here, and every reason."""
+    """A backend that does not serve a mode here, with every reason."""
 
     backend: str
     mode: Mode
@@ -40,21 +39,24 @@ class MissingContender:
 class Epcomm(Contender[DispatchOutput]):
     """A dispatcher of epcomm.
 
-    combine applies the router weights, as it does for the alternatives. For training epcomm leaves
-    them to the runner, which scales I columns instead of H, and its combine has less to do.
+    combine applies the router weights, as it does for the alternatives. For training the runner of
+    a layer applies them, to I columns instead of H, and combine has less to do.
     """
 
-    def __init__(
-        self, group: EPGroup, spec: MoESpec, config: EPConfig, *, name: str = "epcomm"
-    ) -> None:
+    def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig) -> None:
         """Plan and open the buffer. Collective: yes."""
-        self.name = name
         self._dtype = spec.dtype
         found = plan(config, spec, group)
         phase = replace(found.prefill, weights_applied_by=WeightsAppliedBy.COMBINE)
         chosen = replace(found, prefill=phase, decode=phase)
         self.plan: PhasePlan = phase
+        self.mode = phase.mode.value
+        self.name = f"{self.mode} {phase.backend}"
         self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill
+
+    @property
+    def backend(self) -> str:
+        return self.plan.backend
 
     @property
     def num_roundings(self) -> int:
@@ -102,7 +104,6 @@ class Epcomm(Contender[DispatchOutput]):
         return self._dispatcher.combine(dispatched.combine_input(results, rows_per=RowsPer.SLOT))
 
     def check(self) -> None:
-        """Raise the faults that wait on the device; see Dispatcher.check. Host sync: yes."""
         self._dispatcher.check()
 
     def sent_bytes(self, batch: RankBatch) -> SentBytes:

@@ -1,4 +1,4 @@
-"""Give everything that can dispatch, group and combine one interface.
+"""The interface of everything that can dispatch, group and combine.
 
 The boundaries are the same for all: dispatch starts from (x, topk_ids, topk_weights) and ends when
 the rows have arrived; after group() the rows of an expert are neighbours, as a grouped GEMM reads
@@ -14,18 +14,34 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from epcomm.bench.contenders.sent_bytes import SentBytes
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
 
+# Counts and ids are int64.
+INT_BYTES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentBytes:
+    """The bytes that a rank sends to others in one call.
+
+    In dispatch, in combine, and as control: counts, headers.
+    """
+
+    dispatch: int
+    combine: int
+    control: int
+
+    @property
+    def total(self) -> int:
+        """All kinds."""
+        return self.dispatch + self.combine + self.control
+
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The owners of the experts.
-
-    num_local: L, the experts of each rank; ranks own experts in rank order.
-    """
+    """The owners of the experts: each rank has L, `num_local`, in rank order."""
 
     rank: int
     world_size: int
@@ -38,7 +54,7 @@ class Grouped:
 
     rows: [C, H]; rows of one expert are neighbours, and rows past the counts are undefined.
     num_rows_per_expert: [L], number of rows of each expert.
-    first_row: [L], where the rows of each expert begin; None: the runs follow one another.
+    first_row: [L], the first row of each expert; None: the runs follow one another.
     """
 
     rows: Tensor
@@ -46,7 +62,7 @@ class Grouped:
     first_row: Tensor | None = None
 
     def runs(self) -> list[range]:
-        """Return the rows of each local expert, as places in `rows`. Host sync: yes."""
+        """Return the rows of each local expert, as positions in `rows`. Host sync: yes."""
         counts = self.num_rows_per_expert.tolist()
         if self.first_row is None:
             ends = self.num_rows_per_expert.cumsum(0).tolist()
@@ -59,10 +75,16 @@ class Grouped:
 class Contender(ABC, Generic[DispatchedT]):
     """One way to move tokens to their experts and results back. Every call is collective.
 
-    name: by which results name it.
+    name: of the contender in results.   mode: of epcomm; empty for what torch alone offers.
     """
 
     name: str
+    mode: str = ""
+
+    @property
+    def backend(self) -> str:
+        """Return the backend of epcomm, or the name of what torch alone offers."""
+        return self.name
 
     @property
     @abstractmethod
@@ -71,7 +93,7 @@ class Contender(ABC, Generic[DispatchedT]):
 
     @property
     def is_ordered(self) -> bool:
-        """Return whether the rows of an expert come by source rank, then token."""
+        """Return whether the rows of an expert arrive by source rank, then token."""
         return True
 
     def source_order(self, world_size: int) -> Sequence[int]:
@@ -99,6 +121,9 @@ class Contender(ABC, Generic[DispatchedT]):
     @abstractmethod
     def combine(self, results: Tensor, dispatched: DispatchedT) -> Tensor:
         """Weight and sum the results of all experts: y [T, H]; results are [C, H]."""
+
+    def check(self) -> None:
+        """Raise the faults that are still on the device. Host sync: yes."""
 
     @abstractmethod
     def sent_bytes(self, batch: RankBatch) -> SentBytes:

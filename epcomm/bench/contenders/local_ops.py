@@ -25,7 +25,7 @@ def sum_weighted(rows: Tensor, row_of_term: Tensor, weights: Tensor, offsets: Te
 
     Args:
         rows: [N, H].
-        row_of_term: [S], the row of each term, terms of one target in a line.
+        row_of_term: [S], the row of each term, terms of one target after one another.
         weights: [S], float32.
         offsets: [targets + 1]; target i owns terms offsets[i] up to offsets[i + 1].
     """
@@ -34,8 +34,8 @@ def sum_weighted(rows: Tensor, row_of_term: Tensor, weights: Tensor, offsets: Te
     dtype = rows.dtype
     if rows.device.type == "cpu" and dtype is not torch.float32:
         # embedding_bag reads 16-bit rows, adds in float32 and casts once, but wants its weights as
-        # 16-bit numbers. Passing each as the sum of three such numbers loses nothing, and the rows
-        # come from the cache the second and third time: 25 times as fast as rows.float() first.
+        # 16-bit numbers. Passed as the sum of three such numbers each loses nothing, and the rows
+        # are in the cache the second and third time: 25 times as fast as rows.float() first.
         weights = _parts(weights, dtype).flatten()
         row_of_term = row_of_term.repeat_interleave(NUM_PARTS)
         offsets = offsets * NUM_PARTS

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from epcomm.bench.check import CheckError, check_contender, tolerance
 from epcomm.bench.contenders.base import Contender, Experts, Grouped
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.run import ALTERNATIVES
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, make_weights, random_ids
 from epcomm.testing.oracle import relative_error, run_oracle
 from epcomm.weights.unquantized import ExpertWeights

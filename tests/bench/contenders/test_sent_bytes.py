@@ -3,9 +3,8 @@ import torch
 
 from epcomm import EPConfig, EPGroup, Mode, MoESpec
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import Experts
-from epcomm.bench.contenders.sent_bytes import SentBytes, all_gather_bytes, expert_rows_bytes
-from epcomm.bench.contenders.torch_alone import ALTERNATIVES
+from epcomm.bench.contenders.base import Experts, SentBytes
+from epcomm.bench.run import ALTERNATIVES
 from epcomm.buffers.sizes import CallShape
 from epcomm.testing.data import RankBatch
 
@@ -20,18 +19,6 @@ def batch_of(rank: int) -> RankBatch:
     return RankBatch(
         x=torch.ones(3, 4), topk_ids=IDS[rank], topk_weights=torch.ones(3, 2), dy=torch.ones(3, 4)
     )
-
-
-def test_expert_rows_of_the_example_in_the_module() -> None:
-    sent = expert_rows_bytes(0, send_splits=[3, 5], recv_splits=[3, 4], num_local=1, row_bytes=8)
-    assert sent == SentBytes(dispatch=40, combine=32, control=8)
-    assert sent.total == 80
-
-
-def test_all_gather_passes_every_block_on() -> None:
-    # 3 blocks of 5 tokens, 16 B and 2 * 12 B of routing each; sums of 16 B in combine.
-    sent = all_gather_bytes(4, max_tokens=5, top_k=2, row_bytes=ROW_BYTES)
-    assert sent == SentBytes(dispatch=3 * 5 * 40, combine=3 * 5 * 16, control=3 * 8)
 
 
 @pytest.mark.ranks(2)

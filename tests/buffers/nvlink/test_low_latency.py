@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from benchmarks import bench_nvlink_low_latency as bench
 from epcomm import (
     DeepEPLowLatencyDispatcher,
     EPConfig,
@@ -25,7 +24,6 @@ from epcomm import (
     RowsDispatchOutput,
     TopKOutput,
 )
-from epcomm.bench.check import CheckError
 from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
 from epcomm.calls.call import DispatchCall
@@ -668,42 +666,6 @@ def test_cpu_ranks_are_refused_where_kernels_are_not_interpreted(
             return
         with pytest.raises(BackendUnavailable, match="use backend="):
             group.open_buffer(BACKEND, spec_of())
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(2)
-def test_benchmark_checks_before_it_measures() -> None:
-    options = bench.Options(
-        tokens=3,
-        hidden=32,
-        top_k=2,
-        experts=4,
-        wire=bench.WireName.FP8,
-        programs=0,
-        line_tokens=2,
-        iterations=1,
-        warm_up=1,
-        pairs=2,
-        checked=2,
-        seed=0,
-    )
-    with EPGroup() as group:
-        buffer = bench.open_buffer(options, group)
-        assert bench.check(options, group, buffer)["batches"] == 2
-        if group.rank == 1:
-            # An element that rank 1 alone receives wrong.
-            send, row_bytes = buffer.dispatch, options.hidden
-
-            def spoil(call: DispatchCall) -> Dispatched:
-                out = send(call)
-                row = int(bench.row_of_slot(out)[0])
-                out.rows.data.view(torch.uint8)[row, row_bytes - 1] += 1
-                return out
-
-            buffer.dispatch = spoil
-        with pytest.raises(CheckError, match="rank 1: elements of slots differ"):
-            bench.check(options, group, buffer)
-        buffer.close()
 
 
 def test_plans_on_a_cpu_do_not_take_it() -> None:

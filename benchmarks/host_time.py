@@ -1,7 +1,8 @@
-"""Time eager calls by the host alone, in units of a small operator of torch in the same process.
+"""Time calls by what they cost the host that makes them: bench_host, bench_eager, bench_deep_ep.
 
-A call is timed without waiting for the device, in bursts that fill no queue of launches; bursts of
-the unit lie between, so that a clock that changes changes both.
+An eager call is timed without waiting for the device, in bursts that fill no queue of launches, in
+units of a small operator of torch: bursts of the unit are timed in between, so that a clock that
+changes changes both.
 """
 
 from __future__ import annotations
@@ -28,10 +29,22 @@ _SHOWN_FUNCTIONS = 25
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostCost:
+    """What one call costs the thread that makes it, without what it waits for.
+
+    cpu_us: median.   python_calls: of functions in Python, the same in every run of one version.
+    """
+
+    cpu_us: float
+    python_calls: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class EagerRow:
     """The host time of one call, by medians.
 
-    us: of the call.   waited_us: of that, what the host waited for counts.   unit_us: of the unit.
+    us: of the call.   waited_us: the part in which the host waited for counts.   unit_us: of the
+        unit.
     python_calls: functions of Python that the call runs.   torch_operators: likewise.
     profile: the functions with most time of their own, as cProfile prints them.
     """
@@ -49,24 +62,22 @@ class EagerRow:
         return (self.us - self.waited_us) / self.unit_us
 
 
-@contextmanager
-def waits_of_counts() -> Iterator[list[int]]:
-    """Collect the nanoseconds of each wait of normal mode for its counts."""
-    waits_ns: list[int] = []
-    wait = Totals.wait
-
-    def timed(self: Totals, check: Callable[[], None], timeout_s: float) -> list[int] | None:
-        start_ns = time.perf_counter_ns()
-        try:
-            return wait(self, check, timeout_s)
-        finally:
-            waits_ns.append(time.perf_counter_ns() - start_ns)
-
-    Totals.wait = timed
-    try:
-        yield waits_ns
-    finally:
-        Totals.wait = wait
+def host_cost(call: Callable[[], object], *, num_calls: int) -> HostCost:
+    """Measure a call after a warm-up, `num_calls` times on the clock, then under a profiler."""
+    for _ in range(30):
+        call()
+    laps_ns = []
+    for _ in range(num_calls):
+        start_ns = time.thread_time_ns()
+        call()
+        laps_ns.append(time.thread_time_ns() - start_ns)
+    profiler, num_profiled = cProfile.Profile(), 10
+    for _ in range(num_profiled):
+        profiler.runcall(call)
+    return HostCost(
+        cpu_us=statistics.median(laps_ns) / 1e3,
+        python_calls=_python_calls(pstats.Stats(profiler)) / num_profiled,
+    )
 
 
 def eager_row(
@@ -76,12 +87,12 @@ def eager_row(
 
     Args:
         call: what is timed.
-        device: its own.
+        device: on which it runs.
         rounds: bursts.
         burst: calls in one.
     """
     one = torch.zeros(1, device=device)
-    # All variants of kernels are compiled by then.
+    # All variants of kernels are compiled then.
     for _ in range(burst):
         call()
         _synchronize(device)
@@ -111,9 +122,29 @@ def eager_row(
         waited_us=median_us - median_own,
         unit_us=statistics.median(units_us),
         python_calls=python_calls,
-        torch_operators=sum(operators.by_name.values()),
+        torch_operators=operators.number,
         profile=profile,
     )
+
+
+@contextmanager
+def waits_of_counts() -> Iterator[list[int]]:
+    """Collect the nanoseconds of each wait of normal mode for its counts."""
+    waits_ns: list[int] = []
+    wait = Totals.wait
+
+    def timed(self: Totals, check: Callable[[], None], timeout_s: float) -> list[int] | None:
+        start_ns = time.perf_counter_ns()
+        try:
+            return wait(self, check, timeout_s)
+        finally:
+            waits_ns.append(time.perf_counter_ns() - start_ns)
+
+    Totals.wait = timed
+    try:
+        yield waits_ns
+    finally:
+        Totals.wait = wait
 
 
 def _profile_of(call: Callable[[], object], device: torch.device, burst: int) -> tuple[float, str]:
@@ -126,10 +157,13 @@ def _profile_of(call: Callable[[], object], device: torch.device, burst: int) ->
     text = io.StringIO()
     stats = pstats.Stats(profiler, stream=text).sort_stats("tottime")
     stats.print_stats(_SHOWN_FUNCTIONS)
-    # What is built in has no file.
+    return _python_calls(stats) / (_PROFILED_BURSTS * burst), text.getvalue()
+
+
+def _python_calls(stats: pstats.Stats) -> int:
+    """Count the calls of functions in Python; what is built in has no file."""
     times: Mapping[tuple[str, int, str], tuple[int, int]] = stats.stats  # type: ignore[attr-defined]
-    calls = sum(each[1] for (path, _, _), each in times.items() if path != "~")
-    return calls / (_PROFILED_BURSTS * burst), text.getvalue()
+    return sum(each[1] for (path, _, _), each in times.items() if path != "~")
 
 
 def _synchronize(device: torch.device) -> None:
@@ -142,7 +176,7 @@ class _OperatorCount(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.by_name: dict[str, int] = {}
+        self.number = 0
 
     def __torch_dispatch__(  # type: ignore[override]
         self,
@@ -151,6 +185,5 @@ class _OperatorCount(TorchDispatchMode):
         args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        name = str(func)
-        self.by_name[name] = self.by_name.get(name, 0) + 1
+        self.number += 1
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from benchmarks.measuring.eager_rows import EagerRow, eager_row
+from benchmarks.host_time import EagerRow, eager_row
 from epcomm.buffers.nvlink.normal_counts import Totals
 
 

@@ -1,1 +1,0 @@
-"""Measure, check and describe the machine, for the benchmarks."""

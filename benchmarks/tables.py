@@ -1,0 +1,380 @@
+"""Render the results of all programs as Markdown, for readme_table.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from textwrap import wrap
+from types import MappingProxyType
+from typing import Any
+
+from epcomm.bench.advice import TITLES
+from epcomm.planning.measurements import BENCHMARK
+
+# A result as its program wrote it. Each kind has other keys, which its function reads.
+Result = Mapping[str, Any]
+
+# Characters of a line of a long caption.
+_WIDTH = 120
+_QUANTILES = ("p50", "p95", "p99")
+# Columns of a result of NVLink buffers, and the spans that each adds up.
+_WAYS = {
+    "low latency FP8 pair": ("pair_in_chain_fp8",),
+    "low latency BF16 pair": ("pair_in_chain_bf16",),
+    "normal FP8 dispatch": ("dispatch_fp8",),
+    "normal BF16 dispatch": ("dispatch",),
+    "normal combine": ("combine",),
+    "NCCL all-to-all, both ways": ("all_to_all_dispatch", "all_to_all_combine"),
+    "NCCL all-gather and reduce-scatter": ("all_gather", "reduce_scatter"),
+}
+# Columns of a result of overlap.
+_OVERLAP = {
+    "product": "product",
+    "beside dispatches": "narrow_product_beside",
+    "dispatch": "dispatch",
+    "beside the product": "dispatch_beside",
+}
+# Columns of a result between hosts, in ms.
+_HOST_SPANS = ("dispatch_without_grouping", "combine", "total", "total_without_grouping")
+# Routers by the name of their column; `reference` is plain torch.
+_ROUTERS = {
+    "gate": "gate",
+    "gate, load": "and counts the load",
+    "gate, load, replicas": "and chooses replicas",
+    "gate, load, then replicas": "replicas chosen by torch",
+    "sglang": "SGLang's Triton gate",
+    "reference": "plain torch",
+}
+
+
+def render(result: Result) -> str:
+    """Return the tables of one result, and under them what was measured where."""
+    return _RENDERERS[result["benchmark"]](result)
+
+
+def _render_bench(result: Result) -> str:
+    """Return a row for each T and a column for each contender: medians of a pair, in us."""
+    results: Sequence[Result] = result["results"]
+    names = list(dict.fromkeys(map(_contender, results)))
+    times = {(each["tokens"], _contender(each)): each["us"]["pair"]["p50"] for each in results}
+    rows = [
+        [str(tokens), *(_number(times.get((tokens, name)), 0) for name in names)]
+        for tokens in dict.fromkeys(each["tokens"] for each in results)
+    ]
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks over {sizes['transport']} on {_where(result)}, {_layer(sizes)}, "
+        f"{sizes['dtype']}, {_torch(result)}; medians in us of dispatch and combine on the slowest "
+        f"rank, {sizes['iterations']} calls of each in turn: `{result['command']}`"
+    )
+    table = _table(["tokens a rank", *names], rows, is_first_text=False)
+    return _page(table, caption, *_copies_caption(result, "a pair"))
+
+
+def _contender(timing: Result) -> str:
+    backend = TITLES.get(timing["backend"], timing["backend"])
+    mode = (timing["mode"] or "torch").replace("_", " ")
+    return f"{mode}, {backend}" + (", graph" if timing["in_graph"] else "")
+
+
+def _render_dispatch_combine(result: Result) -> str:
+    """Return a row for each span; results of a program that `epcomm bench` has replaced."""
+    contenders = result["contenders"]
+    heads = [f"{name} {quantile}" for name in contenders for quantile in _QUANTILES]
+    rows = []
+    for span, ratio in result["ratio_of_medians"].items():
+        cells = [
+            f"{contender['ms'][span][quantile]:.1f}"
+            for contender in contenders.values()
+            for quantile in _QUANTILES
+        ]
+        rows.append([_words(span), *cells, f"{ratio:.2f}"])
+    sent = [f"{one['sent_bytes']['total'] / 1e6:.2f} MB" for one in contenders.values()]
+    rows.append(["sent by a rank", *[cell for one in sent for cell in (one, "", "")], ""])
+    sizes, commit = result["configuration"], result["versions"]["commit"]
+    # Results from before it was recorded are of `collective`.
+    buffer = f", epcomm in {sizes['backend']}" if "backend" in sizes else ""
+    caption = (
+        f"{sizes['ranks']} ranks over {sizes['transport']}{buffer} on {_where(result)}, "
+        f"{_torch(result)}, {sizes['tokens']} tokens a rank, {_layer(sizes)}, {sizes['pairs']} "
+        f"calls of each in turn, by bench_dispatch_combine.py of commit {commit}"
+    )
+    table = _table(["ms on the slowest rank", *heads, "times as fast"], rows)
+    return _page(table, caption, *_copies_caption(result, "`total without grouping`"))
+
+
+def _copies_caption(result: Result, what: str) -> list[str]:
+    if "copies" not in result:
+        return []
+    copies = result["copies"]
+    caption = (
+        f"In the same run all ranks at once copy {copies['copy_gb_per_s']:.1f} GB/s. Of that rate "
+        f"{what} reaches {copies['copied_over_copy_rate']:.0%} if rows out and "
+        f"sums back are counted once ({copies['copied_bytes'] / 1e6:.1f} MB of all ranks), and "
+        f"{copies['touched_over_copy_rate']:.0%} if what must be read and what must be written are "
+        f"both counted, there and of the copies ({copies['touched_bytes'] / 1e6:.1f} MB)."
+    )
+    return ["", caption]
+
+
+def _render_nvlink(result: Result) -> str:
+    """Return two tables: by tokens, a column for each way; by SMs, what crosses NVLink."""
+    rows = []
+    for finding in result["by_tokens"]:
+        us = {name: span["p50"] for name, span in finding["us"].items()}
+        sums = [[us[part] for part in parts if part in us] for parts in _WAYS.values()]
+        cells = [_number(sum(found) if found else None, 0) for found in sums]
+        rows.append([str(finding["tokens"]), *cells])
+    by_sms = result["by_sms"]
+    rates = list(by_sms[0]["remote_gb_per_s"])
+    rate_rows = [
+        [str(each["num_sms"]), *(f"{each['remote_gb_per_s'][name]:.0f}" for name in rates)]
+        for each in by_sms
+    ]
+    rate_heads = [f"{_words(name)}, GB/s" for name in rates]
+    sizes, commit = result["configuration"], result["versions"]["commit"]
+    # A + says that files differed from the commit.
+    version = f"epcomm {commit.removesuffix('+')}{' with changes' if commit.endswith('+') else ''}"
+    caption = (
+        f"{sizes['ranks']} ranks on {_where(result)}, {_layer(sizes)}, {_torch(result)}, "
+        f"{version}; medians in us of captured graphs on the slowest rank; remote bytes alone, at "
+        f"{sizes['sms_tokens']} tokens: `{result['command']}`"
+    )
+    tables = [*_table(["tokens a rank", *_WAYS], rows, is_first_text=False), ""]
+    tables += _table(["SMs", *rate_heads], rate_rows, is_first_text=False)
+    return _page(tables, caption)
+
+
+def _render_beside(result: Result) -> str:
+    """Return the table of contenders beside one another, and what each includes."""
+    names = list(result["rows"][0]["us"])
+    rows = [[each["work"], *(f"{each['us'][name]:g}" for name in names)] for each in result["rows"]]
+    versions = result["versions"]
+    which = ", ".join(f"{name} {versions[name]}" for name in names)
+    caption = (
+        f"{result['configuration']['ranks']} ranks on {_where(result)}, "
+        f"{_layer(result['configuration'])}, {_torch(result)}, {which}; medians of captured graphs "
+        f"on the slowest rank. {'; '.join(result['boundaries'])}."
+    )
+    if "note" in result:
+        caption += f" {result['note']}"
+    return _page(_table(["us", *names], rows), *wrap(caption, _WIDTH, break_on_hyphens=False))
+
+
+def _render_deep_ep(result: Result) -> str:
+    """Return three tables: times of calls, what they cost the host, and what a product hides."""
+    us = [[name, f"{us:.1f}"] for name, us in result["slowest_rank_us"].items()]
+    units = [[name, f"{units:.1f}"] for name, units in result["slowest_rank_units"].items()]
+    hidden = []
+    for name, each in result["hidden"].items():
+        times = [each["communication_us"], each["product_us"]]
+        cells = [f"{us:.0f}" for us in (*times, sum(times), each["together_us"])]
+        hidden.append([name, *cells, f"{each['share']:.0%}"])
+    heads = ["communication, us", "product, us", "one after the other", "together", "hidden"]
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks on {_where(result)}, {_layer(sizes)}, normal mode on "
+        f"{sizes['num_sms']} SMs, {_torch(result)}; medians on the slowest rank, low latency in a "
+        "captured graph, normal mode launched from Python, dispatch with its layout; hidden: of "
+        f"the shorter of both: `{result['command']}`"
+    )
+    tables = [*_table(["call", "us"], us), ""]
+    tables += [*_table(["one token, launched from Python", "add_ of torch"], units), ""]
+    tables += _table(["beside a product", *heads], hidden)
+    return _page(tables, caption)
+
+
+def _render_eager(result: Result) -> str:
+    """Return the table of what calls cost the host that launches them."""
+    rows = [
+        [
+            name,
+            f"{each['units']:.1f}",
+            *(f"{each[key]:.0f}" for key in ("us", "python_calls", "torch_operators")),
+        ]
+        for name, each in result["slowest_rank"].items()
+    ]
+    heads = ["one token a rank", "add_ of torch", "us", "functions of Python", "operators of torch"]
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks on {_where(result)}, H = {sizes['hidden']}, I = {sizes['inner']}, "
+        f"top-{sizes['top_k']} of {sizes['experts']}, FP8 experts, {_torch(result)}; medians on "
+        f"the slowest rank: `{result['command']}`"
+    )
+    return _page(_table(heads, rows), caption)
+
+
+def _render_overlap(result: Result) -> str:
+    """Return the table of what a product and dispatches cost each other."""
+    rows = []
+    for each in result["findings"]:
+        cells = [f"{each['us'][name]['p50']:.0f}" for name in _OVERLAP.values()]
+        cells[2:2] = [f"{each['product_lost']:.2f}", f"{each['allowed']:.2f}"]
+        rows.append([f"{each['num_sms']}, {each['wire'].upper()} rows", *cells])
+    heads = list(_OVERLAP)
+    heads[2:2] = ["times as long", "allowed"]
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks on {_where(result)}, {sizes['sms_tokens']} tokens a rank, "
+        f"{_layer(sizes)}, FP8 product of [{sizes['m']}, {sizes['k']}] and [{sizes['k']}, "
+        f"{sizes['n']}], {_torch(result)}; medians in us on the slowest rank: `{result['command']}`"
+    )
+    return _page(_table(["SMs of dispatch", *heads], rows), caption)
+
+
+def _render_hosts(result: Result) -> str:
+    """Return a row for each contender, and how near it is to the time of its bytes alone."""
+    sizes, found = result["configuration"], result["contenders"]
+    rate = float(sizes["gbit_per_s"])
+    first = next(iter(found.values()))["ms"]["total"]["p50"]
+    rows = []
+    for name, each in found.items():
+        ms, num_bytes = each["ms"], each["host_bytes"]["total"]
+        cells = [f"{ms[span]['p50']:.0f}" for span in _HOST_SPANS]
+        cells += [f"{ms['total'][quantile]:.0f}" for quantile in _QUANTILES[1:]]
+        # The milliseconds in which a host sends its bytes.
+        cells += [f"{num_bytes / 1e6:.1f}", f"{num_bytes * 8 / (rate * 1e9) * 1e3:.0f}"]
+        rows.append([name, *cells, f"{ms['total']['p50'] / first:.2f}"])
+    heads = [f"{_words(span)}, ms" for span in _HOST_SPANS]
+    heads += [f"total {quantile}" for quantile in _QUANTILES[1:]]
+    heads += ["MB from a host", "wire alone, ms", "times as fast"]
+    caption = (
+        f"{sizes['hosts']} hosts (namespaces) of {int(sizes['ranks']) // int(sizes['hosts'])} ranks"
+        f" on {_where(result)}, {rate:g} Gbit/s from each host, {sizes['tokens']} tokens a rank, "
+        f"{_layer(sizes)}, {sizes['dtype']}, over {sizes['transport']}, {_torch(result)}; medians "
+        f"over {sizes['iterations']} calls in turn, each as long as its slowest rank; MB as the "
+        "kernel counts them, dispatch and combine together; the last column: how many times as "
+        f"fast the first is: `{result['command']}`"
+    )
+    return _page(_table(["backend", *heads], rows), caption)
+
+
+def _render_gemm(result: Result) -> str:
+    """Return the table of experts: BF16 comes last among the ways timed in all findings."""
+    findings = result["findings"]
+    names = [name for name in findings[0]["ms"] if name != "bf16"]
+    rows = []
+    for finding in findings:
+        skew = f", skewed {finding['skew']}:1" if finding["skew"] > 1 else ""
+        ms = {name: finding["ms"][name]["p50"] for name in (*names, "bf16")}
+        cells = [f"{value:.2f}" for value in ms.values()]
+        rows.append([f"{finding['rows']}{skew}", *cells, f"{ms['bf16'] / ms[names[0]]:.2f}"])
+    sizes, share = result["configuration"], findings[-1]["weights_over_copy_rate"]
+    caption = (
+        f"{sizes['experts']} experts, H = {sizes['hidden']}, I = {sizes['inner']}, on "
+        f"{_where(result)}, {_torch(result)}; {findings[-1]['rows']} rows read the matrices at "
+        f"{share:.0%} of the rate of a copy: `{result['command']}`"
+    )
+    heads = ["rows", *(f"{name} p50 ms" for name in (*names, "bf16")), "times as fast"]
+    return _page(_table(heads, rows, is_first_text=False), caption)
+
+
+def _render_gate(result: Result) -> str:
+    """Return a row for each routing and number of tokens, a column for each router."""
+    findings = result["findings"]
+    us = {
+        (each["shape"], each["tokens"], each["router"]): each["us"]["p50"]
+        for each in findings
+        if each["us"] is not None
+    }
+    rows = [
+        [
+            f"{shape}, {tokens} tokens",
+            *(_number(us.get((shape, tokens, router)), 2) for router in _ROUTERS),
+        ]
+        for shape, tokens in dict.fromkeys((each["shape"], each["tokens"]) for each in findings)
+    ]
+    versions = result["versions"]
+    sglang = f", sglang {versions['sglang']}" if "sglang" in versions else ""
+    caption = (
+        f"One call of {result['configuration']['calls_of_graph']} in a graph, medians, on "
+        f"{_where(result)}, {_torch(result)}{sglang}: `{result['command']}`"
+    )
+    faults = [
+        f"{_ROUTERS[each['router']]}, {each['shape']}, {each['tokens']} tokens: {each['fault']}"
+        for each in findings
+        if each["fault"]
+    ]
+    return _page(_table(["us", *_ROUTERS.values()], rows), "; ".join([caption, *faults]))
+
+
+def _render_placement(result: Result) -> str:
+    """Return the table: the layer with experts in order and placed, and how even their load is."""
+    rows = [
+        [
+            way["name"],
+            *(_milliseconds(way["us"][quantile]) for quantile in _QUANTILES),
+            f"{way['slots_ratio']:.3f}",
+        ]
+        for way in result["ways"]
+    ]
+    sizes = result["configuration"]
+    caption = (
+        f"{sizes['ranks']} ranks on {_where(result)}, {sizes['tokens']} tokens a rank, H = "
+        f"{sizes['hidden']}, I = {sizes['intermediate']}, top-{sizes['top_k']} of "
+        f"{sizes['experts']} by a Zipf law of exponent {sizes['exponent']}, one redundant expert a "
+        f"rank, {_torch(result)}; the slowest rank of {sizes['iterations']} "
+        f"batches that were not counted; slots are those of equal shares of copies: "
+        f"`{result['command']}`"
+    )
+    heads = [f"{quantile} ms" for quantile in _QUANTILES]
+    return _page(_table(["experts", *heads, "most slots of a rank over the mean"], rows), caption)
+
+
+def _milliseconds(us: float) -> str:
+    """Return milliseconds with three digits, or all that are before the point."""
+    return f"{us / 1e3:.0f}" if us >= 1e5 else f"{us / 1e3:.3g}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _layer(sizes: Mapping[str, Any]) -> str:
+    return f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}"
+
+
+def _torch(result: Result) -> str:
+    return f"torch {result['versions']['torch']}"
+
+
+def _where(result: Result) -> str:
+    """Name the accelerator, or the cores and the processor where there is none."""
+    hardware = result["hardware"]
+    if "accelerator" in hardware:
+        return str(hardware["accelerator"])
+    return f"{hardware['num_cores']} cores of {hardware['processor']}"
+
+
+def _table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], *, is_first_text: bool = True
+) -> list[str]:
+    """Return the lines of a table; the first column is text, or numbers like the others."""
+    marks = ["---" if is_first_text else "---:", *["---:"] * (len(heads) - 1)]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, marks, *rows)]
+
+
+def _page(table: Sequence[str], *captions: str) -> str:
+    return "\n".join([*table, "", *captions, ""])
+
+
+_RENDERERS: Mapping[str, Callable[[Result], str]] = MappingProxyType(
+    {
+        BENCHMARK: _render_bench,
+        "memory": _render_bench,
+        "dispatch_combine": _render_dispatch_combine,
+        "nvlink": _render_nvlink,
+        "beside": _render_beside,
+        "deep_ep": _render_deep_ep,
+        "eager": _render_eager,
+        "overlap": _render_overlap,
+        "hosts": _render_hosts,
+        "gemm": _render_gemm,
+        "gemm_int8": _render_gemm,
+        "gate": _render_gate,
+        "placement": _render_placement,
+    }
+)

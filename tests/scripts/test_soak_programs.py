@@ -29,4 +29,4 @@ def test_programs_end_well(what: str, number: int, at_once: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{what}: {number} of {number} were well" in done.stdout
+    assert f"{what}: {number} of {number} passed" in done.stdout

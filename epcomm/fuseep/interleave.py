@@ -39,15 +39,6 @@ def permutation(num_columns: int) -> Tensor:
     return is_up * (num_columns // 2) + _HALF * tile + column
 
 
-def inverse_permutation(num_columns: int) -> Tensor:
-    """Return the interleaved place of each of the checkpoint's columns, [2I], int64.
-
-    Raises:
-        ConfigError: as permutation().
-    """
-    return permutation(num_columns).argsort()
-
-
 def interleave(tensor: Tensor, dim: int) -> Tensor:
     """Copy the 2I columns along `dim` into the kernel's order; contiguous, in new memory.
 
@@ -55,12 +46,3 @@ def interleave(tensor: Tensor, dim: int) -> Tensor:
         ConfigError: as permutation().
     """
     return tensor.index_select(dim, permutation(tensor.shape[dim]).to(tensor.device))
-
-
-def deinterleave(tensor: Tensor, dim: int) -> Tensor:
-    """Restore the order of columns before interleave(), in new memory.
-
-    Raises:
-        ConfigError: as permutation().
-    """
-    return tensor.index_select(dim, inverse_permutation(tensor.shape[dim]).to(tensor.device))

@@ -6,8 +6,6 @@ conversion keeps all 32 bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -27,16 +25,3 @@ def bits_of_scales(scales: Tensor) -> Tensor:
             f"bits_of_scales: scales are {scales.dtype}, expected torch.float32; call .float()"
         )
     return scales.view(torch.int32).flatten().to(torch.int64)
-
-
-def scales_of_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo bits_of_scales(): convert int64 [number of elements] to float32 of this shape.
-
-    Raises:
-        ShapeError: bits are not int64.
-    """
-    if bits.dtype != torch.int64:
-        raise ShapeError(
-            f"scales_of_bits: bits are {bits.dtype}, expected torch.int64 from bits_of_scales()"
-        )
-    return bits.to(torch.int32).view(torch.float32).view(list(shape))

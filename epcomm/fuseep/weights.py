@@ -7,18 +7,23 @@ takes the weights of the other. New weights of a checkpoint are packed into a ne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.fuseep.interleave import TILE, deinterleave, interleave
-from epcomm.fuseep.scale_bits import bits_of_scales, scales_of_bits
+from epcomm.fuseep.interleave import TILE, interleave
+from epcomm.fuseep.scale_bits import bits_of_scales
 from epcomm.platforms.ascend.chip import Soc
-from epcomm.platforms.ascend.formats import to_nd, to_nz
+from epcomm.platforms.ascend.formats import to_nz
 from epcomm.weights.quantized import Int8ChannelWeights
+
+# The dtype and shape of each field of a record.
+Layout = Mapping[str, tuple[torch.dtype, list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +52,7 @@ class PackedWeights(ABC):
                 f"multiple of {self._column_unit}; make the record by pack()"
             )
         device = self.gate_up_proj.device
-        for name, (dtype, wanted) in self._layout().items():
+        for name, (dtype, wanted) in self._layout(*shape).items():
             tensor: Tensor = getattr(self, name)
             found = (tensor.dtype, list(tensor.shape), tensor.device, tensor.is_contiguous())
             if found != (dtype, wanted, device, True):
@@ -67,10 +72,6 @@ class PackedWeights(ABC):
                 not bfloat16, or a device that refuses NZ.
         """
 
-    @abstractmethod
-    def unpack(self) -> Int8ChannelWeights:
-        """Return the weights that were packed, to the bit, in new memory."""
-
     @property
     def num_experts(self) -> int:
         """Return E, the number of experts of this rank."""
@@ -86,9 +87,16 @@ class PackedWeights(ABC):
         """The intermediate size of an expert, I."""
         return self.gate_up_proj.shape[2] // 2
 
+    @classmethod
+    def num_bytes(cls, num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+        """Return the bytes of a record of experts of these sizes."""
+        layout = cls._layout(num_experts, hidden_size, 2 * intermediate_size)
+        return sum(prod(shape) * dtype.itemsize for dtype, shape in layout.values())
+
+    @staticmethod
     @abstractmethod
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Return the dtype and shape of each field, from the shape of gate_up_proj."""
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
+        """Return the dtype and shape of each field, for 2I columns of gate and up."""
 
 
 class FusedDeepMoEWeights(PackedWeights):
@@ -111,17 +119,8 @@ class FusedDeepMoEWeights(PackedWeights):
             down_scale=_copy(weights.down_scale),
         )
 
-    def unpack(self) -> Int8ChannelWeights:
-        gate_up = deinterleave(to_nd(self.gate_up_proj), dim=2)
-        return Int8ChannelWeights(
-            gate_up_proj=_copy(gate_up.transpose(1, 2)),
-            gate_up_scale=deinterleave(self.gate_up_scale, dim=1),
-            down_proj=_copy(to_nd(self.down_proj)),
-            down_scale=_copy(self.down_scale),
-        )
-
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        experts, hidden, columns = self.gate_up_proj.shape
+    @staticmethod
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
         return {
             "gate_up_proj": (torch.int8, [experts, hidden, columns]),
             "gate_up_scale": (torch.float32, [experts, columns]),
@@ -150,16 +149,8 @@ class MegaMoEWeights(PackedWeights):
             down_scale=_copy(weights.down_scale),
         )
 
-    def unpack(self) -> Int8ChannelWeights:
-        return Int8ChannelWeights(
-            gate_up_proj=_copy(self.gate_up_proj.transpose(1, 2)),
-            gate_up_scale=_copy(self.gate_up_scale),
-            down_proj=_copy(self.down_proj.transpose(1, 2)),
-            down_scale=_copy(self.down_scale),
-        )
-
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        experts, hidden, columns = self.gate_up_proj.shape
+    @staticmethod
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
         return {
             "gate_up_proj": (torch.int8, [experts, hidden, columns]),
             "gate_up_scale": (torch.float32, [experts, columns]),
@@ -187,17 +178,8 @@ class DispatchFFNCombineWeights(PackedWeights):
             down_scale=bits_of_scales(weights.down_scale),
         )
 
-    def unpack(self) -> Int8ChannelWeights:
-        experts, hidden, columns = self.gate_up_proj.shape
-        return Int8ChannelWeights(
-            gate_up_proj=_copy(to_nd(self.gate_up_proj).transpose(1, 2)),
-            gate_up_scale=scales_of_bits(self.gate_up_scale, (experts, columns)),
-            down_proj=_copy(to_nd(self.down_proj).transpose(1, 2)),
-            down_scale=scales_of_bits(self.down_scale, (experts, hidden)),
-        )
-
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        experts, hidden, columns = self.gate_up_proj.shape
+    @staticmethod
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
         return {
             "gate_up_proj": (torch.int8, [experts, hidden, columns]),
             "gate_up_scale": (torch.int64, [experts * columns]),

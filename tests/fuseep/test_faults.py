@@ -275,7 +275,7 @@ def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.M
             text = "rank 1: DEEP_USE_MODE is ops, expected default; unset it"
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         with limits.soc("A2" if is_bad else "A3", size_limits=False):
-            text = "rank 1: the processor is A2, expected A3"
+            text = "rank 1: the chip is A2, expected A3"
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         with monkeypatch.context() as patch:
             if is_bad:

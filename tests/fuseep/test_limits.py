@@ -10,21 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epcomm.fuseep.limits import (
-    FUSED_DEEP_MOE_LIMITS,
-    dispatch_ffn_combine_reasons,
-    dispatch_ffn_combine_window_bytes,
-    fused_deep_moe_reasons,
-    fused_deep_moe_window_bytes,
-    max_call_tokens,
-    max_received_rows,
-)
+from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
+from epcomm.fuseep.limits import max_call_tokens, max_received_rows
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireDtype, WireFormat
 
-MODES = {"mode 1": fused_deep_moe_reasons, "mode 2": dispatch_ffn_combine_reasons}
+MODES = {"mode 1": FusedDeepMoE, "mode 2": DispatchFFNCombine}
 every_mode = pytest.mark.parametrize("mode", MODES)
 WORLD_SIZE = 8
 SPEC = BufferSpec(
@@ -48,7 +41,7 @@ def reasons_of(
     soc: Soc | None = Soc.A3,
     environment: Mapping[str, str] = NOTHING,
 ) -> list[str]:
-    return MODES[mode](spec, world_size, soc=soc, environment=environment)
+    return MODES[mode].reasons(spec, world_size, soc=soc, environment=environment)
 
 
 @every_mode
@@ -60,13 +53,13 @@ def test_sizes_of_a_real_model_are_served(mode: str, soc: Soc | None) -> None:
 @every_mode
 def test_other_processors_are_refused(mode: str) -> None:
     assert reasons_of(mode, soc=Soc.A2) == [
-        "the processor is A2, expected A3: FuseEP is not built for it"
+        "the chip is A2, expected A3: FuseEP is not built for it"
     ]
     on_a5 = {
         "mode 1": "fused_deep_moe takes MX weights there, not INT8",
         "mode 2": "dispatch_ffn_combine does not exist there",
     }
-    assert reasons_of(mode, soc=Soc.A5) == [f"the processor is A5, expected A3: {on_a5[mode]}"]
+    assert reasons_of(mode, soc=Soc.A5) == [f"the chip is A5, expected A3: {on_a5[mode]}"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +162,14 @@ def test_mode_1_ends_where_its_tiling_says(edge: Edge) -> None:
 
 def test_windows_by_hand() -> None:
     # 8 ranks * 128 tokens * 16 experts * 2048 elements * 2 B, in dispatch and combine.
-    assert fused_deep_moe_window_bytes(SPEC, 8) == 134_217_728
+    assert FusedDeepMoE.window_bytes(SPEC, 8) == 134_217_728
     # 3 B * 128 tokens * 8 * 2048 + 10 * 1048576.
-    assert dispatch_ffn_combine_window_bytes(SPEC) == 6_291_456 + 10_485_760
+    assert DispatchFFNCombine.window_bytes(SPEC, 8) == 6_291_456 + 10_485_760
     # Longer batches take several calls of 256 tokens.
     long = replace(SPEC, max_tokens_per_rank=5000)
-    assert max_call_tokens(long, FUSED_DEEP_MOE_LIMITS) == 256
-    assert fused_deep_moe_window_bytes(long, 8) == 2 * 134_217_728
-    assert dispatch_ffn_combine_window_bytes(long) == 2 * 6_291_456 + 10_485_760
+    assert max_call_tokens(long, FusedDeepMoE.limits) == 256
+    assert FusedDeepMoE.window_bytes(long, 8) == 2 * 134_217_728
+    assert DispatchFFNCombine.window_bytes(long, 8) == 2 * 6_291_456 + 10_485_760
 
 
 def test_the_window_of_mode_2_is_compared_with_the_variable_that_wins() -> None:

@@ -111,12 +111,12 @@ REFUSALS = [
         arguments={"dispatch_dtype": WireDtype.BF16},
         reason="carries ['int8'], not bf16",
     ),
-    Refusal(id="A2", chip="A2", reason="the processor is A2, expected A3: FuseEP is not built"),
+    Refusal(id="A2", chip="A2", reason="the chip is A2, expected A3: FuseEP is not built"),
     Refusal(
         id="A5, mode 1",
         operators=(MODE_1,),
         chip="A5",
-        reason="the processor is A5, expected A3: fused_deep_moe takes MX weights there, not INT8",
+        reason="the chip is A5, expected A3: fused_deep_moe takes MX weights there, not INT8",
     ),
     Refusal(
         id="H",

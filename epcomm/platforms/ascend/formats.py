@@ -77,13 +77,6 @@ def nz_reasons(device: torch.device) -> list[str]:
     return []
 
 
-def to_nd(matrices: Tensor) -> Tensor:
-    """Return the same values, row-major: the inverse of to_nz()."""
-    if not has_kernel(_CAST, matrices.device):
-        return matrices
-    return torch.ops.npu.npu_format_cast(matrices, ACL_FORMAT_ND)
-
-
 def _check_format(cast: Tensor) -> None:
     # The setting can be written and not read, and the device only warns: the result tells.
     if not has_kernel(_FORMAT, cast.device):

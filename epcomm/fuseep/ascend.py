@@ -1,8 +1,8 @@
 """Call the fused operators of the Ascend deep_ep: dispatch, W8A8 experts and combine in one.
 
-A call takes at most 256 tokens of a rank (mega_moe: 4096), and every rank makes as many calls as
-the longest batch needs, also without tokens: then it passes one row of weight 0. No operator has a
-backward, nor errors for sizes that do not fit, so limits are checked before the first call.
+A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes as many calls as the
+longest batch needs; without tokens it passes one row of weight 0. The operators have no backward
+and do not report unsuitable sizes, so limits are checked before the first call.
 Source: sgl-kernel-npu; this code has not run on an NPU.
 """
 
@@ -78,7 +78,7 @@ _CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
 class _Chunk:
     """The tokens of one call: x [N, H], ids and weights [N, K], N of 1 to max_tokens of the limits.
 
-    is_dummy: the chunk is one made-up token with weights of 0.
+    is_dummy: the chunk is one dummy token with weights of 0.
     """
 
     x: Tensor
@@ -190,13 +190,13 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     def prepare(self) -> None:
         self._open(self._process_group, low_latency_mode=True)
-        # The package exports its modes nowhere else.
+        # The package exports its modes only in this module.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
-        """Raise these reasons, and the reasons why this device cannot pack weights.
+        """Raise these reasons, and those why this device cannot pack weights.
 
-        Weights are packed in the first call, where a rank that fails would leave others waiting.
+        Weights are packed in the first call, where a failing rank would leave others waiting.
         """
         super()._raise_reasons([*reasons, *nz_reasons(self._device)])
 
@@ -230,10 +230,10 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         fuse_mode: object,
         form: Callable[[Tensor], Tensor | list[Tensor]] = lambda tensor: tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Call the package's operator.
+        """Call the operator of the package.
 
-        most: limits the tokens of a rank in modes 1 and 3, and the rows of a rank in mode 2.
-        form: of tensors of experts that the operator takes.
+        most: limit of the tokens of a rank in modes 1 and 3, and of the rows of a rank in mode 2.
+        form: converts tensors of experts to the form that the operator takes.
         """
         return self._buffer.fused_deep_moe(
             x=chunk.x,
@@ -249,7 +249,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         )
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
-        """Cut a batch into the same number of chunks on every rank: each call waits for all."""
+        """Yield the same number of chunks on every rank, because each call waits for all ranks."""
         most = self.limits.max_tokens or MAX_CALL_TOKENS
         for start in range(0, self._spec.max_tokens_per_rank or 0, most):
             own = slice(start, start + most)
@@ -264,9 +264,9 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
             )
 
     def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
-        """Make a chunk of one token with weights of 0; it holds ones, as zeros have no scale."""
+        """Return a chunk of one token of ones with weights of 0; a row of zeros has no scale."""
         top_k = self._spec.top_k
-        # Each rank sends its dummy token to other experts, so that no expert gets all of them.
+        # Each rank uses different experts, so that no expert gets the dummy tokens of all ranks.
         first = self._rank * top_k
         experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
         return _Chunk(
@@ -282,7 +282,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         out, combine_bytes = slot_bytes(self._spec)
         self._count_bytes(DISPATCH, to_rank, out)
-        # The operators do not tell the source of rows, but this rank knows its own rows.
+        # The operators do not return the sources of rows, but this rank knows its own rows.
         from_others = counts.sum() - to_rank[self._rank]
         self._sent_bytes[COMBINE] += from_others * combine_bytes
 

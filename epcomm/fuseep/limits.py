@@ -1,4 +1,4 @@
-"""The sizes that the fused operators take, which they do not all check.
+"""The limits of the fused operators, some of which they do not check themselves.
 
 Source: sgl-kernel-npu, the tiling of fused_deep_moe and dispatch_ffn_combine, and documentation;
 sizes of dispatch_ffn_combine and mega_moe: vllm-ascend. Not run on an NPU.

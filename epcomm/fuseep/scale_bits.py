@@ -1,7 +1,7 @@
 """Convert scales to the form of DispatchFFNCombine: the bits of float32 in int64, in one dimension.
 
-The device reads the upper 19 of the lower 32 bits, with relative errors of 2**-10 at most. The
-conversion keeps all 32 bits.
+The conversion keeps all 32 bits. The device reads the upper 19 of them, with a relative error of at
+most 2**-10.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from epcomm.errors import ShapeError
 def bits_of_scales(scales: Tensor) -> Tensor:
     """Convert float32 [...] to int64 [number of elements], row-major, in new memory.
 
-    A negative scale has its sign in the upper 32 bits too, which the device does not read.
+    The upper 32 bits of a negative scale are set; the device does not read them.
 
     Raises:
         ShapeError: scales are not float32.

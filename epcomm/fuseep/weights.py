@@ -1,7 +1,7 @@
-"""Pack W8A8 experts for the fused operators, into one record for each mode, and unpack them.
+"""Pack W8A8 experts for the fused operators, into one record for each mode.
 
-Each mode has a record of another type, so that packed weights cannot be packed again and no mode
-takes the weights of the other. New weights of a checkpoint are packed into a new record.
+The records have different types, so that weights cannot be packed twice, or passed to the operator
+of another mode.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PackedWeights(ABC):
     """The experts of one rank, packed for a fused operator.
 
     gate_up_proj: int8 [E, H, 2I], E experts of this rank.   Other tensors: see the subclasses.
-    All tensors are contiguous and on one device; matrices are in NZ where the device has it.
-    soc: the processor whose kernel reads this layout.
+    All tensors are contiguous and on one device; matrices are in NZ if the device has it.
+    soc: the chip whose kernel reads this layout.
     """
 
     gate_up_proj: Tensor
@@ -41,7 +41,7 @@ class PackedWeights(ABC):
     down_scale: Tensor
 
     soc: ClassVar[Soc] = Soc.A3
-    # 2I is a multiple of this number.
+    # 2I must be a multiple of it.
     _column_unit: ClassVar[int]
 
     def __post_init__(self) -> None:
@@ -65,16 +65,16 @@ class PackedWeights(ABC):
     @classmethod
     @abstractmethod
     def pack(cls, weights: Int8ChannelWeights) -> Self:
-        """Copy `weights` into the layout that the operator reads, in new memory. Local.
+        """Return a copy of `weights` in the layout of the operator. Local.
 
         Raises:
-            ConfigError: weights of another kind (packed ones among them), hidden states that are
-                not bfloat16, or a device that refuses NZ.
+            ConfigError: weights of another kind, packed ones included, hidden states that are not
+                bfloat16, or a device that refuses NZ.
         """
 
     @property
     def num_experts(self) -> int:
-        """Return E, the number of experts of this rank."""
+        """The number of experts of this rank, E."""
         return self.gate_up_proj.shape[0]
 
     @property
@@ -104,7 +104,7 @@ class FusedDeepMoEWeights(PackedWeights):
 
     gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved alike.
     down_proj: int8 [E, H, I], as in the checkpoint.   down_scale: float32 [E, H].
-    2I is a multiple of 128. A3 reads this tile; A5 reads tiles of half the size, and no INT8.
+    2I is a multiple of 128. These are the tiles of A3; A5 has tiles of half the size, and no INT8.
     """
 
     _column_unit: ClassVar[int] = TILE
@@ -134,7 +134,7 @@ class MegaMoEWeights(PackedWeights):
 
     gate_up_proj: int8 [E, H, 2I].   gate_up_scale: float32 [E, 2I].
     down_proj: int8 [E, I, H].   down_scale: float32 [E, H].
-    The operator takes a list with a tensor for each expert, which must not be views into NZ.
+    The operator takes a list with one tensor for each expert; views into NZ are not allowed.
     """
 
     _column_unit: ClassVar[int] = 2
@@ -189,7 +189,7 @@ class DispatchFFNCombineWeights(PackedWeights):
 
 
 def _check_source(cls: type[PackedWeights], weights: object) -> None:
-    """Refuse weights of another kind, which only a type checker would notice, or another dtype."""
+    """Raise ConfigError for weights of another kind or dtype."""
     if not isinstance(weights, Int8ChannelWeights):
         raise ConfigError(
             f"{cls.__name__}.pack: weights are {type(weights).__name__}, expected "
@@ -203,5 +203,5 @@ def _check_source(cls: type[PackedWeights], weights: object) -> None:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor into new contiguous memory, which later loads of the original do not change."""
+    """Return a contiguous copy, which later writes to the original do not change."""
     return tensor.clone(memory_format=torch.contiguous_format)

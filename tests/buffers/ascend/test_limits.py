@@ -495,6 +495,6 @@ def test_rows_of_another_format_than_asked_for_are_an_error(
     make = DeepEPNormalDispatcher if backend == NORMAL else DeepEPLowLatencyDispatcher
     with EPGroup() as group, torch.no_grad():
         dispatcher = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
-        wanted = "ascend: rows came as torch.bfloat16 with no scales, expected int8"
+        wanted = "ascend: received torch.bfloat16 rows with no scales, expected int8"
         with pytest.raises(BackendUnavailable, match=wanted):
             dispatcher.dispatch(rows(2), topk_of([[0, 7], [5, 2]]))

@@ -113,7 +113,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         is_int8 = self._spec.dispatch_format.dtype is WireDtype.INT8
         if is_int8 and "quant_mode" not in self._format_arguments and current_soc() is Soc.A5:
             reasons.append(
-                f"{buffer.__name__}.{method} of the package installed has no INT8 rows on A5, "
+                f"{buffer.__name__}.{method} of the installed package has no INT8 rows on A5, "
                 "where use_fp8 means FP8 with a scale a token; dispatch bf16 rows"
             )
         return reasons

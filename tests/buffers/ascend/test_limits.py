@@ -220,7 +220,7 @@ SET_ON_RANK_1 = [
     (BOTH, {"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"}, "rank 1: MOE_EXPERT_TOKEN_NUMS_TYPE is 0"),
     (BOTH, {"HCCL_BUFFSIZE": "big"}, "rank 1: HCCL_BUFFSIZE is 'big', expected 1 to"),
     (BOTH, {"DEEPEP_HCCL_BUFFSIZE": "1"}, "but DEEPEP_HCCL_BUFFSIZE is 1; set it to"),
-    ((NORMAL,), {"DEEP_NORMAL_MODE_USE_INT8_QUANT": "1"}, "rows were to travel as bf16"),
+    ((NORMAL,), {"DEEP_NORMAL_MODE_USE_INT8_QUANT": "1"}, "the wire format is bf16"),
     ((NORMAL,), {"DEEPEP_NORMAL_LONG_SEQ_ROUND": "2"}, "set both or neither"),
     ((NORMAL,), ROUNDS, "ranks disagree on tokens of a round: 8192 on rank 0, 32 on rank 1"),
 ]
@@ -271,7 +271,7 @@ def test_a_package_without_a_parameter_is_refused_on_all_ranks(
         for backend, method in ((NORMAL, "dispatch"), (LOW_LATENCY, "low_latency_dispatch")):
             with pytest.raises(BackendUnavailable) as caught:
                 group.open_buffer(backend, SPECS[backend])
-            wanted = f"Older.{method} of the package installed has no parameter use_mxfp8"
+            wanted = f"Older.{method} of the installed package has no parameter use_mxfp8"
             assert wanted in str(caught.value)
             assert "cannot be opened, rank 1: " in str(caught.value)
 

@@ -281,8 +281,8 @@ def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.M
             if is_bad:
                 patch.setattr("deep_ep.Buffer", Older)
             text = (
-                f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the package "
-                "installed has no parameter topk_idx; install another release"
+                f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the installed "
+                "package has no parameter topk_idx; install another release"
             )
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         with device_that_keeps(allows_nz=not is_bad):

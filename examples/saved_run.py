@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What a resumed run needs in addition to the state.
+    """The data that a resumed run needs in addition to the state.
 
     step: step after which the state was saved.   num_batches: batches per step.
     losses: losses of all steps, in order.

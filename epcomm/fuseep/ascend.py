@@ -1,7 +1,7 @@
 """Call the fused operators of the Ascend deep_ep: dispatch, W8A8 experts and combine in one.
 
-A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes as many calls as the
-longest batch needs; without tokens it passes one row of weight 0. The operators have no backward
+A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes the number of calls that
+the longest batch needs; without tokens it passes one row of weight 0. The operators have no backward
 and do not report unsuitable sizes, so limits are checked before the first call.
 Source: sgl-kernel-npu; this code has not run on an NPU.
 """
@@ -88,7 +88,7 @@ class _Chunk:
 
 
 class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
-    """The base of the operators, which have static sizes: faults wait for check().
+    """The base of the operators, which have static sizes: check() raises the faults.
 
     It comes before FusedBackend among the bases.
 

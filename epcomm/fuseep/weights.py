@@ -102,7 +102,7 @@ class PackedWeights(ABC):
 class FusedDeepMoEWeights(PackedWeights):
     """The weights of mode 1: gate and up interleaved in tiles, scales in float32.
 
-    gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved alike.
+    gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved too.
     down_proj: int8 [E, H, I], as in the checkpoint.   down_scale: float32 [E, H].
     2I is a multiple of 128. These are the tiles of A3; A5 has tiles of half the size, and no INT8.
     """

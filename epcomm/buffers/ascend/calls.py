@@ -33,7 +33,7 @@ from epcomm.types import WireDtype
 
 # Bytes of the id and weight of one (token, expert) pair, and of the scale of its row.
 ENTRY_BYTES, SCALE_BYTES = 12, 4
-# What no command can install.
+# Requirements that no command can install.
 NEEDS = "Ascend NPUs with their toolkit, torch_npu imported, and deep_ep of sgl-kernel-npu"
 
 

@@ -137,7 +137,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
 
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
         if exchange_plan.num_rows == 0:
-            # combine() takes as many rows as dispatch() returned: one undefined row.
+            # dispatch() has returned one undefined row, and combine() expects the same number.
             rows = rows.new_zeros(1, rows.shape[1])
         return self._buffer.combine(x=rows.contiguous(), handle=exchange_plan.handle)[0]
 

@@ -35,7 +35,7 @@ from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireTensor, align_up
 
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
-# Most experts of npu_moe_init_routing_v2, less the one that stands for "no expert".
+# Limit of npu_moe_init_routing_v2, minus the additional expert of masked entries.
 MAX_EXPERTS = 10240 - 1
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP32, WireDtype.INT8})
 # Arguments of npu_moe_init_routing_v2: do not quantise rows; return one count per expert; return

@@ -1,8 +1,8 @@
 """Call the fused operators of the Ascend deep_ep: dispatch, W8A8 experts and combine in one.
 
-A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes the number of calls that
-the longest batch needs; without tokens it passes one row of weight 0. The operators have no backward
-and do not report unsuitable sizes, so limits are checked before the first call.
+A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes the number of calls
+that the longest batch needs; without tokens it passes one row of weight 0. The operators have no
+backward and do not report unsuitable sizes, so limits are checked before the first call.
 Source: sgl-kernel-npu; this code has not run on an NPU.
 """
 

@@ -1,4 +1,4 @@
-"""What rank 1 gets wrong in a call, and what each rank must hear; test_bad_calls.py plays it."""
+"""Faults of rank 1 in a call, and the error that each rank must raise, for test_bad_calls.py."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def rows_input(play: Play, rows: object, rows_per: object = RowsPer.SLOT) -> Row
 
 
 class DTensor(Tensor):
-    """A stand-in for torch.distributed.tensor.DTensor, whose import would take seconds."""
+    """An imitation of torch.distributed.tensor.DTensor, whose import would take seconds."""
 
     def to_local(self) -> Tensor:
         return self.as_subclass(Tensor)

@@ -114,7 +114,7 @@ KINDS = [
         model_type="ernie4_5_moe",
         block="Ernie4_5_MoeSparseMoeBlock",
         config="Ernie4_5_MoeConfig",
-        # Half of the probability: some sums lie below, and some above.
+        # Half of the probability: some sums are below, and some above.
         values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
     ),
     BlockKind(

@@ -17,7 +17,7 @@ from epcomm.testing.data import RankBatch
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
-# Roundings beside those two: scales that are powers of two, and halves that go up.
+# Roundings in addition to those two: scales that are powers of two, and halves that go up.
 POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
 # INT8 of A2 and A3: scales and results of the second product in bfloat16, or of both products and
 # of the activation between them.
@@ -29,7 +29,7 @@ _LARGEST_FP8_STEP = 32.0
 _ROUNDING = 2.0**-24
 # A scale is a quotient or two of a largest magnitude, and a code a product or quotient with it.
 _SCALE_ROUNDINGS = 6
-# Of silu(gate) * up: exp() is good to a few units, then a sum, a quotient and a product. The
+# Error of silu(gate) * up: exp() is good to a few units, then a sum, a quotient and a product. The
 # argument of exp may be rounded on its way to a power of two: two more for each unit of |gate|.
 _SWIGLU_ROUNDINGS = 16
 # The largest slope of silu.
@@ -63,7 +63,7 @@ def nearest_fp8(values: Tensor) -> Tensor:
     numbers = codes.view(torch.float8_e4m3fn).double()
     distance = (values.abs().unsqueeze(-1) - numbers).abs()
     best = distance.min(dim=-1, keepdim=True).values
-    # Of two equally near, the even one: look for it first.
+    # Of two equally near codes the even one is chosen, so it is tried first.
     is_best = distance == best
     order = torch.cat([torch.arange(0, 127, 2), torch.arange(1, 127, 2)])
     place = order[is_best[..., order].int().argmax(dim=-1)]
@@ -93,7 +93,7 @@ def _rounded_block(x: Bounded, rounding: str) -> Bounded:
     )
     amax = found if is_int8 else found.clamp(min=1e-4)
     amax = torch.where(amax > 0, amax, torch.ones_like(amax))
-    # What the library's scale may be off by, relative.
+    # Relative error of the library's scale.
     off = torch.maximum(high - found, found - low) / amax + _SCALE_ROUNDINGS * _ROUNDING
     if is_int8:
         # Of rows with the largest magnitude 127 the library's numbers are those rows, exactly.
@@ -135,7 +135,7 @@ def _activated(gate: Bounded, up: Bounded) -> Bounded:
 
 
 def stored(x: Bounded) -> Bounded:
-    """Round x to bfloat16; the library's value lies between those of the ends of the error."""
+    """Round x to bfloat16; the library's value is between those of the ends of the error."""
     low, values, high = ((x.values + sign * x.error).bfloat16().double() for sign in (-1, 0, 1))
     return Bounded(values=values, error=torch.maximum(high - values, values - low))
 

@@ -1,4 +1,4 @@
-"""Plays scenarios, several at once, and tells how every process ended.
+"""Run scenarios, several at the same time, and record how every process ended.
 
     python -m tests.failures.launch FOLDER < scenarios, one JSON a line
 
@@ -130,7 +130,7 @@ class GlooRun(Run):
 
 @dataclass(kw_only=True)
 class MpiRun(Run):
-    """mpirun: it tells no exit codes, so a shell around each rank writes them down."""
+    """mpirun, which reports no exit codes, so a shell around each rank records them."""
 
     mpirun: subprocess.Popen[bytes]
 
@@ -150,7 +150,7 @@ class MpiRun(Run):
 
 
 def main() -> None:
-    """Play the scenarios of standard input."""
+    """Run the scenarios of standard input."""
     torch.set_num_threads(1)
     # A rank that ends need not look through the objects of all modules: two thirds of its time.
     gc.freeze()
@@ -231,7 +231,7 @@ def _start_gloo(scenario: Scenario, folder: Path) -> Run:
 
 
 def _on(hosts: list[Host], number: int) -> AbstractContextManager[None]:
-    """What is forked within is on a host, if there are several."""
+    """Run processes that are forked in this context on a host, if there are several."""
     return hosts[number].inside() if hosts else nullcontext()
 
 

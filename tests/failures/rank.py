@@ -31,7 +31,7 @@ SETTLE_S = 0.3
 
 @contextmanager
 def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
-    """Open a group over a process group of its own."""
+    """Open a group over a separate process group."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_host = rank == scenario.store_host
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -65,7 +65,7 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
 
 
 def run_rank(scenario: Scenario, folder: Path) -> int:
-    """Play one rank and return its exit code."""
+    """Run one rank and return its exit code."""
     open_group = open_mpi if scenario.is_over_mpi else open_gloo
     with open_group(scenario) as group:
         message, elapsed_s, again, again_s = _lose(scenario, group, folder)

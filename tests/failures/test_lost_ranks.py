@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped or too slow is named by all others, who then end by themselves."""
+"""All ranks name a rank that is killed, stopped or too slow, and then exit normally."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.hosts import network
 pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).parents[2]
-# Seconds for all scenarios together, of which they take 35 on two idle cores and 300 beside other
-# work. A scenario that hangs is ended by its own limit.
+# Seconds for all scenarios together; they take 35 s on two idle cores and 300 s on busy ones. Each
+# scenario has its own limit too.
 LAUNCH_LIMIT_S = 1800
 # Seconds without a core, of all threads of a rank together, after which it may miss the grace in
 # which others wait for its report. On two idle cores it is at most 1.9, and 15.5 over MPI, whose
@@ -151,7 +151,7 @@ def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
     lost = set(scenario.lost_ranks)
     outcomes = {rank: run.outcome(rank) for rank in scenario.survivors}
     starved_s = sum(outcome.starved_s for outcome in outcomes.values())
-    # A survivor that has no core reports later than the grace, and is named beside the lost ranks.
+    # A survivor that has no core reports after the grace, and is named with the lost ranks.
     most_s = STARVED_OVER_MPI_S if scenario.is_over_mpi else STARVED_S
     is_starved = any(outcome.starved_s > most_s for outcome in outcomes.values())
     for rank, outcome in outcomes.items():

@@ -118,7 +118,7 @@ def test_all_paths_are_near_the_dense_experts_and_one_another() -> None:
 def test_gate_and_up_that_are_not_interleaved_compute_nonsense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Shapes and dtypes are the same, so only the values tell."""
+    """Shapes and dtypes are equal, so only the values differ."""
 
     def forget(weights: Int8ChannelWeights) -> FusedDeepMoEWeights:
         return replace(

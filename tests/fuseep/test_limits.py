@@ -167,7 +167,7 @@ def test_a_budget_that_would_lose_rows_is_refused() -> None:
 def test_the_safe_budget_holds_the_worst_routing_and_no_row_more(
     num_local_experts: int, top_k: int, world_size: int, num_tokens: int
 ) -> None:
-    """Every token of every rank goes to as many experts of rank 0 as it can."""
+    """In the worst routing every token of every rank uses all experts of rank 0 that it can."""
     num_experts = num_local_experts * world_size
     top_k = min(top_k, num_experts)
     spec = replace(

@@ -104,8 +104,8 @@ def test_matrices_are_packed_transposed() -> None:
         assert torch.equal(getattr(packed, name), expected)
 
 
-# The reference quantises rows and activations alike and adds up in the same order. exp() and the
-# order of scales differ, so that some codes are neighbours, 1/127 of the largest activation apart.
+# The reference quantises rows and activations in the same way and sums in the same order. exp() and
+# the order of scales differ, so some codes differ by one, 1/127 of the largest activation.
 TOLERANCE = 0.01
 
 

@@ -1,4 +1,4 @@
-"""The kernel counts as many bytes between hosts as traffic() does."""
+"""The kernel and traffic() count the same bytes between hosts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str) -> N
         if buffer_name == "HierarchicalBuffer":
             most = pairs_between(batches[rank].topk_ids, spec.num_local_experts, hosts, rank)
             row_bytes = HIDDEN_SIZE * 4 + TOP_K * ENTRY_BYTES
-            # The combine brings back one row for each that came.
+            # Combine returns one row for each received row.
             of_all = torch.tensor([most, of_call])
             dist.all_reduce(of_all)
             assert of_all[1] <= 2 * of_all[0] * row_bytes

@@ -52,13 +52,15 @@ TINY = BatchSpec(
     tokens_of_rank=lambda rank, world_size: 2,
     choose_ids=random_ids,
 )
-# Of central differences: small beside the values, of order 1, and large beside their digits.
+# Step of central differences: small compared with the values, of order 1, and large compared with
+# their rounding errors.
 STEP = 1e-5
 # They are off by STEP**2 times a third derivative of order 1, and by the digits of the loss, a sum
 # of at most 100 values of order 1, over STEP.
 SLOPE_TOLERANCE = 10 * STEP**2 + 100 * torch.finfo(FP64).eps / STEP
-# Of gradcheck, whose steps are 1e-6: the digits of y, at most 10, over a step, four times that for
-# sums. Gradients that were float32 anywhere are off by six times as much where they are of order 1.
+# Tolerance of gradcheck, whose steps are 1e-6: the digits of y, at most 10, over a step, four times
+# that for sums. Gradients that were float32 anywhere are off by six times as much where they are of
+# order 1.
 CHECK_TOLERANCE = 4 * 10 * torch.finfo(FP64).eps / 1e-6
 
 
@@ -185,7 +187,7 @@ def test_gradcheck_of_a_whole_block() -> None:
 
 
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=FP64)
-# Backends whose sums are float64 beside float64 rows.
+# Backends whose sums are float64 for float64 rows.
 OURS = {"collective", "shared_memory", "hierarchical"}
 OTHERS = [
     (mode, name)

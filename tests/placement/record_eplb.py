@@ -60,7 +60,7 @@ def main() -> None:
                     "num_hosts": hosts,
                     "num_groups": groups,
                     "highest": parts.view(ranks, -1).sum(1).max().item(),
-                    # Of the others tests/placement/loads.py makes the numbers.
+                    # tests/placement/loads.py generates the other loads.
                     "values": [int(each) for each in load] if name == "text" else None,
                 }
             )

@@ -1,4 +1,4 @@
-"""A placement says where the copies of each expert lie, is what its JSON says, or is refused."""
+"""A placement maps copies of experts to ranks, round-trips through JSON, or is refused."""
 
 from __future__ import annotations
 

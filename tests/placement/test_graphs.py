@@ -24,9 +24,9 @@ from tests.multi_rank import BACKEND_ENV, GPU_BACKENDS
 from tests.placement.layers import any_placement
 
 SPEC = replace(BATCH_SPECS["bf16"], hidden_size=256)
-# Calls in a graph: receive buffers are used in turn, and it ends in the one in which it began.
+# Calls in a graph: an even number, so that it ends with the receive buffer with which it began.
 CALLS = 2
-# Of bfloat16: both products, the activation, the sum of a rank and y are rounded.
+# Roundings to bfloat16: both products, the activation, the sum of a rank and y are rounded.
 TOLERANCE = 5 * 2**-8
 
 

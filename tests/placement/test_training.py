@@ -184,7 +184,7 @@ def test_norms_count_nothing_on_a_rank_whose_experts_another_has_too() -> None:
     training.close()
 
 
-# Of two numbers the order does not matter.
+# The order of two numbers does not change their sum.
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 def test_gradients_of_four_copies_are_equal_to_the_bit() -> None:

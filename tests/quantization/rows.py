@@ -8,7 +8,7 @@ from torch import Tensor
 from epcomm import WireTensor
 
 NAN, INF = float("nan"), float("inf")
-# Of varied_rows(): subnormal in bfloat16 too.
+# A scale of varied_rows() that is subnormal in bfloat16 too.
 SUBNORMAL_ROW = 6
 
 

@@ -125,7 +125,7 @@ def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
     assert restored[1, 128:256].isnan().all()
     assert restored[1, :128].isfinite().all()
     assert restored[1, 256:].isfinite().all()
-    # Whoever drops the scales meets NaN too.
+    # Without its scales, a row has NaN too.
     assert wire.data[1, 128:256].float().isnan().all()
     if wire_format is FP8_POWER_OF_TWO_SCALES:
         assert as_bytes(scales_of(wire))[1, 1].item() == 0xFF

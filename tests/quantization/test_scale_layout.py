@@ -42,7 +42,7 @@ def e8m0(values: list[list[int]]) -> Tensor:
 
 
 def memory_of(view: Tensor) -> list:
-    """All elements of the memory behind a view, in order."""
+    """Return all elements of the memory of a view, in order."""
     return torch.as_strided(
         view, (view.untyped_storage().nbytes() // view.itemsize,), (1,)
     ).tolist()

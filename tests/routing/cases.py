@@ -1,4 +1,4 @@
-"""One spec for each step of routing, and data whose scores lie apart."""
+"""One spec for each step of routing, and data without close scores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gating operator of Ascend, by a stand-in, chooses and weighs as the reference does."""
+"""The imitated gating operator of Ascend chooses and weighs like the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.routing.cases import CASES, Case, bias_for
 # float32 arithmetic in another order of steps.
 TOLERANCE = 1e-6
 NUM_EXPERTS = 32
-# What of the cases the operator cannot say, by the first words of why.
+# Cases that the operator cannot express, with the first words of the reason.
 INEXPRESSIBLE = {
     "softmax-after-topk-bias": "adds the bias to softmax scores",
     "softmax-after-topk-groups": "adds up softmax scores",
@@ -98,7 +98,7 @@ def tied_logits() -> Tensor:
 
 
 def tied_bias(spec: RoutingSpec) -> Tensor | None:
-    """Two values, exact in float32 beside a score, so that ties remain."""
+    """Two values whose sums with a score are exact in float32, so that ties remain."""
     return None if bias_for(spec, 1) is None else torch.tensor([0.0, 0.125]).repeat(16)
 
 
@@ -188,7 +188,7 @@ def test_logits_that_are_no_numbers_give_valid_experts(name: str) -> None:
     assert topk.topk_weights.isfinite().all()
     expected = route(logits[5:], spec, correction_bias=bias)
     assert torch.equal(topk.topk_ids[5:], expected.topk_ids)
-    # An infinite logit is the largest, as in the reference; beside it softmax leaves only ties.
+    # An infinite logit is the largest, as in the reference; softmax then makes all others tie.
     largest = route(logits[2:3], spec, correction_bias=bias)
     assert torch.equal(topk.topk_ids[2:3, 0], largest.topk_ids[:, 0])
     torch.testing.assert_close(topk.topk_weights[2:3], largest.topk_weights)

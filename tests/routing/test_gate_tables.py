@@ -120,7 +120,7 @@ def test_masked_tokens_count_nothing_and_stay_masked() -> None:
     ]
     logical = route(logits[:2], SPEC).topk_ids.tolist()
     assert found[0].tolist() == physical(logical, 0) + [[-1] * 3] * 4
-    # Without a number of calls each call chooses alike.
+    # Without a number of calls all calls choose the same replicas.
     assert torch.equal(*found)
     expected = Counter(2 * [each for ids in logical for each in ids])
     assert load.sum(0).tolist() == [expected[each] for each in range(NUM_EXPERTS)]

@@ -165,7 +165,7 @@ def test_infinite_logit_takes_all_the_weight() -> None:
 
     topk = route(logits, RoutingSpec(top_k=2))
 
-    # The probabilities beside an infinite logit underflow to 0, and a tie goes to the lowest id.
+    # With an infinite logit all other probabilities are 0, and the lowest id wins a tie.
     assert topk.topk_ids.tolist() == [[1, 0], [0, 2]]
     assert topk.topk_weights.tolist() == [[1.0, 0.0], [0.5, 0.5]]
 

@@ -1,4 +1,4 @@
-"""The runners on Ascend's operators, on stand-ins for these, against float64 models."""
+"""The runners on imitations of Ascend's operators, against float64 models."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def make_runner(name: str) -> AscendRunner:
 
 
 def batch_index(tail: int = 0) -> SlotIndex:
-    """tail: slots behind those of the last expert."""
+    """tail: slots after those of the last expert."""
     index = index_of(make_batch(SPEC, 0, 1).topk_ids.tolist(), NUM_EXPERTS)
     assert index.row_of_slot is not None
     unused = index.row_of_slot.new_full((tail,), -1)
@@ -122,7 +122,7 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
 
 
 def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
-    """Results of slots are those of a float64 model, or the next bfloat16 where it cannot tell."""
+    """Check results against a float64 model, within its rounding uncertainty in bfloat16."""
     index, weights = batch_index(tail=4), int8_weights()
     assert index.row_of_slot is not None
     x = make_batch(SPEC, 0, 1).x
@@ -256,7 +256,7 @@ def test_copies_are_made_once_and_again_after_a_reload(
     tensors = dict(kind.tensors())
 
     def run() -> Tensor:
-        # As ExpertParallelExperts: a new record of the live parameters for each call.
+        # Like ExpertParallelExperts, with a new record of the parameters for each call.
         return runner.run(sent, kind.with_tensors(tensors)).hidden_states
 
     first = run()

@@ -66,7 +66,7 @@ def check_w8a8_layer(group: EPGroup, config: EPConfig, hidden_size: int) -> None
     assert torch.equal(first, again)
     rounding = OF_BFLOAT16 if config.runner == "ascend_swiglu" else OF_ASCEND
     by_runner = config.backend == "collective"
-    # What Ascend's package brings home are single slots.
+    # Ascend's package returns single slots.
     num_parts = (
         world_size
         if by_runner or (config.mode is Mode.STANDARD and config.backend == "ascend")
@@ -96,7 +96,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
     def is_of_kind(cls: type[AscendRunner], weights: ExpertTensors) -> bool:
         return isinstance(weights, cls.kinds)
 
-    # As on an NPU.
+    # The same setting as on an NPU.
     monkeypatch.setattr(AscendRunner, "is_candidate", classmethod(is_of_kind))
     registry.register()
     spec = BatchSpec(
@@ -110,7 +110,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
     with limits.soc("A3"), EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=inner)
         weights = Int8ChannelWeights.from_unquantized(plain)
-        # Of this batch few activations lie between two codes: the bounds tell float32 scales and
+        # Few activations of this batch are between two codes: the bounds tell float32 scales and
         # float16 results on either rank.
         batch = without_halves(make_batch(spec, group.rank, group.world_size, number=2))
         config = EPConfig(mode="normal", backend="collective")

@@ -43,7 +43,7 @@ from epcomm.types import ROW_MAJOR, Layout, ScaleDtype, WeightsAppliedBy, WireFo
 from tests.runners import fake_deep_gemm
 
 NUM_EXPERTS, HIDDEN, INNER, NUM_ROWS = 3, 640, 128, 150
-# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to no expert.
 IDS = [0] * 130 + [2] * 15 + [-1] * 5
 # The budget of slots: two tiles, one tile, and a rest that is no tile.
 NUM_SLOTS = 3 * 128 + 50
@@ -85,13 +85,13 @@ CASES = [
 
 
 class Package(Enum):
-    """What stands for deep_gemm."""
+    """The replacement of deep_gemm."""
 
     STAND_IN = "stand-in"
     REAL = "real package"
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, architecture: int = 9) -> torch.device:
-        """Install the stand-in where it is asked for, and return the device of the experts."""
+        """Install the imitation if requested, and return the device of the experts."""
         if self is Package.STAND_IN:
             fake_deep_gemm.install(monkeypatch, architecture=architecture)
             return torch.device("cpu")
@@ -149,7 +149,7 @@ def rows_record(case: Case, index: SlotIndex) -> RowsDispatchOutput:
 
 
 def masked_record(record: RowsDispatchOutput, capacity: int = 256) -> MaskedDispatchOutput:
-    """Return the slots of each expert side by side, and behind them bytes that mean NaN."""
+    """Return the slots of each expert, followed by NaN."""
     counts, starts = record.num_tokens_per_expert.tolist(), record.index.first_slot.tolist()
     rows, row_of_slot = record.hidden_states, record.index.row_of_slot
     assert row_of_slot is not None
@@ -270,7 +270,7 @@ def test_experts_do_not_overwrite_the_rows_of_the_next_one(
 
 @dataclass(frozen=True, kw_only=True)
 class Between:
-    """What comes between two products: rows in either layout, one of three forms of scales."""
+    """Rows between two products, in either layout, with one of three forms of scales."""
 
     layout: Layout
     scales: ScaleDtype
@@ -362,7 +362,7 @@ def test_kernel_between_the_products_leaves_unused_slots_alone() -> None:
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
-    """Record the arguments of a function of the stand-in."""
+    """Record the arguments of a function of the imitation."""
     calls: list[tuple] = []
     function = getattr(module, name)
 

@@ -215,7 +215,7 @@ def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, c
     text = str(caught.value)
     assert text.startswith("fp8_wgmma: ")
     assert message in text
-    # Of these the sizes are taken, and then others do not fit.
+    # The sizes of these tensors are taken as given; the others then do not fit.
     if (name, change) not in {("matrices", "shape"), ("out_codes", "shape")}:
         assert text.startswith(f"fp8_wgmma: {name} ")
 

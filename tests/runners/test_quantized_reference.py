@@ -94,7 +94,7 @@ def rows_record(
 def masked_record(
     rows: WireTensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
 ) -> MaskedDispatchOutput:
-    """Each expert's slots side by side, and behind them bytes that mean NaN, or 127."""
+    """Return the slots of each expert, followed by bytes of NaN, or 127."""
     assert index.row_of_slot is not None
     counts = index.num_tokens_per_expert.tolist()
     capacity = max(counts) + 2
@@ -285,7 +285,7 @@ def test_int8_arithmetic_between_the_products_is_that_of_the_runner() -> None:
     rows = quantize(make_batch(SPEC, 0, 1).x, INT8_PER_TOKEN)
     slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
     record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
-    # Cutting quotients to float16 moves a few codes; the same rows come in.
+    # Truncating quotients to float16 changes a few codes of the same rows.
     usual, cut = (
         QuantizedReferenceRunner(int8_profile=profile).run(record, weights).hidden_states
         for profile in (Int8Profile.RINT127, Int8Profile.DIVTRUNC16)

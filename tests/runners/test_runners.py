@@ -87,7 +87,7 @@ CASES = [
 
 
 def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
-    """aligned: padding between experts.   tail: also slots behind those of the last expert."""
+    """aligned: padding between experts.   tail: also slots after those of the last expert."""
     index = index_of(topk_ids.tolist(), NUM_EXPERTS, 1 if padding == "dense" else 8)
     if padding != "tail":
         return index
@@ -122,7 +122,7 @@ def rows_record(
 def masked_record(
     x: Tensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
 ) -> MaskedDispatchOutput:
-    """Each expert's slots side by side, NaN behind them."""
+    """Return the slots of each expert, followed by NaN."""
     assert index.row_of_slot is not None
     counts = index.num_tokens_per_expert.tolist()
     capacity = max(counts) + 2

@@ -17,7 +17,7 @@ LIMIT_S = 600
 
 @pytest.mark.parametrize(
     ("what", "number", "at_once"),
-    # All at once, so that the threads of each wait for their turn.
+    # All together, so that their threads compete for the cores.
     [("exits", 3, 3), ("kills", 3, 1)],
 )
 def test_programs_end_well(what: str, number: int, at_once: int) -> None:

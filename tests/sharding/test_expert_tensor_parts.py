@@ -25,7 +25,7 @@ def some_parameter(group: EPGroup) -> nn.Parameter:
 
 def expected_values(parameter: nn.Parameter) -> torch.Tensor:
     """Make values [P, ...], with another number in every element."""
-    # Of a DTensor a tuple in torch 2.11.
+    # For a DTensor, a tuple in torch 2.11.
     shape = torch.Size(parameter.shape)
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
 

@@ -80,7 +80,6 @@ def test_relative_error(actual: Tensor, expected: Tensor, error: float) -> None:
 
 
 WORLD_SIZE = 2
-# As many tokens on both ranks, so that their outputs can be exchanged.
 SPEC = BatchSpec(
     num_local_experts=2,
     top_k=2,

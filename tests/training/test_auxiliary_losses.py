@@ -21,7 +21,7 @@ from epcomm.training.auxiliary_losses import (
 from epcomm.training.gradients import sum_replicated_gradients
 
 NUM_EXPERTS, TOP_K = 6, 2
-# What float64 leaves of sums in another order.
+# Difference of float64 sums in another order.
 SAME = 1e-12
 
 

@@ -1,4 +1,4 @@
-"""Expert parallelism beside DDP and FSDP, sums and norms of gradients: equal to one process.
+"""Expert parallelism with DDP and FSDP, sums and norms of gradients, compared with one process.
 
 The loss of every rank is a mean over its own tokens, and the one process minimises the mean of the
 ranks' losses, as data parallelism does.

@@ -1,4 +1,4 @@
-"""What is known of Ascend chips: names, windows by hand, rounds and other variables."""
+"""Ascend chips: names, windows computed by hand, rounds and other variables."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def assert_reason(found: list[str], wanted: str | None) -> None:
     [
         ({}, Rounds(), 8192, 8192),
         ({ROUND: "2", TOKENS: "32"}, Rounds(num_rounds=2, tokens_per_round=32), 64, 64),
-        # Combine takes one round of 8192 tokens unless it is told otherwise.
+        # By default combine has one round of 8192 tokens.
         ({ROUND: "16", TOKENS: "2048"}, Rounds(num_rounds=16, tokens_per_round=2048), 8192, 8192),
         (
             {ROUND: "16", TOKENS: "8192", COMBINE: "1"},

@@ -88,7 +88,7 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
 @pytest.mark.ranks(NUM_RANKS)
 def test_two_dimensions_of_a_larger_mesh_say_where_some_of_its_ranks_run() -> None:
     rank = dist.get_rank()
-    # Of this group the others are no members, so that ranks have different numbers of groups.
+    # The other ranks are not members, so ranks have different numbers of groups.
     alone = dist.new_group([0])
     names = ("stage", "host", "rank")
     mesh = init_device_mesh(EPGroup().device.type, (2, 2, 1), mesh_dim_names=names)
@@ -143,7 +143,7 @@ def test_a_rank_outside_is_told_that_it_is_no_member() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_group_of_several_backends_is_as_good_as_its_own_device() -> None:
-    # What init_process_group makes when no backend is named: one a device type.
+    # init_process_group without a backend makes one per device type.
     group = EPGroup(dist.new_group(backend="cpu:gloo"))
     gathered = group.collectives.all_gather(torch.tensor(group.rank))
     assert gathered.tolist() == [0, 1, 2, 3]
@@ -220,7 +220,7 @@ def test_two_groups_of_the_same_ranks_are_independent() -> None:
         assert second.open_buffer("CollectiveBuffer", SPEC)
 
 
-# Long enough for four ranks on a busy machine, short enough to wait for in vain.
+# Long enough for four ranks on a busy machine, and short enough for a test of timeouts.
 PATIENCE = timedelta(seconds=15)
 SPOILT_ON_ONE_RANK = {
     "unknown backend": EPConfig(backend="carrier_pigeon"),

@@ -28,10 +28,10 @@ REPO = Path(__file__).parents[1]
 HELLO = REPO / "examples" / "hello_ep.py"
 FOLDERS = ("epcomm", "fakes", "tests", "examples")
 FILES = ("pyproject.toml", "MANIFEST.in", "constraints.txt", "README.md", "LICENSE")
-# What setuptools writes into every sdist.
+# Files that setuptools adds to every sdist.
 OF_SETUPTOOLS = {"PKG-INFO", "setup.cfg"}
 DEPENDENCIES = ("torch", "numpy", "typer", "rich")
-# Nothing else of the terminal reaches a program: PYTHONPATH names the repository, RANK a launcher.
+# No other variables are passed to a program: PYTHONPATH has the repository, RANK a launcher.
 VARIABLES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
 # Seconds: ranks import torch on a loaded machine.
 LIMIT_S = 300
@@ -50,7 +50,7 @@ QUICK = ["--iterations", "2", "--warm-up", "1"]
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What the sources become."""
+    """The distributions built from the sources."""
 
     wheel: Path
     sdist: Path
@@ -81,7 +81,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Built of a copy: setuptools leaves folders beside the sources."""
+    """Build from a copy, because setuptools leaves folders next to the sources."""
     folder = tmp_path_factory.mktemp("built")
     copy = folder / "sources"
     ignored = shutil.ignore_patterns("__pycache__")
@@ -154,7 +154,7 @@ def test_installed_wheel_imports_nothing_but_itself(fresh: Environment) -> None:
     found = json.loads(fresh.run("python", "-c", PROBE).splitlines()[-1])
     assert Path(found["file"]).is_relative_to(fresh.root)
     assert not [path for path in found["path"] if path in (str(REPO), str(HELLO.parent))]
-    # tomllib reads configurations; nothing else comes with it.
+    # tomllib reads configurations; nothing else is imported.
     assert set(found["added"]) <= {"epcomm", "tomllib"}
 
 

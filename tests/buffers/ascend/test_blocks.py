@@ -87,7 +87,7 @@ def int8_model(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Boun
         is_chosen = topk.topk_ids == expert
         factors = (topk.topk_weights.double() * is_chosen).sum(1, keepdim=True)
         values += factors * result.values
-        # Of a result its scale, itself, a rank's part of the sum and the sum are in bfloat16.
+        # The scale of a result, the result, the sum of a rank and y are in bfloat16.
         error += factors * (result.error * 1.02 + 4.04 * BF16_ROUNDING * result.values.abs())
     return Bounded(values=values, error=error)
 

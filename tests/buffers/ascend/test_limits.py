@@ -1,4 +1,4 @@
-"""What fails or goes wrong silently on Ascend's deep_ep is refused before any communication."""
+"""Calls that Ascend's deep_ep fails on, or computes wrongly, are refused before communication."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ SPECS = {
     )
 }
 SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
-# What one rank alone has set, and what all ranks say of it.
+# Variables of one rank, and the message on all ranks.
 SET_ON_RANK_1 = [
     (BOTH, {"DEEP_USE_MODE": "ops"}, "rank 1: DEEP_USE_MODE is ops, expected default; unset it"),
     (BOTH, {"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"}, "rank 1: MOE_EXPERT_TOKEN_NUMS_TYPE is 0"),
@@ -299,7 +299,7 @@ def test_an_installed_package_needs_torch_npu_and_no_cuda(tmp_path: Path) -> Non
     write_package(tmp_path / "deep_ep", {"__init__.py": REAL})
     npu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "Ascend910_9392")
     with pytest.MonkeyPatch.context() as patch, EPGroup() as group:
-        # Instead of the stand-in.
+        # Instead of the imitation.
         patch.delitem(sys.modules, "deep_ep")
         patch.delitem(sys.modules, "deep_ep.buffer")
         patch.syspath_prepend(tmp_path)
@@ -345,10 +345,10 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
             ):
                 dispatcher.dispatch(rows(many), topk)
         else:
-            # Rank 1 took part without tokens, hence with one for its own experts.
+            # Rank 1 took part without tokens, so it sent one dummy token to its own experts.
             out = dispatcher.dispatch(rows(many), topk)
             assert out.index.host_num_tokens_per_expert == (32, 0, 0, 0)
-        # Exactly as many as the rounds hold.
+        # Exactly the capacity of the rounds.
         out = dispatcher.dispatch(rows(32), topk_of([[0, 5]] * 32))
         y = dispatcher.combine(out.combine_input(out.hidden_states.data))
         assert torch.equal(y, rows(32))
@@ -403,7 +403,7 @@ def record_calls(
 
 @pytest.mark.ranks(2)
 def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format is each dispatcher's own, told with every call, whose order interleaves."""
+    """Each dispatcher has its own format, which every call passes; calls interleave."""
     # The package's defaults, and the other package's name of the flag, mean INT8.
     monkeypatch.setenv("DEEP_NORMAL_MODE_USE_INT8_QUANT", "0")
     for backend, make in (

@@ -1,4 +1,4 @@
-"""What the operators of standard mode on Ascend are given, and what they would not take."""
+"""The arguments of Ascend's operators in standard mode, and their limits."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def half_of(rows: Tensor) -> Tensor:
 
 
 def of_inference(rows: Tensor) -> Tensor:
-    """Which nobody may write to afterwards."""
+    """Return an argument that nothing may write to afterwards."""
     with torch.inference_mode():
         return rows.clone()
 

@@ -161,7 +161,7 @@ def test_batch_that_the_third_dispatch_ended_names_the_remedy(waits: bool) -> No
         pending = [dispatcher.dispatch_async(batches[0].x, batches[0].topk)]
         first = pending[0].wait() if waits else None
         pending += [dispatcher.dispatch_async(each.x, each.topk) for each in batches[1:]]
-        # The memory is gone with the send of the third, whoever waits for that.
+        # The send of the third dispatch overwrites the memory, before any wait().
         with pytest.raises(HandleError, match="combine a batch before the second next dispatch"):
             pending[0].wait() if first is None else dispatcher.combine(identity(first))
         for batch, each in zip(batches[1:], pending[1:], strict=True):

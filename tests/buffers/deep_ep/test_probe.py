@@ -258,7 +258,7 @@ LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    """One that the backend serves, but for the changes."""
+    """Return a specification that the backend serves, with changes."""
     case = CASES[backend]
     is_budget = "Static" in backend
     config = EPConfig(
@@ -314,7 +314,7 @@ def test_backend_asked_for_by_name_is_refused_with_the_reason(missing: Missing) 
 
 def test_message_bytes_are_those_of_the_recording() -> None:
     cases = json.loads(RECORDING.read_text("utf-8"))["cases"]
-    # As recorded: E = 8 on 4 ranks, K = 3, M = 16.
+    # The recorded sizes: E = 8 on 4 ranks, K = 3, M = 16.
     spec = replace(WHOLE, num_local_experts=2, top_k=3)
     hints = {
         rank["size_hint_bytes"]
@@ -338,7 +338,7 @@ def test_group_on_mpi_is_refused(backend: str, ep_ranks: MPI.Comm) -> None:
 @pytest.mark.parametrize("backend", CASES)
 def test_group_on_another_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with install(CASES[backend].package) as module, EPGroup() as group:
-        # As the real package has it, beside a GPU that this group does not use.
+        # The same as in the real package, with a GPU that this group does not use.
         monkeypatch.setattr(module, "CPU_RANKS", False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(BackendUnavailable) as caught:

@@ -1,4 +1,4 @@
-"""What fails on one rank between the exchanges of a call reaches the others, and nobody waits."""
+"""A failure of one rank between the exchanges of a call is reported to the others; none hangs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rank_without_memory_is_no_reason_to_wait(exchange: str, function: str
 
 
 def _fail_once(buffer: object, function: str) -> None:
-    """Let the next call of `function` fail before any rank knows of it."""
+    """Make the next call of `function` fail before any exchange."""
     original = getattr(buffer, function)
 
     def fail(*args: object, **kwargs: object) -> NoReturn:

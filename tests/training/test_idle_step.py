@@ -1,4 +1,4 @@
-"""idle_step() beside a rank that trains, by whatever a model returns."""
+"""idle_step() while another rank trains, for all kinds of results of a model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOTHING: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.ranks(2)
 def test_idle_step_takes_what_models_return() -> None:
-    """Rank 1 idles; were its backward to fail, that of rank 0 would wait in vain."""
+    """Rank 1 idles; if its backward failed, that of rank 0 would time out."""
     with EPGroup() as group:
         config = EPConfig(mode="normal", backend="collective", timeout_s=20)
         moe = ExpertParallelMoE.from_transformers(qwen3_moe(), group, config)
@@ -60,7 +60,7 @@ def test_idle_step_takes_what_models_return() -> None:
                 assert torch.equal(parameter.grad, gradient)  # type: ignore[arg-type]
             if refusal is not None:
                 assert str(refusal.value).startswith("idle_step: run_token returned ")
-        # Without backward nobody waits for it, and what run_token returns does not matter.
+        # Without backward, no rank waits, and the result of run_token is not used.
         with torch.no_grad():
             if group.rank == 0:
                 moe(x)

@@ -1,4 +1,4 @@
-"""What both implementations of the FP8 products must do beside equal results."""
+"""Checks of both implementations of the FP8 products, in addition to equal results."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from epcomm.types import Layout, WeightsAppliedBy
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from tests.kernels.gemm.slot_records import Case, record
 
-# Stands where nobody may write; as a code it is a number too.
+# Fills memory that must not be written; as a code it is a number too.
 SENTINEL = -7.0
 
 
 def check_slots_of_nobody_are_left(
     products: tuple[GateUp, Down], weights: Fp8BlockWeights, device: torch.device
 ) -> None:
-    """Check that padding between experts and behind the last one is not written."""
+    """Check that padding between experts and after the last one is not written."""
     case = Case(
         layout=Layout.ROWS,
         who=WeightsAppliedBy.RUNNER,

@@ -19,7 +19,7 @@ from epcomm.types import Layout, WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 NUM_EXPERTS, NUM_ROWS = 3, 90
-# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to nobody.
+# Expert 0 gets more rows than a tile has, expert 1 none, and 5 slots belong to no expert.
 IDS = [0] * 70 + [2] * 15 + [-1] * 5
 # Enough for starts at multiples of 8.
 NUM_SLOTS = 90

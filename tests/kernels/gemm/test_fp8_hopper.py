@@ -108,7 +108,7 @@ def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """Stands for the kernels, and for one of them: keeps the blocks of each launch."""
+    """Replaces the kernels, and one of them; records the blocks of each launch."""
 
     blocks: list[int] = field(default_factory=list)
 
@@ -177,7 +177,7 @@ WRITTEN_CASES = [
 ]
 
 
-# Of K, 5 and 9 blocks go through the four stages more than once.
+# 5 and 9 blocks of K pass the four stages more than once.
 @needs_hopper
 @pytest.mark.parametrize("inner", [128, 384, 640])
 @pytest.mark.parametrize("hidden", [256, 384, 1152])
@@ -255,7 +255,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
 def test_packed_rows_give_the_bits_of_rows_through_the_index(
     case: Case, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With padding between experts, rows that lie apart, and rows that no slot uses."""
+    """With padding between experts, strided rows, and rows that no slot uses."""
     weights = make_weights(case.dtype, device, hidden)
     dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
     found = []

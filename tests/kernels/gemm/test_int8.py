@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 # Multiples of 16, and neither of the blocks of 128.
 HIDDEN, INNER = 208, 144
-# What storing a result may be off by, relative: the interpreter cuts bfloat16 instead of rounding.
+# Relative error of a stored result: the interpreter truncates to bfloat16 instead of rounding.
 STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if IS_INTERPRETED else 2.0**-8}
 ALL_CASES = CASES + [
     Case(
@@ -89,7 +89,7 @@ def test_runner_equals_a_float64_model(case: Case, device: torch.device) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """first_slot: [L + 1]; with an index, rows lie elsewhere than their slots."""
+    """first_slot: [L + 1]; with an index, rows are at other positions than their slots."""
 
     id: str
     counts: tuple[int, ...]
@@ -99,7 +99,7 @@ class StepCase:
 
     @property
     def num_slots(self) -> int:
-        # Three slots behind the last expert's belong to nobody.
+        # Three slots after those of the last expert belong to no expert.
         return self.first_slot[-1] + 3
 
     def is_used(self, device: torch.device) -> Tensor:
@@ -183,7 +183,7 @@ class Operands:
             rows = torch.randperm(case.num_slots, generator=generator).to(device)
         row_scales = scales(case.num_slots, 1)
         row_scales[rows[~is_used]] = float("nan")
-        # Whoever follows the index of a slot that nobody has touches memory that is not there.
+        # The index of an unused slot points outside of the memory.
         index = torch.where(is_used, rows, 2**31 - 1).to(torch.int32)
         return cls(
             codes=codes(case.num_slots, columns),
@@ -394,7 +394,7 @@ def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> N
 
 
 def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
-    """Three rows that lie 2**30 + 16 elements apart, of memory that is hardly touched."""
+    """Three rows with a stride of 2**30 + 16 elements, in memory that is mostly untouched."""
     stride = 2**30 + 16
     try:
         memory = torch.empty(2 * stride + HIDDEN, dtype=torch.int8, device=device)

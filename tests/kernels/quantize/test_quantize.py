@@ -142,7 +142,7 @@ def test_unquantised_formats_cast(device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5]], ids=lambda case: case.id)
 def test_rows_beyond_2_to_the_31_elements(case: Case, device: torch.device) -> None:
-    """Three rows that lie 2**30 + 16 elements apart, of memory that is hardly touched."""
+    """Three rows with a stride of 2**30 + 16 elements, in memory that is mostly untouched."""
     stride = 2**30 + 16
     try:
         source = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device)

@@ -42,7 +42,7 @@ def slots_of(
 def check_slots(ids: Tensor, num_local: int, *, first_expert: int = 0, alignment: int = 1) -> None:
     expected = slots_of(ids, num_local, first_expert=first_expert, alignment=alignment)
     row_of_slot, slots_of_row, counts, first_slot = expected
-    # As in a message: ids and weights lie behind one another, with other things between.
+    # As in a message, ids and weights are strided, with other data between them.
     message = torch.full((len(ids), 2 * ids.shape[1] + 3), -7, dtype=torch.int32, device=ids.device)
     message[:, : ids.shape[1]] = ids
     weights = message.view(torch.float32)[:, -ids.shape[1] :]
@@ -111,12 +111,12 @@ def test_segments_of_slots_follow_one_another(
 
 
 def counted(ids: Tensor, num_ranks: int, num_local: int, num_here: int, fault: int = 0) -> Tensor:
-    """Headers with all counts behind them, in the way of count_sends()."""
+    """Return headers followed by all counts, in the format of count_sends()."""
     header = torch.zeros(num_ranks, SLOTS + num_here + 2, dtype=torch.int64, device=ids.device)
     rest = header.new_zeros(num_ranks, num_local - num_here)
     words = (*WORDS[:7], fault, WORDS[8])
     count_sends(ids, header, rest, words, wrong_ids=WRONG_IDS, num_local=num_local)
-    # Behind the counts nothing is written.
+    # Nothing is written after the counts.
     assert not header[:, SLOTS + num_here :].any()
     return torch.cat([header[:, : SLOTS + num_here], rest], dim=1)
 

@@ -1,4 +1,4 @@
-"""What callers pass may lie anyhow in memory: weights of every other element, columns apart."""
+"""Arguments may have any strides: every second element, strided columns."""
 
 from __future__ import annotations
 

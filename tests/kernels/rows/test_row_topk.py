@@ -1,4 +1,4 @@
-"""What each row has, read from the index: the kernel and plain torch against the ids that came."""
+"""The slots of each row, read from the index: kernel and plain torch against the received ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_worked_example(device: torch.device) -> None:
 @pytest.mark.parametrize("alignment", [1, 4])
 @pytest.mark.parametrize("num_rows", [0, 1, 70])
 def test_reads_what_was_indexed(num_rows: int, alignment: int, device: torch.device) -> None:
-    # Of 6 experts this rank has 3 to 5, of which one gets nothing.
+    # This rank has experts 3 to 5 of 6, one of which gets no tokens.
     generator = torch.Generator().manual_seed(num_rows + alignment)
     ids = torch.randint(-1, 5, (num_rows, 3), generator=generator, dtype=torch.int32)
     weights = torch.rand(num_rows, 3, generator=generator)

@@ -38,7 +38,7 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.dev
 
 
 def gap_of(rows: Tensor) -> Tensor:
-    """The elements behind each row."""
+    """Return the elements after each row."""
     stride, width = rows.stride(0), rows.shape[1]
     return rows.as_strided((rows.shape[0], stride - width), (stride, 1), width)
 
@@ -102,7 +102,7 @@ def test_sums_are_in_order_and_rounded_once(
     dtype: torch.dtype, hidden: int, has_weights: bool, device: torch.device
 ) -> None:
     rows = random_rows(9, hidden, dtype, device)
-    # Of no target: neither the row nor its weight is read.
+    # Without a target, neither the row nor its weight is read.
     rows[4] = NAN
     sources = torch.tensor(
         [[0, 8, -1], [-1, -1, -1], [7, 3, 1], [2, 2, 2], [-1, 5, 6]],
@@ -130,7 +130,7 @@ def test_long_lines_are_summed_in_order_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_parts_are_summed_wherever_they_lie(hidden: int, device: torch.device) -> None:
-    # As low latency has them: a header row before the tokens of each rank, and rows past them.
+    # As in low latency, a header row before the tokens of each rank, and unused rows after them.
     whole = torch.full((3, 8, hidden + 5), NAN, dtype=torch.bfloat16, device=device)
     parts = whole[:, 1:6, :hidden]
     parts.copy_(random_rows(15, hidden, torch.bfloat16, device).unflatten(0, (3, 5)))
@@ -172,7 +172,7 @@ def test_scatter_brings_scales_ids_and_weights(hidden: int, device: torch.device
     assert row_scales[:6].tolist() == scales[token_of_row].tolist()
     assert row_ids[:6, :top_k].tolist() == ids[token_of_row].tolist()
     assert row_weights[:6].tolist() == weights[token_of_row].tolist()
-    # Nothing goes to row 6, nor behind any row.
+    # Nothing is written to row 6, nor after any row.
     assert data[6].eq(0x7F).all()
     assert data[:, hidden:].eq(0x7F).all()
     assert row_ids[6].eq(-9).all()
@@ -191,7 +191,7 @@ def test_nothing_to_do(device: torch.device) -> None:
 
 
 def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
-    """Three rows that lie 2**30 + 16 elements apart, of memory that is hardly touched."""
+    """Three rows with a stride of 2**30 + 16 elements, in memory that is mostly untouched."""
     stride = 2**30 + 16
     try:
         source, target = (

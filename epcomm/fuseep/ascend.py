@@ -21,7 +21,7 @@ from torch import Tensor
 from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
 from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.buffers.sizes import Region
-from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.fuseep.limits import (
@@ -87,7 +87,7 @@ class _Chunk:
     is_dummy: bool
 
 
-class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
+class AscendFused(AscendCalls, Generic[AscendPackedT]):
     """The base of the operators, which have static sizes: check() raises the faults.
 
     It comes before FusedBackend among the bases.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import Dispatched
-from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError
@@ -64,7 +64,7 @@ def format_arguments(
     return by_name | {"use_fp8": is_int8} if has_parameter(dispatch, "use_fp8") else by_name
 
 
-class AscendBuffer(AscendCalls, VendorCalls):
+class AscendBuffer(AscendCalls):
     """A buffer of packed rows, one per (token, expert); combine multiplies by the router weights.
 
     It comes before Buffer among the bases.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.buffers.base import Backend
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.calls.order import Calls
-from epcomm.collectives.base import Collectives
+from epcomm.buffers.vendor import VendorCalls
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import (
@@ -28,7 +27,7 @@ from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep, runs_on_cpu_ranks
 from epcomm.platforms.deep_ep_package import import_deep_ep
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.platforms.signatures import signature_reasons
-from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireDtype
 
 # Bytes of the id and weight of one (token, expert) pair, and of the scale of its row.
@@ -37,8 +36,8 @@ ENTRY_BYTES, SCALE_BYTES = 12, 4
 NEEDS = "Ascend NPUs with their toolkit, torch_npu imported, and deep_ep of sgl-kernel-npu"
 
 
-class AscendCalls:
-    """A backend over one Buffer of the package; comes before VendorCalls among the bases.
+class AscendCalls(VendorCalls, Backend):
+    """A backend over one Buffer of the package.
 
     calls: the names of the arguments that this backend passes to each method of the Buffer.
     """
@@ -52,27 +51,6 @@ class AscendCalls:
     needs_distinct_ids: ClassVar[bool] = True
     # The Buffer of the package, which has no type stubs.
     _buffer: Any
-    # VendorCalls sets these.
-    _calls: Calls
-    _collectives: Collectives
-    _spec: BufferSpec
-    _rank: int
-    _world_size: int
-
-    @classmethod
-    @abstractmethod
-    def caps(cls, mode: Mode) -> BufferCaps:
-        """Return the capabilities in `mode`; see Backend.caps."""
-
-    @classmethod
-    @abstractmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Return why this backend cannot serve a layer; see Backend.lacks."""
-
-    @classmethod
-    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Return no reasons; see Backend."""
-        return ()
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:

@@ -33,7 +33,7 @@ _FUSED = "fused_deep_moe"
 
 
 class FuseMode(IntEnum):
-    """Which operator fused_deep_moe() calls."""
+    """The operator that fused_deep_moe() calls."""
 
     FUSED_DEEP_MOE = 1
     DISPATCH_FFN_COMBINE = 2
@@ -168,7 +168,7 @@ class Buffer(older.Buffer):
 
 
 def _mode_of(use_fp8: bool, use_mxfp4: bool, use_mxfp8: bool) -> str:
-    """Return the mode that flags mean on this chip, else what the environment asks for.
+    """Return the mode of the flags on this chip, or that of the environment.
 
     Raises:
         NotImplementedError: MX rows on a chip without them.

@@ -231,7 +231,7 @@ def main(
     checkpoint: Annotated[Path | None, typer.Option(help="Folder for a checkpoint.")] = None,
     checkpoint_step: Annotated[int, typer.Option(min=1, help="Step of the checkpoint.")] = 20,
     resume: Annotated[
-        Path | None, typer.Option(help="Resume from such a folder, with the same model.")
+        Path | None, typer.Option(help="Resume the same model from a folder.")
     ] = None,
 ) -> None:
     """Train, compare every step with one process, and print the results."""

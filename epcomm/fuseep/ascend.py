@@ -324,7 +324,7 @@ class MegaMoE(AscendFused[MegaMoEWeights], FusedBackend[MegaMoEWeights]):
         found = super().probe(machine)
         package, reasons = machine.find_deep_ep(), []
         if found.ok and package is not None and not package.has_mega_moe:
-            reasons.append("the deep_ep installed has no MEGA_MOE; install a newer release")
+            reasons.append("the installed deep_ep has no MEGA_MOE; install a newer release")
         is_stand_in = package is not None and package.is_stand_in
         if not is_stand_in and not machine.has_module("cann_ops_transformer"):
             reasons.append("cann_ops_transformer is not installed, which has the operator")

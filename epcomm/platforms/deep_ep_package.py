@@ -45,7 +45,7 @@ def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Ava
         absent=[] if is_stand_in else cuda_reasons(machine),
         needs="NVIDIA GPUs",
     )
-    # An attribute that torch makes at run time, which type checkers cannot see.
+    # torch creates this attribute at run time, so type checkers do not know it.
     switch: Any = torch.utils.deterministic
     if torch.are_deterministic_algorithms_enabled() and switch.fill_uninitialized_memory:
         reason = (
@@ -62,9 +62,9 @@ def _missing(kinds: Set[DeepEPKind], found: InstalledDeepEP | None) -> list[str]
         return ["deep_ep is not installed (github.com/deepseek-ai/DeepEP)"]
     wanted = " or ".join(sorted(kind.value for kind in kinds))
     if found.kind not in kinds:
-        return [f"the deep_ep installed is {found.kind.value}, expected {wanted}"]
+        return [f"the installed deep_ep is {found.kind.value}, expected {wanted}"]
     if kinds == WITH_LEGACY_BUFFER and not found.has_legacy_buffer:
-        return [f"the deep_ep installed is {found.kind.value} without the Buffer of V1"]
+        return [f"the installed deep_ep is {found.kind.value} without the Buffer of V1"]
     return []
 
 

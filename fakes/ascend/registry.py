@@ -28,7 +28,7 @@ Device = Literal["CPU", "Meta"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# (operator, device) -> function; filled while the operators' modules are imported.
+# The function of each (operator, device), registered when the modules of operators are imported.
 _IMPLEMENTATIONS: dict[tuple[str, Device], Callable[..., Any]] = {}
 
 

@@ -61,7 +61,7 @@ def test_releases_without_it_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> 
     with limits.soc("A3"), install("ascend"):
         chosen = plan(CONFIG, SPEC, world_size=2, weights=sized())
         assert chosen.prefill.backend == "fused_deep_moe"
-        assert "mega_moe: the deep_ep installed has no MEGA_MOE" in chosen.explain()
+        assert "mega_moe: the installed deep_ep has no MEGA_MOE" in chosen.explain()
         found = this_machine().find_deep_ep()
     assert found is not None
     real = replace(

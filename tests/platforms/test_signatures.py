@@ -1,4 +1,4 @@
-"""A package without a parameter is refused: nothing falls back to another format silently."""
+"""A package without a parameter is refused, and no other format is used silently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A few of the runs of `make soak`: programs that end regularly, and ranks that are ended."""
+"""A few runs of `make soak`: programs that end regularly, and ranks that are killed."""
 
 from __future__ import annotations
 

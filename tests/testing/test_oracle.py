@@ -42,7 +42,7 @@ def test_two_ranks_by_hand() -> None:
     found = run_oracle(
         [batch(2.0, [0, 1], [0.5, 0.25], 1.0), batch(1.0, [-1, 1], [9.0, 2.0], 1.0)], weights
     )
-    # Rank 0: 0.5 * 4 - 0.25 * 36.   Rank 1: -2 * 9; the weight of -1 counts nowhere.
+    # Rank 0: 0.5 * 4 - 0.25 * 36.   Rank 1: -2 * 9; the weight of -1 is ignored.
     assert [y.tolist() for y in found.y] == [[[-7.0]], [[-18.0]]]
     assert [dw.tolist() for dw in found.dw] == [[[4.0, -36.0]], [[0.0, -9.0]]]
     # w d 2 g**2 x: 2 - 9 on rank 0, -36 on rank 1.

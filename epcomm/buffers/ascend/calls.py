@@ -59,7 +59,7 @@ class AscendCalls(VendorCalls, Backend):
         if found is None:
             reasons.append("deep_ep for Ascend is not installed")
         elif found.kind is not DeepEPKind.ASCEND:
-            reasons.append(f"the deep_ep installed is {found.kind.value}, expected Ascend")
+            reasons.append(f"the installed deep_ep is {found.kind.value}, expected Ascend")
         elif not found.is_stand_in and not is_torch_npu_imported():
             reasons.append("torch_npu is not imported; import it before epcomm plans")
         elif (device := device_name()) is not None and current_soc() is None:

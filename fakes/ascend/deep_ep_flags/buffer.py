@@ -175,7 +175,7 @@ def _mode_of(use_fp8: bool, use_mxfp4: bool, use_mxfp8: bool) -> str:
     """
     if use_mxfp4 or use_mxfp8:
         if current_machine().soc is not Soc.A5:
-            raise NotImplementedError("use_mxfp4 and use_mxfp8 are of A5 alone")
+            raise NotImplementedError("use_mxfp4 and use_mxfp8 exist only on A5")
         return "mx_fp4_e2m1" if use_mxfp4 else "mx_fp8_e4m3"
     if use_fp8:
         return "pertoken_fp8_e4m3" if current_machine().soc is Soc.A5 else INT8

@@ -66,7 +66,7 @@ def test_every_kind_serves_what_it_holds(
     assert (legacy.ok, elastic.ok) == SERVED.get(kind, (False, False))
     for verdict, wanted in ((legacy, "Hybrid or V1 or V2"), (elastic, "V2")):
         if not verdict.ok:
-            assert verdict.reasons == (f"the deep_ep installed is {kind}, expected {wanted}",)
+            assert verdict.reasons == (f"the installed deep_ep is {kind}, expected {wanted}",)
 
 
 @pytest.mark.usefixtures("no_deep_ep")
@@ -77,7 +77,7 @@ def test_v2_without_the_older_buffer_serves_no_v1(
     monkeypatch.syspath_prepend(tmp_path)
     assert probe_deep_ep(WITH_ELASTIC_BUFFER).ok
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (
-        "the deep_ep installed is V2 without the Buffer of V1",
+        "the installed deep_ep is V2 without the Buffer of V1",
     )
 
 

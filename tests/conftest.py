@@ -36,7 +36,8 @@ DEVICES_OF = {"ascend": "hccl", "deep_ep": "nccl"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what runs on devices alone, where there are none, and on CPUs alone, where are."""
+    """Deselect tests of devices on machines without devices, and tests of CPUs on machines with
+    devices."""
     backend = os.environ.get("MULTI_RANK_BACKEND")
     if collection_path.name == "test_v1_on_cpu.py":
         return True if backend else None

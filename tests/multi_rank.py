@@ -353,7 +353,7 @@ def take_device(backend: str) -> None:
 
 
 def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:
-    """Turn a skip into a failure: a rank that skips leaves the others alone in a collective."""
+    """Turn a skip into a failure: if a rank skips, the others hang in a collective."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"

@@ -74,7 +74,7 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
         assert group.hosts == HostLayout(host_of_rank=(0, 1, 0, 1))
         assert group.mesh is not None
         assert group.mesh.mesh.tolist() == [0, 1, 2, 3]
-        # It wins over what is found: these ranks share memory, and could use that.
+        # It overrides the detected hosts: these ranks share memory.
         chosen = plan(EPConfig(mode="normal"), MOE, group).prefill
         assert chosen.buffer_spec.hosts == group.hosts
         apart = "shared_memory: ranks are on 2 hosts by the mesh of EPGroup, expected one whose"
@@ -118,7 +118,7 @@ def test_ranks_that_disagree_on_hosts_all_hear_of_it() -> None:
         text = str(caught.value)
         assert 'hosts: "2 hosts of ranks 0 2, 1 3" on ranks 0, 1, 3' in text
         assert '"2 hosts of ranks 0 1, 2 3" on rank 2' in text
-    # One rank alone that says so is as bad.
+    # A single rank that reports it suffices.
     mesh = mesh_of([0, 1], [2, 3]) if dist.get_rank() == 1 else None
     with EPGroup(mesh) as group, pytest.raises(ConfigError, match='"not given" on ranks 0, 2, 3'):
         plan(EPConfig(mode="normal"), MOE, group)

@@ -1,4 +1,5 @@
-"""Wheel and sdist hold the package alone, and a fresh environment runs it outside the repository.
+"""Wheel and sdist contain only the package, which runs in a fresh environment outside the
+repository.
 
 The environment has the dependencies of the one that runs the tests, so nothing is downloaded.
 """
@@ -64,7 +65,7 @@ class Environment:
     folder: Path
 
     def run(self, program: str, *arguments: str) -> str:
-        """Run a program of the environment, which must end with 0, and return what it printed."""
+        """Run a program of the environment, which must exit with 0, and return its output."""
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         done = subprocess.run(
             [str(self.root / "bin" / program), *arguments],

@@ -74,9 +74,9 @@ def require(operator: str, condition: bool, rule: str) -> None:
     """Check a rule that holds at any size.
 
     Args:
-        operator: whose rule it is.
+        operator: its name.
         condition: whether the call keeps it.
-        rule: what was expected and what came.
+        rule: the expected and the actual value.
 
     Raises:
         RuntimeError: as the host code of an operator reports a parameter.

@@ -46,7 +46,7 @@ def call_of(group: EPGroup) -> DispatchCall:
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     scores = torch.rand(num_tokens, NUM_LOCAL * group.world_size, generator=generator)
     ids = scores.topk(TOP_K, dim=1).indices
-    # A token that goes to no rank has its bias alone.
+    # The y of a token without a rank is its bias.
     ids[1] = -1
     return DispatchCall(
         hidden_states=x.to(group.device),

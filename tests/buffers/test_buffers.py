@@ -127,7 +127,7 @@ def test_buffer_of_four_mpi_ranks_keeps_its_contract(
     run(scenario, case, ep_ranks)
 
 
-# Eight bits on the wire, everywhere. They change what a row looks like, and nothing between ranks.
+# Eight bits on the wire, everywhere. They change the rows, but not the exchange.
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,

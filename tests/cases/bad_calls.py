@@ -40,8 +40,9 @@ WRONG_HANDLE = "a batch combined twice, of another dispatcher, or after close() 
 class Bad:
     """A fault of rank 1.
 
-    call: what rank 1 does.   others: what the other ranks do meanwhile.
-    own: words that rank 1 hears.   told: words that the others hear.   error: of all ranks.
+    call: what rank 1 does.   others: the call of the other ranks.
+    own: words in the message of rank 1.   told: words in the message of the others.   error: of all
+        ranks.
     raised: what rank 1 raises, where that is an error of its own.
     trains: only where there are gradients.   reads_ids: the host reads ids to say what is wrong,
         so on a static buffer rank 1 hears what the others do.
@@ -86,7 +87,7 @@ def last_id(value: int) -> Callable[[Tensor], Tensor]:
 
 
 def combined(make: Callable[[Play], object]) -> Callable[[Play], object]:
-    """Combine what `make` returns in place of the results of the batch under way."""
+    """Combine the result of `make` instead of the results of the current batch."""
 
     def call(play: Play) -> object:
         play.begin()

@@ -48,7 +48,7 @@ def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> N
     """All results within their bounds; extra: what storing results may be off by, relative."""
     bound = expected.error + extra * (expected.values.abs() + expected.error)
     difference = (actual.detach().cpu().double() - expected.values).abs()
-    # Not `any(... > ...)`: NaN is within nothing.
+    # Not `any(... > ...)`, which is false for NaN.
     is_within = difference <= bound
     worst = (difference / bound.clamp(min=1e-300)).flatten()
     assert is_within.all(), (

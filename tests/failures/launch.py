@@ -59,7 +59,7 @@ class End:
 
 @dataclass(kw_only=True)
 class Run(ABC):
-    """A scenario under way."""
+    """A running scenario."""
 
     scenario: Scenario
     folder: Path
@@ -76,7 +76,7 @@ class Run(ABC):
         return is_over or all(rank in self.ends for rank in self.scenario.ending)
 
     def finish(self) -> None:
-        """End what is left, stopped ranks among it, and write down the ends."""
+        """Kill the remaining processes, including stopped ranks, and record their exit codes."""
         for rank in self.waiting:
             self.ends[rank] = End(exit_code=None, at_s=time.monotonic())
         self.end_all()
@@ -214,7 +214,7 @@ def _start_gloo(scenario: Scenario, folder: Path) -> Run:
             with _on(hosts, number):
                 return _fork_rank(rank, scenario, env, folder, hosts[number] if hosts else None)
 
-        # The process that answers for the store comes first, and alone gets the listener.
+        # The process that serves the store is started first, and only it gets the listener.
         first = scenario.store_host
         with _on(hosts, 0):
             store = _fork_store(env, folder) if first is None else None

@@ -57,7 +57,7 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
 
     with EPGroup(MPI.COMM_WORLD) as group:
         if scenario.backend == "hierarchical":
-            # No mesh says so of a communicator, and probing finds one.
+            # A communicator has no mesh that defines hosts, and probing finds only one.
             group.hosts = HostLayout.of(
                 [rank * 2 // scenario.num_ranks for rank in range(group.world_size)]
             )
@@ -139,7 +139,7 @@ def _starved_s() -> float:
     """Seconds that the threads of this process waited for a core; where Linux does not tell, 0."""
     starved_ns = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        # A thread may end meanwhile.
+        # A thread may end at any time.
         with suppress(FileNotFoundError, ProcessLookupError):
             starved_ns += int(file.read_text().split()[1])
     return starved_ns / 1e9

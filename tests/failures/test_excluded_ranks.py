@@ -65,7 +65,8 @@ def test_a_dispatcher_goes_on_without_a_dead_rank(
         if group.rank != DEAD:
             with pytest.raises(EPTimeout, match="rank 1"):
                 exchange(dispatcher, x)
-        # The dead rank is alive here, to end with the others; it takes no part in between.
+        # The excluded process still runs here, to end with the others; it makes no calls in
+        # between.
         group.calls.gather_records({}, phase="the living have given up")
         if group.rank != DEAD:
             group.exclude_ranks([DEAD])

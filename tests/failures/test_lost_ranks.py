@@ -56,7 +56,7 @@ OTHERS = [
     Scenario(fault="killed", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="combine", store_host=0),
-    # All ranks of what is said to be a host.
+    # All ranks of a declared host.
     Scenario(transport="hierarchical_mpi", fault="killed", phase="dispatch", lost_ranks=(2, 3)),
     Scenario(transport="hierarchical_mpi", fault="stopped", phase="combine", lost_ranks=(0, 1)),
 ]
@@ -197,7 +197,7 @@ def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name
     starved_s = sum(played[name].outcome(rank).starved_s for rank in scenario.ending)
     # On a busy machine a survivor may not have posted that it gave up within LOOK_LIMIT_S.
     given_up = r"this rank came too late: ranks? [013](, [13])* had given up on ranks? ([013], )*2"
-    # Elsewhere the others have done their part of the first exchange; the rank misses them later.
+    # In other cases the others have finished the first exchange, and the rank misses them later.
     phase = PHASE_NAMES[scenario.phase] if scenario.transport == "gloo" else ""
     assert outcome.message.startswith(phase)
     assert re.search(given_up, outcome.message)

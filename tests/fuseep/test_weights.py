@@ -1,4 +1,4 @@
-"""Packed experts: the golden layouts, the way back, and what is not packed."""
+"""Packed experts: golden layouts, bit-equality, and refused weights."""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
 

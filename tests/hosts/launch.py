@@ -24,7 +24,7 @@ from tests.hosts.network import INTERFACE, Host, HostsError, make_hosts
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_multi_rank.sh"
 # The port of the store; no other process of a simulated host uses it.
 PORT = 29500
-# Seconds from SIGTERM until what is left on the hosts is killed: those of torch.distributed.run.
+# Seconds from SIGTERM until the remaining processes are killed, as in torch.distributed.run.
 STOP_LIMIT_S = 35
 
 

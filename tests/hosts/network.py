@@ -45,7 +45,7 @@ _KILL_LIMIT_S = 10
 
 
 class HostsError(Exception):
-    """This machine does not let us make hosts; the message says what is missing."""
+    """This machine does not permit simulated hosts; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
 
     Args:
         num_hosts: how many.
-        rate: what each may send, such as `1gbit`; None: as fast as the machine.
+        rate: the bandwidth of each, such as `1gbit`; None: as fast as the machine.
 
     Raises:
         HostsError: a command failed, with what it said.
@@ -145,7 +145,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
                 _run(["tc", "-n", host.namespace, *shaped, *SHAPE])
         yield hosts
     finally:
-        # A process that was forked meanwhile leaves this, too, when it ends.
+        # A process that was forked in this context also leaves the host when it ends.
         if os.getpid() == maker:
             for namespace in (*(host.namespace for host in hosts), bridge):
                 _remove(namespace)

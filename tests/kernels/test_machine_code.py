@@ -118,7 +118,7 @@ def test_waits_acquire_before_anything_is_read(kernel: str, code: Code) -> None:
 @pytest.mark.parametrize("kernel", LINES)
 def test_lines_travel_without_a_fence(kernel: str, code: Code) -> None:
     found = operations(code, kernel)
-    # A rank that gives up reports it to all, and that alone is released; nothing is acquired.
+    # A rank that times out reports it to all ranks with a release; nothing is acquired.
     assert found.count(FENCE) == found.count(EXCHANGE) == 1
     assert DROP_L1 not in found
     wide = "LDG.E.128.STRONG.SYS" if kernel.startswith("receive") else "STG.E.128"
@@ -145,7 +145,7 @@ def test_arithmetic_rounds_as_plain_torch_does(kernel: str, code: Code) -> None:
     ptx = code[kernel]["ptx"]
     assert set(re.findall(r"\b(?:div|rcp)\.\S*f32", ptx)) <= {"div.rn.f32"}
     assert not re.search(r"\bfma\.rn\.f(?:32|64)", ptx)
-    # Only floor(), of what is no subnormal number, may flush small numbers to zero.
+    # Only floor() of numbers that are not subnormal may flush small numbers to zero.
     assert set(re.findall(r"\S*\.ftz\S*", ptx)) <= {"cvt.rmi.ftz.f32.f32"}
 
 

@@ -145,7 +145,7 @@ def check_layer(
     allowed: float,
     autocast: torch.dtype | None,
 ) -> None:
-    """Compute y and all gradients of this rank; each in the dtype of what it belongs to."""
+    """Compute y and all gradients of this rank, and check their dtypes."""
     rank, held = layer.group.rank, layer.weights.dtype
     x = batch.x.clone().requires_grad_()
     router_weights = batch.topk_weights.clone().requires_grad_()

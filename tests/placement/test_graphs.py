@@ -1,4 +1,4 @@
-"""A device graph of a layer computes rightly after its experts have moved, with other tokens too.
+"""A device graph of a layer is correct after its experts have moved, also for other tokens.
 
     MULTI_RANK_BACKEND=nccl scripts/launch_multi_rank.sh 2 tests/placement/test_graphs.py
 

@@ -1,4 +1,4 @@
-"""Vendor packages, properties of devices and environment variables are named in platforms alone."""
+"""Only platforms names vendor packages, properties of devices and environment variables."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ PROPERTIES = {
 }
 READS = {"environ", "getenv", "environment()"}
 VENDORS = {"deep_ep", "deep_ep_cpp", "deep_gemm", "nvshmem", "nvidia", "pynvml", "torch_npu", "acl"}
-# File -> what it may name, and why.
+# The names that each file may use, and why.
 EXEMPT = {
     # Reads the environment for all others.
     "config.py": {"environ", "environment()"},
-    # The rank that torchrun says this process is.
+    # The rank set by torchrun.
     "bench/ranks.py": {"environment()"},
-    # Imports modules of this package by the names of what was chosen.
+    # Imports modules of this package by chosen names.
     "registry.py": {"import_module"},
     # Becomes another program, with the variables of this one and a path more.
     "integrations/deep_ep/__main__.py": {"environment()"},

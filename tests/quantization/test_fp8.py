@@ -1,4 +1,5 @@
-"""FP8: bits of a recording and of an oracle by table, error bounds, blocks that are no numbers."""
+"""FP8: bits of a recording and of an oracle by table, error bounds, blocks with NaN and
+infinity."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_error_is_half_a_unit_in_the_last_place_of_the_code(wire_format: WireFor
 
 
 def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
-    # Each power of two times 448, and both neighbours, over the range of float32.
+    # Each power of two times 448, and the next numbers on both sides, over the range of float32.
     boundary = torch.ldexp(torch.full((128,), 1.75), torch.arange(-4, 124))
     below = torch.nextafter(boundary, torch.zeros(()))
     above = torch.nextafter(boundary, torch.full((), INF))

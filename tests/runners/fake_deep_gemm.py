@@ -113,7 +113,7 @@ def multiply_contiguous(
     for first in range(0, num_rows, TILE_ROWS):
         expert, tile = int(m_indices[first]), slice(first, first + TILE_ROWS)
         if expert >= 0:
-            # The kernel looks at the first row of a tile alone.
+            # The kernel reads only the expert of the first row of a tile.
             out[tile] = (a[tile] @ b[expert].T).bfloat16()
     out[m_indices < 0] = float("nan")
 

@@ -134,7 +134,7 @@ def handle() -> Handle:
 def slot_results(
     case: Case, batch: RankBatch, index: SlotIndex, weights: Fp8BlockWeights | Int8ChannelWeights
 ) -> Tensor:
-    """Return the runner's results [C, H], weighted by the runner or here, as the case says."""
+    """Return the runner's results [C, H], weighted by the runner or here, depending on the case."""
     slot_weights = spread_to_slots(batch.topk_weights, index)
     rows = wire_rows(batch, case, weights.wire_format)
     runner = QuantizedReferenceRunner()

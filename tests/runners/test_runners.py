@@ -32,7 +32,7 @@ from tests.ops.indices import index_of, strided
 
 NAN = float("nan")
 NUM_EXPERTS = 4
-# One rank owns all experts; half the entries are -1, so one row has no slot at all.
+# One rank owns all experts; half the entries are -1, so one row has no slot.
 SPEC = BatchSpec(
     num_local_experts=NUM_EXPERTS,
     top_k=3,

@@ -1,4 +1,4 @@
-"""An operation on expert parameters that one rank makes alone is named on all ranks."""
+"""An operation on expert parameters that only one rank makes raises on all ranks."""
 
 from __future__ import annotations
 

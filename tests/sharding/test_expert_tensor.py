@@ -1,4 +1,4 @@
-"""Expert parameters in the hands of torch's own tools: equal to one process with all experts."""
+"""Expert parameters in tools of torch, compared with one process with all experts."""
 
 from __future__ import annotations
 

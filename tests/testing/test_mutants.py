@@ -237,7 +237,7 @@ class CountsNoBytes(CollectiveBuffer):
 
 
 class KeepsFaultsQuiet(CollectiveBuffer):
-    """Raise the error of a bad call on its rank alone."""
+    """Raise the error of a bad call only on its rank."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(replace(call, error=None))
@@ -404,7 +404,7 @@ def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
             group.limit_waits(patience_s)
             run(mutant, group)
     except EPTimeout:
-        # The rank waited for one that has failed; of this mutant alone nothing else is noticed.
+        # The rank waited for one that has failed; only for this mutant nothing else is detected.
         return mutant is OwnFlagsAlone
     # EPError: one that the suite did not expect. IndexError: rows of one batch and the exchange
     # plan of another.

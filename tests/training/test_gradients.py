@@ -331,7 +331,7 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts(config: EPConfig) -
 
 
 class DispatchesOnce(nn.Module):
-    """A layer of one's own, made of a dispatcher."""
+    """A user's layer, made of a dispatcher."""
 
     def __init__(self, model: OverRanks) -> None:
         super().__init__()

@@ -104,7 +104,8 @@ def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
         for y in found.values():
             whole = Bounded(values=expected.values + shared, error=expected.error)
             assert_within(y, whole, extra=BF16_ROUNDING)
-        # What may change is little beside what is computed, or the bounds would show nothing.
+        # The permitted difference is small compared with the results; otherwise the test would not
+        # detect errors.
         slack = float(expected.error.sum()) / max(float(expected.values.abs().sum()), 1e-9)
         assert slack <= 0.2
 

@@ -70,7 +70,7 @@ def config_of(backend: str, **changes: object) -> EPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A limit: what is served, a step further, and the reason why that is not.
+    """A limit: a case that is served, one just beyond it, and the reason of its refusal.
 
     served, refused: a layer, or changes of the configuration.
     """
@@ -380,7 +380,7 @@ def test_an_expert_twice_in_a_row_is_refused_on_all_ranks() -> None:
 def record_calls(
     monkeypatch: pytest.MonkeyPatch, adapter: type[AscendBuffer]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the calls that reach the package from now on."""
+    """Record the names and arguments of further calls of the package."""
     package: Any = sys.modules["deep_ep"]
     seen: list[tuple[str, dict[str, Any]]] = []
 

@@ -153,7 +153,7 @@ def test_results_are_read_and_stay_as_they_are(wire: WireDtype | None, calls: li
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_no_operator_sees_an_empty_tensor(is_int8: bool, calls: list[str]) -> None:
-    """No token anywhere, tokens without experts, and tokens for one rank alone."""
+    """No tokens, tokens without experts, and tokens for only one rank."""
     spec = BatchSpec(
         hidden_size=LAYER.hidden_size,
         num_local_experts=4,

@@ -194,7 +194,7 @@ def recorded_signature(package: str, method: str) -> inspect.Signature:
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
-        # Arguments are bound alone, so that the source of a default stands for its value.
+        # Arguments are only bound, so the source text of a default can replace its value.
         inspect.Parameter(each["name"], kind, default=each.get("default", inspect.Parameter.empty))
         for each in contract["methods"][method]["parameters"]
     ]

@@ -1,4 +1,4 @@
-"""Which deep_ep is here, what each buffer on it lacks, and what plan() says of that."""
+"""The installed deep_ep, what its buffers lack, and the reasons in plan()."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 RECORDING = Path(__file__).parents[2] / "contracts" / "deep_ep_v1_recording.json"
 NO_CUDA = "there is no CUDA device"
-# Whose legacy Buffer, and whose ElasticBuffer, may be used.
+# The kinds whose legacy Buffer, and whose ElasticBuffer, can be used.
 SERVED = {"V1": (True, False), "V2": (True, True), "Hybrid": (True, False)}
 
 

@@ -100,7 +100,8 @@ def test_a_rank_in_another_call_is_told_to_ranks_that_share_no_part_with_it() ->
             if group.rank == 0:
                 dispatcher.dispatch(x, topk)
             else:
-                # Rank 3 is on the other host and in another place than rank 0.
+                # Rank 3 is on the other host, and its index in the host differs from that of rank
+                # 0.
                 group.calls.gather_records({})
 
         with pytest.raises(HandleError, match=r"rank 0 "):

@@ -1,4 +1,5 @@
-"""The strict drop-in for deep_ep V2 refuses what the real package refuses, and poisons the rest."""
+"""The strict drop-in for deep_ep V2 has the checks of the real package, and poisons undefined
+memory."""
 
 from __future__ import annotations
 

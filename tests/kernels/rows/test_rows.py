@@ -1,4 +1,4 @@
-"""Gather, sums and scatter: rows arrive bit-equal, sums are those of float32 in order, no more."""
+"""Gather, sum and scatter: moved rows are bit-equal, and sums are float32 sums in order."""
 
 from __future__ import annotations
 

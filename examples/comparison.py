@@ -1,4 +1,4 @@
-"""Say what the program checks: every step is that of one process, and the loss falls."""
+"""Checks of the program: every step equals that of one process, and the loss decreases."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# The norm of one gradient is compared relative to itself, but at least to this part of the whole
-# norm: where large terms cancel, little but rounding is left. One of 1e-5 of it was 2e-5 off.
+# The difference of a gradient norm is relative to that norm, or to this part of the total norm if
+# that is larger: where large terms cancel, mostly rounding errors remain. A norm of 1e-5 of the
+# total differed by 2e-5.
 MIN_PART_OF_NORM = 1e-3
 
 
 class CheckError(Exception):
-    """The program has shown that something is wrong; the message says what."""
+    """A check of the program failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """Hold what a step computes, over the tokens and the experts of all ranks.
+    """The results of a step over the tokens and experts of all ranks.
 
     loss: mean over the tokens.
-    gradient_norms: of the gradient of that mean, by name of the parameter.
+    gradient_norms: norm of the gradient of that mean, by name of the parameter.
     """
 
     loss: float
@@ -29,15 +30,15 @@ class StepResult:
 
     @property
     def gradient_norm(self) -> float:
-        """Of all parameters together."""
+        """The gradient norm of all parameters together."""
         return math.hypot(*self.gradient_norms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A number that the ranks computed, and what it is in one process.
+    """A number computed by the ranks, and its value in one process.
 
-    min_scale: the least that the difference is taken relative to.
+    min_scale: lower bound of the value to which the difference is relative.
     """
 
     name: str
@@ -47,7 +48,7 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """To what is expected."""
+        """The difference relative to the expected value."""
         scale = max(abs(self.expected), self.min_scale, sys.float_info.min)
         return abs(self.value - self.expected) / scale
 
@@ -56,9 +57,9 @@ class Difference:
 class Comparison:
     """One step computed twice, from the same weights and the same tokens.
 
-    gradient_norm: of all parameters together.
-    parameter: norm of the parameter that differs most. The whole norm is that of few large
-        gradients, and would not show a wrong gradient of a router.
+    gradient_norm: norm over all parameters.
+    parameter: norm of the parameter that differs most. A few large gradients dominate the norm
+        over all parameters, so it would not show a wrong gradient of a router.
     choice: see RouterTies.worst_choice.   num_ties: see RouterTies.
     """
 
@@ -69,7 +70,7 @@ class Comparison:
     num_ties: int
 
     def failure(self, tolerance: float) -> str | None:
-        """Return what differs and by how much, or None; a tolerance of 0 is never met."""
+        """Return the differences that are not below `tolerance`, as text, or None."""
         failures = [
             f"{number.name} is {number.value:.9g}, in one process {number.expected:.9g}: "
             f"relative difference {number.relative:.1e}, expected less than {tolerance:.1e}"
@@ -83,7 +84,7 @@ class Comparison:
 def compare(
     over_ranks: StepResult, one_process: StepResult, *, worst_choice: float, num_ties: int
 ) -> Comparison:
-    """Put the numbers of both sides next to each other."""
+    """Compare a step over the ranks with the same step in one process."""
     norms = [
         Difference(
             name=f"gradient norm of {name}",
@@ -109,7 +110,7 @@ def compare(
 
 
 def check_loss_fall(losses: Sequence[float], min_fall: float) -> None:
-    """Raise CheckError if the model has not learned."""
+    """Raise CheckError if the loss decreased by less than `min_fall`."""
     fall = losses[0] - losses[-1]
     # Not `<`: NaN must fail too.
     if not fall >= min_fall:
@@ -117,10 +118,10 @@ def check_loss_fall(losses: Sequence[float], min_fall: float) -> None:
 
 
 def check_resumed(losses: Sequence[float], uninterrupted: Sequence[float], limit: float) -> float:
-    """Return the largest relative difference of a resumed run's losses from those without a break.
+    """Return the largest relative difference of the losses of a resumed and an uninterrupted run.
 
     Raises:
-        CheckError: one of them differs by the limit or more.
+        CheckError: a loss differs by `limit` or more.
     """
     pairs = zip(losses, uninterrupted, strict=True)
     differences = [abs(loss - expected) / abs(expected) for loss, expected in pairs]

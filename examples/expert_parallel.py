@@ -1,4 +1,4 @@
-"""One rank's part of training: its experts of every layer, and a copy of everything else."""
+"""Training on one rank, which holds its experts of every layer and a copy of everything else."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ from epcomm.sharding.shards import replicated_parameters, sharded_parameters
 from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replica_gradients, sum_replicated_gradients
 
-# Three times as much learns no faster, and brings some embedding so close to zero, where RMSNorm
-# multiplies rounding errors, that the gradients of float32 itself are 2e-5 off.
+# Three times as much does not train faster, and moves an embedding so close to zero, where RMSNorm
+# amplifies rounding errors, that the float32 gradients themselves are inaccurate by 2e-5.
 LEARNING_RATE = 1e-3
-# Larger gradients, as the first steps have them, are scaled down to it.
+# Larger gradients, such as those of the first steps, are clipped to this norm.
 MAX_GRADIENT_NORM = 1.0
 
 
 class ExpertParallelTraining:
-    """A model whose experts are spread over the group, and its optimizer."""
+    """A model whose experts are distributed over the group, and its optimizer."""
 
     def __init__(
         self, model: Qwen3MoeForCausalLM, group: EPGroup, num_redundant: int | None = None
     ) -> None:
         """Replace every MoE block of `model`, which is equal on all ranks.
 
-        num_redundant: copies of experts in each layer, which rebalance() places; None: no expert
-            moves.
+        num_redundant: additional copies of experts in each layer, placed by rebalance(); None: no
+            expert moves.
 
         Collective: yes.
         """
         self._group = group
         self._model = model
-        # Normal mode for training and prompts; low latency for decoding, a token a rank at a time.
+        # Normal mode for training and prompts; low latency for decode, one token per rank and step.
         config = EPConfig(
             mode=Mode.AUTO,
             max_tokens_per_rank=1,
@@ -68,13 +68,13 @@ class ExpertParallelTraining:
         self._chosen_experts: list[Tensor] = []
         for moe in self._moe_layers:
             moe.experts.register_forward_pre_hook(self._note_chosen_experts)
-        # After the blocks were replaced: their parameters are new.
+        # After the blocks were replaced, because their parameters are new.
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def compute_gradients(self, batches: Sequence[Batch | None]) -> StepResult:
-        """Forward and backward of this rank's batches, and what came of those of all ranks.
+        """Run forward and backward of this rank's batches, and return the result over all ranks.
 
-        Collective: yes, with as many entries on every rank; None where a rank has no batch.
+        Collective: yes, with equally many entries on every rank; None if a rank has no batch.
         """
         self._optimizer.zero_grad()
         self._chosen_experts.clear()
@@ -83,15 +83,15 @@ class ExpertParallelTraining:
         loss = 0.0
         for batch in batches:
             if batch is None:
-                # The experts of this rank still serve the tokens of others.
+                # The experts of this rank still compute the tokens of other ranks.
                 idle_step(self._model)
             else:
                 own_loss = next_byte_loss(self._model, batch, int(num_tokens))
                 own_loss.backward()
                 loss += own_loss.item()
         # Sum, not mean: the loss is already divided by the tokens of all ranks. Gradients of
-        # experts are complete: an expert has seen the tokens of all ranks, or if it has several
-        # copies, these have together.
+        # experts are complete, because an expert, or all its copies together, computed the tokens
+        # of all ranks.
         sum_replica_gradients(self._model)
         sum_replicated_gradients(self._model, self._group)
         return self._sum_result_over_ranks(loss)
@@ -104,7 +104,7 @@ class ExpertParallelTraining:
         self._optimizer.step()
 
     def rebalance(self, step: int) -> MoveRecord:
-        """Place the experts of each layer by their load since the last call. Collective: yes."""
+        """Rebalance each layer by the load since the last call. Collective: yes."""
         assert self._recorder is not None, "experts are placed"
         self._recorder.end_window()
         load = self._recorder.gather(self._group.calls)
@@ -129,21 +129,21 @@ class ExpertParallelTraining:
         return MoveRecord(step=step, in_order=in_order, before=before, after=after)
 
     def save(self, folder: Path) -> None:
-        """Write the state, which any number of ranks may load. Collective: yes."""
+        """Save the state, which any number of ranks may load. Collective: yes."""
         save_state(folder, self._model, self._optimizer)
 
     def load(self, folder: Path) -> None:
-        """Read the state that some number of ranks wrote. Collective: yes."""
+        """Load a state that any number of ranks saved. Collective: yes."""
         load_state(folder, self._model, self._optimizer)
 
     def continue_text(self, prompt: Tensor, num_bytes: int) -> list[Generated]:
-        """Return what every rank writes after its own prompt [T], by rank. Collective: yes."""
+        """Return the text that each rank generates after its own prompt [T]. Collective: yes."""
         return gather_generated(generate(self._model, prompt, num_bytes))
 
     def explain(self) -> str:
-        """Say how many parameters are where, and how tokens travel, alike in every layer."""
+        """Describe the parameters and the path of tokens, which is the same in every layer."""
         num_replicated = _num_elements(replicated_parameters(self._model))
-        # An expert parameter says how many elements it has on all ranks.
+        # The size of an expert parameter is that of all ranks.
         num_experts = _num_elements(sharded_parameters(self._model))
         num_local = num_experts // self._group.world_size
         num_parameters = num_replicated + num_experts
@@ -154,16 +154,16 @@ class ExpertParallelTraining:
         )
 
     def _modes(self) -> str:
-        """The first lines of what explain() of a layer tells of each phase, and of placement."""
+        """Return the lines of explain() about each phase and the placement."""
         lines = self._moe_layers[0].explain().splitlines()
         return "\n".join(line for line in lines if line.startswith(("mode ", "placement")))
 
     def gather_weights(self) -> dict[str, Tensor]:
-        """The state of the whole model, with all experts. Collective: yes."""
+        """Return the state of the whole model, with all experts. Collective: yes."""
         return gather_state_dict(self._model, self._group)
 
     def gather_routing(self, tokens_by_rank: Sequence[int]) -> list[Tensor]:
-        """By rank, [T, layers, K]: the experts chosen in the last step; rank 0 gets them.
+        """Return the experts chosen in the last step on rank 0: [T, layers, K] for each rank.
 
         Collective: yes.
         """
@@ -181,13 +181,13 @@ class ExpertParallelTraining:
         return list(gathered.split(list(recv_splits)))
 
     def sent_bytes(self) -> int:
-        """Bytes that MoE layers sent from this rank so far. Local."""
-        # Layers of one shape share a buffer, so that any of them speaks for all.
+        """Return the bytes that the MoE layers of this rank have sent. Local."""
+        # Layers of one shape share a buffer, so one layer has the traffic of all.
         traffic = self._moe_layers[0].stats().traffic
         return traffic.dispatch_bytes + traffic.combine_bytes + traffic.control_bytes
 
     def _sum_result_over_ranks(self, loss: float) -> StepResult:
-        # The norm of an expert parameter is that over the experts of all ranks.
+        # The norm of an expert parameter covers the experts of all ranks.
         norms = gradient_norms(self._model)
         mean_loss = torch.tensor(loss, dtype=torch.float64)
         dist.all_reduce(mean_loss)
@@ -197,7 +197,7 @@ class ExpertParallelTraining:
         assert isinstance(experts, ExpertParallelExperts)
         topk_ids, placement = args[1].topk_ids, experts.placement
         if args[1].is_physical and placement is not None:
-            # Copies are one expert to the model without them.
+            # The plain model has only one expert for all copies.
             topk_ids = torch.tensor(placement.physical_to_logical)[topk_ids]
         self._chosen_experts.append(topk_ids)
 

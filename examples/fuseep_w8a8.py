@@ -1,11 +1,11 @@
-"""Send the same tokens through W8A8 experts by five paths, and compare all of them with float64.
+"""Send the same tokens through five paths of W8A8 experts, and compare all with float64.
 
     scripts/launch_multi_rank.sh 4 examples/fuseep_w8a8.py
     scripts/launch_multi_rank.sh 4 examples/fuseep_w8a8.py --no-stand-ins
 
-Two paths are pipelines, dispatch, runner and combine; three are FuseEP, where one operator does
-everything. The operators are those of Ascend, A3: by default stand-ins compute them on a CPU, with
-the limits of the chip; --no-stand-ins takes torch_npu and its deep_ep, a rank on each NPU.
+Two paths have dispatch, runner and combine; three are FuseEP, where one operator does everything.
+The operators are those of Ascend A3. By default imitations compute them on a CPU, with the limits
+of the chip; --no-stand-ins uses torch_npu and its deep_ep, with one rank on each NPU.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fakes.deep_ep import install
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-# Of INT8 activations, with weights that are INT8 on both sides. A row whose largest magnitude is a
-# times its RMS gets the relative error a / (127 * 12**0.5) by rounding. Of 1024 normal numbers a is
-# about 4, and of silu(gate) * up of such about 10: (4**2 + 10**2)**0.5 / (127 * 12**0.5).
+# Error of INT8 activations, with INT8 weights on both sides. Rounding gives a row whose largest
+# magnitude is a times its RMS the relative error a / (127 * 12**0.5). a is about 4 for 1024 normal
+# numbers, and about 10 for silu(gate) * up: (4**2 + 10**2)**0.5 / (127 * 12**0.5).
 MAX_ERROR = 0.0245
-# Between paths that round the same numbers in another way.
+# Difference between paths that round the same numbers differently.
 MAX_DIFFERENCE = 0.01
 REFERENCE = "fuseep_reference"
-# Path -> mode and backend.
+# Mode and backend of each path.
 PATHS = MappingProxyType(
     {
         REFERENCE: ("fuseep", REFERENCE),
@@ -57,7 +57,7 @@ PATHS = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """Hold what one path gave: y [T, H] of this rank, float64 on the CPU, and how."""
+    """The result of one path: y [T, H] of this rank, float64 on the CPU, and its costs."""
 
     y: Tensor
     sent: BufferTraffic
@@ -66,15 +66,15 @@ class Run:
 
 
 class CheckError(Exception):
-    """A path computes something else; the message says which and by how much."""
+    """The result of a path differs too much."""
 
 
 @contextmanager
 def machine(*, stand_ins: bool) -> Iterator[str]:
-    """While open, the Ascend operators are there; gives the backend of the process group."""
+    """Provide the Ascend operators, and yield the backend of the process group."""
     if not stand_ins:
         npu = importlib.import_module("torch_npu").npu
-        # Else experts could not be packed in the layout of the chip's matrix units.
+        # Needed to pack experts in the layout of the chip's matrix units.
         npu.config.allow_internal_format = True
         npu.set_device(int(os.environ["LOCAL_RANK"]))
         yield "hccl"
@@ -85,14 +85,14 @@ def machine(*, stand_ins: bool) -> Iterator[str]:
 
 
 def tokens_of(rank: int, world_size: int, max_tokens: int) -> int:
-    """Fewer from rank to rank, and none on the last of several."""
+    """Return the tokens of a rank: half of those of the previous rank, 0 on the last."""
     return 0 if rank and rank == world_size - 1 else max_tokens >> rank
 
 
 def run_path(
     name: str, experts: Int8ChannelWeights, batch: Batch, group: EPGroup, *, max_tokens: int
 ) -> Run:
-    """Compute the batch of this rank. Collective: yes."""
+    """Compute the batch of this rank by one path. Collective: yes."""
     mode, backend = PATHS[name]
     config = EPConfig(mode=mode, backend=backend, max_tokens_per_rank=max_tokens)  # type: ignore[arg-type]
     top_k = batch.topk.topk_ids.shape[1]
@@ -132,7 +132,7 @@ def measure(size: LayerSize, *, seed: int, max_tokens: int) -> list[PathRecord]:
 
 
 def compare(runs: Mapping[str, Run], to_bf16: Tensor, to_w8a8: Tensor) -> list[PathRecord]:
-    """Errors over the tokens of all ranks. Collective: yes."""
+    """Return the errors of all paths over the tokens of all ranks. Collective: yes."""
     reference = runs[REFERENCE].y
     return [
         PathRecord(
@@ -149,7 +149,7 @@ def compare(runs: Mapping[str, Run], to_bf16: Tensor, to_w8a8: Tensor) -> list[P
 
 
 def _relative_error(found: Tensor, expected: Tensor) -> float:
-    """L2 over the tokens of all ranks."""
+    """Return the relative L2 error over the tokens of all ranks."""
     squares = ((found - expected).square().sum().item(), expected.square().sum().item())
     errors, norms = zip(*_gather(squares), strict=True)
     return (sum(errors) / sum(norms)) ** 0.5
@@ -162,7 +162,7 @@ def _gather(mine: T) -> list[T]:
 
 
 def check(records: Sequence[PathRecord]) -> None:
-    """Raise CheckError if some path is too far off."""
+    """Raise CheckError if the error of a path is too large."""
     failures = [record.failure(MAX_ERROR, MAX_DIFFERENCE) for record in records]
     if found := [failure for failure in failures if failure is not None]:
         raise CheckError("; ".join(found))
@@ -170,22 +170,22 @@ def check(records: Sequence[PathRecord]) -> None:
 
 def main(
     stand_ins: Annotated[
-        bool, typer.Option(help="Compute Ascend's operators on a CPU; else on NPUs.")
+        bool, typer.Option(help="Imitate Ascend's operators on CPUs, or use NPUs.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and tokens.")] = 0,
     hidden_size: Annotated[
         int, typer.Option(help="H; all operators take 1024 to 7168 in steps of 512.")
     ] = 1024,
     intermediate_size: Annotated[
         int, typer.Option(help="I; all operators take 1024 to 3072 in steps of 512.")
     ] = 1024,
-    experts: Annotated[int, typer.Option(help="Of all ranks; a multiple of them.")] = 8,
-    top_k: Annotated[int, typer.Option(help="Experts of a token.")] = 2,
+    experts: Annotated[int, typer.Option(help="Experts; a multiple of the ranks.")] = 8,
+    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 2,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="On rank 0; beyond 256 the operators take several calls.")
+        int, typer.Option(min=1, help="Tokens of rank 0; above 256 operators need several calls.")
     ] = 300,
 ) -> None:
-    """Compute the same layer by all paths, compare, and print what each cost."""
+    """Compute the same layer by all paths, compare the results, and print the costs."""
     size = LayerSize(
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,

@@ -14,10 +14,10 @@ from transformers import Qwen3MoeForCausalLM
 
 
 class OneProcess:
-    """Says what the ranks should have computed."""
+    """Computes the expected results of the ranks."""
 
     def __init__(self, model: Qwen3MoeForCausalLM) -> None:
-        """Take a model with all experts; its weights come with each step."""
+        """Use a model with all experts; each step loads its weights."""
         self._model = model
         self._ties = RouterTies([layer.get_submodule("mlp.gate") for layer in model.model.layers])
 
@@ -28,13 +28,13 @@ class OneProcess:
         batches: Sequence[Batch | None],
         routing: Sequence[Tensor],
     ) -> Comparison:
-        """Repeat a step.
+        """Repeat a step of the ranks and compare the results.
 
         Args:
-            over_ranks: what the ranks computed.
-            weights: of the plain model, gathered from the ranks.
-            batches: by rank.
-            routing: by rank, [T, layers, K], the experts of each token.
+            over_ranks: results of the ranks.
+            weights: weights of the plain model, gathered from the ranks.
+            batches: batches, rank by rank.
+            routing: experts of each token of these batches, [T, layers, K].
         """
         self._model.load_state_dict(weights)
         self._model.zero_grad()
@@ -48,7 +48,7 @@ class OneProcess:
         )
 
     def difference(self, weights: Mapping[str, Tensor], written: Sequence[Generated]) -> float:
-        """Largest relative difference of the logits of the text that the ranks wrote."""
+        """Return the largest relative difference of the logits of the generated text."""
         self._model.load_state_dict(weights)
         self._ties.chosen = None
         return difference_from_one_process(self._model, written)

@@ -1,4 +1,4 @@
-"""Say what the terminal shows of several paths through the same experts."""
+"""Terminal output about several paths through the same experts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from epcomm.buffers.traffic import BufferTraffic
 
 @dataclass(frozen=True, kw_only=True)
 class PathRecord:
-    """One path, over the tokens of all ranks. Errors are relative, in the L2 norm.
+    """The results of one path over the tokens of all ranks. Errors are relative, in the L2 norm.
 
-    to_bf16: from the layer in float64 with the BF16 weights.
-    to_w8a8: from the same with what the INT8 codes and their scales mean.
-    to_reference: from the FuseEP reference; None of the reference itself.
-    sent: by each rank.
-    host_syncs: of a call.
-    choice: what explain() says first of it, and who computes the experts.
+    to_bf16: error against the layer in float64 with the BF16 weights.
+    to_w8a8: error against the layer in float64 with the dequantised W8A8 weights.
+    to_reference: error against the FuseEP reference; None for the reference itself.
+    sent: traffic of each rank.
+    host_syncs: host syncs of a call.
+    choice: the first line of explain(), and the line about the runner.
     """
 
     name: str
@@ -32,7 +32,7 @@ class PathRecord:
     choice: str
 
     def failure(self, max_error: float, max_difference: float) -> str | None:
-        """Return which error is too large and by how much, or None."""
+        """Return the errors that exceed their limits, as text, or None."""
         limits = {
             "the layer in float64 with these W8A8 weights": (self.to_w8a8, max_error),
             "the FuseEP reference": (self.to_reference, max_difference),
@@ -47,17 +47,17 @@ class PathRecord:
 
 
 def paths_table(records: Sequence[PathRecord]) -> Table:
-    """A row a path; bytes are those of the rank that sends most."""
+    """Return a table with one row per path; bytes are those of the rank that sends most."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column("path", no_wrap=True)
     for heading in (
         "from\nBF16",
         "from\nW8A8",
         "from the\nreference",
-        "kB\nout",
-        "kB\nhome",
+        "kB\ndispatch",
+        "kB\ncombine",
         "header\nbytes",
-        "host\nreads",
+        "host\nsyncs",
     ):
         table.add_column(heading, justify="right")
     for record in records:
@@ -66,7 +66,7 @@ def paths_table(records: Sequence[PathRecord]) -> Table:
 
 
 def choices(records: Sequence[PathRecord]) -> str:
-    """A line a path."""
+    """Return one line for each path."""
     width = max(len(record.name) for record in records)
     return "\n".join(f"{record.name:{width}}  {record.choice}" for record in records)
 

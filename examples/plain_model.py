@@ -1,4 +1,4 @@
-"""The model as transformers has it, and what both sides compute with it."""
+"""The plain model of transformers, and its loss and gradient norms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from text_data import Batch
 from torch import Tensor, nn
 
-# The model is built from code; transformers must not look for anything on the network.
+# The model is constructed by code, so transformers needs no network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -20,9 +20,9 @@ NUM_EXPERTS_PER_TOKEN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Hold what a command line may choose; 4 layers of 32 experts have 3.4 million parameters.
+    """Options of the model; 4 layers of 32 experts have 3.4 million parameters.
 
-    skew: how much larger the logits of the first expert are at first than those of the last.
+    skew: initial ratio of the logits of the first expert to those of the last.
     """
 
     num_layers: int
@@ -31,7 +31,7 @@ class ModelSize:
 
 
 def build_model(size: ModelSize, *, seed: int) -> Qwen3MoeForCausalLM:
-    """A byte-level Qwen3-MoE model in float32, equal on all ranks that give the same seed."""
+    """Return a byte-level Qwen3-MoE model in float32, equal on all ranks with the same seed."""
     torch.manual_seed(seed)
     config = Qwen3MoeConfig(
         vocab_size=NUM_BYTE_VALUES,
@@ -46,9 +46,9 @@ def build_model(size: ModelSize, *, seed: int) -> Qwen3MoeForCausalLM:
         use_cache=False,
     )
     model = Qwen3MoeForCausalLM(config)
-    # A loop over experts: other operations than those of the runner that it is compared with.
+    # A loop over experts, so that it uses other operations than the runner under test.
     model.set_experts_implementation("eager")
-    # Larger logits, of either sign, are more often among the largest.
+    # Experts with logits of larger magnitude are chosen more often.
     scale = torch.logspace(1, 0, size.num_experts, base=size.skew).unsqueeze(1)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -57,22 +57,22 @@ def build_model(size: ModelSize, *, seed: int) -> Qwen3MoeForCausalLM:
 
 
 def next_byte_loss(model: Qwen3MoeForCausalLM, batch: Batch, num_tokens: int) -> Tensor:
-    """Cross entropy summed over `batch`, divided by the tokens of all ranks.
+    """Return the cross entropy summed over `batch`, divided by the tokens of all ranks.
 
-    The sum over the ranks is then the mean loss, also where ranks have different numbers of tokens.
+    The sum over ranks is then the mean loss, even if ranks have different numbers of tokens.
     """
     logits = model(input_ids=batch.inputs).logits
     losses = nn.functional.cross_entropy(
         logits.flatten(0, 1), batch.targets.flatten(), reduction="none"
     )
-    # Summed in float64, so that differences show that a float32 sum would round away.
+    # Sum in float64 to keep differences that a float32 sum would round away.
     return losses.double().sum() / num_tokens
 
 
 def gradient_norms(model: nn.Module) -> dict[str, float]:
-    """By name of the parameter; 0 where this rank has no gradient."""
+    """Return the gradient norms by name of the parameter; 0 if this rank has no gradient."""
     return {
-        # In float64: the comparison should not measure how this sum was rounded.
+        # In float64, so that the comparison does not measure the rounding of this sum.
         name: 0.0 if parameter.grad is None else float(parameter.grad.double().norm())
         for name, parameter in model.named_parameters()
     }

@@ -1,4 +1,4 @@
-"""Say what the terminal shows: a progress bar, a table of steps, a summary."""
+"""Terminal output: a progress bar, a table of steps, a summary."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# Rows that fit a terminal together with what comes before and after them.
+# Rows of the table, which then fits on a screen with the other output.
 MAX_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One step, as the table shows it.
+    """The results of one step.
 
     tokens_by_rank: bytes predicted on each rank.
-    sent_bytes: by the MoE layers of the rank that sent most, forward and backward.
-    duration_s: of training, without the comparison.
+    sent_bytes: bytes sent by the MoE layers of the rank that sent most, forward and backward.
+    duration_s: time of training, without the comparison.
     """
 
     step: int
@@ -32,19 +32,20 @@ class StepRecord:
 
     @property
     def loss(self) -> float:
-        """Over the ranks."""
+        """The loss over all ranks."""
         return self.comparison.loss.value
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoveRecord:
-    """The load of the rank with most, over the mean of the ranks, of the layer where it is largest.
+    """The load of the most loaded rank, relative to the mean of the ranks, before and after a move.
 
-    All of the tokens since the move before, shared equally by the copies of an expert.
+    It is that of the layer where it is largest, for the tokens since the previous move; the copies
+    of an expert share its tokens equally.
 
-    step: after which experts were moved.
-    in_order: if experts lay in the order of their ids, one copy of each.
-    before: as they lay.   after: as they lie now.
+    step: step after which experts were moved.
+    in_order: load with one copy of each expert, in the order of their ids.
+    before: load with the previous placement.   after: load with the new placement.
     """
 
     step: int
@@ -55,10 +56,10 @@ class MoveRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """Hold what the ranks wrote after their prompts.
+    """The text that the ranks generated.
 
-    texts: by rank.   difference: of the logits from one process, relative.
-    ms_per_byte: of all ranks together, one byte each.
+    texts: by rank.   difference: relative difference of the logits from one process.
+    ms_per_byte: time in which every rank generates one byte.
     """
 
     texts: Sequence[str]
@@ -67,7 +68,7 @@ class Written:
 
 
 def moves_table(moves: Sequence[MoveRecord]) -> Table:
-    """A row a move: the load of the rank with most, in means of the ranks."""
+    """Return a table with one row per move."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for heading in ("moved after step", "load in order", "before", "after"):
         table.add_column(heading, justify="right")
@@ -78,7 +79,7 @@ def moves_table(moves: Sequence[MoveRecord]) -> Table:
 
 
 def decode_summary(written: Written) -> str:
-    """The texts, and how far their logits are from one process."""
+    """Return the texts, and the difference of their logits from one process."""
     lines = [f"rank {rank} writes {text!r}" for rank, text in enumerate(written.texts)]
     lines.append(
         f"decoded in low latency, {written.ms_per_byte:.0f} ms a byte on each rank; "
@@ -88,7 +89,7 @@ def decode_summary(written: Written) -> str:
 
 
 def resumed_summary(first: int, last: int, difference: float) -> str:
-    """Say how far a run that went on from a checkpoint is from one that was not interrupted."""
+    """Return the difference of a resumed run from an uninterrupted one, as text."""
     return (
         f"resumed after step {first - 1}: losses of steps {first} to {last} differ from those "
         f"without interruption by {difference:.1e}"
@@ -96,7 +97,7 @@ def resumed_summary(first: int, last: int, difference: float) -> str:
 
 
 def progress_bar(console: Console) -> Progress:
-    """Shows steps and the last loss; where the console is no terminal, only how it ended."""
+    """Return a bar with steps and the last loss; without a terminal only its end is printed."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -108,7 +109,7 @@ def progress_bar(console: Console) -> Progress:
 
 
 def steps_table(records: Sequence[StepRecord]) -> Table:
-    """The first step, every n-th and the last."""
+    """Return a table of the first step, every n-th and the last."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     headings = (
         "step",
@@ -131,7 +132,7 @@ def steps_table(records: Sequence[StepRecord]) -> Table:
 
 
 def summary(records: Sequence[StepRecord], tolerance: float) -> str:
-    """The fall of the loss, and the largest differences of all steps."""
+    """Return the decrease of the loss and the largest differences of all steps, as text."""
     comparisons = [record.comparison for record in records]
     loss = max(comparison.loss.relative for comparison in comparisons)
     gradient_norm = max(comparison.gradient_norm.relative for comparison in comparisons)

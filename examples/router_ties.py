@@ -1,9 +1,9 @@
-"""Lets a plain model follow the ranks where two experts tie.
+"""Make a plain model choose the same experts as the ranks.
 
-Its hidden states differ from those of the ranks by rounding. That is harmless until two experts tie
-for the last place of a token: then each side may choose another one, and one token that goes
-elsewhere moves the gradient norm by up to 1e-4. Either choice is right. So the plain model takes
-the experts that the ranks chose, and how much worse they are than its own choice is measured.
+Its hidden states differ from those of the ranks by rounding. If two experts tie for the last of the
+K experts of a token, the two sides may choose different ones. Both choices are correct, but one
+token with another expert changes the gradient norm by up to 1e-4. So the plain model uses the
+experts that the ranks chose, and measures how much less probable they are than its own choice.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from torch import Tensor, nn
 
 
 class RouterTies:
-    """Watches the routers of a model; `chosen` must be set before each forward.
+    """Replaces the choice of the routers of a model; set `chosen` before each forward.
 
     chosen: [T, layers, K], int64, the experts that a rank chose for these tokens; None: the
-        routers choose for themselves.
-    num_ties: tokens of a layer for which the ranks chose other experts; since reset().
-    worst_choice: probability of the least probable expert that the ranks chose, over that of the
-        least probable one of the own choice; the smallest such ratio since reset(). Without ties
-        it is 1, and with ties it misses 1 by rounding.
+        routers choose.
+    num_ties: number of (token, layer) for which the ranks chose other experts, since reset().
+    worst_choice: probability of the least probable expert that the ranks chose, divided by that of
+        the least probable expert of the router's choice; the smallest ratio since reset(). It is 1
+        without ties, and differs from 1 by rounding with ties.
     """
 
     def __init__(self, routers: Sequence[nn.Module]) -> None:
-        """Hook into the routers, one a layer, that return (logits, weights, experts)."""
+        """Register hooks on the routers of all layers, which return (logits, weights, experts)."""
         self.reset()
         for layer, router in enumerate(routers):
             router.register_forward_hook(partial(self._follow, layer))
 
     def reset(self) -> None:
-        """Begin a new step."""
+        """Reset the counts for a new step."""
         self.chosen: Tensor | None = None
         self.num_ties = 0
         self.worst_choice = 1.0
@@ -54,7 +54,7 @@ class RouterTies:
         self.worst_choice = min(self.worst_choice, ratio.min().item())
 
         weights = weights / weights.sum(dim=-1, keepdim=True)
-        # Rows that agree keep every bit of what the router of transformers computed.
+        # Rows with equal choices keep the bits that the router of transformers computed.
         return (
             logits,
             torch.where(differs, weights, own_weights),

@@ -1,4 +1,4 @@
-"""Say what a run leaves in a folder: its state at one step, and the losses that it went on to."""
+"""The files of a run: its state after one step, and its losses."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Hold what a run on other ranks needs to know besides the state.
+    """The data that a resumed run needs in addition to the state.
 
-    step: after which the state was saved.   num_batches: of each step.
-    losses: of all steps, the first one first.
+    step: step after which the state was saved.   num_batches: batches per step.
+    losses: losses of all steps, in order.
     """
 
     step: int
@@ -28,14 +28,14 @@ class RunFacts:
 
 
 def save_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write the state of model and optimizer; each rank writes its experts. Collective: yes."""
+    """Save model and optimizer; each rank writes its experts. Collective: yes."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     save(state, checkpoint_id=folder)
 
 
 def load_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read what any number of ranks wrote; each rank reads its experts. Collective: yes."""
+    """Load a state of any number of ranks; each rank reads its experts. Collective: yes."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     load(state, checkpoint_id=folder)
@@ -48,10 +48,10 @@ def load_state(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def write_facts(folder: Path, facts: RunFacts) -> None:
-    """Write them beside the state; one rank does. Local."""
+    """Write `facts` to the folder of the state, on one rank. Local."""
     (folder / "run.json").write_text(json.dumps(vars(facts)))
 
 
 def read_facts(folder: Path) -> RunFacts:
-    """Read what write_facts() wrote. Local."""
+    """Return the facts that write_facts() wrote. Local."""
     return RunFacts(**json.loads((folder / "run.json").read_text()))

@@ -1,6 +1,6 @@
-"""English text that every Python carries, cut into batches whose size differs from one to the next.
+"""Batches of different sizes from English text that every Python contains.
 
-A step has the same batches on any number of ranks, so that a run can go on on other ranks.
+A step has the same batches on any number of ranks, so that a run can resume on other ranks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ MAX_SEQUENCES = 12
 MIN_SEQUENCE_LENGTH = 32
 MAX_SEQUENCE_LENGTH = 128
 
-# How often some rank has no data, as when a data set runs out on one rank before the others.
+# Probability that a rank has no data, as at the end of a data set.
 IDLE_PROBABILITY = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Hold what a rank learns in one forward and backward.
+    """The data of one forward and backward of a rank.
 
     inputs: [sequences, length], int64, bytes of text.
-    targets: [sequences, length], int64, the byte that follows each of them.
+    targets: [sequences, length], int64, the byte after each input.
     """
 
     inputs: Tensor
@@ -34,15 +34,15 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Bytes to be predicted."""
+        """The number of predicted bytes."""
         return self.targets.numel()
 
 
 class TextData:
-    """The batches of all ranks, computed from a seed, so that no rank has to send its own."""
+    """The batches of all ranks, computed from a seed on every rank without communication."""
 
     def __init__(self, *, seed: int, num_batches: int) -> None:
-        """Read the text; num_batches are those of a step, of all ranks together."""
+        """Read the text; num_batches is the number of batches per step, of all ranks together."""
         self._seed = seed
         self._num_batches = num_batches
         self.text = torch.frombuffer(
@@ -50,8 +50,8 @@ class TextData:
         )
 
     def batches(self, step: int) -> list[Batch | None]:
-        """The batches of `step`; None where there are no data, never for all."""
-        # A string seeds alike in every process; the hash of a tuple would promise less.
+        """Return the batches of `step`; at most one is None, for a rank without data."""
+        # A string gives the same seed in every process; the hash of a tuple may not.
         draw = random.Random(f"{self._seed} {step}")
         batches: list[Batch | None] = [self._batch(draw) for _ in range(self._num_batches)]
         if self._num_batches > 1 and draw.random() < IDLE_PROBABILITY:
@@ -59,7 +59,7 @@ class TextData:
         return batches
 
     def prompt(self, rank: int, num_ranks: int, length: int) -> Tensor:
-        """[length], int64: where the text of a rank begins."""
+        """Return the prompt of a rank, [length], int64."""
         start = len(self.text) // num_ranks * rank
         return self.text[start : start + length].long()
 
@@ -76,7 +76,7 @@ class TextData:
 def batches_of_rank(
     batches: Sequence[Batch | None], rank: int, num_ranks: int
 ) -> list[Batch | None]:
-    """Return what a rank learns in turn; every rank has as many, for all must call together."""
+    """Return the batches of a rank; all ranks have equally many, because calls are collective."""
     num_rounds = -(-len(batches) // num_ranks)
     places = range(rank, num_rounds * num_ranks, num_ranks)
     return [batches[place] if place < len(batches) else None for place in places]

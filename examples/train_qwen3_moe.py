@@ -1,4 +1,4 @@
-"""Train a small Qwen3-MoE model with its experts spread over the ranks, and check every step.
+"""Train a small Qwen3-MoE model with expert parallelism, and check every step.
 
     scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --checkpoint FOLDER
     scripts/launch_multi_rank.sh 2 examples/train_qwen3_moe.py --resume FOLDER --steps 30
@@ -6,10 +6,10 @@
 
 Before each update rank 0 computes the same step with the plain model of transformers, in one
 process, from the gathered weights and the batches of all ranks. Loss and gradients must agree.
-The second command goes on from step 20 of the first, on other ranks, and compares its losses with
-those of the run that went on. The third lets some experts get most of the tokens, gives each rank
-two experts more, and moves experts every 10 steps to where the load is less. What a training
-program needs in order to use epcomm is in expert_parallel.py and saved_run.py; the rest checks it.
+The second command resumes from step 20 of the first on fewer ranks, and compares its losses with
+those of the uninterrupted run. The third skews the routing so that some experts get most of the
+tokens, adds two experts to each rank, and rebalances every 10 steps. expert_parallel.py and
+saved_run.py contain what a training program needs to use epcomm; the rest checks it.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from text_data import Batch, TextData, batches_of_rank
 
 from epcomm import ConfigError, EPGroup
 
-# 120 s: the others wait while rank 0 computes a step alone, which takes about one.
+# 120 s: the others wait while rank 0 computes a step alone, which takes about 1 s.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
-# Bytes that each rank reads, and then writes, once the model is trained.
+# Bytes of the prompt of each rank, and of its continuation by the trained model.
 PROMPT_LENGTH, NUM_WRITTEN = 64, 48
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunChoices:
-    """Hold what a command line may choose of a run.
+    """The command-line options of a run.
 
-    num_redundant: experts of all ranks beside those of the model; None: no expert moves.
-    move_interval: steps from one move of experts to the next.
+    num_redundant: experts of all ranks in addition to those of the model; None: no expert moves.
+    move_interval: steps between two moves of experts.
     """
 
     seed: int
@@ -68,12 +68,12 @@ class RunChoices:
 
 
 class CheckedTraining:
-    """Training over the ranks, with the same steps in one process beside it."""
+    """Training over the ranks, compared with the same steps in one process."""
 
     def __init__(
         self, size: ModelSize, group: EPGroup, *, run: RunChoices, num_batches: int
     ) -> None:
-        """Build the model on every rank, and once more on rank 0, which compares.
+        """Build the model on every rank, and a second one on rank 0 for the comparison.
 
         Collective: yes.
         """
@@ -89,7 +89,7 @@ class CheckedTraining:
         self._one_process = OneProcess(build_model(size, seed=seed)) if self._rank == 0 else None
 
     def explain(self) -> str:
-        """Return what is trained, and how its tokens travel."""
+        """Describe the model, the path of its tokens and the training data."""
         return f"{self._training.explain()}\n{len(self._data.text)} bytes of text"
 
     def step(self, step: int) -> StepRecord:
@@ -124,15 +124,15 @@ class CheckedTraining:
         )
 
     def save(self, folder: Path) -> None:
-        """Write the state after the last step. Collective: yes."""
+        """Save the state after the last step. Collective: yes."""
         self._training.save(folder)
 
     def load(self, folder: Path) -> None:
-        """Read a state. Collective: yes."""
+        """Load a saved state. Collective: yes."""
         self._training.load(folder)
 
     def write(self) -> Written:
-        """Let every rank continue its own prompt, and compare the logits with one process.
+        """Continue a prompt on every rank, and compare the logits with one process.
 
         Collective: yes.
         Raises:
@@ -161,14 +161,14 @@ class CheckedTraining:
         routing = self._training.gather_routing(self._tokens_by_rank(batches))
         verdict: list[Comparison | None] = [None]
         if self._one_process is not None:
-            # In the order in which ranks have them, as the routing is.
+            # The order of the routing: rank by rank.
             ordered = [batch for of_rank in self._by_rank(batches) for batch in of_rank]
             sizes = [0 if batch is None else batch.num_tokens for batch in ordered]
             routing = torch.cat(routing).split(sizes)
             verdict = [self._one_process.compare(over_ranks, weights, ordered, routing)]
-        # All ranks judge the comparison of rank 0, so that all go on or all stop, and none waits.
+        # All ranks evaluate the comparison of rank 0, so that all continue or all stop.
         dist.broadcast_object_list(verdict, src=0)
-        assert verdict[0] is not None, "rank 0 has compared"
+        assert verdict[0] is not None, "rank 0 makes the comparison"
         return verdict[0]
 
     def _by_rank(self, batches: Sequence[Batch | None]) -> list[list[Batch | None]]:
@@ -190,7 +190,7 @@ def _largest_over_ranks(number: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Tell which steps to take, the last included, after which to write the state, and where."""
+    """The first and last step of a run, the step after which it saves its state, and the folder."""
 
     first: int
     last: int
@@ -199,7 +199,7 @@ class Span:
 
 
 def train(training: CheckedTraining, span: Span, *, console: Console) -> list[StepRecord]:
-    """Take all steps and show how far they are. Collective: yes."""
+    """Run all steps and show their progress. Collective: yes."""
     records = []
     with progress_bar(console) as bar:
         task = bar.add_task("training", total=span.last + 1 - span.first)
@@ -214,27 +214,27 @@ def train(training: CheckedTraining, span: Span, *, console: Console) -> list[St
 
 def main(
     steps: Annotated[int, typer.Option(min=2, help="The last step.")] = 60,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and batches.")] = 0,
     layers: Annotated[int, typer.Option(min=1, help="Decoder layers.")] = 4,
     experts: Annotated[
-        int, typer.Option(min=NUM_EXPERTS_PER_TOKEN, help="In each layer; a multiple of the ranks.")
+        int, typer.Option(min=NUM_EXPERTS_PER_TOKEN, help="Per layer; a multiple of the ranks.")
     ] = 32,
     tolerance: Annotated[
         float, typer.Option(help="Relative difference from one process at which a step fails.")
     ] = 1e-5,
-    skew: Annotated[float, typer.Option(min=1, help="Of logits, first expert to last.")] = 1.0,
+    skew: Annotated[float, typer.Option(min=1, help="Logits, first expert to last.")] = 1.0,
     redundant_experts: Annotated[
-        int | None, typer.Option(min=0, help="More experts in a layer, of all ranks; they move.")
+        int | None, typer.Option(min=0, help="Additional experts per layer; enables rebalancing.")
     ] = None,
     rebalance_every: Annotated[int, typer.Option(min=1, help="Steps between moves.")] = 10,
-    min_loss_fall: Annotated[float, typer.Option(help="A run whose loss falls less fails.")] = 1.5,
-    checkpoint: Annotated[Path | None, typer.Option(help="Folder for the state at a step.")] = None,
-    checkpoint_step: Annotated[int, typer.Option(min=1, help="That step.")] = 20,
+    min_loss_fall: Annotated[float, typer.Option(help="Least decrease of the loss.")] = 1.5,
+    checkpoint: Annotated[Path | None, typer.Option(help="Folder for a checkpoint.")] = None,
+    checkpoint_step: Annotated[int, typer.Option(min=1, help="Step of the checkpoint.")] = 20,
     resume: Annotated[
-        Path | None, typer.Option(help="Go on from such a folder, with the same model.")
+        Path | None, typer.Option(help="Resume the same model from a folder.")
     ] = None,
 ) -> None:
-    """Train, compare every step with one process, and print what came of it."""
+    """Train, compare every step with one process, and print the results."""
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
     earlier = None if resume is None else read_facts(resume)

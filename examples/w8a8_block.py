@@ -1,4 +1,4 @@
-"""An MoE layer in BF16, its experts in W8A8, and what it computes in float64, in one process."""
+"""An MoE layer in BF16, the same experts in W8A8, and a float64 reference in one process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 from epcomm import ExpertWeights, Int8ChannelWeights, RoutingSpec, TopKOutput, route
 
-# Of the seeds: every rank draws tokens of its own.
+# Stride of the seeds, so that every rank draws different tokens.
 _SEED_STRIDE = 1009
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSize:
-    """hidden_size: H.   intermediate_size: I.   num_experts: E, of all ranks.   top_k: K."""
+    """The sizes of a layer: H, I, E of all ranks, and K."""
 
     hidden_size: int
     intermediate_size: int
@@ -26,14 +26,14 @@ class LayerSize:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One rank's tokens: x [T, H], bfloat16, and their routing; all on the CPU."""
+    """The tokens of one rank, x [T, H], bfloat16, and their routing, on the CPU."""
 
     x: Tensor
     topk: TopKOutput
 
 
 def make_experts(size: LayerSize, *, seed: int) -> ExpertWeights:
-    """BF16 experts of all ranks, equal wherever they are made, with results of about x's size."""
+    """Return BF16 experts of all ranks, equal on each rank, with results of about the size of x."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> Tensor:
@@ -47,9 +47,9 @@ def make_experts(size: LayerSize, *, seed: int) -> ExpertWeights:
 
 
 def make_batch(size: LayerSize, num_tokens: int, *, rank: int, seed: int) -> Batch:
-    """Tokens of one rank, routed by a softmax over random logits."""
+    """Return tokens of one rank, routed by a softmax over random logits."""
     generator = torch.Generator().manual_seed(seed + _SEED_STRIDE * (rank + 1))
-    # Uniform: a channel far beyond the others would take the codes of all, as in every INT8 layer.
+    # Uniform values: an outlier channel would use up the range of INT8, as in every INT8 layer.
     x = 2 * torch.rand(num_tokens, size.hidden_size, generator=generator) - 1
     logits = torch.randn(num_tokens, size.num_experts, generator=generator)
     return Batch(
@@ -58,14 +58,14 @@ def make_batch(size: LayerSize, num_tokens: int, *, rank: int, seed: int) -> Bat
 
 
 def matrices_of(weights: ExpertWeights | Int8ChannelWeights) -> Mapping[str, Tensor]:
-    """gate_up_proj [E, 2I, H] and down_proj [E, H, I] as they are meant, float64."""
+    """Return gate_up_proj [E, 2I, H] and down_proj [E, H, I] in float64, dequantised."""
     is_w8a8 = isinstance(weights, Int8ChannelWeights)
     named = weights.dequantized() if is_w8a8 else weights.tensors()
     return {name: tensor.double() for name, tensor in named.items()}
 
 
 def dense(batch: Batch, matrices: Mapping[str, Tensor]) -> Tensor:
-    """y [T, H] in float64: each expert computes the tokens that chose it."""
+    """Return y [T, H] in float64; each expert computes the tokens that chose it."""
     x, ids, weights = batch.x.double(), batch.topk.topk_ids, batch.topk.topk_weights.double()
     y = torch.zeros_like(x)
     for expert in range(len(matrices["gate_up_proj"])):

@@ -1,8 +1,8 @@
-"""Write the fields of EPConfig into docs/reference/configuration.md, between two markers.
+"""Write the fields of EPConfig between two markers of docs/reference/configuration.md.
 
     python -m scripts.config_table
 
-Type and default are those of the class, and the meaning is that of its docstring.
+The type and default are those of the class; the meaning comes from its docstring.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _VALUES: Mapping[str, type[StrEnum]] = MappingProxyType(
 
 
 def table() -> str:
-    """Return a row of Markdown for each field."""
+    """Return a Markdown table with one row per field."""
     meanings = split_fields(inspect.getdoc(EPConfig) or "").fields
     lines = ["| field | type | default | meaning |", "|---|---|---|---|"]
     for field in fields(EPConfig):
@@ -47,12 +47,12 @@ def table() -> str:
 
 
 def fill(text: str) -> str:
-    """Return the text of the page with a fresh table."""
+    """Return the text of the page with the current table."""
     return _MARKED.sub(lambda _: table(), text)
 
 
 def _type(name: str, annotation: str) -> str:
-    """Return what a file may say: the values of an enum, or the name of a type."""
+    """Return the values that a file may contain: those of an enum, or the name of a type."""
     if name not in _VALUES:
         return f"`{annotation}`".replace(" | ", "` or `")
     values = [f"`{member.value}`" for member in _VALUES[name]]

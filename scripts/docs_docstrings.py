@@ -1,8 +1,8 @@
-"""Prepare docstrings for the reference of the documentation: fields and guarantees become lists.
+"""Convert fields and guarantees in docstrings to Markdown lists, for the API reference.
 
-The docstring of a record says `name: meaning` in lines of its own, and that of a function says
-`Collective: yes.   Host sync: none.` in one line; Markdown would make one paragraph of either.
-mkdocs.yml names this file as an extension of griffe, which reads the docstrings.
+The docstring of a record has lines `name: meaning`, and that of a function has a line
+`Collective: yes.   Host sync: none.`. Markdown would join these lines to one paragraph. mkdocs.yml
+loads this file as an extension of griffe, which reads the docstrings.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _SECTIONS = ("Args:", "Returns:", "Yields:", "Raises:")
 
 
 def as_markdown(docstring: str, *, has_fields: bool) -> str:
-    """Return a docstring with its fields as items of a list, and a line for each guarantee.
+    """Return a docstring with its fields as list items, and one line for each guarantee.
 
-    Sections stand alone between empty lines, without which griffe takes them for text.
+    Empty lines surround each section, because griffe would otherwise read it as text.
     """
     if has_fields:
         parts = split_fields(docstring)
@@ -33,7 +33,7 @@ def as_markdown(docstring: str, *, has_fields: bool) -> str:
         if line in _SECTIONS or (was_section and not line.startswith(" ")):
             lines.append("")
         if _GUARANTEE.fullmatch(line):
-            # Two spaces at the end of a line break it.
+            # Two spaces at the end of a line are a line break.
             lines += ["", *(f"{part.rstrip()}  " for part in BETWEEN.split(line))]
         else:
             lines.append(line)
@@ -41,7 +41,7 @@ def as_markdown(docstring: str, *, has_fields: bool) -> str:
 
 
 class Lists(Extension):
-    """Changes the docstrings that griffe has read."""
+    """Converts the docstrings that griffe has read."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:  # noqa: ANN401  (griffe's signature)
         if obj.docstring is not None and not obj.is_alias:

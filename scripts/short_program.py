@@ -1,9 +1,9 @@
-"""A short program as users write one: all at module level, and an end of one kind or another.
+"""A short user program at module level, which ends in one of several ways.
 
     torchrun --nproc-per-node 2 scripts/short_program.py KIND ENDING
 
-scripts/soak.py starts it many times. Nothing here may move into a function: what a module holds is
-let go of only when the interpreter is taken down.
+scripts/soak.py starts it many times. Its code must stay at module level, because objects of a
+module are released only when the interpreter shuts down.
 """
 
 import sys
@@ -47,4 +47,4 @@ if __name__ == "__main__":
     if ending == "exit":
         sys.exit(0)
     if ending == "error":
-        raise RuntimeError("as asked")
+        raise RuntimeError("requested by the command line")

@@ -1,9 +1,9 @@
-"""Start short programs many times, and end ranks at random: no run may fail, nothing may be left.
+"""Start short programs many times, and kill ranks at random; check exit codes and leftovers.
 
     python scripts/soak.py exits --number 200    programs that end regularly exit with 0
-    python scripts/soak.py kills --number 200    ranks that are ended leave no memory behind
+    python scripts/soak.py kills --number 200    killed ranks leave no memory behind
 
-`make soak` does both. A busy process runs beside them.
+`make soak` runs both, next to a busy process.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ sys.path.insert(0, str(REPO))
 from scripts.growing_program import run_rank  # noqa: E402 (torch once, for all ranks forked here)
 from scripts.short_program import ENDINGS, KINDS  # noqa: E402
 
-# Seconds for one launch, on a machine with a load of ten for each core.
+# Seconds for one launch, on a machine with a load of ten per core.
 LAUNCH_LIMIT_S = 240
-# Seconds after the start in which a rank is ended: it has opened its memory after 0.2 of them, and
-# then that grows and is opened anew without end.
+# Latest kill, in seconds after the start. A rank opens its memory after 0.2 s, and then grows and
+# reopens it repeatedly.
 LATEST_KILL_S = 2.0
-# Seconds for a rank whose peer is gone to end by itself.
+# Seconds in which a rank whose peer is gone must exit.
 END_LIMIT_S = 60
 NUM_RANKS = 2
 
 
 def main() -> int:
-    """Run what the command line asks for; the exit code says whether all was well."""
+    """Run the command line; return 0 if no run has failed, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=["exits", "kills"])
     parser.add_argument("--number", type=int, default=200)
-    parser.add_argument("--at-once", type=int, default=2, help="launches at the same time")
+    parser.add_argument("--at-once", type=int, default=2, help="concurrent launches")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with busy_process():
@@ -52,13 +52,14 @@ def main() -> int:
             faults = soak_kills(arguments.number, random.Random(arguments.seed))
     for fault in faults:
         print(fault)
-    print(f"{arguments.what}: {arguments.number - len(faults)} of {arguments.number} were well")
+    print(f"{arguments.what}: {arguments.number - len(faults)} of {arguments.number} passed")
     return 1 if faults else 0
 
 
 def soak_exits(number: int, at_once: int) -> list[str]:
-    """Launch every kind of layer with every ending, in turns; the faults."""
-    # Kinds and endings are as many, so that steps of one would never meet all pairs.
+    """Launch every kind of layer with every ending in rotation; return the faults."""
+    # There are as many kinds as endings, so cycling through both together would not cover all
+    # pairs.
     pairs = [
         (kind, ENDINGS[(at + shift) % len(ENDINGS)])
         for shift in range(len(ENDINGS))
@@ -70,7 +71,7 @@ def soak_exits(number: int, at_once: int) -> list[str]:
 
 
 def _launch(pair: tuple[str, str]) -> str:
-    """The fault of one launch; empty if it ended as it should."""
+    """Return the fault of one launch, or an empty string."""
     kind, ending = pair
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     program = [str(REPO / "scripts/short_program.py"), kind, ending]
@@ -82,9 +83,9 @@ def _launch(pair: tuple[str, str]) -> str:
         timeout=LAUNCH_LIMIT_S,
         check=False,
     )
-    # torchrun ends with 1 whatever a rank ended with, and says with what.
+    # torchrun exits with 1 for any failure of a rank, and prints the exit code of the rank.
     signals = [line.strip() for line in done.stderr.splitlines() if "exitcode  : -" in line]
-    # The other ranks of one that failed get SIGTERM, 15.
+    # torchrun sends SIGTERM, 15, to the other ranks.
     aborted = [line for line in signals if "exitcode  : -15" not in line]
     if done.returncode == (1 if ending == "error" else 0) and not aborted:
         return ""
@@ -92,7 +93,7 @@ def _launch(pair: tuple[str, str]) -> str:
 
 
 def soak_kills(number: int, choices: random.Random) -> list[str]:
-    """Fork ranks and end some of them at a random moment; the faults."""
+    """Fork ranks and kill some of them at a random moment; return the faults."""
     return [fault for fault in (_kill_some(choices) for _ in range(number)) if fault]
 
 
@@ -125,12 +126,12 @@ def _fork_rank(rank: int, port: int) -> int:
         os.environ.update(places, RANK=str(rank), WORLD_SIZE=str(NUM_RANKS))
         run_rank()
         code = 0
-    # The end of the interpreter is what the other soak looks at.
+    # soak_exits() tests the shutdown of the interpreter.
     os._exit(code)
 
 
 def _reap(pids: list[int]) -> None:
-    """Wait for all; those that do not end by themselves are ended."""
+    """Wait for all processes, and kill those that do not exit in time."""
     deadline_s = time.monotonic() + END_LIMIT_S
     waiting = set(pids)
     while waiting and time.monotonic() < deadline_s:
@@ -142,13 +143,13 @@ def _reap(pids: list[int]) -> None:
 
 
 def _names() -> set[str]:
-    """Of the files in shared memory: whatever has a name there outlives its process."""
+    """Return the names of the files in shared memory, which outlive their processes."""
     return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 @contextmanager
 def busy_process() -> Iterator[None]:
-    """A process that never waits, as long as the context lasts."""
+    """Run a process that keeps a core busy."""
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         yield

@@ -3,12 +3,12 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# As the launcher does for its ranks: on a busy machine, several threads of one small operation
+# Like the launcher for its ranks: on a busy machine, several threads of one small operation
 # mostly wait for one another (seen: 0.4 s instead of 2 ms for a backward). Before torch is there.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A suite starts more than a hundred processes, ranks above all. Without bytecode, which container
-# images like to forbid, each would compile the package and its tests anew: 1 to 3 s.
+# images like to forbid, each would compile the package and its tests again: 1 to 3 s.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
@@ -36,7 +36,8 @@ DEVICES_OF = {"ascend": "hccl", "deep_ep": "nccl"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what runs on devices alone, where there are none, and on CPUs alone, where are."""
+    """Deselect tests of devices on machines without devices, and tests of CPUs on machines with
+    devices."""
     backend = os.environ.get("MULTI_RANK_BACKEND")
     if collection_path.name == "test_v1_on_cpu.py":
         return True if backend else None

@@ -29,7 +29,7 @@ OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 class LibraryDefaults(TorchFunctionMode):
-    """Give calls from epcomm/ the default device, and all other calls float32 as default dtype.
+    """Apply the default device to calls from epcomm/, and float32 as default dtype to all others.
 
     The default dtype of the process is the library's: what is no call of torch, such as a promotion
     inside a backward pass, follows it. As under set_default_device(), calls made inside a call of

@@ -1,21 +1,20 @@
-"""A pytest plugin: `@pytest.mark.ranks(1, 2, 4)` runs a test on so many processes.
+"""A pytest plugin: `@pytest.mark.ranks(1, 2, 4)` runs a test on 1, 2 and 4 processes.
 
-`@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, `@pytest.mark.host_ranks(4, 8)` on hosts of our
-own making (tests/hosts/network.py) with two ranks each, and a test may have several of the marks.
-It is parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The
-fixture `ep_ranks` is what EPGroup takes: None for the default process group, or the MPI world.
+`@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, and `@pytest.mark.host_ranks(4, 8)` on simulated
+hosts (tests/hosts/network.py) with two ranks each. A test may have several of these marks. It is
+parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The fixture
+`ep_ranks` is the argument of EPGroup: None for the default process group, or the MPI world.
 
 Outer run (plain pytest): up to MAX_TESTS_OF_LAUNCH selected tests of one transport and size run in
-one launch of scripts/launch_multi_rank.sh, and each is reported as its own result: passed if it
-passed on every rank. A failure ends its launch, because the ranks no longer agree on where they
-are; the tests that it left undone run in the next launch. Launches run in the background, two at a
-time, beside the tests of one process, which come first, and then three: ranks often wait for one
-another. With tests marked slow, which hold ranks to limits in seconds, and on devices, they run one
-after another.
+one launch of scripts/launch_multi_rank.sh, and each has its own result: passed if it passed on
+every rank. A failure ends its launch, because the ranks are then out of step; the remaining tests
+run in the next launch. Launches run in the background, two at a time during the single-process
+tests, which run first, and then three at a time, because ranks often wait for one another. With
+tests marked slow, which have limits in seconds, and on devices, launches run one after another.
 
-Inner run (under the launcher, one process per rank): a process group (gloo) or MPI stands during
-the session, skips and empty selections are failures, and each rank appends its results to a file of
-JSON lines for the outer run.
+Inner run (under the launcher, one process per rank): the session has a process group (gloo) or MPI,
+skips and empty selections are failures, and each rank appends its results to a file of JSON lines
+for the outer run.
 """
 
 from __future__ import annotations
@@ -53,35 +52,35 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__).parents[1] / "scripts" / "launch_multi_rank.sh"
 UNDER_LAUNCHER_ENV = "MULTI_RANK_TRANSPORT"  # set by the launcher: the transport
 BACKEND_ENV = "MULTI_RANK_BACKEND"  # set by the user: nccl and hccl run the tests on devices
-# Another value of it: ranks are on GPUs in turn, several on one where GPUs are fewer, and what
-# hosts say travels over gloo, for NCCL refuses two ranks of one GPU.
+# Another value of it: ranks are assigned to GPUs in rotation, several to one if there are fewer
+# GPUs, and hosts communicate over gloo, because NCCL refuses two ranks of one GPU.
 SHARED_GPUS = "gloo_on_gpus"
 GPU_BACKENDS = ("nccl", SHARED_GPUS)
 RESULTS_ENV = "MULTI_RANK_RESULTS"  # set by the outer run: the folder for results
 # Set by the launcher: the number of ranks, which this process forks after it has collected.
 FORK_ENV = "MULTI_RANK_FORK"
-HOSTS_ENV = "MULTI_RANK_HOSTS"  # set by the outer run: the ranks are on hosts of our own making
+HOSTS_ENV = "MULTI_RANK_HOSTS"  # set by the outer run: the ranks are on simulated hosts
 RANKS_PER_HOST = 2
 
-# Tests of one launch: more are split, so that no launch goes on alone when the others have ended.
+# Tests of one launch; more are split, so that no launch continues alone after the others ended.
 MAX_TESTS_OF_LAUNCH = 1000
 # A launch of at least this many tests imports transformers before it forks the ranks: some tests
 # need it, and with the compiler and DTensor it takes 5 s.
 MANY_TESTS = 100
-# Seconds that a collective waits for a rank that does not come.
+# Seconds that a collective waits for a missing rank.
 COLLECTIVE_LIMIT_S = 60
 # Seconds from the start of a launch until all ranks have collected their tests: 10 on an idle
 # machine with two cores and two ranks, most of them for importing torch.
 START_LIMIT_S = 120
-# Seconds that a launch may then go on without finishing a test on any rank. Twice the limit of a
-# collective, so that the message of a collective that waited in vain comes first.
+# Seconds that a launch may then continue without finishing a test on any rank. Twice the limit of a
+# collective, so that the message of a collective that timed out comes first.
 STALL_LIMIT_S = 120
-# Seconds that a failed rank has for its clean-up, which may wait for ranks that never answer.
+# Seconds that a failed rank has for its cleanup, which may wait for ranks that never answer.
 LEAVE_LIMIT_S = 5
 # Seconds from SIGTERM to SIGKILL; torch.distributed.run gives its ranks 30 of them.
 STOP_LIMIT_S = 40
-# Lines of a launch's output that are shown for a test without a result: capacity for the 100 that
-# torch.distributed.run says of 8 ranks at its end, and for the cause before them.
+# Lines of a launch's output that are shown for a test without a result: enough for the 100 lines
+# that torch.distributed.run prints about 8 ranks at its end, and for the cause before them.
 TAIL_LINES = 150
 
 # The mark for each transport, and its ids before the number of ranks.
@@ -103,18 +102,21 @@ class World:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "multi_rank_stall_limit_s",
-        "seconds that a launch may go on without finishing a test on any rank",
+        "seconds that a launch may continue without finishing a test on any rank",
         default=str(STALL_LIMIT_S),
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(*sizes): run the test on so many processes")
-    config.addinivalue_line("markers", "mpi_ranks(*sizes): run the test on so many MPI ranks")
+    config.addinivalue_line("markers", "ranks(*sizes): run the test on these numbers of processes")
     config.addinivalue_line(
-        "markers", "host_ranks(*sizes): run the test on so many processes, two on each host"
+        "markers", "mpi_ranks(*sizes): run the test on these numbers of MPI ranks"
     )
-    # Until all is collected, which takes two thirds of the time without.
+    config.addinivalue_line(
+        "markers",
+        "host_ranks(*sizes): run the test on these numbers of processes, two on each host",
+    )
+    # Disabled during collection, which takes a third less time without it.
     gc.disable()
     transport = os.environ.get(UNDER_LAUNCHER_ENV)
     if transport and HOSTS_ENV in os.environ:
@@ -145,7 +147,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def world_of(item: pytest.Item) -> World | None:
-    """Return the ranks an item needs; None without a mark."""
+    """Return the ranks that an item needs; None without a mark."""
     if isinstance(item, pytest.Function) and any(map(item.get_closest_marker, MARKS.values())):
         transport, num_ranks = (item.callspec.params[key] for key in ("transport", "num_ranks"))
         assert isinstance(num_ranks, int), f"ranks() takes integers, not {num_ranks!r}"
@@ -187,16 +189,16 @@ class InnerRun:
         self.rank = int(os.environ["RANK"])
         if folder := os.environ.get(RESULTS_ENV):
             self.results_path = Path(folder, f"rank{self.rank}.jsonl")
-            # Tells the outer run where this rank was when another one failed, or when all hung.
+            # Records where this rank is when another one fails, or when all hang.
             stack_fd = os.open(Path(folder, f"rank{self.rank}.stack"), os.O_CREAT | os.O_WRONLY)
             faulthandler.register(signal.SIGTERM, file=stack_fd, chain=True)
         self.exitstatus = 0
         self.failed: set[str] = set()
         self.duration_s: dict[str, float] = defaultdict(float)
         if hasattr(os, "SCHED_BATCH"):
-            # The ranks outnumber the cores, and each exchange wakes several threads a rank. They
-            # wait for their turn instead of interrupting one another: a third of the time less on
-            # 4 ranks and 2 cores. Where that is forbidden, they are only slower.
+            # There are more ranks than cores, and each exchange wakes several threads per rank.
+            # Batch scheduling avoids preemption, which saves a third of the time on 4 ranks and 2
+            # cores. If it is forbidden, the tests are only slower.
             with suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
@@ -223,7 +225,7 @@ class InnerRun:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if self.forks and not session.testsfailed and not session.config.option.collectonly:
-            # Each rank captures into files of its own.
+            # Each rank captures to its own files.
             capture = session.config.pluginmanager.getplugin("capturemanager")
             assert isinstance(capture, CaptureManager), "pytest's own plugin"
             capture.stop_global_capturing()
@@ -261,7 +263,7 @@ class InnerRun:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.duration_s[report.nodeid] += report.duration
         if report.failed:
-            # At once: the launcher ends the other ranks, and clean-up may end this one.
+            # Immediately, because the launcher ends the other ranks, and cleanup may end this one.
             output = "".join(f"\n{title}\n{text}" for title, text in report.sections)
             self.say(f"failed in {report.nodeid} ({report.when})\n{report.longreprtext}{output}")
             if report.nodeid not in self.failed:
@@ -285,8 +287,8 @@ class InnerRun:
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
-        # At exit mpi4py would wait in MPI_Finalize for ranks that never come there. Without it, a
-        # non-zero exit makes mpirun end them.
+        # At exit mpi4py would wait in MPI_Finalize for ranks that never call it. Without it, the
+        # non-zero exit code makes mpirun end the other ranks.
         if self.world.transport == "mpi" and self.exitstatus:
             sys.stdout.flush()
             sys.stderr.flush()
@@ -297,7 +299,7 @@ class InnerRun:
         faulthandler.dump_traceback_later(LEAVE_LIMIT_S, exit=True, file=self.terminal)
 
     def say(self, text: str) -> None:
-        # One write, so that the messages of several ranks do not mix.
+        # One write, so that the messages of several ranks are not interleaved.
         self.terminal.write(f"\nrank {self.rank} of {self.world.num_ranks} {text}\n")
         self.terminal.flush()
 
@@ -336,7 +338,7 @@ def process_group() -> Iterator[None]:
 
 
 def take_device(backend: str) -> None:
-    """Let this rank use a device of its own, if the backend moves the memory of devices."""
+    """Select the device of this rank, if the backend uses devices."""
     if backend in GPU_BACKENDS:
         import torch
 
@@ -346,12 +348,12 @@ def take_device(backend: str) -> None:
             let_ranks_share_gpus(torch.device("cuda", place))
         torch.cuda.set_device(place)
     elif backend == "hccl":
-        # Brings the backend, too.
+        # The import also registers the backend.
         import_module("torch_npu").npu.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:
-    """Turn a skip into a failure: a rank that skips leaves the others alone in a collective."""
+    """Turn a skip into a failure: if a rank skips, the others hang in a collective."""
     if report.skipped and not hasattr(report, "wasxfail"):
         reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
         report.outcome = "failed"
@@ -359,9 +361,9 @@ def fail_if_skipped(report: pytest.CollectReport | pytest.TestReport) -> None:
 
 
 def freeze_objects() -> None:
-    """Take what exists out of the garbage collection, which took a tenth of the time of the tests.
+    """Exclude existing objects from garbage collection, which took a tenth of the test time.
 
-    Forked ranks share its memory as long as they do not write to it.
+    Forked ranks share the memory of these objects until they write to it.
     """
     gc.collect()
     gc.freeze()
@@ -369,9 +371,9 @@ def freeze_objects() -> None:
 
 
 def make_hypothesis_agree() -> None:
-    """Let all ranks draw the same examples: no seed, clock or stored example of their own.
+    """Make all ranks draw the same examples, independent of seeds, time and stored examples.
 
-    No shrinking: the rank that failed would repeat the test alone.
+    No shrinking, because a failed rank would repeat the test alone.
     """
     from hypothesis import HealthCheck, Phase, settings
 
@@ -393,9 +395,9 @@ class Launch:
     world: World
     nodeids: list[str]
     results: list[RankResult]
-    num_ranks_started: int  # ranks that got as far as their tests
+    num_ranks_started: int  # ranks that reached their tests
     stacks: dict[int, str]  # by rank: where it was when it was ended
-    ending: str  # how it ended; empty if it ended well
+    ending: str  # how it failed; empty on success
     output: str
     duration_s: float
 
@@ -409,7 +411,7 @@ class Verdict:
 
 
 class OuterRun:
-    """The run that launches the others and reports what came of them."""
+    """The run that launches the others and reports their results."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -425,7 +427,7 @@ class OuterRun:
         self.error: BaseException | None = None
         self.changed = threading.Condition()
         self.must_end = threading.Event()
-        # SIGTERM like Ctrl-C: an abrupt end would leave a launch behind.
+        # SIGTERM acts like Ctrl-C, because an abrupt end would not end a launch.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
 
     @pytest.hookimpl(trylast=True)
@@ -463,18 +465,18 @@ class OuterRun:
                 thread.join()
 
     def start_thread(self) -> None:
-        """Begin to launch, beside the launches under way."""
+        """Start launching, in parallel with running launches."""
         self.threads.append(threading.Thread(target=self.launch_all))
         self.threads[-1].start()
 
     def num_at_a_time(self) -> int:
-        """Return how many launches run beside the tests of this process."""
+        """Return the number of launches that run in parallel with the tests of this process."""
         items = (item for of_world in self.items.values() for item in of_world)
         is_timed = any(item.get_closest_marker("slow") for item in items)
         return 1 if is_timed or BACKEND_ENV in os.environ else 2
 
     def next_share(self) -> tuple[World, list[str]] | None:
-        """Take tests that no thread has taken; None when there are none."""
+        """Take tests that no thread has taken, or return None."""
         with self.changed:
             return self.shares.pop() if self.shares else None
 
@@ -502,7 +504,7 @@ class OuterRun:
             # This process has run its own tests.
             self.start_thread()
         with self.changed:
-            # With a limit, so that Ctrl-C is heard.
+            # With a limit, so that Ctrl-C is handled.
             while nodeid not in self.verdicts and self.error is None:
                 self.changed.wait(0.1)
             if nodeid not in self.verdicts:
@@ -553,9 +555,10 @@ class OuterRun:
                 f"--rootdir={self.config.rootpath}",
                 f"--tb={self.config.option.tbstyle}",
                 f"--verbosity={self.config.option.verbose}",
-                # An expected failure is one on the ranks too; this run knows that it is expected.
+                # An expected failure fails on the ranks too; only this run knows that it is
+                # expected.
                 "--runxfail",
-                # Node ids come through a file: a command line has a limit.
+                # Node ids are passed in a file, because a command line has a limit.
                 f"@{selection}",
             ]
             if self.config.inipath:
@@ -581,7 +584,7 @@ class OuterRun:
             )
 
     def run_launcher(self, world: World, arguments: list[str], folder: Path) -> str:
-        """Run the launcher until it ends or hangs; return how it ended, empty if well."""
+        """Run the launcher until it ends or hangs; return how it failed, empty on success."""
         environment = os.environ | {"PYTHON": sys.executable, RESULTS_ENV: str(folder)}
         environment.pop("NNODES", None)
         command = [str(LAUNCHER), str(world.num_ranks)]
@@ -593,7 +596,7 @@ class OuterRun:
             options = ["--hosts", str(num_hosts), "--ranks", str(RANKS_PER_HOST)]
             command = [sys.executable, "-m", "tests.hosts.launch", *options]
         with (folder / "output.txt").open("wb") as output:
-            # A session of its own: Ctrl-C comes here, and stop() passes it on, once.
+            # A new session, so that only this process receives Ctrl-C, which stop() relays once.
             process = subprocess.Popen(
                 [*command, *arguments],
                 cwd=self.config.rootpath,  # node ids are relative to it
@@ -609,7 +612,7 @@ class OuterRun:
                 stop(process)
 
     def wait(self, process: subprocess.Popen[bytes], num_ranks: int, folder: Path) -> str:
-        """Wait for the end as long as results come; return how it ended, empty if well."""
+        """Wait for the end while results arrive; return how it failed, empty on success."""
         progress, changed_at_s = [], time.monotonic()
         while process.poll() is None:
             if self.must_end.wait(0.05):
@@ -635,7 +638,7 @@ def split(nodeids: Mapping[World, list[str]]) -> Iterator[tuple[World, list[str]
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a launch. Its ranks have sessions or groups of their own: its first process ends them."""
+    """End a launch; its first process ends the ranks, which have their own sessions or groups."""
     if process.poll() is None:
         process.terminate()
         try:
@@ -646,7 +649,7 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def judge(launch: Launch) -> dict[str, Verdict]:
-    """Give a verdict on each test that passed, and on the one that ended the launch."""
+    """Set the verdict of each test that passed, and of the one that ended the launch."""
     results: dict[str, list[RankResult]] = defaultdict(list)
     for result in sorted(launch.results, key=lambda result: result.rank):
         results[result.nodeid].append(result)
@@ -662,7 +665,7 @@ def judge(launch: Launch) -> dict[str, Verdict]:
         # A rank that runs ahead may fail in a later test because this one ended a rank.
         culprits = [min(failures, key=lambda result: result.ended_at_s).nodeid]
     elif launch.num_ranks_started < launch.world.num_ranks:
-        culprits = undone  # not the fault of a test, and a next launch would end the same way
+        culprits = undone  # no test is at fault, and the next launch would end in the same way
     elif undone:
         culprits = undone[:1]
     else:
@@ -674,7 +677,7 @@ def judge(launch: Launch) -> dict[str, Verdict]:
 
 
 def describe_failure(nodeid: str, results: list[RankResult], launch: Launch) -> str:
-    """Say which ranks failed, the first in full and the others in short, and where the rest was."""
+    """Describe the failed ranks, the first in full, and where the other ranks were."""
     failed = sorted(
         (result for result in results if result.outcome != "passed"),
         key=lambda result: result.ended_at_s,
@@ -701,12 +704,12 @@ def describe_failure(nodeid: str, results: list[RankResult], launch: Launch) -> 
 
 
 def name_ranks(ranks: list[int]) -> str:
-    """Name ranks: rank 3; ranks 0, 2."""
+    """Return ranks as text: rank 3; ranks 0, 2."""
     return ("ranks " if len(ranks) > 1 else "rank ") + ", ".join(map(str, ranks))
 
 
 def without_pytest_frames(text: str) -> str:
-    """Leave out the lines of a stack, about 30, that lie between a process's start and its test."""
+    """Return a stack without the lines, about 30, between the start of a process and its test."""
     noise = ("/_pytest/", "/pluggy/", '/pytest/__main__.py"', '"<frozen runpy>"')
     lines = text.splitlines()
     return "\n".join(

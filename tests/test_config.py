@@ -54,7 +54,7 @@ BAD_VALUES = [
     BadValue(
         id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"
     ),
-    # What a file may hold instead of a number, a switch or a name.
+    # Values that a file may have instead of a number, a switch or a name.
     BadValue(
         id="text for a number",
         values={"max_tokens_per_rank": "128"},

@@ -1,4 +1,4 @@
-"""README.md and docs/: code runs, links lead somewhere, and generated parts are current."""
+"""README.md and docs/: code runs, links are valid, and generated parts are current."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.cases.shared_folder import shared_folder
 
 REPO = Path(__file__).parents[1]
 README, HELLO = REPO / "README.md", REPO / "examples" / "hello_ep.py"
-# "``` { .python }" marks code that cannot run here; what is included from a file is tested there.
+# "``` { .python }" marks code that cannot run here; code included from a file is tested there.
 BLOCK = re.compile(r"^```( \{ \.)?python(?: \})?\n(?!--8<--)(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -42,7 +42,7 @@ def sections() -> list[Section]:
         for part in re.split(r"^## ", path.read_text("utf-8"), flags=re.MULTILINE):
             blocks = BLOCK.findall(part)
             shown = [code for _, code in blocks]
-            # The README's program has a test of its own.
+            # Another test runs the README's program.
             run = [code for mark, code in blocks if not mark and code != HELLO.read_text("utf-8")]
             title = part.partition("\n")[0]
             found.append(Section(page=page, title=title, shown=shown, run=run))
@@ -73,7 +73,7 @@ def has(module: ModuleType, name: str) -> bool:
     return True
 
 
-# On 4 ranks this takes a tenth of the processor time of the quick tests.
+# On 4 ranks this takes a tenth of the CPU time of the quick tests.
 @pytest.mark.slow
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("section", RUN, ids=lambda each: f"{each.page}: {each.title}")

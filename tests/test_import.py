@@ -8,7 +8,7 @@ import sys
 
 VENDOR_PACKAGES = {"deep_ep", "deep_gemm", "torch_npu", "mpi4py", "triton", "transformers"}
 
-# torch comes first, with what it imports late: what it does is not epcomm's doing.
+# torch is imported first, with its lazy imports, whose effects are not those of epcomm.
 PROBE = """
 import json, os, sys
 import torch, torch.distributed.device_mesh, torch.utils.checkpoint
@@ -65,7 +65,7 @@ print(json.dumps({
 """
 
 
-# The rest of the package, module by module, where what it needs of others is installed.
+# Import the rest of the package, module by module, if its dependencies are installed.
 MODULES_PROBE = """
 import json, os, sys
 from importlib import import_module

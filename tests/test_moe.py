@@ -1,4 +1,4 @@
-"""ExpertParallelMoE: equal to the transformers block it came from, with counts that add up."""
+"""ExpertParallelMoE equals the transformers block it is made of, with correct counts."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ NUM_ROWS, NUM_SLOTS = (3, 3), (4, 4)
 LOADS = [[2, 2, 0, 0], [2, 1, 0, 1]]
 # Tokens that leave for the other rank, and rows of the other rank that go back.
 NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
-# 16 float32 elements, K ids and K weights; home, K scalars and a gap up to 16 B.
+# Dispatch: 16 float32 elements, K ids, K weights. Combine: K scalars, and a gap up to 16 B.
 ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
 # Nine words of the call and the slots of up to 128 experts, int64.
 HEADER_BYTES = 8 * (10 + 128)
@@ -153,7 +153,7 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
         assert first == forward
 
         moe(x.requires_grad_()).sum().backward()
-        # Backward sends dy out without ids, and dx home with K gradients of weights.
+        # Backward sends dy without ids, and returns dx with K gradients of weights.
         assert moe.stats() == EPStats(
             num_calls=2,
             num_tokens=2 * forward.num_tokens,

@@ -60,8 +60,8 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
         assert_within(y, model(on_cpu, weights, kind))
 
 
-# Of the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move one
-# activation in some hundred to the next code, 1/14 of the largest at most, which is what
+# Relative to the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move
+# one activation in some hundred to the next code, 1/14 of the largest at most, which is what
 # tests/kernels/gemm/test_fp8.py counts. The rest is what bfloat16 loses in results and sums.
 BLOCK_TOLERANCE = 0.035
 
@@ -214,7 +214,7 @@ def half_integers(like: Tensor) -> Tensor:
 def test_scales_come_as_the_runner_reads_them(
     config: str, scales: ScaleDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through a stand-in for DeepGEMM, which refuses other strides, and by the plain runner."""
+    """Compare an imitation of DeepGEMM, which refuses other strides, with the plain runner."""
     is_packed = scales is ScaleDtype.POWER_OF_TWO
     fake_deep_gemm.install(monkeypatch, architecture=10 if is_packed else 9)
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)

@@ -1,7 +1,8 @@
 """FuseEP: one operator of an Ascend NPU dispatches, computes W8A8 experts and combines.
 
 A fused operator is not a dispatcher: it has its own layout of weights and its own limits. Mode 1 is
-FusedDeepMoE, mode 2 DispatchFFNCombine; both exist on A3. No code of this folder has run on an NPU.
+FusedDeepMoE, mode 2 is DispatchFFNCombine, and mode 3 is MegaMoE, all on A3. No code of this folder
+has run on an NPU.
 """
 
 from epcomm.buffers.fused import FuseEPResult

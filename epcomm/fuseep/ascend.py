@@ -1,8 +1,8 @@
 """Call the fused operators of the Ascend deep_ep: dispatch, W8A8 experts and combine in one.
 
-A call takes at most 256 tokens of a rank (mega_moe: 4096), and every rank makes as many calls as
-the longest batch needs, also without tokens: then it passes one row of weight 0. No operator has a
-backward, nor errors for sizes that do not fit, so limits are checked before the first call.
+A call takes at most 256 tokens of a rank (mega_moe: 4096). Every rank makes the number of calls
+that the longest batch needs; without tokens it passes one row of weight 0. The operators have no
+backward and do not report unsuitable sizes, so limits are checked before the first call.
 Source: sgl-kernel-npu; this code has not run on an NPU.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from epcomm.buffers.ascend.calls import AscendCalls, slot_bytes, slots_to_ranks
 from epcomm.buffers.fused import FusedBackend, FuseEPResult, check_packed
 from epcomm.buffers.sizes import Region
-from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.fuseep.limits import (
@@ -29,13 +29,8 @@ from epcomm.fuseep.limits import (
     FUSED_DEEP_MOE_LIMITS,
     MAX_CALL_TOKENS,
     MEGA_MOE_LIMITS,
-    dispatch_ffn_combine_reasons,
-    dispatch_ffn_combine_window_bytes,
-    fused_deep_moe_reasons,
-    fused_deep_moe_window_bytes,
     max_call_tokens,
     max_received_rows,
-    mega_moe_reasons,
 )
 from epcomm.fuseep.weights import (
     DispatchFFNCombineWeights,
@@ -44,9 +39,10 @@ from epcomm.fuseep.weights import (
     PackedWeights,
 )
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
-from epcomm.platforms.ascend.chip import current_soc
+from epcomm.platforms.ascend.chip import Soc, current_soc
+from epcomm.platforms.ascend.environment import variable_reasons
 from epcomm.platforms.ascend.formats import nz_reasons
-from epcomm.platforms.ascend.limits import Limits
+from epcomm.platforms.ascend.limits import Limits, window_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -54,6 +50,11 @@ from epcomm.types import Int8Profile, Layout, WireDtype
 from epcomm.weights.quantized import Int8ChannelWeights
 
 AscendPackedT = TypeVar("AscendPackedT", bound=PackedWeights)
+# The window of mode 1 holds the rows of dispatch and of combine, with 2 bytes an element.
+_MODE_1_COPIES, _MODE_1_ELEMENT_BYTES = 2, 2
+# The window of mode 2 holds 3 bytes for each element of a row, 1 in dispatch (INT8) and 2 in
+# combine, and 10 MB more; an MB is 2**20 bytes, as in HCCL_BUFFSIZE.
+_MODE_2_ELEMENT_BYTES, _MODE_2_EXTRA_BYTES = 3, 10 * 2**20
 _CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "__init__": ("group", "low_latency_mode"),
@@ -77,7 +78,7 @@ _CALLS: Mapping[str, Sequence[str]] = MappingProxyType(
 class _Chunk:
     """The tokens of one call: x [N, H], ids and weights [N, K], N of 1 to max_tokens of the limits.
 
-    is_dummy: the chunk is one made-up token with weights of 0.
+    is_dummy: the chunk is one dummy token with weights of 0.
     """
 
     x: Tensor
@@ -86,12 +87,15 @@ class _Chunk:
     is_dummy: bool
 
 
-class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
-    """The base of the operators, which have static sizes: faults wait for check().
+class AscendFused(AscendCalls, Generic[AscendPackedT]):
+    """The base of the operators, which have static sizes: check() raises the faults.
 
     It comes before FusedBackend among the bases.
 
-    limits: of sizes, for those who show them.
+    kind: the record of packed experts that the operator reads.
+    limits: the sizes that it takes.
+    on_a5: why it does not serve A5.
+    has_slot_budget: max_recv_slots limits the rows that a rank receives.
     """
 
     name: ClassVar[str]
@@ -99,7 +103,13 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
     limits: ClassVar[Limits]
-    has_slot_budget: ClassVar[bool]
+    on_a5: ClassVar[str]
+    has_slot_budget: ClassVar[bool] = False
+
+    @classmethod
+    def pack(cls, weights: Int8ChannelWeights) -> AscendPackedT:
+        # A class variable cannot name the type variable.
+        return cls.kind.pack(weights)  # pyright: ignore[reportReturnType]
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -128,31 +138,51 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         if spec.intermediate_size is None or spec.max_tokens_per_rank is None:
             return ()
-        return tuple(cls._reasons(spec, world_size, machine.environment))
+        reasons = cls.reasons(spec, world_size, soc=current_soc(), environment=machine.environment)
+        return tuple(reasons)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         assert spec.intermediate_size is not None, "a plan with weights knows it"
-        packed = cls._packed_bytes_of(
+        packed = cls.kind.num_bytes(
             spec.num_local_experts, spec.hidden_size, spec.intermediate_size
         )
-        window = cls._window(spec, world_size)
+        window = cls.window_bytes(spec, world_size)
         regions = {"window of the process group": window, "packed experts": packed}
         return tuple(
             Region(name=name, max_bytes=size) for name, size in regions.items() if size is not None
         )
 
     @classmethod
-    @abstractmethod
-    def _reasons(
-        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
+    def reasons(
+        cls, spec: BufferSpec, world_size: int, *, soc: Soc | None, environment: Mapping[str, str]
     ) -> list[str]:
-        """Return why the operator does not serve these sizes here; empty if it does."""
+        """Return why the operator does not serve W8A8 experts of these sizes; empty if it does.
+
+        soc: the chip; None, if it is unknown, gives no reason.
+        """
+        refused = {Soc.A2: "FuseEP is not built for it", Soc.A5: cls.on_a5}
+        reasons = []
+        if soc is not None and soc in refused:
+            reasons.append(f"the chip is {soc}, expected {Soc.A3}: {refused[soc]}")
+        reasons += cls.limits.reasons(spec, world_size)
+        reasons += cls._budget_reasons(spec, world_size)
+        window = cls.window_bytes(spec, world_size)
+        if window is not None:
+            reasons += window_reasons(window, environment)
+        return reasons + variable_reasons(environment, soc)
 
     @classmethod
-    @abstractmethod
-    def _window(cls, spec: BufferSpec, world_size: int) -> int | None:
-        """Return the bytes of the HCCL window, or None where they are not documented."""
+    def _budget_reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
+        """Return why the operator cannot have this slot budget."""
+        if spec.max_recv_slots is None:
+            return []
+        return ["has capacity for any routing and no slot budget; leave max_recv_slots None"]
+
+    @classmethod
+    def window_bytes(cls, spec: BufferSpec, world_size: int) -> int | None:
+        """Return the bytes of the HCCL window; None if its size is not documented."""
+        return None
 
     @abstractmethod
     def _call_operator(self, chunk: _Chunk, experts: AscendPackedT) -> tuple[Tensor, Tensor]:
@@ -160,13 +190,13 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
 
     def prepare(self) -> None:
         self._open(self._process_group, low_latency_mode=True)
-        # The package exports its modes nowhere else.
+        # The package exports its modes only in this module.
         self._fuse_modes: Any = sys.modules[type(self._buffer).__module__].FuseMode
 
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
-        """Raise these reasons, and the reasons why this device cannot pack weights.
+        """Raise these reasons, and those why this device cannot pack weights.
 
-        Weights are packed in the first call, where a rank that fails would leave others waiting.
+        Weights are packed in the first call, where a failing rank would leave others waiting.
         """
         super()._raise_reasons([*reasons, *nz_reasons(self._device)])
 
@@ -200,10 +230,10 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         fuse_mode: object,
         form: Callable[[Tensor], Tensor | list[Tensor]] = lambda tensor: tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Call the package's operator.
+        """Call the operator of the package.
 
-        most: limits the tokens of a rank in modes 1 and 3, and the rows of a rank in mode 2.
-        form: of tensors of experts that the operator takes.
+        most: limit of the tokens of a rank in modes 1 and 3, and of the rows of a rank in mode 2.
+        form: converts tensors of experts to the form that the operator takes.
         """
         return self._buffer.fused_deep_moe(
             x=chunk.x,
@@ -219,7 +249,7 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         )
 
     def _chunks(self, x: Tensor, ids: Tensor, weights: Tensor) -> Iterator[_Chunk]:
-        """Cut a batch into the same number of chunks on every rank: each call waits for all."""
+        """Yield the same number of chunks on every rank, because each call waits for all ranks."""
         most = self.limits.max_tokens or MAX_CALL_TOKENS
         for start in range(0, self._spec.max_tokens_per_rank or 0, most):
             own = slice(start, start + most)
@@ -234,9 +264,9 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
             )
 
     def _dummy(self, x: Tensor, ids: Tensor) -> _Chunk:
-        """Make a chunk of one token with weights of 0; it holds ones, as zeros have no scale."""
+        """Return a chunk of one token of ones with weights of 0; a row of zeros has no scale."""
         top_k = self._spec.top_k
-        # Each rank sends its dummy token to other experts, so that no expert gets all of them.
+        # Each rank uses different experts, so that no expert gets the dummy tokens of all ranks.
         first = self._rank * top_k
         experts = torch.arange(first, first + top_k, device=ids.device) % self._num_experts
         return _Chunk(
@@ -252,14 +282,9 @@ class AscendFused(AscendCalls, VendorCalls, Generic[AscendPackedT]):
         to_rank = slots_to_ranks(ids, self._num_experts, self._world_size)
         out, combine_bytes = slot_bytes(self._spec)
         self._count_bytes(DISPATCH, to_rank, out)
-        # The operators do not tell the source of rows, but this rank knows its own rows.
+        # The operators do not return the sources of rows, but this rank knows its own rows.
         from_others = counts.sum() - to_rank[self._rank]
         self._sent_bytes[COMBINE] += from_others * combine_bytes
-
-    @staticmethod
-    @abstractmethod
-    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
-        """Return the bytes of the record that pack() makes."""
 
 
 class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWeights]):
@@ -268,75 +293,42 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
     name: ClassVar[str] = "fused_deep_moe"
     kind: ClassVar[type[PackedWeights]] = FusedDeepMoEWeights
     limits: ClassVar[Limits] = FUSED_DEEP_MOE_LIMITS
-    has_slot_budget: ClassVar[bool] = False
+    on_a5: ClassVar[str] = "fused_deep_moe takes MX weights there, not INT8"
 
     @classmethod
-    def pack(cls, weights: Int8ChannelWeights) -> FusedDeepMoEWeights:
-        return FusedDeepMoEWeights.pack(weights)
-
-    @classmethod
-    def _reasons(
-        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
-    ) -> list[str]:
-        return fused_deep_moe_reasons(spec, world_size, soc=current_soc(), environment=environment)
-
-    @classmethod
-    def _window(cls, spec: BufferSpec, world_size: int) -> int:
-        return fused_deep_moe_window_bytes(spec, world_size)
-
-    @staticmethod
-    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
-        # int8 codes, float32 scales.
-        codes = 3 * hidden_size * intermediate_size
-        return num_experts * (codes + 4 * (2 * intermediate_size + hidden_size))
+    def window_bytes(cls, spec: BufferSpec, world_size: int) -> int:
+        # The rows of all ranks at every local expert.
+        slots = world_size * max_call_tokens(spec, cls.limits) * spec.num_local_experts
+        return slots * spec.hidden_size * _MODE_1_ELEMENT_BYTES * _MODE_1_COPIES
 
     def _call_operator(self, chunk: _Chunk, experts: FusedDeepMoEWeights) -> tuple[Tensor, Tensor]:
-        y, counts = self._fused(
-            chunk,
-            experts,
-            max_call_tokens(self._spec, self.limits),
-            self._fuse_modes.FUSED_DEEP_MOE,
-        )
-        # The counts come by expert, then source rank.
+        most = max_call_tokens(self._spec, self.limits)
+        y, counts = self._fused(chunk, experts, most, self._fuse_modes.FUSED_DEEP_MOE)
+        # Counts are ordered by expert, then source rank.
         return y, counts.view(-1, self._world_size).sum(1)
 
 
 class MegaMoE(AscendFused[MegaMoEWeights], FusedBackend[MegaMoEWeights]):
-    """The operator of mode 3, of cann_ops_transformer; deep_ep calls it."""
+    """The operator of mode 3, of cann_ops_transformer, which deep_ep calls.
+
+    The operator itself checks the size of its window.
+    """
 
     name: ClassVar[str] = "mega_moe"
     kind: ClassVar[type[PackedWeights]] = MegaMoEWeights
     limits: ClassVar[Limits] = MEGA_MOE_LIMITS
-    has_slot_budget: ClassVar[bool] = False
+    on_a5: ClassVar[str] = "mega_moe of deep_ep is documented for A3 alone"
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
         found = super().probe(machine)
         package, reasons = machine.find_deep_ep(), []
         if found.ok and package is not None and not package.has_mega_moe:
-            reasons.append("the deep_ep installed has no MEGA_MOE; install a newer release")
+            reasons.append("the installed deep_ep has no MEGA_MOE; install a newer release")
         is_stand_in = package is not None and package.is_stand_in
         if not is_stand_in and not machine.has_module("cann_ops_transformer"):
             reasons.append("cann_ops_transformer is not installed, which has the operator")
         return found.also(reasons)
-
-    @classmethod
-    def pack(cls, weights: Int8ChannelWeights) -> MegaMoEWeights:
-        return MegaMoEWeights.pack(weights)
-
-    @classmethod
-    def _reasons(
-        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
-    ) -> list[str]:
-        return mega_moe_reasons(spec, world_size, soc=current_soc(), environment=environment)
-
-    @classmethod
-    def _window(cls, spec: BufferSpec, world_size: int) -> None:
-        return None
-
-    @staticmethod
-    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
-        return FusedDeepMoE._packed_bytes_of(num_experts, hidden_size, intermediate_size)
 
     def _call_operator(self, chunk: _Chunk, experts: MegaMoEWeights) -> tuple[Tensor, Tensor]:
         most = max_call_tokens(self._spec, self.limits)
@@ -350,8 +342,8 @@ class DispatchFFNCombine(
 ):
     """The operator of mode 2: float16 between the products, which overflows beyond 65504.
 
-    A token whose row overflows at one of its experts, or at the substitute for a masked entry (see
-    ops/masked_entries.py), is not finite in y.
+    If the row of a token overflows at one of its experts, or at the substitute for a masked entry
+    (see ops/masked_entries.py), its y is not finite.
     """
 
     name: ClassVar[str] = "dispatch_ffn_combine"
@@ -359,38 +351,32 @@ class DispatchFFNCombine(
     int8_profile: ClassVar[Int8Profile] = Int8Profile.DIVTRUNC16
     kind: ClassVar[type[PackedWeights]] = DispatchFFNCombineWeights
     limits: ClassVar[Limits] = DISPATCH_FFN_COMBINE_LIMITS
+    on_a5: ClassVar[str] = "dispatch_ffn_combine does not exist there"
     has_slot_budget: ClassVar[bool] = True
 
     @classmethod
-    def pack(cls, weights: Int8ChannelWeights) -> DispatchFFNCombineWeights:
-        return DispatchFFNCombineWeights.pack(weights)
+    def _budget_reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
+        rows = max_received_rows(spec, world_size, cls.limits)
+        if spec.max_recv_slots is None or spec.max_recv_slots >= rows:
+            return []
+        return [
+            f"max_recv_slots is {spec.max_recv_slots}, but a rank may receive {rows} rows "
+            f"({max_call_tokens(spec, cls.limits)} tokens * {world_size} ranks * "
+            f"{min(spec.top_k, spec.num_local_experts)} experts of a rank), and rows beyond it "
+            f"would vanish silently; set it to {rows} or leave it None"
+        ]
 
     @classmethod
-    def _reasons(
-        cls, spec: BufferSpec, world_size: int, environment: Mapping[str, str]
-    ) -> list[str]:
-        return dispatch_ffn_combine_reasons(
-            spec, world_size, soc=current_soc(), environment=environment
-        )
-
-    @classmethod
-    def _window(cls, spec: BufferSpec, world_size: int) -> int:
-        return dispatch_ffn_combine_window_bytes(spec)
-
-    @staticmethod
-    def _packed_bytes_of(num_experts: int, hidden_size: int, intermediate_size: int) -> int:
-        # int8 codes, scales in int64.
-        codes = 3 * hidden_size * intermediate_size
-        return num_experts * (codes + 8 * (2 * intermediate_size + hidden_size))
+    def window_bytes(cls, spec: BufferSpec, world_size: int) -> int:
+        # The operator refuses a smaller window; its message says 3 MB.
+        rows = max_call_tokens(spec, cls.limits) * spec.top_k
+        return _MODE_2_ELEMENT_BYTES * rows * spec.hidden_size + _MODE_2_EXTRA_BYTES
 
     def _call_operator(
         self, chunk: _Chunk, experts: DispatchFFNCombineWeights
     ) -> tuple[Tensor, Tensor]:
-        # In this mode the argument bounds the rows that a rank receives, and the operator drops
-        # rows beyond it, although its name says tokens of a rank.
-        return self._fused(chunk, experts, self._max_rows, self._fuse_modes.DISPATCH_FFN_COMBINE)
-
-    @property
-    def _max_rows(self) -> int:
-        safe = max_received_rows(self._spec, self._world_size)
-        return max(safe, self._spec.max_recv_slots or 0)
+        # In this mode the argument limits the rows that a rank receives, although its name says
+        # tokens of a rank, and the operator drops rows beyond it.
+        most = max_received_rows(self._spec, self._world_size, self.limits)
+        most = max(most, self._spec.max_recv_slots or 0)
+        return self._fused(chunk, experts, most, self._fuse_modes.DISPATCH_FFN_COMBINE)

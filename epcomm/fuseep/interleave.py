@@ -1,12 +1,12 @@
-"""Interleave gate and up columns by 64, as the first product of FusedDeepMoE reads them on A3.
+"""Interleave gate and up columns in blocks of 64, for the first product of FusedDeepMoE on A3.
 
-A tile of 128 columns holds 64 gate columns and the 64 up columns that they meet, so that one core
-can apply SwiGLU to its own tile. With I = 192, in blocks of 64 columns:
+A tile of 128 columns has 64 gate columns and the 64 corresponding up columns, so that one core can
+apply SwiGLU to its own tile. With I = 192, in blocks of 64 columns:
 
     checkpoint   g0 g1 g2 u0 u1 u2
     interleaved  g0 u0 g1 u1 g2 u2
 
-At 2I = 128 this changes nothing, and at 2I = 256 twice is the same as never; tests use 384 or more.
+With 2I = 128 this changes nothing, and with 2I = 256 it is its own inverse; tests use 384 or more.
 Source: sgl-kernel-npu, fused_deep_moe; the tile is GMM1_L1N of its kernel.
 """
 
@@ -17,16 +17,16 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 
-# Columns of a tile: one half is gate, the other half is up.
+# Columns of a tile: one half gate, one half up.
 TILE = 128
 _HALF = TILE // 2
 
 
 def permutation(num_columns: int) -> Tensor:
-    """Return the checkpoint's column of each interleaved column, [2I], int64, on the CPU.
+    """Return the column in the checkpoint of each interleaved column, [2I], int64, on the CPU.
 
     Raises:
-        ConfigError: 2I is no multiple of 128.
+        ConfigError: 2I is not a multiple of 128.
     """
     if num_columns < TILE or num_columns % TILE:
         raise ConfigError(
@@ -39,28 +39,10 @@ def permutation(num_columns: int) -> Tensor:
     return is_up * (num_columns // 2) + _HALF * tile + column
 
 
-def inverse_permutation(num_columns: int) -> Tensor:
-    """Return the interleaved place of each of the checkpoint's columns, [2I], int64.
-
-    Raises:
-        ConfigError: as permutation().
-    """
-    return permutation(num_columns).argsort()
-
-
 def interleave(tensor: Tensor, dim: int) -> Tensor:
-    """Copy the 2I columns along `dim` into the kernel's order; contiguous, in new memory.
+    """Return the 2I columns along `dim` in the order of the kernel, contiguous, in new memory.
 
     Raises:
         ConfigError: as permutation().
     """
     return tensor.index_select(dim, permutation(tensor.shape[dim]).to(tensor.device))
-
-
-def deinterleave(tensor: Tensor, dim: int) -> Tensor:
-    """Restore the order of columns before interleave(), in new memory.
-
-    Raises:
-        ConfigError: as permutation().
-    """
-    return tensor.index_select(dim, inverse_permutation(tensor.shape[dim]).to(tensor.device))

@@ -1,4 +1,4 @@
-"""Define FuseEPPath, which computes (x, topk) to y by the fused operator that a plan chose."""
+"""Define FuseEPPath, which computes y from (x, topk) with the fused operator of a plan."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from epcomm.weights.written import Derived
 
 
 class FuseEPPath:
-    """The path of ExpertParallelExperts in mode fuseep; for inference."""
+    """The path of ExpertParallelExperts in mode fuseep, for inference."""
 
     def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, chosen: PhasePlan) -> None:
-        """Open the operator that `chosen` names, a plan made with the same group and spec.
+        """Open the operator of `chosen`, a plan made with the same group and spec.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -60,16 +60,17 @@ class FuseEPPath:
         """Compute the routed experts of this rank's tokens.
 
         Args:
-            hidden_states: [T, H], T <= M where there is a limit; T may be 0 and differ.
+            hidden_states: [T, H], T <= M if there is a limit; T may be 0 and differ between ranks.
             topk: topk_ids [T, K], int64, -1 for none; topk_weights [T, K], float32.
-            weights: this rank's experts as in the checkpoint; packed at the first call, and anew
-                when they have changed, but for writes through `.data`, see repack().
-            decode: ignored: prefill and decode use the same operator.
+            weights: this rank's experts as in the checkpoint. They are packed in the first call,
+                and again after they were written; for writes through `.data` see repack().
+            decode: ignored; prefill and decode use the same operator.
 
         Collective: yes.   Host sync: caps.host_syncs times; with check_calls one more.
         Lifetime: the caller owns the result.
         Raises:
-            ConfigError: gradients are needed; raised after this rank has taken part in the call.
+            ConfigError: gradients are needed; raised after the exchange, in which this rank took
+                part.
             ShapeError, CapacityError: a bad call; with caps.is_static y is NaN instead, and check()
                 raises.
             HandleError: the group is closed.
@@ -83,41 +84,40 @@ class FuseEPPath:
         error = refusal or find_call_error(
             hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
         )
-        assert isinstance(weights, Int8ChannelWeights), "the plan was made for such"
+        assert isinstance(weights, Int8ChannelWeights), "the plan was made for them"
         experts = self._packed.of(weights.tensors(), lambda: self._operator.pack(weights))
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
         if self._checks_calls:
-            # The check comes before the refusal is raised; otherwise faults of this call would wait
-            # for the next check.
+            # Before the refusal is raised; otherwise faults of this call would wait for a check.
             self.check()
         if refusal is not None:
             raise refusal
         if error is not None:
-            # A static operator has not raised: this rank took part without tokens.
+            # A static operator does not raise; this rank took part without tokens.
             shape = (num_tokens, self._spec.hidden_size)
             return replace(result, y=result.y.new_full(shape, float("nan")))
         return replace(result, y=result.y.to(hidden_states.dtype))
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        """Raise the faults found on the device. Local; host sync; see Dispatcher.check."""
         self._operator.check()
 
     def repack(self) -> None:
-        """Pack the experts anew at the next call. Local.
+        """Pack the experts again in the next call. Local.
 
         Call it after `parameter.data.copy_(...)` or `parameter.data[...] = ...`, which torch does
-        not count as writes; load_state_dict(), copy_() and `.data = ...` are noticed.
+        not count as writes; load_state_dict(), copy_() and `.data = ...` are detected.
         """
         self._packed.forget()
 
     def traffic(self) -> BufferTraffic:
-        """Return the bytes that the operator has sent to other ranks, for all of its layers."""
+        """Return the bytes that the operator has sent to other ranks for all of its layers."""
         return self._operator.traffic()
 
     def _refusal(
         self, hidden_states: Tensor, topk: TopKOutput, weights: ExpertTensors
     ) -> EPError | None:
-        # An argument that is no TopKOutput is reported to all ranks, as a fault of the call.
+        # An argument that is not a TopKOutput is reported to all ranks as a fault of the call.
         inputs = (hidden_states, getattr(topk, "topk_weights", None), *weights.tensors().values())
         needs_grad = any(getattr(tensor, "requires_grad", False) for tensor in inputs)
         if not (torch.is_grad_enabled() and needs_grad):

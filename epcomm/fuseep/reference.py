@@ -1,9 +1,9 @@
 """Compute FuseEP in plain torch over any group: the steps of the fused operators one by one.
 
-Tokens travel as INT8 codes with a scale each. An expert multiplies codes exactly, scales the sums
-to float32, applies SwiGLU, rounds to codes again, multiplies once more and gives bfloat16 results,
-which the tokens' rank weighs and adds up in float32. CollectiveBuffer moves the tokens, with
-float32 sums in combine, so that nothing is rounded between the experts' results and y.
+Tokens are sent as INT8 codes with one scale each. An expert multiplies codes exactly, scales the
+sums to float32, applies SwiGLU, quantises again, multiplies, and rounds the results to bfloat16.
+CollectiveBuffer moves the tokens and sums the weighted results in float32, so that nothing is
+rounded between the results of the experts and y.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FLOAT32 = WireFormat(dtype=WireDtype.FP32)
 
 
 class FuseEPReference(FusedBackend[Int8ChannelWeights]):
-    """Runs FuseEP with exact sizes on any device; the host waits for the counts."""
+    """FuseEP with exact sizes on any device; the host waits for the counts."""
 
     name: ClassVar[str] = "fuseep_reference"
 
@@ -73,7 +73,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
     def run(self, call: DispatchCall, experts: Int8ChannelWeights) -> FuseEPResult:
         check_packed(experts, Int8ChannelWeights, self.name)
         if self._is_closed:
-            raise HandleError(f"{self.name}: it is closed; make a new EPGroup")
+            raise HandleError(f"{self.name}: the operator is closed; make a new EPGroup")
         out = self._buffer.dispatch(call)
         assert out.slot_weights is not None, "weights travel with the rows"
         assert out.rows.scales is not None, "rows travel as INT8"
@@ -83,7 +83,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
             scales=gather_rows(out.rows.scales, out.index),
         )
         counts = out.index.host_num_tokens_per_expert
-        assert counts is not None, "the host has read them"
+        assert counts is not None, "sizes are exact"
         results = compute_experts(slots, counts, experts)
         y, _ = self._buffer.combine(
             results.float(), out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
@@ -96,7 +96,7 @@ class FuseEPReference(FusedBackend[Int8ChannelWeights]):
         )
 
     def check(self) -> None:
-        """Do nothing: run() raises all faults itself."""
+        """Do nothing, because run() raises all faults."""
 
     def traffic(self) -> BufferTraffic:
         return self._buffer.traffic()
@@ -117,7 +117,7 @@ def compute_experts(
         experts: the experts of this rank.
 
     Returns:
-        [S, H], bfloat16, not weighted.
+        [S, H], bfloat16, without router weights.
     """
     assert slots.scales is not None, "INT8 rows have scales"
     results = torch.empty(slots.data.shape, dtype=torch.bfloat16, device=slots.data.device)
@@ -135,19 +135,19 @@ def compute_experts(
 
 
 def _integer_product(codes: Tensor, matrix: Tensor) -> Tensor:
-    """Multiply codes [N, K] by a matrix [M, K], int8, exactly, to [N, M], float32."""
-    # Sums of products of codes are integers below 2**53, where float64 is exact.
+    """Return the exact product of codes [N, K] and a matrix [M, K], int8: [N, M], float32."""
+    # Sums of products of codes are integers below 2**53, which float64 represents exactly.
     return (codes.double() @ matrix.double().T).float()
 
 
 def _to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise float32 [N, I] to codes rint(v * 127 / amax), int8, and scales amax / 127, [N, 1].
 
-    A row of zeros gets codes and a scale of 0.
+    Codes and scale of a row of zeros are 0.
     """
     amax = values.abs().amax(dim=1, keepdim=True)
     largest = torch.full_like(amax, INT8_MAX)
-    # Not `127 / amax`, which torch computes as a rounded reciprocal times 127.
+    # Not `127 / amax`, which torch computes as 127 times a rounded reciprocal.
     factor = torch.where(amax > 0, torch.div(largest, amax), 0.0)
     return (values * factor).round().to(torch.int8), amax / largest
 

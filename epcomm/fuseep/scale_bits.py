@@ -1,12 +1,10 @@
 """Convert scales to the form of DispatchFFNCombine: the bits of float32 in int64, in one dimension.
 
-The device reads the upper 19 of the lower 32 bits, with relative errors of 2**-10 at most. The
-conversion keeps all 32 bits.
+The conversion keeps all 32 bits. The device reads the upper 19 of them, with a relative error of at
+most 2**-10.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from epcomm.errors import ShapeError
 def bits_of_scales(scales: Tensor) -> Tensor:
     """Convert float32 [...] to int64 [number of elements], row-major, in new memory.
 
-    A negative scale has its sign in the upper 32 bits too, which the device does not read.
+    The upper 32 bits of a negative scale are set; the device does not read them.
 
     Raises:
         ShapeError: scales are not float32.
@@ -27,16 +25,3 @@ def bits_of_scales(scales: Tensor) -> Tensor:
             f"bits_of_scales: scales are {scales.dtype}, expected torch.float32; call .float()"
         )
     return scales.view(torch.int32).flatten().to(torch.int64)
-
-
-def scales_of_bits(bits: Tensor, shape: Sequence[int]) -> Tensor:
-    """Undo bits_of_scales(): convert int64 [number of elements] to float32 of this shape.
-
-    Raises:
-        ShapeError: bits are not int64.
-    """
-    if bits.dtype != torch.int64:
-        raise ShapeError(
-            f"scales_of_bits: bits are {bits.dtype}, expected torch.int64 from bits_of_scales()"
-        )
-    return bits.to(torch.int32).view(torch.float32).view(list(shape))

@@ -1,24 +1,29 @@
-"""Pack W8A8 experts for the fused operators, into one record for each mode, and unpack them.
+"""Pack W8A8 experts for the fused operators, into one record for each mode.
 
-Each mode has a record of another type, so that packed weights cannot be packed again and no mode
-takes the weights of the other. New weights of a checkpoint are packed into a new record.
+The records have different types, so that weights cannot be packed twice, or passed to the operator
+of another mode.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.fuseep.interleave import TILE, deinterleave, interleave
-from epcomm.fuseep.scale_bits import bits_of_scales, scales_of_bits
+from epcomm.fuseep.interleave import TILE, interleave
+from epcomm.fuseep.scale_bits import bits_of_scales
 from epcomm.platforms.ascend.chip import Soc
-from epcomm.platforms.ascend.formats import to_nd, to_nz
+from epcomm.platforms.ascend.formats import to_nz
 from epcomm.weights.quantized import Int8ChannelWeights
+
+# The dtype and shape of each field of a record.
+Layout = Mapping[str, tuple[torch.dtype, list[int]]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,8 +31,8 @@ class PackedWeights(ABC):
     """The experts of one rank, packed for a fused operator.
 
     gate_up_proj: int8 [E, H, 2I], E experts of this rank.   Other tensors: see the subclasses.
-    All tensors are contiguous and on one device; matrices are in NZ where the device has it.
-    soc: the processor whose kernel reads this layout.
+    All tensors are contiguous and on one device; matrices are in NZ if the device has it.
+    soc: the chip whose kernel reads this layout.
     """
 
     gate_up_proj: Tensor
@@ -36,7 +41,7 @@ class PackedWeights(ABC):
     down_scale: Tensor
 
     soc: ClassVar[Soc] = Soc.A3
-    # 2I is a multiple of this number.
+    # 2I must be a multiple of it.
     _column_unit: ClassVar[int]
 
     def __post_init__(self) -> None:
@@ -47,7 +52,7 @@ class PackedWeights(ABC):
                 f"multiple of {self._column_unit}; make the record by pack()"
             )
         device = self.gate_up_proj.device
-        for name, (dtype, wanted) in self._layout().items():
+        for name, (dtype, wanted) in self._layout(*shape).items():
             tensor: Tensor = getattr(self, name)
             found = (tensor.dtype, list(tensor.shape), tensor.device, tensor.is_contiguous())
             if found != (dtype, wanted, device, True):
@@ -60,20 +65,16 @@ class PackedWeights(ABC):
     @classmethod
     @abstractmethod
     def pack(cls, weights: Int8ChannelWeights) -> Self:
-        """Copy `weights` into the layout that the operator reads, in new memory. Local.
+        """Return a copy of `weights` in the layout of the operator. Local.
 
         Raises:
-            ConfigError: weights of another kind (packed ones among them), hidden states that are
-                not bfloat16, or a device that refuses NZ.
+            ConfigError: weights of another kind, packed ones included, hidden states that are not
+                bfloat16, or a device that refuses NZ.
         """
-
-    @abstractmethod
-    def unpack(self) -> Int8ChannelWeights:
-        """Return the weights that were packed, to the bit, in new memory."""
 
     @property
     def num_experts(self) -> int:
-        """Return E, the number of experts of this rank."""
+        """The number of experts of this rank, E."""
         return self.gate_up_proj.shape[0]
 
     @property
@@ -86,17 +87,24 @@ class PackedWeights(ABC):
         """The intermediate size of an expert, I."""
         return self.gate_up_proj.shape[2] // 2
 
+    @classmethod
+    def num_bytes(cls, num_experts: int, hidden_size: int, intermediate_size: int) -> int:
+        """Return the bytes of a record of experts of these sizes."""
+        layout = cls._layout(num_experts, hidden_size, 2 * intermediate_size)
+        return sum(prod(shape) * dtype.itemsize for dtype, shape in layout.values())
+
+    @staticmethod
     @abstractmethod
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        """Return the dtype and shape of each field, from the shape of gate_up_proj."""
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
+        """Return the dtype and shape of each field, for 2I columns of gate and up."""
 
 
 class FusedDeepMoEWeights(PackedWeights):
     """The weights of mode 1: gate and up interleaved in tiles, scales in float32.
 
-    gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved alike.
+    gate_up_proj: int8 [E, H, 2I], interleaved.   gate_up_scale: float32 [E, 2I], interleaved too.
     down_proj: int8 [E, H, I], as in the checkpoint.   down_scale: float32 [E, H].
-    2I is a multiple of 128. A3 reads this tile; A5 reads tiles of half the size, and no INT8.
+    2I is a multiple of 128. These are the tiles of A3; A5 has tiles of half the size, and no INT8.
     """
 
     _column_unit: ClassVar[int] = TILE
@@ -111,17 +119,8 @@ class FusedDeepMoEWeights(PackedWeights):
             down_scale=_copy(weights.down_scale),
         )
 
-    def unpack(self) -> Int8ChannelWeights:
-        gate_up = deinterleave(to_nd(self.gate_up_proj), dim=2)
-        return Int8ChannelWeights(
-            gate_up_proj=_copy(gate_up.transpose(1, 2)),
-            gate_up_scale=deinterleave(self.gate_up_scale, dim=1),
-            down_proj=_copy(to_nd(self.down_proj)),
-            down_scale=_copy(self.down_scale),
-        )
-
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        experts, hidden, columns = self.gate_up_proj.shape
+    @staticmethod
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
         return {
             "gate_up_proj": (torch.int8, [experts, hidden, columns]),
             "gate_up_scale": (torch.float32, [experts, columns]),
@@ -135,7 +134,7 @@ class MegaMoEWeights(PackedWeights):
 
     gate_up_proj: int8 [E, H, 2I].   gate_up_scale: float32 [E, 2I].
     down_proj: int8 [E, I, H].   down_scale: float32 [E, H].
-    The operator takes a list with a tensor for each expert, which must not be views into NZ.
+    The operator takes a list with one tensor for each expert; views into NZ are not allowed.
     """
 
     _column_unit: ClassVar[int] = 2
@@ -150,16 +149,8 @@ class MegaMoEWeights(PackedWeights):
             down_scale=_copy(weights.down_scale),
         )
 
-    def unpack(self) -> Int8ChannelWeights:
-        return Int8ChannelWeights(
-            gate_up_proj=_copy(self.gate_up_proj.transpose(1, 2)),
-            gate_up_scale=_copy(self.gate_up_scale),
-            down_proj=_copy(self.down_proj.transpose(1, 2)),
-            down_scale=_copy(self.down_scale),
-        )
-
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        experts, hidden, columns = self.gate_up_proj.shape
+    @staticmethod
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
         return {
             "gate_up_proj": (torch.int8, [experts, hidden, columns]),
             "gate_up_scale": (torch.float32, [experts, columns]),
@@ -187,17 +178,8 @@ class DispatchFFNCombineWeights(PackedWeights):
             down_scale=bits_of_scales(weights.down_scale),
         )
 
-    def unpack(self) -> Int8ChannelWeights:
-        experts, hidden, columns = self.gate_up_proj.shape
-        return Int8ChannelWeights(
-            gate_up_proj=_copy(to_nd(self.gate_up_proj).transpose(1, 2)),
-            gate_up_scale=scales_of_bits(self.gate_up_scale, (experts, columns)),
-            down_proj=_copy(to_nd(self.down_proj).transpose(1, 2)),
-            down_scale=scales_of_bits(self.down_scale, (experts, hidden)),
-        )
-
-    def _layout(self) -> dict[str, tuple[torch.dtype, list[int]]]:
-        experts, hidden, columns = self.gate_up_proj.shape
+    @staticmethod
+    def _layout(experts: int, hidden: int, columns: int) -> Layout:
         return {
             "gate_up_proj": (torch.int8, [experts, hidden, columns]),
             "gate_up_scale": (torch.int64, [experts * columns]),
@@ -207,7 +189,7 @@ class DispatchFFNCombineWeights(PackedWeights):
 
 
 def _check_source(cls: type[PackedWeights], weights: object) -> None:
-    """Refuse weights of another kind, which only a type checker would notice, or another dtype."""
+    """Raise ConfigError for weights of another kind or dtype."""
     if not isinstance(weights, Int8ChannelWeights):
         raise ConfigError(
             f"{cls.__name__}.pack: weights are {type(weights).__name__}, expected "
@@ -221,5 +203,5 @@ def _check_source(cls: type[PackedWeights], weights: object) -> None:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Copy a tensor into new contiguous memory, which later loads of the original do not change."""
+    """Return a contiguous copy, which later writes to the original do not change."""
     return tensor.clone(memory_format=torch.contiguous_format)

@@ -1,1 +1,1 @@
-"""Say what this machine has: hosts, GPUs, NPUs and the packages of their vendors."""
+"""The properties of this machine: hosts, GPUs, NPUs and the packages of their vendors."""

@@ -1,4 +1,4 @@
-"""Machines that are not this one, as far as a plan asks of them; nothing of them is looked at."""
+"""Assumed machines, for plans of hardware that is not here."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from epcomm.platforms.deep_ep import DeepEPKind, InstalledDeepEP
 from epcomm.platforms.machine import Answer, Machine
 from epcomm.platforms.nvlink import PeerReach
 
-# What torch of a CUDA build brings, and what a plain `pip install triton` adds.
+# Modules of a CUDA build of torch, and triton.
 _MODULES = frozenset({"triton", "torch.distributed._symmetric_memory"})
-# The packages that serve these backends, which are built from source.
+# The deep_ep of each backend that needs one.
 _DEEP_EP: Mapping[str, DeepEPKind] = MappingProxyType(
     {
         "deep_ep": DeepEPKind.V2,
@@ -26,13 +26,13 @@ _DEEP_EP: Mapping[str, DeepEPKind] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class AssumedMachine:
-    """A host full of one device, on which ranks are assumed to run, one a device.
+    """An assumed host with one kind of device, which runs one rank per device.
 
-    name: as --device says it.   device_type: of tensors.   transport: of the process group.
-    capability: compute capability of its NVIDIA GPUs, None of others; NVLink joins those of a host.
-    ranks_per_host: most ranks of one host, None for any number.
+    name: its name in --device.   device_type: that of tensors.   transport: of the process group.
+    capability: compute capability of its NVIDIA GPUs, which NVLink connects; None for others.
+    ranks_per_host: limit of the ranks of one host; None for no limit.
     host_waits: the host waits in collectives.
-    deep_ep: which is installed, None for none.
+    deep_ep: the installed deep_ep, or None.
     """
 
     name: str
@@ -44,20 +44,20 @@ class AssumedMachine:
     deep_ep: DeepEPKind | None = None
 
     def machine(self) -> Machine:
-        """Return what the machine of each rank answers. Local."""
+        """Return the Machine of each rank. Local."""
         capability, device = self.capability, torch.device(self.device_type)
         modules = _MODULES if capability is not None else frozenset[str]()
         found = self.deep_ep
         deep_ep = None if found is None else InstalledDeepEP(kind=found, has_legacy_buffer=True)
 
         def ask(device: torch.device | None) -> tuple[int, int]:
-            assert capability is not None, "asked of CUDA devices alone"
+            assert capability is not None, "only CUDA devices have one"
             return capability
 
         return Machine(
             find_version=lambda distribution: None,
             find_folder=lambda package: None,
-            run_program=lambda program: Answer(error=f"{self.name} is assumed, and runs nothing"),
+            run_program=lambda program: Answer(error=f"{self.name} is assumed and runs nothing"),
             environment=MappingProxyType({}),
             has_module=lambda name: name in modules,
             find_deep_ep=lambda: deep_ep,
@@ -70,12 +70,12 @@ class AssumedMachine:
         )
 
     def hosts(self, world_size: int) -> list[str]:
-        """Return the host of each rank: hosts are filled one after another."""
+        """Return the host of each rank; hosts are filled one after another."""
         most = self.ranks_per_host or world_size
         return [f"{self.name} {rank // most}" for rank in range(world_size)]
 
     def reaches(self, world_size: int) -> list[PeerReach]:
-        """Return what the GPU of each rank reaches over NVLink; empty where they have no GPUs."""
+        """Return the NVLink peers of the GPU of each rank; empty without GPUs."""
         if self.capability is None:
             return []
         hosts = self.hosts(world_size)
@@ -92,7 +92,7 @@ class AssumedMachine:
         ]
 
     def describe(self, world_size: int) -> tuple[str, ...]:
-        """List what is assumed of `world_size` ranks, a fact a line."""
+        """List the assumptions about `world_size` ranks, one per line."""
         hosts = self.hosts(world_size)
         num_hosts, most = len(set(hosts)), hosts.count(hosts[0])
         place = "1 host" if num_hosts == 1 else f"{num_hosts} hosts"
@@ -117,7 +117,7 @@ class AssumedMachine:
         return tuple(facts)
 
 
-# 8: the GPUs of one HGX or DGX host, which NVLink joins.
+# GPUs of an HGX or DGX host, which NVLink connects.
 _HGX_RANKS = 8
 
 
@@ -142,5 +142,5 @@ DEVICES: Mapping[str, AssumedMachine] = MappingProxyType(
 
 
 def deep_ep_of(backend: str) -> DeepEPKind | None:
-    """Return the deep_ep that has to be there where a configuration names `backend`, or None."""
+    """Return the deep_ep that `backend` needs, or None."""
     return _DEEP_EP.get(backend)

@@ -1,7 +1,7 @@
-"""Say what the CUDA devices of this process have, and which packages their kernels need.
+"""Properties of the CUDA devices of this process, and the requirements of their kernels.
 
-Without a device a question about one is an error of torch; cuda_reasons() asks whether there is
-one. Nothing here imports a package.
+Except for cuda_reasons(), queries of a device raise in torch if there is none. No package is
+imported.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Compute capabilities of NVIDIA GPUs, major and minor; most: None for all newer ones."""
+    """A range of compute capabilities, (major, minor); most: None for no upper limit."""
 
     least: tuple[int, int]
     most: tuple[int, int] | None = None
 
     def lacking(self, found: tuple[int, int]) -> list[str]:
-        """Return the reason why a GPU of compute capability `found` does not serve, if any."""
+        """Return why a GPU of compute capability `found` does not serve; empty if it does."""
         if self.least <= found and (self.most is None or found <= self.most):
             return []
         return [f"compute capability is {found}, expected {self._range}"]
@@ -48,19 +48,19 @@ COPY_ENGINE = Capabilities(least=(9, 0))
 
 
 def cuda_reasons(machine: Machine) -> list[str]:
-    """List why no kernel of CUDA runs on a machine; empty if there is a device. Local."""
+    """List why a machine cannot run CUDA kernels; empty if it can. Local."""
     return [] if machine.has_cuda() else ["there is no CUDA device"]
 
 
 def triton_reasons(machine: Machine) -> list[str]:
-    """List why no kernel of Triton is compiled on a machine; empty if it can be. Local."""
+    """List why a machine cannot compile Triton kernels; empty if it can. Local."""
     return [] if machine.has_module("triton") else ["triton is not installed; install it"]
 
 
 def symmetric_memory_reasons(machine: Machine) -> list[str]:
     """List why a process cannot open memory of its peers; empty if it can. Local.
 
-    Which peers a device reaches depends on the ranks, see platforms.nvlink.
+    platforms.nvlink finds the peers of a device.
     """
     if machine.has_module("torch.distributed._symmetric_memory"):
         return []
@@ -68,28 +68,28 @@ def symmetric_memory_reasons(machine: Machine) -> list[str]:
 
 
 def compute_capability(device: torch.device | None = None) -> tuple[int, int] | None:
-    """Return major and minor number of a CUDA device, by default the current; None of others."""
+    """Return (major, minor) of a CUDA device, by default the current; None for other devices."""
     if device is not None and device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device)
 
 
 def has_dependent_launch(device: torch.device) -> bool:
-    """Return whether a kernel may start beside the one before it: NVIDIA, from Hopper on."""
+    """Return whether a kernel may start before the previous one ends: NVIDIA from Hopper on."""
     capability = compute_capability(device)
-    # ROCm numbers its architectures likewise, and has no such launch.
+    # ROCm has similar version numbers and no such launch.
     return torch.version.hip is None and capability is not None and capability[0] >= 9
 
 
 def name_of(device: torch.device) -> str:
-    """Return what a CUDA device calls itself, such as NVIDIA H200."""
+    """Return the name of a CUDA device, such as NVIDIA H200."""
     return torch.cuda.get_device_name(device)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make a device the current one; on a CPU, or where it is, nothing is to be done. Local.
+    """Return a context in which a CUDA device is the current one. Local.
 
-    torch.cuda.device() alone takes 3 us of host time.
+    torch.cuda.device() takes 3 us of host time, so it is used only if the device changes.
     """
     if device.type != "cuda" or torch._C._cuda_getDevice() == device.index:
         return _NOTHING
@@ -97,20 +97,20 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def num_sms_of(device: torch.device | int) -> int:
-    """Return how many SMs a CUDA device has."""
+    """Return the number of SMs of a CUDA device."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def shared_bytes_of(device: torch.device) -> int | None:
-    """Return the most bytes of shared memory that a block may have; None if torch does not tell."""
+    """Return the limit of shared memory per block in bytes; None if torch does not report it."""
     return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", None)
 
 
 def start_read(tensor: Tensor) -> Callable[[], list]:
-    """Begin to copy a tensor to the host, and return what waits for it and gives its values.
+    """Start to copy a tensor to the host, and return a function that waits and returns the values.
 
-    The wait is for what was launched before this call, and not for what comes later. A tensor on a
-    CPU, where kernels are interpreted, is read when it is asked for.
+    It waits only for work that was launched before this call. A tensor on a CPU, where kernels are
+    interpreted, is read by the returned function.
     """
     if not tensor.is_cuda:
         return tensor.tolist
@@ -127,7 +127,7 @@ def start_read(tensor: Tensor) -> Callable[[], list]:
 
 
 def nvidia_libraries(file_name: str) -> list[str]:
-    """List the paths of a library in the installed wheels of NVIDIA, sorted within each folder."""
+    """List the paths of a library in the installed wheels of NVIDIA."""
     spec = find_spec("nvidia")
     folders = list(spec.submodule_search_locations or ()) if spec is not None else []
     return [

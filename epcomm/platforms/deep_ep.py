@@ -1,4 +1,4 @@
-"""The packages that install as `deep_ep`: how to tell them apart, and what they do to variables."""
+"""The packages that install as `deep_ep`: how to distinguish them, and their variables."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class DeepEPKind(StrEnum):
     V2 = "V2"
     HYBRID = "Hybrid"
     ASCEND = "Ascend"
-    # epcomm.integrations.deep_ep in the place of the package: no backend for itself.
+    # epcomm.integrations.deep_ep, which cannot be a backend of epcomm.
     DROP_IN = "epcomm's drop-in"
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstalledDeepEP:
-    """The package that `import deep_ep` would take.
+    """The package that `import deep_ep` would import.
 
-    has_legacy_buffer: it defines the Buffer of V1.   is_stand_in: an imitation on the CPU.
+    has_legacy_buffer: it defines the Buffer of V1.   is_stand_in: it is an imitation on the CPU.
     has_mega_moe: its fused_deep_moe(), on Ascend, has the mode MEGA_MOE.
     """
 
@@ -43,8 +43,8 @@ class InstalledDeepEP:
 class Variable:
     """An environment variable that a communication package reads or writes.
 
-    value: as set here, or None.   written: what the Buffer of deep_ep V1 writes, or None.
-    advice: what to do; empty where nothing is to be done.
+    value: its value, or None.   written: the value that the Buffer of deep_ep V1 writes, or None.
+    advice: what to do; may be empty.
     """
 
     name: str
@@ -53,8 +53,9 @@ class Variable:
     advice: str = ""
 
 
-# Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, Buffer.__init__: set where ranks of other
-# hosts take part or low_latency_mode is on, in the process itself, for all users of NVSHMEM.
+# Variables that the Buffer of V1 sets in the process, for all users of NVSHMEM, if ranks are on
+# several hosts or low_latency_mode is on.
+# Source: deepseek-ai/DeepEP, deep_ep/buffers/legacy.py, Buffer.__init__.
 _V1_WRITES = MappingProxyType(
     {
         "NVSHMEM_DISABLE_P2P": "0; 1 with allow_nvlink_for_low_latency_mode=False",
@@ -67,29 +68,28 @@ _V1_WRITES = MappingProxyType(
         "NVSHMEM_DISABLE_MNNVL": "1, unless allow_mnnvl=True",
     }
 )
-# Entries of a queue, 1024 by default.
-# Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
+# Entries of a queue. Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
 _QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 
-# Prefix of a variable -> who reads it and what to do.
+# The reader of variables with each prefix, and what to do.
 _READERS = MappingProxyType(
     {
         "NVSHMEM_": "every user of NVSHMEM in the process reads it",
-        "EP_": "deep_ep V2 reads such names; set them alike on all ranks",
-        "DEEP_": "the deep_ep for Ascend reads such names, and they may change numbers or layout "
-        "behind the caller's arguments; unset it",
-        "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set them alike on all "
-        "ranks",
+        "EP_": "deep_ep V2 reads such names; set the same value on all ranks",
+        "DEEP_": "the deep_ep for Ascend reads such names, which may change numbers or layouts; "
+        "unset it",
+        "DEEPEP_": "the deep_ep for Ascend reads such names for its sizes; set the same value on "
+        "all ranks",
     }
 )
 
 
 def find_deep_ep() -> InstalledDeepEP | None:
-    """Return which deep_ep is installed, None where there is none. Local; imports nothing."""
+    """Return the installed deep_ep, or None. Local; imports nothing."""
     try:
         found = find_spec("deep_ep")
     except ValueError:
-        # A module that something put there by hand, without saying where it comes from.
+        # A module in sys.modules without a spec.
         return None
     locations = found.submodule_search_locations if found is not None else None
     if not locations:
@@ -104,17 +104,15 @@ def find_deep_ep() -> InstalledDeepEP | None:
 
 
 def runs_on_cpu_ranks() -> bool:
-    """Return whether fakes.deep_ep stands in for the package."""
+    """Return whether fakes.deep_ep replaces the package."""
     return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))
 
 
 def deep_ep_kind(folder: Path) -> DeepEPKind:
-    """Recognise a deep_ep package by the classes and functions that its sources define.
+    """Return the kind of the deep_ep package in `folder`. Local; imports nothing.
 
-    Args:
-        folder: of the package; nothing in it is imported.
-
-    V2 holds the Buffer of V1 too, and so do the Hybrid branch and the package for Ascend.
+    The classes and functions in its sources determine it. V2, the Hybrid branch and the package for
+    Ascend also have the Buffer of V1.
     """
     return _kind_of(_defined_names(folder))
 
@@ -132,7 +130,7 @@ def _kind_of(names: Set[str]) -> DeepEPKind:
 
 
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:
-    """List what deep_ep V1 writes, set or not, and what is set for somebody."""
+    """List the variables that deep_ep V1 writes, and those that are set for a known reader."""
     listed = [name for name in sorted(variables) if _advice_for(name) and name not in _V1_WRITES]
     return tuple(
         Variable(
@@ -146,7 +144,7 @@ def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...
 
 
 def queue_reasons(max_tokens: int, variables: Mapping[str, str]) -> tuple[str, ...]:
-    """List what keeps low latency of V1 from `max_tokens` tokens a rank, with these variables."""
+    """List why low latency of V1 cannot have `max_tokens` tokens per rank with these variables."""
     depth = variables.get(_QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH)
     if not depth.isdecimal():
         return (f"{_QUEUE_DEPTH} is {depth!r}, expected a number; correct it or unset it",)
@@ -158,9 +156,9 @@ def queue_reasons(max_tokens: int, variables: Mapping[str, str]) -> tuple[str, .
 
 def _variable_advice(name: str) -> str:
     if name == _QUEUE_DEPTH:
-        return "deep_ep V1 keeps it; it limits max_tokens_per_rank to half of it, less 1"
+        return "deep_ep V1 keeps it; it limits max_tokens_per_rank to half of it minus 1"
     if name in _V1_WRITES:
-        return "deep_ep V1 overwrites it, for all users of NVSHMEM in the process"
+        return "deep_ep V1 overwrites it for all users of NVSHMEM in the process"
     return _advice_for(name)
 
 
@@ -169,25 +167,25 @@ def _advice_for(name: str) -> str:
 
 
 def _defined_names(folder: Path) -> set[str]:
-    """Return the classes and functions, methods included, that the sources of a package define."""
+    """Return the names of classes, functions and methods in the sources of a package."""
     return {name for path in folder.rglob("*.py") for name in _names_in(path.read_bytes())}
 
 
-# Every plan asks for each backend of the package, and parsing it takes 50 ms. By contents, so that
-# another package in its place is seen. 256 files: more than any of the packages has.
+# Cached, because every plan asks for each backend of the package, and parsing takes 50 ms. The key
+# is the content, so that a replaced package is detected. 256 is more than the files of a package.
 @lru_cache(maxsize=256)
 def _names_in(source: bytes) -> frozenset[str]:
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
-        # Not Python that we know; whatever it defines, its import tells.
+        # This file cannot be parsed by this version of Python.
         return frozenset()
     kinds, names = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef), set[str]()
     for node in ast.walk(tree):
         if isinstance(node, kinds):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            # Members of enumerations are assigned.
+            # Members of enumerations.
             assigned = [each.targets[0] for each in node.body if isinstance(each, ast.Assign)]
             names |= {target.id for target in assigned if isinstance(target, ast.Name)}
     return frozenset(names)

@@ -1,4 +1,4 @@
-"""The installed deep_ep: which one it is, what keeps its buffers from serving, and its import."""
+"""The installed deep_ep: its kind, why its buffers cannot serve, and its import."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from epcomm.platforms.machine import Machine, this_machine
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireDtype
 
-# The first releases of the elastic buffer kept the older one beside it.
+# Packages that may have the Buffer of V1; the first releases of V2 still have it.
 WITH_LEGACY_BUFFER = frozenset({DeepEPKind.V1, DeepEPKind.V2, DeepEPKind.HYBRID})
 WITH_ELASTIC_BUFFER = frozenset({DeepEPKind.V2})
-# Builds V2, which keeps the Buffer of V1. Source: its README, for wheels are not published.
+# Builds V2, which includes the Buffer of V1. Source: its README; there are no wheels.
 _BUILD = (
     "git clone --recursive https://github.com/deepseek-ai/DeepEP && cd DeepEP && "
     "python setup.py install"
 )
-# What both carry towards the experts; combine knows bfloat16 alone.
+# Dtypes of dispatch of both; combine has only bfloat16.
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP8_E4M3})
-# Elements that share a scale in its FP8 rows.
+# Elements per scale in its FP8 rows.
 SCALE_BLOCK = 128
 
 
 def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Availability:
-    """Return whether one of `kinds` is on a machine, None for this one, with devices for it.
+    """Return whether a machine, by default this one, has one of `kinds` and devices for it.
 
     Local; imports nothing.
     """
@@ -45,11 +45,11 @@ def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Ava
         absent=[] if is_stand_in else cuda_reasons(machine),
         needs="NVIDIA GPUs",
     )
-    # An attribute that torch makes at run time, which type checkers cannot see.
+    # torch creates this attribute at run time, so type checkers do not know it.
     switch: Any = torch.utils.deterministic
     if torch.are_deterministic_algorithms_enabled() and switch.fill_uninitialized_memory:
         reason = (
-            "torch fills new memory beside its stream; set "
+            "torch fills new memory outside of the stream of the package; set "
             "torch.utils.deterministic.fill_uninitialized_memory = False"
         )
         return replace(verdict, ok=False, reasons=(*verdict.reasons, reason))
@@ -57,22 +57,22 @@ def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Ava
 
 
 def _missing(kinds: Set[DeepEPKind], found: InstalledDeepEP | None) -> list[str]:
-    """List what keeps the installed package from having what `kinds` have."""
+    """List why the installed package is not one of `kinds`."""
     if found is None:
         return ["deep_ep is not installed (github.com/deepseek-ai/DeepEP)"]
     wanted = " or ".join(sorted(kind.value for kind in kinds))
     if found.kind not in kinds:
-        return [f"the deep_ep installed is {found.kind.value}, expected {wanted}"]
+        return [f"the installed deep_ep is {found.kind.value}, expected {wanted}"]
     if kinds == WITH_LEGACY_BUFFER and not found.has_legacy_buffer:
-        return [f"the deep_ep installed is {found.kind.value} without the Buffer of V1"]
+        return [f"the installed deep_ep is {found.kind.value} without the Buffer of V1"]
     return []
 
 
 def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
-    """Import it.
+    """Import deep_ep.
 
     Raises:
-        BackendUnavailable: it is missing, another kind, or its import fails.
+        BackendUnavailable: it is missing or of another kind, or its import fails.
     """
     verdict = probe_deep_ep(kinds)
     if not verdict.ok:
@@ -81,7 +81,7 @@ def load_deep_ep(kinds: Set[DeepEPKind]) -> ModuleType:
 
 
 def import_deep_ep() -> ModuleType:
-    """Import whichever is installed.
+    """Import the installed deep_ep.
 
     Raises:
         BackendUnavailable: its import fails.
@@ -95,7 +95,7 @@ def import_deep_ep() -> ModuleType:
 
 
 def format_reasons(spec: BufferSpec) -> list[str]:
-    """List the rows of a specification that no buffer of deep_ep carries."""
+    """List the formats of a specification that no buffer of deep_ep carries."""
     reasons = []
     if spec.hidden_format.dtype is not WireDtype.BF16:
         reasons.append(f"combine carries bf16, not {spec.hidden_format}")
@@ -105,5 +105,5 @@ def format_reasons(spec: BufferSpec) -> list[str]:
 
 
 def device_types() -> frozenset[str]:
-    """Return the types of the devices of the groups that the deep_ep here serves."""
+    """Return the device types of groups that the installed deep_ep, or its imitation, serves."""
     return frozenset({"cpu"} if runs_on_cpu_ranks() else {"cuda"})

@@ -1,4 +1,4 @@
-"""The installed deep_gemm: whether it is there, and the functions of it that are used."""
+"""The installed deep_gemm: whether it can run, and the functions that are used."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from epcomm.platforms.machine import Machine
 from epcomm.platforms.signatures import has_parameter
 
 _CONTIGUOUS_NAMES = ("m_grouped_fp8_gemm_nt_contiguous",)
-# The second is what version 2.1 calls it.
+# The second name is that of version 2.1.
 _MASKED_NAMES = ("m_grouped_fp8_gemm_nt_masked", "fp8_m_grouped_gemm_nt_masked")
 _ALIGNMENT_NAMES = (
     "get_mk_alignment_for_contiguous_layout",
     "get_m_alignment_for_contiguous_layout",
 )
 
-# Source: its README, for wheels are not published.
+# Source: its README; there are no wheels.
 BUILD = (
     "git clone --recursive https://github.com/deepseek-ai/DeepGEMM && cd DeepGEMM && ./install.sh"
 )
@@ -49,14 +49,14 @@ def deep_gemm_reasons(machine: Machine) -> list[str]:
         return ["deep_gemm is not installed"]
     if not machine.has_library(lambda: nvcc_is_installed(machine.environment)):
         return [
-            "nvcc is not installed, by which deep_gemm compiles kernels at run time; install the "
+            "nvcc is not installed, with which deep_gemm compiles kernels at run time; install the "
             "CUDA toolkit, or set CUDA_HOME to its folder"
         ]
     return []
 
 
 def nvcc_is_installed(variables: Mapping[str, str]) -> bool:
-    """Return whether the CUDA compiler is where the package looks for it."""
+    """Return whether the CUDA compiler is where the package searches for it."""
     home = variables.get("CUDA_HOME") or variables.get("CUDA_PATH")
     if home is None and shutil.which("nvcc", path=variables.get("PATH")) is not None:
         return True
@@ -64,10 +64,10 @@ def nvcc_is_installed(variables: Mapping[str, str]) -> bool:
 
 
 def load_deep_gemm() -> DeepGemm:
-    """Import the package, which deep_gemm_reasons() has found; the import system keeps it.
+    """Import the package, after deep_gemm_reasons() found no reasons.
 
     Raises:
-        BackendUnavailable: it has other functions.
+        BackendUnavailable: the package has other functions.
     """
     module = import_module("deep_gemm")
     multiply_contiguous = _find(module, _CONTIGUOUS_NAMES)

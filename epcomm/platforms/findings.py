@@ -1,8 +1,8 @@
-"""Find torch, devices and packages on a machine, and what to do about those that are missing.
+"""Find torch, devices and packages on a machine, and advice about those that are missing.
 
-Packages are found by their files, and what only an import can tell (devices, the MPI library,
-whether deep_ep loads) is asked of a process of its own. torch_npu is found and never imported:
-without its toolkit it breaks torch.
+Packages are found by their files. A separate process imports what must be imported (devices, the
+MPI library, whether deep_ep loads). torch_npu is never imported, because without its toolkit it
+breaks torch.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that epcomm uses or may use, or a part of it.
+    """The status of a package, device, backend or runner.
 
-    detail: what was found.   advice: what to do; empty where nothing is to be done.
-    reasons: why a backend or runner is not here.
-    command: the one that would bring such a part; empty where none can, and advice says why.
-    serves: the modes of a backend, or the kinds of experts that a runner computes.
+    detail: what was found.   advice: what to do; may be empty.
+    reasons: why a backend or runner is missing.
+    command: the command that would install it; empty if there is none, see advice.
+    serves: the modes of a backend, or the kinds of experts of a runner.
     """
 
     name: str
@@ -45,8 +45,8 @@ class Finding:
     serves: tuple[str, ...] = ()
 
 
-# The releases with which the quick tests pass, the oldest and the newest. A constant of the
-# library, because the machine that runs `epcomm doctor` has no pyproject.toml.
+# The oldest and newest releases with which the quick tests pass. A constant, because the machine
+# that runs `epcomm doctor` has no pyproject.toml.
 TESTED_VERSIONS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {"torch": ("2.11", "2.15"), "triton": ("3.6", "3.9")}
 )
@@ -67,7 +67,7 @@ print(json.dumps({
 }))
 """
 
-# MPI_Init has effects on the network and on signals, and nothing here needs it.
+# MPI_Init affects the network and signals, and is not needed here.
 _MPI_PROGRAM = """
 import json, mpi4py
 mpi4py.rc.initialize = False
@@ -77,7 +77,7 @@ print(json.dumps({"library": MPI.Get_library_version().split(",")[0].split("\\0"
 
 _DEEP_EP_PROGRAM = "import json, deep_ep\nprint(json.dumps({}))"
 
-# Package -> what it is for, and how to get it.
+# The purpose of each package, and how to install it.
 _PURPOSES = MappingProxyType(
     {
         "transformers": ("its models", "pip install 'transformers>=5.23' accelerate"),
@@ -100,17 +100,17 @@ _DEEP_EP_TEXT = MappingProxyType(
         DeepEPKind.V2: "DeepEP V2 (ElasticBuffer)",
         DeepEPKind.HYBRID: "DeepEP, Hybrid branch (HybridEPBuffer)",
         DeepEPKind.ASCEND: "sgl-kernel-npu, for Ascend (fused_deep_moe)",
-        DeepEPKind.DROP_IN: "the drop-in epcomm.integrations.deep_ep, which is no backend",
+        DeepEPKind.DROP_IN: "the drop-in epcomm.integrations.deep_ep, which is not a backend",
         DeepEPKind.UNKNOWN: "an unknown package: it defines no Buffer",
     }
 )
 
 
 def find_platform(machine: Machine) -> tuple[Finding, ...]:
-    """Look at torch, its distributed backends, and devices. Local; starts a short-lived process."""
+    """Find torch, its distributed backends, and devices. Local; starts a short-lived process."""
     answer = machine.run_program(_TORCH_PROGRAM)
     if answer.values is None:
-        advice = "repair the installation; where torch_npu is installed without its toolkit, set "
+        advice = "repair the installation; if torch_npu is installed without its toolkit, set "
         advice += "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
         finding = Finding(name="torch", status=Status.ATTENTION, detail=answer.error, advice=advice)
         return (finding,)
@@ -135,21 +135,21 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
 def _cuda_devices(devices: Sequence[str], *, has_cuda: bool, has_driver: bool) -> Finding:
     status, advice = Status.HERE, ""
     if not devices:
-        status, advice = Status.MISSING, "none needed: tensors on the CPU travel over gloo"
+        status, advice = Status.MISSING, "not needed: tensors on the CPU are sent over gloo"
     if has_driver and not has_cuda:
         status = Status.ATTENTION
-        advice = "the NVIDIA driver is here, but this torch is built without CUDA: install a CUDA "
-        advice += "build of torch (pytorch.org/get-started)"
+        advice = "there is an NVIDIA driver, but torch is built without CUDA: install a CUDA build "
+        advice += "of torch (pytorch.org/get-started)"
     elif has_driver and not devices:
         status = Status.ATTENTION
-        advice = "the NVIDIA driver is here, but torch sees no GPU: run nvidia-smi, check "
-        advice += "CUDA_VISIBLE_DEVICES, and take a torch whose CUDA this driver supports"
+        advice = "there is an NVIDIA driver, but torch finds no GPU: run nvidia-smi, check "
+        advice += "CUDA_VISIBLE_DEVICES, and use a torch whose CUDA the driver supports"
     detail = "\n".join(devices) or "none"
     return Finding(name="CUDA devices", status=status, detail=detail, advice=advice)
 
 
 def find_packages(machine: Machine) -> tuple[Finding, ...]:
-    """Look for the packages that epcomm may use. Local; starts up to two short-lived processes."""
+    """Find the packages that epcomm may use. Local; starts at most two short-lived processes."""
     return (
         _plain_package(machine, "transformers"),
         _plain_package(machine, "triton"),
@@ -161,13 +161,13 @@ def find_packages(machine: Machine) -> tuple[Finding, ...]:
 
 
 def find_deep_ep_kind(machine: Machine) -> DeepEPKind | None:
-    """Return which deep_ep is installed; None where there is none. Local; imports nothing."""
+    """Return which deep_ep is installed, or None. Local; imports nothing."""
     folder = machine.find_folder("deep_ep")
     return None if folder is None else deep_ep_kind(folder)
 
 
 def _shared_memory() -> Finding:
-    """Look at the memory that the ranks of this host can share, and at how much is left."""
+    """Find the memory that the ranks of this host can share."""
     left = memory_left()
     can_share = bool(host_of_this_process()) and left != 0
     size = "size unknown" if left is None else f"{left / 2**30:.2f} GiB left"
@@ -175,7 +175,7 @@ def _shared_memory() -> Finding:
         name="shared memory",
         status=Status.HERE if can_share else Status.MISSING,
         detail=f"{size}, of this host or its container; the size of /dev/shm does not matter",
-        advice="" if can_share else "mode normal on a CPU takes backend collective, without it",
+        advice="" if can_share else "mode normal on a CPU uses backend collective instead",
     )
 
 
@@ -185,7 +185,7 @@ def _missing(name: str) -> Finding:
         name=name,
         status=Status.MISSING,
         detail=f"for: {purpose}",
-        advice=f"if you want that: {remedy}",
+        advice=f"if you need it: {remedy}",
     )
 
 
@@ -194,7 +194,7 @@ def _here(name: str, detail: str) -> Finding:
 
 
 def _tested(name: str, version: str, detail: str) -> Finding:
-    """Return the finding on a package that was tested with some releases alone."""
+    """Return the finding on a package, which needs attention outside the tested releases."""
     oldest, newest = TESTED_VERSIONS[name]
     if _release(oldest) <= _release(version) <= _release(newest):
         return _here(name, detail)
@@ -203,7 +203,7 @@ def _tested(name: str, version: str, detail: str) -> Finding:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the first two numbers of a version, such as (2, 13) of `2.13.0+cpu`."""
+    """Return the first two numbers of a version: (2, 13) for `2.13.0+cpu`."""
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
@@ -212,7 +212,7 @@ def _version(machine: Machine, package: str) -> str:
 
 
 def _plain_package(machine: Machine, name: str) -> Finding:
-    """Return the finding on a package that is only looked for."""
+    """Return the finding on a package that is not imported."""
     if machine.find_folder(name) is None:
         return _missing(name)
     version = _version(machine, name)
@@ -238,7 +238,7 @@ def _deep_ep(machine: Machine, kind: DeepEPKind | None) -> Finding:
         return _missing("deep_ep")
     detail = f"{_version(machine, 'deep_ep')}, {_DEEP_EP_TEXT[kind]}"
     if kind is DeepEPKind.UNKNOWN:
-        advice = "uninstall it; whoever wants deep_ep builds it from source"
+        advice = "uninstall it; build deep_ep from source if you need it"
         return Finding(name="deep_ep", status=Status.ATTENTION, detail=detail, advice=advice)
     answer = machine.run_program(_DEEP_EP_PROGRAM)
     if answer.values is not None:
@@ -254,15 +254,15 @@ def _deep_ep(machine: Machine, kind: DeepEPKind | None) -> Finding:
 def _torch_npu(machine: Machine) -> Finding:
     if machine.find_folder("torch_npu") is None:
         return _missing("torch_npu")
-    detail = f"{_version(machine, 'torch_npu')}, found and not imported"
-    # The toolkit's set_env.sh sets both.
+    detail = f"{_version(machine, 'torch_npu')}, not imported"
+    # set_env.sh of the toolkit sets both.
     if {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"} & set(machine.environment):
         return _here("torch_npu", detail)
     return Finding(
         name="torch_npu",
         status=Status.ATTENTION,
         detail=f"{detail}; no sign of the Ascend toolkit",
-        advice="source the toolkit's set_env.sh; where there is none, uninstall torch_npu or set "
+        advice="source set_env.sh of the toolkit; without a toolkit, uninstall torch_npu or set "
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0, because it breaks `import torch`",
     )
 

@@ -1,7 +1,8 @@
-"""Tell which host runs this process, and how much memory its processes can still take.
+"""The identity of the host of this process, and the memory that its processes can still allocate.
 
-Memory without a name counts towards the memory of its control group and of the host, whatever size
-/dev/shm has. Beyond the limit of a control group the kernel ends a process, so one asks before.
+Unnamed memory counts towards the memory of its control group and of the host, regardless of the
+size of /dev/shm. The kernel kills a process that exceeds the limit of its control group, so the
+free memory is checked before an allocation.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from contextlib import suppress
 from pathlib import Path
 
 _GROUPS = Path("/sys/fs/cgroup")
-# Limit, use, and the line of memory.stat with what the kernel gives back first: of control groups
-# version 2, and of version 1, whose memory controller has a folder of its own.
+# The files of limit and usage, and the line of memory.stat with memory that the kernel can reclaim:
+# for control groups version 2, and for version 1, whose memory controller has its own folder.
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 
 
 def memory_left(processes: Path = Path("/proc"), groups: Path = _GROUPS) -> int | None:
-    """Return the bytes that this process can still take; None if that is not known. Local."""
+    """Return the bytes that this process can still allocate; None if unknown. Local."""
     found = [
         left for folder, names in _own_groups(processes, groups) for left in _left(folder, names)
     ]
@@ -32,7 +33,7 @@ def memory_left(processes: Path = Path("/proc"), groups: Path = _GROUPS) -> int 
 
 
 def _own_groups(processes: Path, groups: Path) -> Iterator[tuple[Path, tuple[str, str, str]]]:
-    """Yield the control groups that this process is in, and all that those are in."""
+    """Yield the control groups of this process and their parents."""
     try:
         lines = (processes / "self/cgroup").read_text().splitlines()
     except OSError:
@@ -44,16 +45,16 @@ def _own_groups(processes: Path, groups: Path) -> Iterator[tuple[Path, tuple[str
         root = groups / "memory" if controllers else groups
         names = _VERSION_1 if controllers else _VERSION_2
         folder = root / path.strip("/")
-        # In a container the path may be that of the host, and its own group the root.
+        # In a container the path may be that of the host, and the root may be its own group.
         yield from (
             (each, names) for each in (folder, *folder.parents) if each.is_relative_to(root)
         )
 
 
 def _left(folder: Path, names: tuple[str, str, str]) -> Iterator[int]:
-    """Yield the bytes that are left of the limit of one control group, if it has one."""
-    limit_name, used_name, given_back_name = names
-    # Not there: a group that has ended, the root, or a path of the host.
+    """Yield the bytes left below the limit of one control group, if it has a limit."""
+    limit_name, used_name, reclaimable_name = names
+    # The files do not exist for a group that has ended, the root, or a path of the host.
     with suppress(OSError):
         limit = (folder / limit_name).read_text().strip()
         if limit == "max":
@@ -61,21 +62,21 @@ def _left(folder: Path, names: tuple[str, str, str]) -> Iterator[int]:
         left = int(limit) - int((folder / used_name).read_text())
         for line in (folder / "memory.stat").read_text().splitlines():
             name, size = line.split()
-            left += int(size) * (name == given_back_name)
+            left += int(size) * (name == reclaimable_name)
         yield left
 
 
 def host_of_this_process() -> str:
-    """Return a text that is equal for processes that can share memory.
+    """Return a text that is equal for processes that can share memory. Local.
 
-    They have one kernel, one user, one numbering of processes, and one network, for processes in
-    several are taken for several hosts. Empty where that cannot be known, or others may not look at
-    the files of this process. Local.
+    They have the same kernel, user, and namespaces of processes and network; different network
+    namespaces count as different hosts. Empty if this is unknown, or if other processes cannot read
+    the files of this process.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         spaces = [os.stat(f"/proc/self/ns/{kind}").st_ino for kind in ("net", "pid")]
-        # The system gives to root what it hides of a process, see PR_SET_DUMPABLE.
+        # Root owns /proc/self if the process is not dumpable, see PR_SET_DUMPABLE.
         if os.stat("/proc/self").st_uid != os.geteuid():
             return ""
     except OSError:

@@ -1,7 +1,7 @@
-"""Tell how plans and doctor() look at a machine: this one here, see assumed.py for others.
+"""The questions of plans and doctor() about a machine, and this machine; see also assumed.py.
 
-Nothing is imported to look: packages are found by their files, and the rest is asked of a process
-of its own.
+No package is imported in this process: packages are found by their files, and a separate process
+imports what must be imported.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from epcomm.config import environment
 from epcomm.platforms.deep_ep import InstalledDeepEP, find_deep_ep
 from epcomm.platforms.host import host_of_this_process, memory_left
 
-# 60 s: to import torch and look at the GPUs, on a loaded machine and from a cold disk.
+# 60 s: to import torch and query the GPUs on a loaded machine, from a cold disk.
 PROBE_LIMIT_S = 60
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The answer of a program: `values`, or why it said nothing."""
+    """The answer of a program: `values`, or an error."""
 
     values: Mapping[str, object] | None = None
     error: str = ""
@@ -38,20 +38,20 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The questions that plans and doctor() ask of a machine; nothing is asked before it matters.
+    """The questions that plans and doctor() ask about a machine.
 
-    find_version: distribution name to the version installed, or None.
-    find_folder: package name to its folder, or None; imports nothing.
-    run_program: a program that prints one line of JSON, to its answer.
-    environment: the variables.
+    find_version: the installed version of a distribution, or None.
+    find_folder: the folder of a package, or None; imports nothing.
+    run_program: the answer of a program that prints one line of JSON.
+    environment: the environment variables.
     has_module: whether a package or module is installed; imports nothing.
-    find_deep_ep: which deep_ep is installed, or None.
-    has_library: whether a library loads, by the function that loads it.
+    find_deep_ep: the installed deep_ep, or None.
+    has_library: whether a library can be loaded; the argument is the function that loads it.
     has_cuda: whether there is a CUDA device.
-    capability: compute capability of a CUDA device, None for the current one.
-    device_of: the device that holds a tensor, or would hold it where the machine is assumed.
-    host: the same text for processes that can share memory, empty where that is not known.
-    memory_left: the bytes that a process can still take, or None.
+    capability: compute capability of a CUDA device; None for the current one.
+    device_of: the device of a tensor, or the assumed device.
+    host: a text that is equal for processes that can share memory; empty if that is unknown.
+    memory_left: the bytes that a process can still allocate, or None.
     """
 
     find_version: Callable[[str], str | None]
@@ -76,7 +76,7 @@ def this_machine() -> Machine:
         run_program=_run_program,
         environment=environment(),
         has_module=lambda name: find_spec(name) is not None,
-        # In a plan each class that uses deep_ep asks.
+        # Cached, because each class that uses deep_ep asks.
         find_deep_ep=cache(find_deep_ep),
         has_library=lambda load: load(),
         has_cuda=torch.cuda.is_available,
@@ -106,7 +106,7 @@ def _find_folder(package: str) -> Path | None:
 
 
 def _run_program(program: str) -> Answer:
-    # The same packages as here, and no vendor backend that loads itself with torch.
+    # The same packages as here, and no vendor backend that torch loads automatically.
     variables = {
         **environment(),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
@@ -123,9 +123,9 @@ def _run_program(program: str) -> Answer:
         )
     except subprocess.TimeoutExpired:
         return Answer(error=f"no answer in {PROBE_LIMIT_S} s")
-    # A package may greet on stdout when it is imported, or say goodbye.
+    # A package may print to stdout when it is imported or at exit.
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
         said = done.stderr.strip().splitlines()
-        return Answer(error=said[-1] if said else f"it ended with code {done.returncode}")
+        return Answer(error=said[-1] if said else f"it exited with code {done.returncode}")
     return Answer(values=json.loads(lines[-1]))

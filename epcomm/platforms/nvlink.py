@@ -1,10 +1,10 @@
-"""Tell which GPUs write one another's memory over NVLink, as the driver's library NVML tells.
+"""Find which GPUs can write one another's memory over NVLink, with NVML of the driver.
 
-torch knows only devices that a process sees, and CUDA_VISIBLE_DEVICES often leaves it one; NVML
-knows all of the container. NVLink is asked for, and not any way to a peer: its atomics are done in
-the memory of the peer, those over PCIe in general not.
+torch knows only the devices that are visible to a process, often only one; NVML knows all of the
+container. Peer access over PCIe does not suffice, because in general it has no atomics in the
+memory of the peer.
 
-Each rank tells what its own GPU reaches; who belongs to the group is seen when all have told.
+Each rank reports the peers of its own GPU; the reports of all ranks are then compared.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from dataclasses import asdict, dataclass
 import torch
 
 _LIBRARY = "libnvidia-ml.so.1"
-# Of nvml.h: NVML_SUCCESS, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, and more characters than
-# NVML_DEVICE_UUID_V2_BUFFER_SIZE counts.
+# From nvml.h: NVML_SUCCESS, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, and
+# NVML_DEVICE_UUID_V2_BUFFER_SIZE.
 _SUCCESS, _NVLINK, _STATUS_OK, _UUID_BYTES = 0, 2, 0, 96
 
 
 class NvmlError(Exception):
-    """NVML is not there, or does not answer."""
+    """NVML is missing, or a call of it failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerReach:
-    """The answer of one rank: the GPUs that its own one reaches.
+    """The NVLink peers of the GPU of one rank.
 
-    device: the UUID of its GPU.   reached: UUIDs of those that it writes over NVLink.
-    lacks: why that is not known; then the others are empty.
+    device: the UUID of its GPU.   reached: UUIDs of GPUs whose memory it can write over NVLink.
+    lacks: why this is unknown; the other fields are then empty.
     """
 
     device: str = ""
@@ -49,7 +49,7 @@ class PeerReach:
 
 
 def reach_of(device: torch.device) -> PeerReach:
-    """Find what a CUDA device of this process reaches. Local; allocates nothing on it."""
+    """Find the NVLink peers of a CUDA device of this process. Local; allocates nothing on it."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     try:
         return reach_in(nvlink_peers(), uuid)
@@ -58,14 +58,14 @@ def reach_of(device: torch.device) -> PeerReach:
 
 
 def reach_in(peers: dict[str, list[str]], uuid: str) -> PeerReach:
-    """Return the PeerReach of one GPU, from the NVLink peers that NVML lists for all GPUs."""
+    """Return the PeerReach of one GPU, from the NVLink peers of all GPUs."""
     if uuid not in peers:
-        return PeerReach(lacks=f"NVML knows no GPU {uuid}, which may be a part of one (MIG)")
+        return PeerReach(lacks=f"NVML has no GPU {uuid}, which may be a part of one (MIG)")
     return PeerReach(device=uuid, reached=tuple(peers[uuid]))
 
 
 def reach_reasons(reaches: Sequence[PeerReach]) -> list[str]:
-    """List why ranks cannot write one another's memory; empty if they can. One PeerReach a rank."""
+    """List why ranks cannot write one another's memory; empty if they can. reaches: by rank."""
     unknown = [f"rank {rank}: {each.lacks}" for rank, each in enumerate(reaches) if each.lacks]
     if unknown:
         return unknown
@@ -82,21 +82,21 @@ def reach_reasons(reaches: Sequence[PeerReach]) -> list[str]:
         if same:
             reasons.append(f"rank {rank} shares its GPU with {same}, and kernels wait for peers")
         if far:
-            reasons.append(f"rank {rank} is not joined to {far} by NVLink")
+            reasons.append(f"rank {rank} is not connected to {far} by NVLink")
     return reasons
 
 
 def nvlink_peers() -> dict[str, list[str]]:
-    """List for each GPU that NVML knows those that NVLink joins to it, by UUID as torch writes it.
+    """Return the NVLink peers of each GPU that NVML knows, by UUID in the format of torch.
 
     Raises:
-        NvmlError: the library is not there, or a call fails.
+        NvmlError: the library is missing, or a call fails.
     """
     try:
         library = ctypes.CDLL(_LIBRARY)
     except OSError as error:
         raise NvmlError(
-            f"{_LIBRARY} of the driver cannot be loaded, which knows what NVLink joins; in a "
+            f"{_LIBRARY} of the driver, which reports NVLink connections, cannot be loaded; in a "
             "container, add utility to NVIDIA_DRIVER_CAPABILITIES"
         ) from error
     _call(library, "nvmlInit_v2")
@@ -114,7 +114,7 @@ def _peers_in(library: ctypes.CDLL) -> dict[str, list[str]]:
         handle, uuid = ctypes.c_void_p(), ctypes.create_string_buffer(_UUID_BYTES)
         _call(library, "nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
         _call(library, "nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(_UUID_BYTES))
-        # torch writes them without the kind of the device.
+        # UUIDs of torch do not have this prefix.
         handles[uuid.value.decode("ascii").removeprefix("GPU-")] = handle
 
     def is_joined(mine: str, other: str) -> bool:

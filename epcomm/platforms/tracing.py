@@ -1,16 +1,14 @@
-"""How calls of a layer appear to profilers and to torch.compile.
+"""Ranges of a layer's phases for profilers, and graph breaks for torch.compile.
 
-Ranges by which a profiler shows the phases of a layer: `epcomm::dispatch` and its kin.
+Under torch.profiler or emit_nvtx(), a range such as `epcomm::dispatch` is a record_function.
+Otherwise, if torch is built for CUDA, it is an NVTX range, which tools such as Nsight Systems show.
+Nothing has to be enabled.
 
-Under torch.profiler, and under emit_nvtx(), a range is a record_function. Without, it is an NVTX
-range where torch was built for CUDA, which a tool such as Nsight Systems shows; NVTX asks by itself
-whether there is one. Nobody has to switch anything on.
+A record_function costs 6 us even without a profiler (CPU with two cores, torch 2.13), so a range
+first checks whether one is active, which takes 0.2 us.
 
-A record_function costs 6 us also where nobody listens (CPU of two cores, torch 2.13), so a range
-asks first whether somebody does, which takes 0.2 us.
-
-torch.compile leaves a layer alone: one graph break, instead of one at each collective. torch.export
-has no graph breaks, so these functions refuse it.
+torch.compile sees a layer as one graph break, instead of one at each collective. torch.export has
+no graph breaks, so these functions refuse it.
 """
 
 from __future__ import annotations
@@ -30,15 +28,15 @@ from epcomm.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# None unless torch was built for CUDA. torch.cuda.nvtx would add a Python call to each.
+# None unless torch is built for CUDA. torch.cuda.nvtx would add a Python call to each range.
 _nvtx = getattr(torch._C, "_nvtx", None)
 
 
 def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Let a profiler show the calls of a function as `epcomm::<phase>`, on whatever thread.
+    """Show the calls of a function in profilers as `epcomm::<phase>`, on any thread.
 
-    Compiled callers see the function without its range, and no graph break; without `is_traced`
-    they leave it alone, and it cannot be exported, as untraced() says.
+    Compiled callers trace the function without its range. With is_traced=False the function is a
+    graph break and cannot be exported, see untraced().
     """
     label = f"epcomm::{phase}"
 
@@ -65,22 +63,22 @@ def ranged(phase: str, *, is_traced: bool = True) -> Callable[[Callable[P, R]], 
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Run `function` as it is, also where its caller is compiled.
+    """Exclude `function` from compilation, also if its caller is compiled.
 
     Raises:
         ConfigError: the caller is being exported.
     """
-    # Unlike torch.compiler.disable this imports the compiler, a second's work, only when called.
+    # Unlike torch.compiler.disable, this imports the compiler only when called, which takes 1 s.
     run_untraced, name = _disable_dynamo(function), function.__qualname__
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
-            # is_exporting() is true in torch 2.11 wherever a function is compiled.
+            # In torch 2.11 is_exporting() is true during any compilation.
             if torch.compiler._is_exporting_flag:
                 raise ConfigError(
-                    f"torch.export: {name} cannot be exported, because how much "
-                    "ranks exchange depends on data; export the parts of the model before and "
+                    f"torch.export: {name} cannot be exported, because the sizes that "
+                    "ranks exchange depend on data; export the parts of the model before and "
                     "after the expert-parallel layer, and call the layer itself"
                 )
             return run_untraced(*args, **kwargs)

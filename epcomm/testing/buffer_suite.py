@@ -1,8 +1,8 @@
-"""Check what every Buffer must do, in scenarios that run on all ranks of a group.
+"""The contract of a Buffer, in scenarios that run on all ranks of a group.
 
-Payloads are moved bit-equal, slots come in the promised order, undefined memory is NaN, sums are
-compared with float64, operations stand alone, and faults reach every rank and leave the group
-usable.
+They check that payloads are bit-equal, that slots have the promised order, that undefined memory is
+not read, that sums agree with float64, that operations are independent, and that faults raise on
+every rank and leave the group usable.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ from epcomm.types import (
     sum_dtype,
 )
 
-# The scalar of a row for an expert of another rank, which is added to that of the expert's rank.
+# The row scalar for experts of other ranks, which is added to that of the expert's own rank.
 _OTHER_SCALAR = 0.5
 
-# float32 sums of at most K * W terms of order one err by a few units of 2**-23 for each term.
+# A float32 sum of at most K * W terms of order one has an error of a few 2**-23 for each term.
 SUM_TOLERANCE = 1e-5
 
 
@@ -72,12 +72,12 @@ class BufferEnv:
 
     group: the ranks.   backend: registry name.   mode: the mode that the buffer serves.
     wire: wire format of dispatch; None: the dtype of the batch.
-    hidden_size, dtype: of all batches, for a backend that does not take any H and dtype.
-    token_multiple: max_tokens_per_rank is a multiple of this; None: set for static sizes alone.
-    poisons: memory that nobody has written is NaN; False where a package refuses torch's switch.
-    fills_batches: the kernel knows neither entries of -1, which travel to an expert that the row
-        does not use, with weight 0, nor ranks without tokens, which send one with weight 0.
-    hosts: where the ranks are, or are said to be, if on several hosts; else None.
+    hidden_size, dtype: those of all batches, for a backend that supports only some.
+    token_multiple: max_tokens_per_rank is a multiple of it; None: set only for static sizes.
+    poisons: fill uninitialised memory with NaN; False if a package does not permit it.
+    fills_batches: the backend sends entries of -1 to an expert that the row does not use, with
+        weight 0, and one token of weight 0 from a rank without tokens.
+    hosts: the hosts of the ranks, if there are several; otherwise None.
     """
 
     group: EPGroup
@@ -93,11 +93,11 @@ class BufferEnv:
 
     @property
     def caps(self) -> BufferCaps:
-        """Return the capabilities of the backend."""
+        """The capabilities of the backend."""
         return buffer_class(self.backend).caps(self.mode)
 
     def adapted(self, spec: BatchSpec) -> BatchSpec:
-        """Return `spec` with a hidden size and dtype that the backend takes."""
+        """Return `spec` with a hidden size and dtype that the backend supports."""
         return replace(
             spec,
             hidden_size=self.hidden_size or spec.hidden_size,
@@ -106,11 +106,11 @@ class BufferEnv:
 
     @property
     def is_static(self) -> bool:
-        """Return whether sizes are agreed beforehand and faults wait on the device."""
+        """Whether sizes are fixed and check() raises the faults."""
         return self.caps.is_static
 
     def open_comparing(self, spec: BatchSpec, **changes: int) -> Buffer:
-        """Open the buffer for batches of `spec`, so that all ranks hear of a bad call."""
+        """Open the buffer for batches of `spec` such that a bad call raises on all ranks."""
         return self.open(spec, compares_calls=not self.caps.reports_faults, **changes)
 
     def open(self, spec: BatchSpec, **changes: int) -> Buffer:
@@ -126,7 +126,7 @@ class BufferEnv:
         return quantize(batch.x, self.dispatch_format(spec))
 
     def arriving(self, batch: RankBatch, spec: BatchSpec) -> Tensor:
-        """Return the tokens that experts read from the wire, [T, H], float64."""
+        """Return the tokens as experts receive them, [T, H], float64."""
         return dequantize(self.sent(batch, spec), sum_dtype(spec.dtype)).double()
 
     def buffer_spec(self, spec: BatchSpec) -> BufferSpec:
@@ -139,7 +139,7 @@ class BufferEnv:
             num_local_experts=spec.num_local_experts,
             dispatch_format=self.dispatch_format(spec),
             hidden_format=wire,
-            # One token more than the batches have, so that padding rows could pass for tokens.
+            # One more than the batches have, so that padding rows could be mistaken for tokens.
             max_tokens_per_rank=align_up(most_tokens + 1, self.token_multiple or 1)
             if self.is_static or self.token_multiple
             else None,
@@ -155,7 +155,7 @@ class BufferEnv:
         ]
         if not self.fills_batches:
             return batches
-        # The expected batches have substitutes for masked entries, as the backend makes them.
+        # The expected batches have the same substitutes for masked entries as the backend.
         return [_filled(batch, spec.num_experts(world_size)) for batch in batches]
 
 
@@ -165,7 +165,7 @@ def _filled(batch: RankBatch, num_experts: int) -> RankBatch:
 
 
 def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -> RankBatch:
-    """Return a rank's batch; for an empty one, the token of BufferEnv.fills_batches."""
+    """Return the batch of a rank, or for an empty one the token of BufferEnv.fills_batches."""
     if len(batch.x):
         return batch
     top_k = batch.topk_ids.shape[1]
@@ -180,27 +180,27 @@ def _never_empty(batch: RankBatch, rank: int, env: BufferEnv, spec: BatchSpec) -
 
 
 def uneven(rank: int, world_size: int) -> int:
-    """Give the ranks 3, 4, 5, ... tokens."""
+    """Return 3, 4, 5, ... tokens for ranks 0, 1, 2, ..."""
     return 3 + rank
 
 
 def none_on_rank_1(rank: int, world_size: int) -> int:
-    """Give rank 1, or a single rank, no token, and other ranks four."""
+    """Return no token for rank 1, or a single rank, and 4 for other ranks."""
     return 0 if rank == min(1, world_size - 1) else 4
 
 
 def none_on_rank_0(rank: int, world_size: int) -> int:
-    """Return the tokens of a rank: none on rank 0 of several, else 6."""
+    """Return no token for rank 0 of several, and 6 for other ranks."""
     return 0 if rank == 0 and world_size > 1 else 6
 
 
 def none(rank: int, world_size: int) -> int:
-    """Give no rank a token."""
+    """Return no token for any rank."""
     return 0
 
 
 def one_in_total(rank: int, world_size: int) -> int:
-    """Give the last rank one token."""
+    """Return one token for the last rank, and none for others."""
     return int(rank == world_size - 1)
 
 
@@ -209,7 +209,7 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
         "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
         "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
-        # With 2 ranks, both receive it.
+        # On 2 ranks, both receive it.
         "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
@@ -225,12 +225,12 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
 )
 
 
-# What scenarios use that are about something else than the batch.
+# The batches of scenarios that do not depend on them.
 PLAIN = BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids)
 
 
 def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> None:
-    """Dispatch, check every row and slot, combine in every way, and dispatch along the plan."""
+    """Check all rows and slots of a dispatch, every way to combine, and a cached dispatch."""
     spec = env.adapted(spec)
     buffer = env.open(spec, expert_alignment=expert_alignment)
     batches = env.batches(spec)
@@ -243,10 +243,10 @@ def check_batch(env: BufferEnv, spec: BatchSpec, expert_alignment: int = 1) -> N
 
 
 def check_wire_tensors(env: BufferEnv, spec: BatchSpec) -> None:
-    """Dispatch rows that are quantised already: each row, its scales and the sums must be theirs.
+    """Check rows, scales and sums of a dispatch of rows that are already quantised.
 
-    Ranks differ in how rows and scales lie: apart, or scales by column, packed if they can be. The
-    last rank lets the buffer quantise.
+    Ranks use different layouts of memory: wider rows, or scales by column, packed if possible. The
+    last rank passes rows that the buffer quantises.
     """
     spec, rank = env.adapted(spec), env.group.rank
     buffer, batches = env.open(spec), env.batches(spec)
@@ -254,15 +254,15 @@ def check_wire_tensors(env: BufferEnv, spec: BatchSpec) -> None:
         call = make_call(env, batches[rank], spec)
         if rank + turn < env.group.world_size:
             sent = env.sent(batches[rank], spec)
-            call = replace(call, hidden_states=_lying_apart(sent, by_column=(rank + turn) % 2 == 0))
+            call = replace(call, hidden_states=_with_gaps(sent, by_column=(rank + turn) % 2 == 0))
         with poisoned_memory() if env.poisons else nullcontext():
             out = buffer.dispatch(call)
             check_slots(env, out, batches, spec, 1)
             check_combine(env, buffer, out, batches, spec, once=True)
 
 
-def _lying_apart(wire: WireTensor, *, by_column: bool) -> WireTensor:
-    """Copy rows into wider ones; their scales by column, packed if powers of two, or likewise."""
+def _with_gaps(wire: WireTensor, *, by_column: bool) -> WireTensor:
+    """Return a copy with gaps between rows; scales by column, or with gaps too."""
     scales, layout = wire.scales, None
     if scales is not None:
         is_byte = scales.itemsize == 1
@@ -272,7 +272,7 @@ def _lying_apart(wire: WireTensor, *, by_column: bool) -> WireTensor:
 
 
 def _in_wider_rows(rows: Tensor) -> Tensor:
-    """Copy rows [N, n] into the first n of n + 3 columns; the rest is NaN in every format."""
+    """Return a copy of rows [N, n] in the first n of n + 3 columns; the others are NaN."""
     num_rows, width = rows.shape
     memory = torch.full(
         (num_rows, (width + 3) * rows.itemsize), 0xFF, dtype=torch.uint8, device=rows.device
@@ -290,7 +290,7 @@ def make_call(
     *,
     flags: BatchFlags = BatchFlags.NONE,
 ) -> DispatchCall:
-    """Make one rank's call, by default without gradients; with an error it has no tokens."""
+    """Return the call of one rank, by default without gradients; with an error, without tokens."""
     num_tokens = batch.x.shape[0] if error is None else 0
     return DispatchCall(
         hidden_states=batch.x[:num_tokens],
@@ -302,7 +302,7 @@ def make_call(
 
 
 def dispatch(env: BufferEnv, buffer: Buffer, batch: RankBatch, spec: BatchSpec) -> Dispatched:
-    """Dispatch one rank's batch without gradients."""
+    """Dispatch the batch of one rank without gradients."""
     return buffer.dispatch(make_call(env, batch, spec))
 
 
@@ -321,7 +321,7 @@ def check_slots(
     spec: BatchSpec,
     expert_alignment: int,
 ) -> list[PlacedSlot]:
-    """Check order, counts, payload bits and weights of the received slots, and return the slots."""
+    """Check order, counts, payload and weights of the received slots; return them."""
     num_local, index = spec.num_local_experts, out.index
     if env.fills_batches:
         batches = [_never_empty(batch, rank, env, spec) for rank, batch in enumerate(batches)]
@@ -339,7 +339,7 @@ def check_slots(
     if index.host_num_tokens_per_expert is not None:
         host_counts = list(index.host_num_tokens_per_expert)
         _expect_equal(env, "host_num_tokens_per_expert", host_counts, counts)
-    # The kind of scales is compared beside their bytes, which packed scales have too.
+    # Packed scales have the same bytes, so their dtype and width are compared too.
     _expect_equal(env, "dtype and width of scales", _scale_kind(rows), _scale_kind(sent[0]))
     row_of_slot = rows_of_slots(out, rows)
     received = [row_bits(rows, int(row_of_slot[position])) for position in positions]
@@ -367,9 +367,9 @@ def check_combine(
     *,
     once: bool = False,
 ) -> None:
-    """Let expert e multiply by e + 1, and check that every way to combine gives these sums.
+    """Check the sums of every way to combine, with experts that multiply by their number + 1.
 
-    once: combine in the first way alone.
+    once: only combine in the first way.
     """
     caps = env.caps
     ways: list[Callable[[_Computed], None]] = [_combine_with_weights]
@@ -388,7 +388,7 @@ class _Computed:
     """A batch that the experts have computed.
 
     results: [C, H], NaN for padding.   scale: [C], the factor of the expert of each slot.
-    arriving: [T, H], float64, this rank's tokens as experts read them.
+    arriving: [T, H], float64, this rank's tokens as experts receive them.
     factor: [T, K], float64, the factors of the experts of each token.
     """
 
@@ -404,11 +404,11 @@ class _Computed:
 
     @property
     def weighted_sums(self) -> Tensor:
-        """Return the expected y, [T, H], float64."""
+        """The expected y, [T, H], float64."""
         return self.arriving * (self.factor * self.batch.topk_weights.double()).sum(1, keepdim=True)
 
     def expect(self, what: str, actual: Tensor, expected: Tensor) -> None:
-        """Fail unless the sums agree within the tolerance of roundings."""
+        """Fail unless the sums agree within the tolerance of the roundings."""
         _expect_close(self.env, what, actual, expected, _sum_tolerance(self.env, self.spec))
 
 
@@ -446,7 +446,7 @@ def _combine_with_weights(done: _Computed) -> None:
 
 
 def _combine_weighted_slots(done: _Computed) -> None:
-    assert done.out.slot_weights is not None, "who applies weights has them"
+    assert done.out.slot_weights is not None, "weights travel with the rows"
     weighted = (done.results * done.out.slot_weights.unsqueeze(1)).to(done.spec.dtype)
     weighted = poison_rows(weighted, done.scale > 0)
     y = done.buffer.combine(weighted, done.out.exchange_plan, rows_per=RowsPer.SLOT)[0]
@@ -485,7 +485,7 @@ def check_cached_dispatch(
     batches: list[RankBatch],
     slots: list[PlacedSlot],
 ) -> None:
-    """Dispatch other rows along the exchange plan, twice, and compare each slot with its token."""
+    """Check each slot of two cached dispatches along the exchange plan."""
     row_of_slot = rows_of_slots(out, out.rows)
     for factor in (2, -3):
         rows = buffer.cached_dispatch(batches[env.group.rank].x * factor, out.exchange_plan)
@@ -497,8 +497,8 @@ def check_cached_dispatch(
 
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
-    """Dispatch without combining, and combine in any order, and repeatedly where it is allowed."""
-    # Masked entries are needed: on two ranks, three of four experts would bring tokens to both.
+    """Check batches that are not combined, combined in any order, and combined repeatedly."""
+    # With masked entries, because on two ranks three of four experts would send each token to both.
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
     if most is not None:
         _check_batches_in_flight(env, env.open(spec), spec, most)
@@ -520,17 +520,17 @@ def check_operations_stand_alone(env: BufferEnv) -> None:
 
 
 def _check_sums_repeat(done: _Computed) -> None:
-    """Check that the same rows give equal bits in sums; on three ranks their order shows."""
+    """Check that sums of the same rows are bit-equal; from three ranks on, their order matters."""
     sums = [
         done.buffer.combine(done.results, done.out.exchange_plan, rows_per=RowsPer.SLOT)[0].clone()
         for _ in range(2)
     ]
     if not torch.equal(*(y.view(torch.uint8) for y in sums)):
-        _fail(done.env, "a second combine of the same rows gave other sums")
+        _fail(done.env, "a second combine of the same rows returned other sums")
 
 
 def check_more_in_flight(env: BufferEnv) -> None:
-    """Keep one batch more than the default in flight, and only one, if callers may choose."""
+    """Check one more batch in flight than by default, and only one, if callers may choose."""
     spec, most = env.adapted(BATCH_SPECS["holes"]), env.caps.batches_in_flight
     if most is None or not tests_anything("more_in_flight", env.caps):
         return
@@ -540,7 +540,7 @@ def check_more_in_flight(env: BufferEnv) -> None:
 
 
 def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, most: int) -> None:
-    """Fill the batches in flight; one more must end the first batch and spare the others."""
+    """Check that one batch more than `most` ends the first batch, and no other."""
     outs, all_batches = [], []
     for number in range(most + 1):
         all_batches.append(env.batches(spec, number))
@@ -552,7 +552,7 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
     if not isinstance(error, HandleError) or f"{most} may be in flight" not in str(error):
         _fail(env, f"combine of an ended batch raised {error!r}, expected HandleError with {most}")
     if env.is_static:
-        # A refusal of this rank waits for check() too.
+        # check() also raises the refusal of this rank.
         _raised(buffer.check)
     for out, batches in zip(outs[1:], all_batches[1:], strict=True):
         check_slots(env, out, batches, spec, 1)
@@ -560,7 +560,7 @@ def _check_batches_in_flight(env: BufferEnv, buffer: Buffer, spec: BatchSpec, mo
 
 
 def check_faults(env: BufferEnv) -> None:
-    """Check that a bad call of one rank names it on every rank, and that the next call works."""
+    """Check that all ranks name the rank of a bad call, and that the next call works."""
     spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer = env.open_comparing(spec)
@@ -573,24 +573,25 @@ def check_faults(env: BufferEnv) -> None:
 
 
 def check_ids_out_of_range(env: BufferEnv) -> None:
-    """Check that an id of P, or of -2, on one rank is a ShapeError on every rank."""
+    """Check that an id of P or -2 on one rank raises ShapeError on every rank."""
     spec = env.adapted(PLAIN)
     buffer = env.open_comparing(spec)
     for bad_id in (spec.num_experts(env.group.world_size), -2):
         mine = env.batches(spec)[env.group.rank]
         if env.group.rank == 0:
             mine.topk_ids[-1, -1] = bad_id
-        tells_value = env.group.rank == 0 and not env.is_static
-        wanted = str(bad_id) if tells_value else "rank 0"
+        has_value = env.group.rank == 0 and not env.is_static
+        wanted = str(bad_id) if has_value else "rank 0"
         _expect_fault(env, buffer, make_call(env, mine, spec), ShapeError, wanted, spec)
         check_batch(env, spec)
 
 
 def check_repeated_ids(env: BufferEnv) -> None:
-    """Check that each entry of a repeated expert is a slot, or that every rank hears of the fault.
+    """Check that each entry of a repeated expert is a slot, or that every rank raises.
 
-    With fewer local experts than entries, static sizes that suffice for distinct ids overflow where
-    all entries name one expert: every rank must be told, and nothing be written beyond the index.
+    Static sizes that suffice for distinct ids overflow if all entries name one expert and there are
+    fewer local experts than entries. Then every rank must raise, and nothing may be written beyond
+    the index.
     """
     spec = env.adapted(BatchSpec(tokens_of_rank=uneven, choose_ids=repeated_ids, top_k=4))
     if buffer_class(env.backend).needs_distinct_ids:
@@ -614,11 +615,11 @@ def check_repeated_ids(env: BufferEnv) -> None:
 
 
 def check_combine_faults(env: BufferEnv) -> None:
-    """Check that a refused combine names its rank on every rank, and that the next call works."""
+    """Check that all ranks name the rank of a refused combine, and that the next call works."""
     spec, faulty = env.adapted(PLAIN), env.group.world_size - 1
     is_faulty = env.group.rank == faulty
     buffer, mine = env.open(spec, compares_calls=True), env.batches(spec)[env.group.rank]
-    # Ranks that compare their calls hear of a refusal at once.
+    # Ranks that compare their calls raise a refusal immediately.
     waits_for_check = env.is_static and env.caps.reports_faults
     for own_error in (HandleError("a spent handle here"), ShapeError("bad rows here")):
         out = dispatch(env, buffer, mine, spec)
@@ -644,7 +645,7 @@ def check_combine_faults(env: BufferEnv) -> None:
 
 
 def check_budget(env: BufferEnv) -> None:
-    """Exactly C slots pass; with C - 1 every rank hears the size needed, and y is NaN."""
+    """Check that C slots suffice, and that with C - 1 every rank raises the required size."""
     if not tests_anything("budget", env.caps):
         return
     for name, alignment in (("uneven", 1), ("one_expert", 1), ("holes", 4)):
@@ -669,7 +670,7 @@ def check_budget(env: BufferEnv) -> None:
 
 
 def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment: int) -> int:
-    """Count the slots of one rank, each expert rounded up to the alignment."""
+    """Return the slots of one rank, with each expert rounded up to the alignment."""
     total = 0
     for expert in range(rank * num_local, (rank + 1) * num_local):
         count = sum(int((batch.topk_ids == expert).sum()) for batch in batches)
@@ -678,7 +679,7 @@ def _slots_needed(batches: list[RankBatch], rank: int, num_local: int, alignment
 
 
 def _finish(env: BufferEnv, buffer: Buffer, out: Dispatched, spec: BatchSpec) -> Tensor:
-    """Combine zeros as results of experts, for each received row or for each slot; return y."""
+    """Combine zeros for each received row or slot; return y."""
     has_rows = out.index.slots_of_row is not None
     num_rows = flat_rows(out, env.caps.layout).data.shape[0]
     zeros = torch.zeros(num_rows, spec.hidden_size, dtype=spec.dtype, device=env.group.device)
@@ -694,7 +695,7 @@ def _expect_fault(
     wanted: str,
     spec: BatchSpec,
 ) -> None:
-    """Check that the call fails once, with `kind` and `wanted`; with static sizes in check()."""
+    """Check that the call, or with static sizes check(), raises `kind` with `wanted` once."""
     if env.is_static:
         y = _finish(env, buffer, buffer.dispatch(call), spec)
         if not y.isnan().all():
@@ -702,7 +703,7 @@ def _expect_fault(
         error = _raised(buffer.check)
         again = _raised(buffer.check)
         if again is not None:
-            _fail(env, f"a fault was told twice: {again!r}")
+            _fail(env, f"check() raised a fault twice: {again!r}")
     else:
         error = _raised(lambda: buffer.dispatch(call))
     if type(error) is not kind or wanted not in str(error):
@@ -710,7 +711,7 @@ def _expect_fault(
 
 
 def check_traffic(env: BufferEnv) -> None:
-    """Check that the counted bytes equal the bytes that wire_bytes() predicts for this call."""
+    """Check that traffic() equals the prediction of wire_bytes()."""
     rank, spec = env.group.rank, env.adapted(BATCH_SPECS["holes"])
     buffer, batches = env.open(spec), env.batches(spec)
     before = buffer.traffic()
@@ -732,8 +733,8 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
             name: (lambda env, spec=spec: check_batch(env, spec))
             for name, spec in BATCH_SPECS.items()
         },
-        # Of up to 4 ranks, some expert has more than a block of slots and each has some; some
-        # expert has none.
+        # On up to 4 ranks, some expert has more slots than the alignment and every one has some; in
+        # the second scenario some expert has none.
         "aligned": lambda env: check_batch(env, replace(PLAIN, seed=1), expert_alignment=4),
         "aligned_holes": lambda env: check_batch(
             env, replace(PLAIN, choose_ids=holed_ids, seed=29), expert_alignment=8
@@ -751,7 +752,7 @@ SCENARIOS: Mapping[str, Callable[[BufferEnv], None]] = MappingProxyType(
 
 
 def tests_anything(name: str, caps: BufferCaps) -> bool:
-    """Return whether a scenario has anything to test of a backend that can do `caps`."""
+    """Return whether a scenario tests anything of a backend with `caps`."""
     if name == "more_in_flight":
         return caps.batches_in_flight is not None and caps.batches_on_request
     if name == "budget":
@@ -763,10 +764,10 @@ def run_scenario(name: str, env: BufferEnv) -> None:
     """Run one scenario on this rank; all ranks of the group run it.
 
     Raises:
-        AssertionError: the buffer broke its contract; the message names rank and value.
+        AssertionError: the buffer violates its contract; the message has rank and value.
     """
-    # Checkpointing joins the rows of one dispatch with the gradients of another.
-    assert env.caps.ordered or not env.caps.trainable, "rows of a trainable buffer come in order"
+    # Checkpointing combines the rows of one dispatch with the gradients of another.
+    assert env.caps.ordered or not env.caps.trainable, "a trainable buffer has ordered rows"
     SCENARIOS[name](env)
 
 
@@ -785,9 +786,9 @@ def _slot_scales(env: BufferEnv, out: Dispatched, spec: BatchSpec, num_slots: in
 
 
 def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum slots per row by loops, NaN where a row has no slot.
+    """Return the sum of the slots of each row, NaN for a row without slots, and row scalars.
 
-    Scalars are the slots' scales, and _OTHER_SCALAR beside them in a row.
+    A scalar is the scale of its slot, or _OTHER_SCALAR for an expert of another rank.
     """
     table = out.index.slots_of_row
     assert table is not None, "this suite reads rows through the index"
@@ -807,9 +808,9 @@ def _reduce_to_rows(out: Dispatched, results: Tensor, scale: Tensor) -> tuple[Te
 
 
 def _sum_tolerance(env: BufferEnv, spec: BatchSpec) -> float:
-    """Return the tolerance of four roundings by half a unit: result, weighted result, row and y.
+    """Return the tolerance of four roundings: result, weighted result, row and y.
 
-    Sums of a host are rounded once more.
+    With several hosts, the sum of a host is rounded too.
     """
     finer = torch.finfo(sum_dtype(spec.dtype)).eps / torch.finfo(torch.float32).eps
     roundings = 4 if env.hosts is None else 5
@@ -836,7 +837,7 @@ def _expect_close(
     _expect_equal(env, f"shape of {what}", list(actual.shape), list(expected.shape))
     error = relative_error(actual, expected)
     if not error <= tolerance:
-        _fail(env, f"{what} is off by {error:.3g}, allowed {tolerance:.3g}")
+        _fail(env, f"{what} has an error of {error:.3g}, allowed {tolerance:.3g}")
 
 
 def _fail(env: BufferEnv, message: str) -> None:

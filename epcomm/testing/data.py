@@ -1,4 +1,4 @@
-"""Make seeded data of all ranks: each rank can make every rank's batch, so checks send nothing."""
+"""Seeded data of all ranks, which every rank can make, so that checks need no communication."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _SEED_STRIDE = 7919
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankBatch:
-    """One rank's part of a batch.
+    """The part of one rank in a batch.
 
-    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32, or float64 beside float64
+    x: [T, H].   topk_ids: [T, K], int64.   topk_weights: [T, K], float32, or float64 for float64
     rows.   dy: [T, H], the gradient of the output y.
     """
 
@@ -62,11 +62,11 @@ SWIGLU = ExpertFormat()
 
 
 def make_batch(spec: BatchSpec, rank: int, world_size: int, *, number: int = 0) -> RankBatch:
-    """Make batch `number` of `rank`, which is equal on whichever rank it is made."""
+    """Make batch `number` of `rank`, equal on every rank that makes it."""
     generator = torch.Generator().manual_seed(spec.seed + _SEED_STRIDE * (rank + 101 * number))
     num_tokens = spec.tokens_of_rank(rank, world_size)
     top_k, shape = spec.num_topk(world_size), (num_tokens, spec.hidden_size)
-    # float64 rows are drawn in float64, to use all digits.
+    # Draw float64 rows in float64, for full precision.
     made = sum_dtype(spec.dtype)
     return RankBatch(
         x=torch.randn(shape, generator=generator, dtype=made, device="cpu").to(spec.dtype),
@@ -87,7 +87,7 @@ def make_weights(
     number: int = 0,
     device: torch.device | None = None,
 ) -> ExpertWeights:
-    """Make the experts of all ranks, which are equal on whichever rank they are made."""
+    """Make the experts of all ranks, equal on every rank."""
     generator = torch.Generator().manual_seed(spec.seed + 104729 * (number + 1))
     num_experts, hidden_size = spec.num_experts(world_size), spec.hidden_size
     first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
@@ -121,7 +121,7 @@ def random_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.G
 
 
 def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Choose distinct uniform ids with about half replaced by -1; the first token keeps none."""
+    """Choose distinct uniform ids, about half replaced by -1; the first token has only -1."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
     draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
     ids[draws < 0.5] = -1
@@ -132,7 +132,7 @@ def holed_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Ge
 def repeated_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Choose uniform ids of which about half repeat the entry before; the first token has one."""
+    """Choose uniform ids; about half repeat the previous entry; the first token has one id."""
     ids = random_ids(num_tokens, top_k, num_experts, generator)
     draws = torch.rand(ids.shape, generator=generator, dtype=torch.float32, device="cpu")
     repeats = draws < 0.5
@@ -152,7 +152,7 @@ def crowded_ids(
 def last_expert_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
-    """Send every token to the last expert alone."""
+    """Send every token only to the last expert."""
     ids = torch.full((num_tokens, top_k), -1, device="cpu")
     ids[:, -1] = num_experts - 1
     return ids

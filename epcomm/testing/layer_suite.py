@@ -1,12 +1,12 @@
-"""Check every path through a layer against the oracle: y from (x, topk), and all gradients.
+"""Check a layer against the oracle: y from (x, topk), and all gradients.
 
-Scenarios run on all ranks of a group at once. A layer is anything that maps (x, topk) to y and
-shows its live local weights, such as ExpertParallelExperts.
+Each scenario runs on all ranks of a group. A layer maps (x, topk) to y and has its local weights as
+an attribute, such as ExpertParallelExperts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -32,14 +32,14 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 # The relative error that the library promises for float32, for outputs and gradients.
 FP32_TOLERANCE = 1e-5
-# bfloat16 rounds by 2**-9: a few products and activations, the weighted result, the sum of a rank,
-# and y; gradients go through twice as many. 16 roundings of the largest value, all in one
-# direction.
+# Each rounding to bfloat16 has an error of at most 2**-9: those of a few products and activations,
+# the weighted result, the sum of a rank, and y; gradients have twice as many. The tolerance is 16
+# roundings of the largest value, all in one direction.
 BF16_TOLERANCE = 16 * 2.0**-9
-# W8A8 turns activations between the products into codes, each off by at most half a step, 1 / 254
-# of the largest value of the row. These errors add up as y itself does, so y is off by
-# largest / rms / 254 / sqrt(3) of its size; the tolerance takes a largest value of ten times the
-# rms, and as much again for the tail.
+# W8A8 quantises activations between the products. The error of a code is at most half a step,
+# 1 / 254 of the largest value of the row. These errors are summed like y, so the relative error of
+# y is largest / rms / 254 / sqrt(3). The tolerance assumes a largest value of ten times the rms,
+# and is doubled for the tail.
 W8A8_TOLERANCE = BF16_TOLERANCE + 2 * 10 / 254 / 3**0.5
 
 
@@ -48,7 +48,7 @@ class Layer(Protocol):
 
     @property
     def weights(self) -> ExpertTensors:
-        """Return this rank's live weights."""
+        """The weights of this rank."""
         ...
 
     def __call__(self, x: Tensor, topk: TopKOutput) -> Tensor:
@@ -61,14 +61,14 @@ class LayerEnv:
     """The environment of a scenario.
 
     make_layer: makes a layer from the weights of all experts and K; collective.
-    has_gradients: compare gradients; False: all runs under no_grad and only outputs are compared.
+    has_gradients: compare gradients; False: run under no_grad and compare only outputs.
     is_replicated: all ranks pass the same batch.
-    wire: wire format of dispatch if it is quantised; the tokens are then values that the wire
-        carries without loss, but for the last bit of a scale.
-    hidden_size, dtype: of all batches, for a backend that does not take any H and dtype.
-    poisons: memory that nobody has written is NaN; False where a package refuses torch's switch.
-    is_w8a8: make_layer quantises the experts; the weights are then values that INT8 codes carry
-        without loss, but for the last bit of a scale.
+    wire: wire format of dispatch if it is quantised; tokens then have values that this format
+        represents exactly, except for the last bit of a scale.
+    hidden_size, dtype: those of all batches, for a backend that supports only some.
+    poisons: fill uninitialised memory with NaN; False if a package does not permit it.
+    is_w8a8: make_layer quantises the experts; weights then have values that INT8 represents
+        exactly, except for the last bit of a scale.
     intermediate_size: I of the experts.
     """
 
@@ -85,16 +85,16 @@ class LayerEnv:
 
     @property
     def tolerance(self) -> float:
-        """Return the largest error of results, relative to the largest result."""
+        """The largest permitted error, relative to the largest result."""
         if self.is_w8a8:
             return W8A8_TOLERANCE
         if self.dtype is torch.float64:
-            # float64 has the same number of roundings, each finer.
+            # float64 has the same number of roundings, with smaller errors.
             return FP32_TOLERANCE * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         return BF16_TOLERANCE if self.dtype is torch.bfloat16 else FP32_TOLERANCE
 
     def adapted(self, spec: BatchSpec) -> BatchSpec:
-        """Return `spec` with a hidden size and dtype that the backend takes."""
+        """Return `spec` with a hidden size and dtype that the backend supports."""
         return replace(
             spec,
             hidden_size=self.hidden_size or spec.hidden_size,
@@ -103,7 +103,7 @@ class LayerEnv:
 
     @property
     def source(self) -> int:
-        """Return the index in batches() of the batch that this rank passes."""
+        """The index in batches() of the batch that this rank passes."""
         return 0 if self.is_replicated else self.group.rank
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
@@ -127,7 +127,7 @@ class LayerEnv:
             yield
 
     def memory(self) -> AbstractContextManager[None]:
-        """Poison memory within the context, where the environment allows it."""
+        """Poison memory within the context, if the environment permits it."""
         return poisoned_memory() if self.poisons else nullcontext()
 
     def backward(self, *losses: Tensor) -> None:
@@ -171,217 +171,212 @@ def pipeline_env(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The leaves of one rank: x [T, H], topk_weights [T, K], and the gradient of the output."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Batch:
+    """The leaves of this rank, the gradient of its output, and the oracle's results of all ranks.
+
+    x: [T, H].   topk: with topk_weights [T, K].   dy: [T, H].
+    """
 
     x: Tensor
     topk: TopKOutput
     dy: Tensor
+    expected: OracleResult
 
 
-def leaves(batch: RankBatch, *, requires_grad: bool = True) -> Inputs:
-    """Make new leaves of a batch."""
-    weights = batch.topk_weights.clone().requires_grad_(requires_grad)
-    return Inputs(
-        x=batch.x.clone().requires_grad_(requires_grad),
-        topk=TopKOutput(topk_ids=batch.topk_ids, topk_weights=weights),
-        dy=batch.dy,
-    )
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Trial:
+    """A layer under test, the experts of all ranks, and the recipe of the batches."""
+
+    env: LayerEnv
+    spec: BatchSpec
+    weights: ExpertWeights
+    layer: Layer
+
+    @classmethod
+    def make(
+        cls, env: LayerEnv, spec: BatchSpec = PLAIN, weights: ExpertWeights | None = None
+    ) -> _Trial:
+        """Make a layer of `weights`, by default of random experts."""
+        spec = env.adapted(spec)
+        weights = env.weights(spec) if weights is None else weights
+        layer = env.make_layer(weights, spec.num_topk(env.group.world_size))
+        return cls(env=env, spec=spec, weights=weights, layer=layer)
+
+    def batch(self, number: int = 0, *, requires_grad: bool = True) -> _Batch:
+        """Make new leaves of batch `number`."""
+        batches = self.env.batches(self.spec, number)
+        mine = batches[self.env.source]
+        weights = mine.topk_weights.clone().requires_grad_(requires_grad)
+        return _Batch(
+            x=mine.x.clone().requires_grad_(requires_grad),
+            topk=TopKOutput(topk_ids=mine.topk_ids, topk_weights=weights),
+            dy=mine.dy,
+            expected=run_oracle(batches, self.weights),
+        )
+
+    def run(self, batch: _Batch) -> Tensor:
+        """Run forward and, with gradients, backward; return y."""
+        with self.env.running():
+            y = self.layer(batch.x, batch.topk)
+            self.env.backward((y * batch.dy).sum())
+        return y
+
+    def check_y(self, y: Tensor, batch: _Batch) -> None:
+        """Compare y of this rank."""
+        _expect_close(self.env, "y", y, batch.expected.y[self.env.source])
+
+    def check_outputs(self, y: Tensor, batch: _Batch) -> None:
+        """Compare y, dx and dw of this rank; only y if there are no gradients."""
+        self.check_y(y, batch)
+        if self.env.has_gradients:
+            expected, source = batch.expected, self.env.source
+            _expect_close(self.env, "dx", batch.x.grad, expected.dx[source])
+            _expect_close(self.env, "dw", batch.topk.topk_weights.grad, expected.dw[source])
+
+    def check_weight_gradients(self, *batches: _Batch) -> None:
+        """Compare the gradients of this rank's experts, summed over the batches."""
+        num_local = self.layer.weights.num_experts
+        first = self.env.group.rank * num_local
+        for name, tensor in _parameters(self.layer).items():
+            if tensor.requires_grad and self.env.has_gradients:
+                total = sum(batch.expected.weight_grads[name] for batch in batches)
+                assert isinstance(total, Tensor), "there is a batch"
+                gradient = tensor.grad
+                if isinstance(gradient, DTensor):
+                    gradient = gradient.to_local()
+                _expect_close(self.env, f"d {name}", gradient, total[first : first + num_local])
+
+    def check_all(self, ys: Sequence[Tensor], batches: Sequence[_Batch]) -> None:
+        """Compare the outputs of each batch, and the gradients of the experts over all batches."""
+        for y, batch in zip(ys, batches, strict=True):
+            self.check_outputs(y, batch)
+        self.check_weight_gradients(*batches)
 
 
 def check_batch(env: LayerEnv, spec: BatchSpec, weights: ExpertWeights | None = None) -> None:
     """Check the output and all gradients of two batches; the second must not see the first."""
-    spec, world_size = env.adapted(spec), env.group.world_size
-    weights = env.weights(spec) if weights is None else weights
-    layer = env.make_layer(weights, spec.num_topk(world_size))
+    trial = _Trial.make(env, spec, weights)
     for number in range(2):
-        batches = env.batches(spec, number)
-        mine = leaves(batches[env.source])
-        _clear_gradients(layer)
-        with env.running():
-            y = layer(mine.x, mine.topk)
-            env.backward((y * mine.dy).sum())
-        expected = run_oracle(batches, weights)
-        check_outputs(env, y, mine, expected)
-        check_weight_gradients(env, layer, expected)
-
-
-def check_outputs(env: LayerEnv, y: Tensor, mine: Inputs, expected: OracleResult) -> None:
-    """Compare y, dx and dw of this rank, or y alone where there are no gradients."""
-    _expect_close(env, "y", y, expected.y[env.source])
-    if env.has_gradients:
-        _expect_close(env, "dx", mine.x.grad, expected.dx[env.source])
-        _expect_close(env, "dw", mine.topk.topk_weights.grad, expected.dw[env.source])
-
-
-def check_weight_gradients(env: LayerEnv, layer: Layer, *expected: OracleResult) -> None:
-    """Compare the gradients of this rank's experts, summed over the batches."""
-    num_local = layer.weights.num_experts
-    first = env.group.rank * num_local
-    for name, tensor in _parameters(layer).items():
-        if tensor.requires_grad and env.has_gradients:
-            total = torch.stack([result.weight_grads[name] for result in expected]).sum(0)
-            gradient = tensor.grad
-            if isinstance(gradient, DTensor):
-                gradient = gradient.to_local()
-            _expect_close(env, f"d {name}", gradient, total[first : first + num_local])
+        for tensor in _parameters(trial.layer).values():
+            tensor.grad = None
+        batch = trial.batch(number)
+        trial.check_all([trial.run(batch)], [batch])
 
 
 def check_activation(env: LayerEnv, name: str, *, has_bias: bool) -> None:
-    """Test experts other than SwiGLU, with biases, transposed and interleaved if the kind is so."""
-    spec = env.adapted(PLAIN)
+    """Check experts of another activation and format, with or without biases."""
     weights = make_weights(
-        spec,
+        env.adapted(PLAIN),
         env.group.world_size,
         expert_format=ACTIVATIONS[name],
         has_bias=has_bias,
         device=env.group.device,
     )
-    check_batch(env, spec, weights)
+    check_batch(env, PLAIN, weights)
 
 
 def check_two_layers(env: LayerEnv) -> None:
     """Check two layers on one buffer: both forwards, then both backwards."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    all_weights = [env.weights(spec, number) for number in range(2)]
-    layers = [env.make_layer(weights, spec.num_topk(world_size)) for weights in all_weights]
-    all_batches = [env.batches(spec, number) for number in range(2)]
-    inputs = [leaves(batches[env.source]) for batches in all_batches]
+    spec = env.adapted(PLAIN)
+    trials = [_Trial.make(env, spec, env.weights(spec, number)) for number in range(2)]
+    batches = [trial.batch(number) for number, trial in enumerate(trials)]
     with env.running():
-        ys = [layer(mine.x, mine.topk) for layer, mine in zip(layers, inputs, strict=True)]
-        for y, mine in zip(reversed(ys), reversed(inputs), strict=True):
-            env.backward((y * mine.dy).sum())
-    for number in range(2):
-        expected = run_oracle(all_batches[number], all_weights[number])
-        check_outputs(env, ys[number], inputs[number], expected)
-        check_weight_gradients(env, layers[number], expected)
+        ys = [trial.layer(b.x, b.topk) for trial, b in zip(trials, batches, strict=True)]
+        for y, batch in zip(reversed(ys), reversed(batches), strict=True):
+            env.backward((y * batch.dy).sum())
+    for trial, y, batch in zip(trials, ys, batches, strict=True):
+        trial.check_all([y], [batch])
 
 
 def check_two_batches(env: LayerEnv) -> None:
     """Check two micro-batches through one layer, with one backward for both."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    weights = env.weights(spec)
-    layer = env.make_layer(weights, spec.num_topk(world_size))
-    all_batches = [env.batches(spec, number) for number in range(2)]
-    inputs = [leaves(batches[env.source]) for batches in all_batches]
+    trial = _Trial.make(env)
+    batches = [trial.batch(number) for number in range(2)]
     with env.running():
-        ys = [layer(mine.x, mine.topk) for mine in inputs]
-        env.backward(*[(y * m.dy).sum() for y, m in zip(ys, inputs, strict=True)])
-    expected = [run_oracle(batches, weights) for batches in all_batches]
-    for number in range(2):
-        check_outputs(env, ys[number], inputs[number], expected[number])
-    check_weight_gradients(env, layer, *expected)
+        ys = [trial.layer(batch.x, batch.topk) for batch in batches]
+        env.backward(*[(y * batch.dy).sum() for y, batch in zip(ys, batches, strict=True)])
+    trial.check_all(ys, batches)
 
 
 def check_interleaved(env: LayerEnv) -> None:
     """Check two batches in flight: begin both, dispatch both, compute, combine in order."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    weights = env.weights(spec)
-    layer = env.make_layer(weights, spec.num_topk(world_size))
+    trial = _Trial.make(env)
+    layer = trial.layer
     assert isinstance(layer, ExpertParallelExperts), "only a pipeline has two steps"
-    all_batches = [env.batches(spec, number) for number in range(2)]
-    inputs = [leaves(batches[env.source]) for batches in all_batches]
+    batches = [trial.batch(number) for number in range(2)]
     dispatcher = layer.phases.prefill
     with env.running():
-        pending = [dispatcher.dispatch_async(mine.x, mine.topk) for mine in inputs]
+        pending = [dispatcher.dispatch_async(batch.x, batch.topk) for batch in batches]
         outs = [one.wait() for one in pending]
         results = [layer.runner.run(out, layer.weights) for out in outs]
         pending_ys = [dispatcher.combine_async(result) for result in results]
         ys = [one.wait() for one in pending_ys]
-        for y, mine in zip(reversed(ys), reversed(inputs), strict=True):
-            env.backward((y * mine.dy).sum())
-    expected = [run_oracle(batches, weights) for batches in all_batches]
-    for number in range(2):
-        check_outputs(env, ys[number], inputs[number], expected[number])
-    check_weight_gradients(env, layer, *expected)
+        for y, batch in zip(reversed(ys), reversed(batches), strict=True):
+            env.backward((y * batch.dy).sum())
+    trial.check_all(ys, batches)
 
 
 def check_checkpointing(env: LayerEnv) -> None:
-    """Activation checkpointing re-runs the dispatch in backward."""
-    # The first rank has no tokens, and takes part all the same; of 2 ranks each gets some rows.
-    spec, world_size = (
-        env.adapted(replace(PLAIN, tokens_of_rank=none_on_rank_0, seed=1)),
-        env.group.world_size,
-    )
-    weights = env.weights(spec)
-    layer = env.make_layer(weights, spec.num_topk(world_size))
-    batches = env.batches(spec)
-    mine = leaves(batches[env.source])
+    """Check activation checkpointing, which repeats the dispatch in backward."""
+    # Rank 0 has no tokens and makes the calls too; with 2 ranks, each receives rows.
+    trial = _Trial.make(env, replace(PLAIN, tokens_of_rank=none_on_rank_0, seed=1))
+    batch = trial.batch()
     with env.running():
-        hidden = checkpoint(layer, mine.x, mine.topk, use_reentrant=False)
-        assert isinstance(hidden, Tensor), "a layer returns a tensor"
-        env.backward((hidden * mine.dy).sum())
-    expected = run_oracle(batches, weights)
-    check_outputs(env, hidden, mine, expected)
-    check_weight_gradients(env, layer, expected)
+        y = checkpoint(trial.layer, batch.x, batch.topk, use_reentrant=False)
+        assert isinstance(y, Tensor), "a layer returns a tensor"
+        env.backward((y * batch.dy).sum())
+    trial.check_all([y], [batch])
 
 
 def check_rank_without_gradients(env: LayerEnv) -> None:
-    """Check that experts get gradients where the last rank's inputs need none."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    weights = env.weights(spec)
-    layer = env.make_layer(weights, spec.num_topk(world_size))
-    batches = env.batches(spec)
-    needs_grad = env.group.rank != world_size - 1
-    mine = leaves(batches[env.source], requires_grad=needs_grad)
-    with env.running():
-        y = layer(mine.x, mine.topk)
-        env.backward((y * mine.dy).sum())
-    expected = run_oracle(batches, weights)
-    _expect_close(env, "y", y, expected.y[env.source])
-    check_weight_gradients(env, layer, expected)
+    """Check that experts get all gradients if the inputs of the last rank need none."""
+    needs_grad = env.group.rank != env.group.world_size - 1
+    trial = _Trial.make(env)
+    batch = trial.batch(requires_grad=needs_grad)
+    y = trial.run(batch)
+    trial.check_y(y, batch)
+    trial.check_weight_gradients(batch)
     if needs_grad:
-        check_outputs(env, y, mine, expected)
-    elif mine.x.grad is not None:
+        trial.check_outputs(y, batch)
+    elif batch.x.grad is not None:
         raise AssertionError(f"{env.group.where}: a gradient for inputs that need none")
 
 
 def check_frozen_inputs(env: LayerEnv) -> None:
-    """No input needs a gradient anywhere; the experts get theirs."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    weights = env.weights(spec)
-    layer = env.make_layer(weights, spec.num_topk(world_size))
-    batches = env.batches(spec)
-    mine = leaves(batches[env.source], requires_grad=False)
-    with env.running():
-        y = layer(mine.x, mine.topk)
-        env.backward((y * mine.dy).sum())
-    check_weight_gradients(env, layer, run_oracle(batches, weights))
+    """Check that experts get all gradients if no input needs one."""
+    trial = _Trial.make(env)
+    batch = trial.batch(requires_grad=False)
+    trial.run(batch)
+    trial.check_weight_gradients(batch)
 
 
 def check_frozen_experts(env: LayerEnv) -> None:
-    """No expert needs a gradient; the inputs get theirs. Without any gradient there is no graph."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    weights = env.weights(spec)
+    """Check that inputs get gradients if no expert needs one, and y none if nothing does."""
+    weights = env.weights(env.adapted(PLAIN))
     tensors = weights.tensors().items()
     frozen = replace(weights, **{n: nn.Parameter(t, requires_grad=False) for n, t in tensors})
-    layer = env.make_layer(frozen, spec.num_topk(world_size))
-    batches = env.batches(spec)
-    mine = leaves(batches[env.source])
-    y = layer(mine.x, mine.topk)
-    env.backward((y * mine.dy).sum())
-    check_outputs(env, y, mine, run_oracle(batches, frozen))
-    still = leaves(batches[env.source], requires_grad=False)
+    trial = _Trial.make(env, PLAIN, frozen)
+    batch, still = trial.batch(), trial.batch(requires_grad=False)
+    y = trial.layer(batch.x, batch.topk)
+    env.backward((y * batch.dy).sum())
+    trial.check_outputs(y, batch)
     reads_flags = False
-    if isinstance(layer, ExpertParallelExperts):
-        caps = layer.phases.prefill.plan.caps
+    if isinstance(trial.layer, ExpertParallelExperts):
+        caps = trial.layer.phases.prefill.plan.caps
         reads_flags = caps.host_syncs > 0 and caps.reports_faults
-    # A rank that may not read the flags of other ranks must assume that some need gradients.
-    if layer(still.x, still.topk).requires_grad and reads_flags:
+    # A rank that cannot read the flags of other ranks must assume that some need gradients.
+    if trial.layer(still.x, still.topk).requires_grad and reads_flags:
         raise AssertionError(f"{env.group.where}: y requires grad though nothing does")
 
 
 def check_inference(env: LayerEnv) -> None:
-    """Check that no_grad gives the same output and no graph."""
-    spec, world_size = env.adapted(PLAIN), env.group.world_size
-    weights = env.weights(spec)
-    layer = env.make_layer(weights, spec.num_topk(world_size))
-    batches = env.batches(spec)
-    mine = leaves(batches[env.source])
+    """Check the output under no_grad."""
+    trial = _Trial.make(env)
+    batch = trial.batch()
     with torch.no_grad(), env.memory():
-        y = layer(mine.x, mine.topk)
-    _expect_close(env, "y", y, run_oracle(batches, weights).y[env.source])
+        y = trial.layer(batch.x, batch.topk)
+    trial.check_y(y, batch)
 
 
 _FLOAT32_SPECS = {
@@ -390,7 +385,7 @@ _FLOAT32_SPECS = {
     if spec.dtype is torch.float32 and name != "odd_hidden"
 }
 
-# Scenarios that check outputs, and gradients where there are any.
+# Scenarios that check outputs, and gradients if there are any.
 SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         **{
@@ -407,7 +402,7 @@ SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     }
 )
 
-# Scenarios that check gradients alone.
+# Scenarios for buffers with gradients.
 GRADIENT_SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         "checkpointing": check_checkpointing,
@@ -422,18 +417,13 @@ def run_scenario(name: str, env: LayerEnv) -> None:
     """Run one scenario on this rank; all ranks of the group run it.
 
     Raises:
-        AssertionError: a result is off; the message names rank, tensor and error.
+        AssertionError: a result differs; the message has the rank, the tensor and the error.
     """
     {**SCENARIOS, **GRADIENT_SCENARIOS}[name](env)
 
 
-def _clear_gradients(layer: Layer) -> None:
-    for tensor in _parameters(layer).values():
-        tensor.grad = None
-
-
 def _parameters(layer: Layer) -> Mapping[str, Tensor]:
-    """Return the tensors that hold gradients: parameters of a module, or the weights themselves."""
+    """Return the tensors that have gradients: parameters of a module, or the weights."""
     if isinstance(layer, ExpertParallelExperts):
         return layer.expert_parameters()
     return layer.weights.tensors()
@@ -445,5 +435,5 @@ def _expect_close(env: LayerEnv, what: str, actual: Tensor | None, expected: Ten
     error = relative_error(actual, expected)
     if not error <= env.tolerance:
         raise AssertionError(
-            f"{env.group.where}: {what} is off by {error:.3g}, allowed {env.tolerance}"
+            f"{env.group.where}: {what} has an error of {error:.3g}, allowed {env.tolerance}"
         )

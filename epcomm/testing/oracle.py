@@ -1,7 +1,7 @@
-"""Compute the oracle: a dense MoE layer of all ranks' tokens, in float64 and plain torch.
+"""The oracle: a dense MoE layer over the tokens of all ranks, in float64 and plain torch.
 
-The oracle shares no code with the layers that it checks: every expert computes every token, and a
-table of router weights [T, E] picks the results. Gradients come from autograd of that formula.
+It shares no code with the layers under test: every expert computes every token, and a table of
+router weights [T, E] selects the results. Autograd computes the gradients of this formula.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from epcomm.weights.unquantized import ExpertWeights
 class OracleResult:
     """The results of all ranks, float64.
 
-    y, dx, dw: a tensor for each rank, [T, H], [T, H], [T, K].
-    weight_grads: gradients of all P experts, by field of ExpertWeights, for fields that require
+    y, dx, dw: one tensor for each rank, [T, H], [T, H], [T, K].
+    weight_grads: gradients of all P experts by field of ExpertWeights, for fields that require
         grad.
     """
 
@@ -58,9 +58,9 @@ def run_oracle(batches: Sequence[RankBatch], weights: ExpertWeights) -> OracleRe
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return max|a - b| / max|b| in float64; inf where a is not finite; absolute where b is 0.
+    """Return max|a - b| / max|b| in float64; inf if a is not finite; the absolute error if b is 0.
 
-    For an ExpertTensor, this rank's experts are compared.
+    For an ExpertTensor, only the experts of this rank are compared.
     """
     actual, expected = (
         (t.to_local() if is_expert_tensor(t) else t).detach().double() for t in (actual, expected)
@@ -81,7 +81,7 @@ def _dense_layer(
     weights: ExpertWeights,
 ) -> Tensor:
     num_experts = params["gate_up_proj"].shape[0]
-    # The one-hot table has one more column, for the -1 entries, which is cut off.
+    # An additional column, for entries of -1, is dropped.
     columns_TK = topk_ids_TK % (num_experts + 1)
     one_hot_TKE = torch.nn.functional.one_hot(columns_TK, num_experts + 1)[..., :num_experts]
     table_TE = (topk_weights_TK.unsqueeze(-1) * one_hot_TKE).sum(dim=1)

@@ -1,4 +1,4 @@
-"""Fill memory that nobody has written with NaN, so that reading it cannot go unnoticed."""
+"""Fill uninitialised memory with NaN, so that tests detect when it is read."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from epcomm.buffers.row_layout import Scratch
 
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Make torch.empty and its kin return NaN (integers: the largest value) within the context.
+    """Fill the memory of torch.empty and similar functions with NaN (integers: the largest value).
 
-    Memory that buffers keep is filled with NaN too: rows of an earlier call could pass for rows of
-    this call.
+    Memory that buffers keep between calls is filled too, because rows of an earlier call could be
+    mistaken for rows of this call.
 
     Raises:
-        RuntimeError: this release of torch does not fill memory, so the suites would prove nothing.
+        RuntimeError: this release of torch does not fill memory, so the suites would test nothing.
     """
     mode = torch.get_deterministic_debug_mode()
-    # The switch is an attribute that torch makes at run time, which type checkers cannot see.
+    # torch creates this attribute at run time, so type checkers do not know it.
     switch: Any = torch.utils.deterministic
     fills = switch.fill_uninitialized_memory
-    # use_deterministic_algorithms() would import the compiler, which takes seconds in each process.
+    # use_deterministic_algorithms() would import the compiler, which takes seconds.
     torch.set_deterministic_debug_mode("warn")
     switch.fill_uninitialized_memory = True
     kept_rows = Scratch.rows
@@ -48,5 +48,5 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def poison_rows(rows: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-    """Copy rows [N, ...], with NaN where keep [N] is False."""
+    """Return a copy of rows [N, ...] with NaN where keep [N] is False."""
     return rows.masked_fill(~keep.view(-1, *[1] * (rows.dim() - 1)), float("nan"))

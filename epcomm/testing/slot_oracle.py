@@ -1,4 +1,4 @@
-"""Compute by plain loops what the slots of one rank must hold, and where a buffer put them."""
+"""Compute the expected slots of one rank with plain loops, and read the slots of a buffer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from epcomm.types import ROW_MAJOR, Layout, WireTensor
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedSlot:
-    """The content that one slot must have: expert of this rank, source rank, token, k."""
+    """The expected content of one slot: expert of this rank, source rank, token, k."""
 
     expert: int
     source: int
@@ -43,7 +43,7 @@ def expected_slots(
 def slot_positions(
     slots: list[ExpectedSlot], num_local: int, expert_alignment: int, capacity: int | None
 ) -> list[int]:
-    """Return the positions of slots if experts start at multiples of alignment or capacity."""
+    """Return the positions of slots; experts start at multiples of alignment, or capacity apart."""
     positions, start = [], 0
     for expert in range(num_local):
         mine = [slot for slot in slots if slot.expert == expert]
@@ -87,10 +87,10 @@ def row_bits(rows: WireTensor, row: int) -> list[list[int]]:
 def as_received(
     slots: list[ExpectedSlot], received: list[list[list[int]]], sent: list[WireTensor]
 ) -> list[ExpectedSlot]:
-    """Order the slots of each expert as they were received; tokens must be distinct.
+    """Return the slots in the order in which they were received; tokens must be distinct.
 
     received: the bytes of each slot.   sent: the tokens of all ranks in the wire format.
-    Bytes that no rank has sent get any slot of their expert, and fail the comparison later.
+    Bytes that no rank has sent get any slot of their expert, and fail the later comparison.
     """
     left = list(slots)
     ordered = []

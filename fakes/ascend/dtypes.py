@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-# c10::ScalarType; torch itself shows no table of it in Python.
+# c10::ScalarType; torch has no such table in Python.
 DTYPES = MappingProxyType(
     {
         0: torch.uint8,
@@ -34,7 +34,7 @@ def dtype_of(operator: str, number: int) -> torch.dtype:
     """Return the dtype with this number.
 
     Raises:
-        RuntimeError: none that the stand-in knows; the vendor has further ones of its own.
+        RuntimeError: the imitation does not know it; the vendor has further dtypes.
     """
     if number not in DTYPES:
         raise RuntimeError(

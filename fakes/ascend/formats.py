@@ -1,11 +1,11 @@
-"""Imitate npu_format_cast and the fractal layout NZ, in which weights lie on the device.
+"""Imitate npu_format_cast and the fractal layout NZ of weights on the device.
 
-A tensor in NZ shows the shape and dtype that it had, but its memory is tiled, so whoever reads it
-without knowing gets nonsense. Operators that know ask as_nd(). To make nonsense certain also where
-the tiles happen to lie in row-major order (N = 32 in INT8), all bits are inverted.
+A tensor in NZ keeps its shape and dtype, but its memory is tiled, so code that reads it as
+row-major gets wrong values. Operators that support NZ call as_nd(). All bits are inverted, so that
+values are also wrong if the tiles happen to be row-major (N = 32 in INT8).
 
 The device converts NZ back for most operators of torch, and a clone there stays NZ; here a clone
-is nonsense. Views and parameters that share the whole memory keep the format.
+has wrong values. Views and parameters that share the whole memory keep the format.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _TILE_ROW_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True)
 class _Tiled:
-    """Memory in NZ, and the shape of the one tensor that lies in it."""
+    """Memory in NZ, and the shape of its tensor."""
 
     storage: StorageWeakRef
     shape: torch.Size
 
 
-# Storage address -> what lies there. A weak reference keeps the address from being given again.
+# The tiled memory at each storage address. A weak reference detects that an address is reused.
 _TILED: dict[int, _Tiled] = {}
 
 
@@ -68,7 +68,7 @@ def nz_unpack(tiles: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def format_of(tensor: Tensor) -> int:
-    """ACL_FORMAT_NZ if the memory of `tensor` is tiled, else ACL_FORMAT_ND."""
+    """Return ACL_FORMAT_NZ if the memory of `tensor` is tiled, else ACL_FORMAT_ND."""
     return ACL_FORMAT_ND if _tiled(tensor) is None else ACL_FORMAT_NZ
 
 

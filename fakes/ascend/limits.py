@@ -1,4 +1,4 @@
-"""Choose the chip that a call runs on, and refuse what the chip refuses.
+"""Select the chip of a call, and check its limits.
 
 Rules of use hold at any size. Limits of sizes can be lifted, for suites with small tensors.
 """
@@ -30,11 +30,11 @@ _MACHINE: ContextVar[Machine] = ContextVar("machine")
 
 @contextmanager
 def soc(name: str, *, size_limits: bool = True) -> Iterator[Machine]:
-    """While open, operators behave as on this chip; the innermost of several counts.
+    """Make operators behave as on this chip within the context; the innermost context is used.
 
     Args:
         name: A2, A3 or A5.
-        size_limits: False lets sizes pass that the chip refuses, and lifts no other rule.
+        size_limits: False lifts limits of sizes, but no other rule.
 
     Raises:
         ValueError: no such chip.
@@ -50,7 +50,7 @@ def soc(name: str, *, size_limits: bool = True) -> Iterator[Machine]:
 
 
 def current_machine() -> Machine:
-    """Return the machine that the innermost `soc()` chose.
+    """Return the machine of the innermost `soc()`.
 
     Raises:
         RuntimeError: no soc() is open in this thread, and there is no default chip.
@@ -65,7 +65,7 @@ def current_machine() -> Machine:
 
 
 def device_name() -> str | None:
-    """Return torch_npu's name of the device of these ranks; None where no chip is chosen."""
+    """Return torch_npu's name of the device of these ranks; None if no chip is selected."""
     machine = _MACHINE.get(None)
     return None if machine is None else DEVICE_NAMES[machine.soc]
 
@@ -74,9 +74,9 @@ def require(operator: str, condition: bool, rule: str) -> None:
     """Check a rule that holds at any size.
 
     Args:
-        operator: whose rule it is.
+        operator: its name.
         condition: whether the call keeps it.
-        rule: what was expected and what came.
+        rule: the expected and the actual value.
 
     Raises:
         RuntimeError: as the host code of an operator reports a parameter.
@@ -96,7 +96,7 @@ def require_size(operator: str, condition: bool, rule: str) -> None:
 
 
 def require_soc(operator: str, feature: str, *allowed: Soc) -> None:
-    """Refuse what the chip does not have.
+    """Refuse operators that the chip does not have.
 
     Raises:
         RuntimeError: see require().
@@ -110,7 +110,7 @@ def require_soc(operator: str, feature: str, *allowed: Soc) -> None:
 
 
 def require_modelled(operator: str, condition: bool, feature: str) -> None:
-    """Refuse what the operator has and the stand-in has not.
+    """Refuse a feature of the operator that the imitation lacks.
 
     Args:
         operator: the operator.
@@ -118,7 +118,7 @@ def require_modelled(operator: str, condition: bool, feature: str) -> None:
         feature: what it is, with its value.
 
     Raises:
-        NotImplementedError: the feature is used; no result is better than a wrong one.
+        NotImplementedError: the feature is used.
     """
     if not condition:
         raise NotImplementedError(f"{operator} (stand-in of torch_npu): {feature} is not modelled")

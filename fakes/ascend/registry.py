@@ -2,7 +2,7 @@
 
 An operator's module writes `@implements("npu_swiglu")` above a function that has the parameters of
 the schema. Nothing is registered when a module is imported; `register()` finds the modules of this
-package and does all of it.
+package and registers them.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 NAMESPACE = "npu"
-# The file has the schemas of a wheel whose version it names; `self` reads `input`, as the operator
-# is registered.
+# The file has the schemas of a wheel whose version it names; `self` is named `input`, as in the
+# registered operator.
 SCHEMAS_FILE = Path(__file__).with_name("schemas.json")
 
 Device = Literal["CPU", "Meta"]
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# (operator, device) -> function; filled while the operators' modules are imported.
+# The function of each (operator, device), registered when the modules of operators are imported.
 _IMPLEMENTATIONS: dict[tuple[str, Device], Callable[..., Any]] = {}
 
 
@@ -40,8 +40,8 @@ def implements(operator: str, *devices: Device) -> Callable[[Callable[_P, _R]], 
 
     Args:
         operator: its name, with ".overload" where it has one, without "npu::".
-        devices: whose tensors the function takes, by default the CPU's. On "Meta" tensors have no
-            values, and so the function checks what they do not tell and returns shapes and dtypes.
+        devices: whose tensors the function takes, by default the CPU's. On "Meta", tensors have no
+            values, so the function returns only shapes and dtypes.
     """
 
     def mark(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -56,16 +56,16 @@ def implements(operator: str, *devices: Device) -> Callable[[Callable[_P, _R]], 
 
 @functools.cache
 def schemas() -> dict[str, str]:
-    """Operator, with its overload -> the vendor's schema."""
+    """Return the vendor's schema of each operator, with its overload."""
     return json.loads(SCHEMAS_FILE.read_text("utf-8"))["schemas"]
 
 
 @functools.cache
 def register() -> torch.library.Library:
-    """Define and implement torch.ops.npu.*; again in the same process: nothing more happens.
+    """Define and implement torch.ops.npu.*; further calls in the same process do nothing.
 
-    An operator without an implementation is defined all the same, and a call of it raises
-    NotImplementedError, as with torch_npu. The definitions last as long as the process.
+    An operator without an implementation is defined too, and calling it raises NotImplementedError,
+    as with torch_npu. The definitions last as long as the process.
 
     Raises:
         RuntimeError: torch_npu is loaded, whose operators these would hide.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# No id, count or position of a test comes near it; one beyond it does not overflow int32.
+# Far from all ids, counts and positions of tests; adding one does not overflow int32.
 UNDEFINED_INT = -0x5EAD_5EAD
-# In the middle of the range: clamping and rounding do not lead there.
+# In the middle of the range, which clamping and rounding do not return.
 UNDEFINED_INT8 = 77
 
 

@@ -16,7 +16,7 @@ DEFAULT_MIB = 200
 
 
 def window_bytes(names: tuple[str, ...], variables: Mapping[str, str] | None = None) -> int:
-    """Return the window that the first of the variables `names` which is set gives."""
+    """Return the window set by the first of the variables `names` that is set."""
     variables = environment() if variables is None else variables
     texts = [variables[name] for name in names if name in variables]
     return int(texts[0] if texts else DEFAULT_MIB) * MIB
@@ -29,8 +29,8 @@ def normal_bytes(max_tokens: int, num_topk: int, hidden_size: int) -> int:
 
 
 def low_latency_bytes(max_tokens: int, num_topk: int, hidden_size: int, num_experts: int) -> int:
-    """low_latency_dispatch() and its combine."""
-    # Two bytes an element, also where INT8 travels: combine needs them.
+    """Return the window bytes of low_latency_dispatch() and its combine."""
+    # Two bytes an element, also for INT8 rows, because combine needs them.
     sent = num_experts * _align(_align(2 * hidden_size, 32) + 44, 512)
     returned = num_topk * _align(2 * hidden_size, 512)
     return 2 * max_tokens * (sent + returned)

@@ -1,4 +1,4 @@
-"""What ranks compare of a BufferSpec, and the contract of a buffer on the page for authors."""
+"""The record of a BufferSpec that ranks compare, and the contract of a buffer in adding.md."""
 
 from __future__ import annotations
 

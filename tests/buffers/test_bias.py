@@ -26,7 +26,7 @@ CPU_BUFFERS = ("SharedMemoryBuffer",)
 
 
 def results_of(x: Tensor, rank: int) -> Tensor:
-    """What a rank returns for rows: numbers of many bits, in bfloat16."""
+    """Return the results of a rank for its rows: bfloat16 numbers with many significant bits."""
     return (x.float() * (rank + 1) / 7).to(x.dtype)
 
 
@@ -41,12 +41,12 @@ def expected_y(bias: Tensor, x: Tensor, topk_ids: Tensor, num_ranks: int) -> Ten
 
 def call_of(group: EPGroup) -> DispatchCall:
     generator = torch.Generator().manual_seed(7 + group.rank)
-    # Of ranks with other numbers of tokens.
+    # For ranks with different numbers of tokens.
     num_tokens = NUM_TOKENS - group.rank
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     scores = torch.rand(num_tokens, NUM_LOCAL * group.world_size, generator=generator)
     ids = scores.topk(TOP_K, dim=1).indices
-    # A token that goes to no rank has its bias alone.
+    # The y of a token without a rank is its bias.
     ids[1] = -1
     return DispatchCall(
         hidden_states=x.to(group.device),

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-# What a transport or another number of ranks may get wrong.
+# Scenarios that depend on the transport and the number of ranks.
 ON_ONE = ("faults",)
 ON_THREE = ("stand_alone", "faults")
 OVER_MPI = ("uneven", "all_empty", "faults", "combine_faults")
@@ -91,7 +91,7 @@ def test_buffer_of_three_ranks_keeps_its_contract(scenario: str, case: str) -> N
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", ["normal", "standard", "low_latency"])
 def test_bytes_between_hosts_are_those_predicted(case: str) -> None:
-    # No two hosts have as many ranks, and a host's ranks do not follow one another.
+    # All hosts have different numbers of ranks, and the ranks of a host are not contiguous.
     hosts = HostLayout(host_of_rank=(0, 1, 0))
     with EPGroup() as group:
         env = buffer_suite.BufferEnv(
@@ -127,7 +127,7 @@ def test_buffer_of_four_mpi_ranks_keeps_its_contract(
     run(scenario, case, ep_ranks)
 
 
-# Eight bits on the wire, everywhere. They change what a row looks like, and nothing between ranks.
+# Eight bits on the wire, everywhere. They change the rows, but not the exchange.
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,

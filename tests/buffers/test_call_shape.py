@@ -1,4 +1,4 @@
-"""What a rank sends and receives, counted from the routing: against tokens sent one by one."""
+"""The rows that a rank sends and receives, counted from the routing, against a plain loop."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_without_hosts_no_rows_go_between_them() -> None:
     assert (found.rows_sent_between, found.rows_received_between) == (0, 0)
 
 
-# Of 6 ranks on 3 hosts, 4 are on other hosts than a token; where hosts are uneven, as many here.
+# 4 of 6 ranks on 3 hosts are on other hosts than a token; the uneven hosts here have 4 too.
 @pytest.mark.parametrize("host_of_rank", [INTERLEAVED, UNEVEN])
 @pytest.mark.parametrize(("top_k", "expected"), [(1, 1), (3, 3), (8, 4)])
 def test_the_largest_call_needs_as_many_ranks_of_other_hosts_as_it_can(

@@ -42,7 +42,7 @@ class RowsWereSentError(Exception):
 
 
 class Paper(FailureBoard):
-    """A failure board that nobody else reads."""
+    """A failure board of a single rank."""
 
     texts: Sequence[str] = ()
 
@@ -101,7 +101,7 @@ BUFFERS: dict[str, type[Buffer]] = {
     "gathered": AllGatherBuffer,
     "replicated": ReplicatedBuffer,
 }
-# Words with counts behind the header: the slots of these experts are read.
+# Words with counts after the header: the slots of these experts are read.
 COUNTED = ("exact", "gathered")
 L = 4
 
@@ -109,7 +109,7 @@ L = 4
 def dispatch_with(
     kind: str, words: Mapping[int, int], *, is_sealed: bool = False, num_local: int = L
 ) -> Mirror:
-    """Dispatch four tokens whose header comes back from rank 1 with `words`."""
+    """Dispatch four tokens, with `words` in the header of rank 1."""
     mirror = Mirror(words, is_sealed=is_sealed)
     spec = BufferSpec(
         hidden_size=8,
@@ -170,7 +170,7 @@ def test_counts_of_many_experts_are_checked_in_both_exchanges() -> None:
         dispatch_with("exact", {HEADER_WORDS + 130: 2**40}, num_local=num_local)
 
 
-# What a rank can have made wrong itself, so that the sum of its words is right.
+# Words that a rank itself may have set wrongly, so that their sum is correct.
 WRONG = [
     ({0: 77}, r"kind 77, expected 1 to 7"),
     ({0: 2**62}, rf"kind {2**62}, expected 1 to 7"),
@@ -228,7 +228,7 @@ class Flip:
 
 
 def flip_word(patched: pytest.MonkeyPatch, flip: Flip) -> None:
-    """Let rank 0 receive one word of rank 1 with another value, once."""
+    """Change one word of rank 1 that rank 0 receives, once."""
     exchange, numbers = Calls.exchange, iter(range(100))
 
     def changing(self: Calls, message: Tensor, phase: str) -> Tensor:
@@ -241,7 +241,7 @@ def flip_word(patched: pytest.MonkeyPatch, flip: Flip) -> None:
 
 
 def flip_table(patched: pytest.MonkeyPatch) -> None:
-    """Let rank 0 read another number of rows from rank 1 in the headers of all ranks."""
+    """Change the number of rows from rank 1 that rank 0 reads in the headers of all ranks."""
     table_of = HostMover._table_of
 
     def changing(self: HostMover, headers: Tensor) -> object:

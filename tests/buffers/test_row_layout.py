@@ -1,4 +1,4 @@
-"""RowLayout: the parts of a travelling row lie where hand-computed offsets say, bit-equal."""
+"""RowLayout: the parts of a row are at offsets computed by hand, bit-equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What buffers say of their sizes is what they send and what their records own, to the byte."""
+"""The sizes predicted by buffers equal the bytes that they send and that their records own."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def tensors_of(record: object) -> Iterator[Tensor]:
 
 
 def owned_bytes(record: object) -> int:
-    """Bytes of all different memory behind the tensors of a record."""
+    """Return the bytes of all distinct memory of the tensors of a record."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(record)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -153,7 +153,7 @@ KEPT = {
 }
 
 
-# Weights of slots are float64 beside such rows, in exact and in static sizes.
+# Weights of slots are float64 for such rows, with exact and static sizes.
 OWNED = [(name, torch.bfloat16) for name in CASES]
 OWNED += [(name, torch.float64) for name in ("collective", "low_latency")]
 
@@ -194,7 +194,7 @@ def phase_of(case: Case, **changes: int) -> PhasePlan:
     ).prefill
 
 
-# Of one token on all ranks, and at most on one rank: R = 64 rows, C = 128 slots.
+# One token on each rank, and the most on one rank: R = 64 rows, C = 128 slots.
 REGIONS = {
     "collective": {
         # 4 headers out and 4 in, of 138 words.

@@ -86,7 +86,7 @@ def last_id(value: int) -> Callable[[Tensor], Tensor]:
 
 
 def combined(make: Callable[[Play], object]) -> Callable[[Play], object]:
-    """Combine what `make` returns in place of the results of the batch under way."""
+    """Combine the result of `make` instead of the results of the current batch."""
 
     def call(play: Play) -> object:
         play.begin()
@@ -100,7 +100,7 @@ def rows_input(play: Play, rows: object, rows_per: object = RowsPer.SLOT) -> Row
 
 
 class DTensor(Tensor):
-    """A stand-in for torch.distributed.tensor.DTensor, whose import would take seconds."""
+    """An imitation of torch.distributed.tensor.DTensor, whose import would take seconds."""
 
     def to_local(self) -> Tensor:
         return self.as_subclass(Tensor)

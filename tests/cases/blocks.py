@@ -141,7 +141,7 @@ KINDS = [
 BLOCKS: Mapping[str, Callable[..., nn.Module]] = {kind.model_type: kind.make for kind in KINDS}
 qwen3_moe, mixtral = BLOCKS["qwen3_moe"], BLOCKS["mixtral"]
 
-# All kinds, and those of their settings that change what is computed.
+# All kinds, and their settings that change the computation.
 VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
     **BLOCKS,
     "qwen2_moe-renormalised": partial(BLOCKS["qwen2_moe"], norm_topk_prob=True),

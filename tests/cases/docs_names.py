@@ -1,4 +1,4 @@
-"""Values of the names that code in README.md and docs/ uses without defining them."""
+"""Values of names that code in README.md and docs/ uses without defining them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def names_of(page: str, group: EPGroup, folder: Path) -> Names:
         "README.md": {
             "x": lambda: torch.randn(5, 7168, dtype=torch.bfloat16),
             "topk": lambda: _routing(8, 256),
-            # Experts that are small but for H.
+            # Experts that are small except for H.
             "weights": lambda: ExpertWeights(
                 gate_up_proj=torch.zeros(64, 16, 7168, dtype=torch.bfloat16),
                 down_proj=torch.zeros(64, 7168, 8, dtype=torch.bfloat16),

@@ -142,7 +142,7 @@ class Play:
         return self.out
 
     def whole_call(self, **changes: object) -> Tensor:
-        """Dispatch and combine the correct batch, but for `changes` of x and topk; y."""
+        """Dispatch and combine the correct batch with `changes` of x and topk; return y."""
         arguments: dict[str, Any] = {"x": self.x, "topk": self.topk} | changes
         self.out = self.dispatcher.dispatch(arguments["x"], arguments["topk"])
         return self.dispatcher.combine(self.results)
@@ -230,7 +230,7 @@ def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
 def playing(
     kind: Kind, ranks: dist.ProcessGroup | DeviceMesh | MPI.Comm | None = None
 ) -> Iterator[Play]:
-    """Open a group of its own for one kind; `ranks` is what EPGroup takes."""
+    """Open a separate group for one kind; `ranks` is what EPGroup takes."""
     with (
         EPGroup(ranks) as group,
         EPGroup(ranks) as other_group,
@@ -261,7 +261,7 @@ def playing(
 
 
 class Plays:
-    """Keeps the play of the last test for the next test of the same kind. Opening costs 100 ms.
+    """Keeps the resources of the last test for the next one of the same kind; opening takes 100 ms.
 
     A parametrised fixture of a module would not do: pytest gives it the scope of a function where
     tests have other parameters too.

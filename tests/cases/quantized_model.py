@@ -48,7 +48,7 @@ def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> N
     """All results within their bounds; extra: what storing results may be off by, relative."""
     bound = expected.error + extra * (expected.values.abs() + expected.error)
     difference = (actual.detach().cpu().double() - expected.values).abs()
-    # Not `any(... > ...)`: NaN is within nothing.
+    # Not `any(... > ...)`, which is false for NaN.
     is_within = difference <= bound
     worst = (difference / bound.clamp(min=1e-300)).flatten()
     assert is_within.all(), (
@@ -93,7 +93,7 @@ def _rounded_block(x: Bounded, rounding: str) -> Bounded:
     )
     amax = found if is_int8 else found.clamp(min=1e-4)
     amax = torch.where(amax > 0, amax, torch.ones_like(amax))
-    # What the library's scale may be off by, relative.
+    # Relative error of the library's scale.
     off = torch.maximum(high - found, found - low) / amax + _SCALE_ROUNDINGS * _ROUNDING
     if is_int8:
         # The library quantises rows with the largest magnitude 127 exactly.

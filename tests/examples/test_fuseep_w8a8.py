@@ -20,7 +20,7 @@ COMMAND = [
 ]
 # It takes 5 s on an idle machine with two cores.
 LIMIT_S = 100
-# Path -> host reads of a call.
+# Host syncs of a call of each path.
 PATHS = {
     "fuseep_reference": 1,
     "fused_deep_moe": 0,
@@ -34,7 +34,7 @@ Rows = Mapping[str, list[str]]
 
 @pytest.fixture(scope="module")
 def output() -> str:
-    # The width of a terminal would change the output, and this is what it is made for.
+    # A fixed width, because the width of the terminal changes the output.
     environment = os.environ | {"PYTHON": sys.executable, "COLUMNS": "80"}
     done = subprocess.run(
         COMMAND, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
@@ -54,7 +54,7 @@ def test_every_path_is_near_float64_and_its_weights_cost_more(rows: Rows) -> Non
     assert list(rows) == list(PATHS)
     for name, cells in rows.items():
         to_bf16, to_w8a8 = map(float, cells[:2])
-        # Both are there: rounding of activations, then of weights besides.
+        # Both errors exist: rounding of activations, and in addition of weights.
         assert 0.005 < to_w8a8 < to_bf16, name
         # MAX_ERROR of the example.
         assert to_w8a8 <= 0.0245, name
@@ -71,13 +71,13 @@ def test_paths_differ_by_rounding_alone(rows: Rows) -> None:
 
 def test_bytes_and_host_reads_are_those_of_the_paths(rows: Rows) -> None:
     assert {name: int(cells[-1]) for name, cells in rows.items()} == PATHS
-    out = {name: float(cells[-4]) for name, cells in rows.items()}
-    home = {name: float(cells[-3]) for name, cells in rows.items()}
+    dispatch = {name: float(cells[-4]) for name, cells in rows.items()}
+    combine = {name: float(cells[-3]) for name, cells in rows.items()}
     # The operators send the same rows, and results in 2 bytes an element where the reference has 4.
-    assert out["fused_deep_moe"] == out["dispatch_ffn_combine"] > 0
-    assert home["fused_deep_moe"] == home["dispatch_ffn_combine"] > 0
-    # Static sizes travel, used or not.
-    assert out["low_latency"] > out["normal"] > 0
+    assert dispatch["fused_deep_moe"] == dispatch["dispatch_ffn_combine"] > 0
+    assert combine["fused_deep_moe"] == combine["dispatch_ffn_combine"] > 0
+    # Static sizes are sent in full.
+    assert dispatch["low_latency"] > dispatch["normal"] > 0
 
 
 def test_choice_of_every_path_is_explained(output: str) -> None:

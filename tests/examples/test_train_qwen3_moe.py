@@ -31,7 +31,7 @@ Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
 
 @pytest.fixture(scope="module")
 def runs() -> Iterator[Runs]:
-    # The width of a terminal would change the output.
+    # A fixed width, because the width of the terminal changes the output.
     environment = os.environ | {"PYTHON": sys.executable, "COLUMNS": "80"}
 
     def run(options: list[str]) -> subprocess.CompletedProcess[str]:
@@ -79,7 +79,7 @@ def test_decoded_text_agrees_with_one_process(runs: Runs) -> None:
 def test_a_step_that_differs_ends_the_run_with_a_message(runs: Runs) -> None:
     impossible = runs["impossible"].result()
     assert impossible.returncode != 0
-    # All ranks leave with it, but the launcher may end one that is slow to speak.
+    # All ranks fail with it, but the launcher may end one before it prints the message.
     assert re.search(
         r"^rank [01] of 2 failed: exit: step 1: loss is 5\.\d+, in one process 5\.\d+: relative "
         r"difference \S+, expected less than 0\.0e\+00; gradient norm is ",

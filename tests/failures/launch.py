@@ -1,4 +1,4 @@
-"""Plays scenarios, several at once, and tells how every process ended.
+"""Run scenarios, several at the same time, and record how every process ended.
 
     python -m tests.failures.launch FOLDER < scenarios, one JSON a line
 
@@ -59,7 +59,7 @@ class End:
 
 @dataclass(kw_only=True)
 class Run(ABC):
-    """A scenario under way."""
+    """A running scenario."""
 
     scenario: Scenario
     folder: Path
@@ -76,7 +76,7 @@ class Run(ABC):
         return is_over or all(rank in self.ends for rank in self.scenario.ending)
 
     def finish(self) -> None:
-        """End what is left, stopped ranks among it, and write down the ends."""
+        """Kill the remaining processes, including stopped ranks, and record their exit codes."""
         for rank in self.waiting:
             self.ends[rank] = End(exit_code=None, at_s=time.monotonic())
         self.end_all()
@@ -130,7 +130,7 @@ class GlooRun(Run):
 
 @dataclass(kw_only=True)
 class MpiRun(Run):
-    """mpirun: it tells no exit codes, so a shell around each rank writes them down."""
+    """mpirun, which reports no exit codes, so a shell around each rank records them."""
 
     mpirun: subprocess.Popen[bytes]
 
@@ -150,7 +150,7 @@ class MpiRun(Run):
 
 
 def main() -> None:
-    """Play the scenarios of standard input."""
+    """Run the scenarios of standard input."""
     torch.set_num_threads(1)
     # A rank that ends need not look through the objects of all modules: two thirds of its time.
     gc.freeze()
@@ -214,7 +214,7 @@ def _start_gloo(scenario: Scenario, folder: Path) -> Run:
             with _on(hosts, number):
                 return _fork_rank(rank, scenario, env, folder, hosts[number] if hosts else None)
 
-        # The process that answers for the store comes first, and alone gets the listener.
+        # The process that serves the store is started first, and only it gets the listener.
         first = scenario.store_host
         with _on(hosts, 0):
             store = _fork_store(env, folder) if first is None else None
@@ -231,7 +231,7 @@ def _start_gloo(scenario: Scenario, folder: Path) -> Run:
 
 
 def _on(hosts: list[Host], number: int) -> AbstractContextManager[None]:
-    """What is forked within is on a host, if there are several."""
+    """Run processes that are forked in this context on a host, if there are several."""
     return hosts[number].inside() if hosts else nullcontext()
 
 

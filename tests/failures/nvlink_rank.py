@@ -73,7 +73,7 @@ def exchange(dispatcher: Dispatcher, x: Tensor, topk: TopKOutput) -> Tensor:
 
 
 def run_rank(mode: str, loss: str) -> int:
-    """Loop until the lost rank is named, and go on without it; 0 if both went well."""
+    """Loop until the lost rank is named, and continue without it; return 0 on success."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     lost = lost_rank(num_ranks)
     backend = "nccl" if torch.cuda.device_count() >= num_ranks else SHARED_GPUS
@@ -152,7 +152,7 @@ def run_case(mode: str, loss: str, num_ranks: int) -> bool:
 
 
 def main() -> int:
-    """Run each case; 0 if every survivor named the lost rank in time and went on."""
+    """Run each case; return 0 if every survivor named the lost rank in time and continued."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))

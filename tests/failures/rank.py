@@ -31,7 +31,7 @@ SETTLE_S = 0.3
 
 @contextmanager
 def open_gloo(scenario: Scenario) -> Iterator[EPGroup]:
-    """Open a group over a process group of its own."""
+    """Open a group over a separate process group."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     is_host = rank == scenario.store_host
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -57,7 +57,7 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
 
     with EPGroup(MPI.COMM_WORLD) as group:
         if scenario.backend == "hierarchical":
-            # No mesh says so of a communicator, and probing finds one.
+            # A communicator has no mesh that defines hosts, and probing finds only one.
             group.hosts = HostLayout.of(
                 [rank * 2 // scenario.num_ranks for rank in range(group.world_size)]
             )
@@ -65,7 +65,7 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
 
 
 def run_rank(scenario: Scenario, folder: Path) -> int:
-    """Play one rank and return its exit code."""
+    """Run one rank and return its exit code."""
     open_group = open_mpi if scenario.is_over_mpi else open_gloo
     with open_group(scenario) as group:
         message, elapsed_s, again, again_s = _lose(scenario, group, folder)
@@ -139,7 +139,7 @@ def _starved_s() -> float:
     """Seconds that the threads of this process waited for a core; where Linux does not tell, 0."""
     starved_ns = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        # A thread may end meanwhile.
+        # A thread may end at any time.
         with suppress(FileNotFoundError, ProcessLookupError):
             starved_ns += int(file.read_text().split()[1])
     return starved_ns / 1e9

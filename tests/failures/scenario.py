@@ -1,4 +1,4 @@
-"""What happens to whom and where, and what each rank tells; for ranks, launcher and tests."""
+"""The scenarios of lost ranks, and the outcome of each rank; for ranks, launcher and tests."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-# Seconds that ranks wait for each other up to the fault: many processes start at once.
+# Seconds that ranks wait for each other before the fault: many processes start together.
 SETUP_TIMEOUT_S = 60.0
-# Seconds from the deadline until a lost rank must have been named, besides those in which ranks had
-# work and no core (Outcome.starved_s).
+# Seconds from the deadline until a lost rank must have been named, excluding those in which ranks
+# had work and no core (Outcome.starved_s).
 NAMING_LIMIT_S = 2.0
-# Seconds for EPGroup.close() and for destroying the process group. What waits for a lost rank there
-# does so for gloo's 30 minutes, or without end.
+# Seconds for EPGroup.close() and for destroying the process group. A wait for a lost rank would
+# take gloo's 30 minutes, or never end.
 CLOSE_LIMIT_S = 15.0
-# Seconds that ranks wait in vain where the transport tells of the loss, so that they need not: too
-# many to be reached by a busy machine.
+# Timeout if the transport reports the loss, so that ranks need not wait for it: long enough that
+# even a busy machine does not reach it.
 PATIENT_TIMEOUT_S = 30.0
-# Seconds from the end of a program to that of its process: taking down an interpreter with torch
-# takes 0.6 of them, but 12 when 12 do it on two busy cores. Far less than the 30 minutes of gloo,
-# or the wait of MPI_Finalize, which has no end.
+# Seconds from the end of a program to that of its process: the shutdown of an interpreter with
+# torch takes 0.6 s, but 12 s when 12 of them do it on two busy cores. Far less than the 30 minutes
+# of gloo, or the wait of MPI_Finalize, which has no end.
 EXIT_LIMIT_S = 40.0
-# A rank that heard of the loss ends with this and its rank, to prove that the code is its own.
+# A rank that learns of the loss exits with this plus its rank, to prove that the code is its own.
 EXIT_CODE = 40
 
 
@@ -32,14 +32,14 @@ class Scenario:
 
     transport: what the ranks exchange over. Over MPI, ranks of a hierarchical exchange are said to
         be on two hosts.
-    fault: what happens to the lost ranks; a late one comes once all others have given up. Hosts
-        are killed with all their processes, or unplugged.
-    phase: the lost ranks do not come to it.
+    fault: what happens to the lost ranks; a late rank arrives after all others have timed out.
+        Hosts are killed with all their processes, or unplugged.
+    phase: the phase that the lost ranks do not reach.
     store_host: the rank that answers for the store of the process group; None: another process, as
         under torchrun; of several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
-    num_hosts: hosts of our own making (tests/hosts/network.py), with as many ranks each; 1: ranks
-        are on this machine.
+    num_hosts: simulated hosts (tests/hosts/network.py) with equally many ranks; 1: ranks are on
+        this machine.
     """
 
     fault: Literal["killed", "stopped", "late", "unplugged"]
@@ -87,7 +87,7 @@ class Scenario:
 
     @property
     def has_news(self) -> bool:
-        """Return whether ranks hear of the loss before the deadline; MPI reports no death."""
+        """Return whether ranks learn of the loss before the deadline; MPI does not report it."""
         is_lone = len(self.lost_ranks) == 1
         return self.fault == "killed" and not self.is_over_mpi and is_lone
 

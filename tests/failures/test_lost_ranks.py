@@ -1,4 +1,4 @@
-"""A rank that is killed, stopped or too slow is named by all others, who then end by themselves."""
+"""All ranks name a rank that is killed, stopped or too slow, and then exit normally."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.hosts import network
 pytestmark = pytest.mark.slow
 
 REPO = Path(__file__).parents[2]
-# Seconds for all scenarios together, of which they take 35 on two idle cores and 300 beside other
-# work. A scenario that hangs is ended by its own limit.
+# Seconds for all scenarios together; they take 35 s on two idle cores and 300 s on busy ones. Each
+# scenario has its own limit too.
 LAUNCH_LIMIT_S = 1800
 # Seconds without a core, of all threads of a rank together, after which it may miss the grace in
 # which others wait for its report. On two idle cores it is at most 1.9, and 15.5 over MPI, whose
@@ -56,7 +56,7 @@ OTHERS = [
     Scenario(fault="killed", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="combine", store_host=0),
-    # All ranks of what is said to be a host.
+    # All ranks of a declared host.
     Scenario(transport="hierarchical_mpi", fault="killed", phase="dispatch", lost_ranks=(2, 3)),
     Scenario(transport="hierarchical_mpi", fault="stopped", phase="combine", lost_ranks=(0, 1)),
 ]
@@ -151,7 +151,7 @@ def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
     lost = set(scenario.lost_ranks)
     outcomes = {rank: run.outcome(rank) for rank in scenario.survivors}
     starved_s = sum(outcome.starved_s for outcome in outcomes.values())
-    # A survivor that has no core reports later than the grace, and is named beside the lost ranks.
+    # A survivor that has no core reports after the grace, and is named with the lost ranks.
     most_s = STARVED_OVER_MPI_S if scenario.is_over_mpi else STARVED_S
     is_starved = any(outcome.starved_s > most_s for outcome in outcomes.values())
     for rank, outcome in outcomes.items():
@@ -197,7 +197,7 @@ def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name
     starved_s = sum(played[name].outcome(rank).starved_s for rank in scenario.ending)
     # On a busy machine a survivor may not have posted that it gave up within LOOK_LIMIT_S.
     given_up = r"this rank came too late: ranks? [013](, [13])* had given up on ranks? ([013], )*2"
-    # Elsewhere the others have done their part of the first exchange; the rank misses them later.
+    # In other cases the others have finished the first exchange, and the rank misses them later.
     phase = PHASE_NAMES[scenario.phase] if scenario.transport == "gloo" else ""
     assert outcome.message.startswith(phase)
     assert re.search(given_up, outcome.message)

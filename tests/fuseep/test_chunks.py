@@ -1,4 +1,4 @@
-"""Batches across the 256 tokens of a call: as many calls on every rank, also without tokens."""
+"""Batches of more than the 256 tokens of a call: every rank makes the same number of calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fakes.ascend.deep_ep import Buffer
 W, E, H, I, K, M = 4, 8, 32, 64, 2, 600  # noqa: E741 (the letter of the intermediate size)
 OPERATORS = ("fused_deep_moe", "dispatch_ffn_combine")
 NUM_TOKENS = (0, 1, 255, 256, 257, 511, 512, 513, 600)
-# Both round to 127 codes twice, in orders of their own; see test_dense.py.
+# Both round to 127 codes twice, in different orders; see test_dense.py.
 TOLERANCE = 0.01
 
 
@@ -46,10 +46,10 @@ def batch(num_tokens: int, rank: int) -> tuple[Tensor, TopKOutput]:
 
 
 def sent_ids(topk: TopKOutput, rank: int) -> list[list[int]]:
-    """Return the ids that a rank sends in 3 calls, with substitutes, entry by entry.
+    """Return the ids that a rank sends in 3 calls, with substitutes for masked entries.
 
-    A masked entry becomes the first expert that its row does not use, from K * token on. A call
-    without tokens sends one, with K experts from K * rank on.
+    A masked entry becomes the first expert, from K * token on, that its row does not use. A call
+    without tokens sends one token, for K experts from K * rank on.
     """
     rows = []
     for token, row in enumerate(topk.topk_ids.tolist()):
@@ -64,12 +64,12 @@ def sent_ids(topk: TopKOutput, rank: int) -> list[list[int]]:
 
 
 def sizes_of(step: int) -> list[int]:
-    """T of each rank, different on all of them; the last one idles all the time."""
+    """Return T of each rank, all different; the last rank has no tokens."""
     return [NUM_TOKENS[(step + 2 * rank) % len(NUM_TOKENS)] for rank in range(W - 1)] + [0]
 
 
 class Recorder:
-    """fused_deep_moe of the stand-in, and what it was passed."""
+    """Records the arguments of fused_deep_moe of the imitation."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.rows: list[int] = []
@@ -141,7 +141,7 @@ def test_every_rank_makes_as_many_calls(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("small_a3")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_bytes_are_those_of_the_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full call, all of whose tokens go to the other rank; a budget of rows changes nothing."""
+    """All tokens of a full call go to the other rank; a row budget does not change the bytes."""
     recorder, budget = Recorder(monkeypatch), None if name == "fused_deep_moe" else 5000
     with EPGroup() as group:
         config = EPConfig(
@@ -154,7 +154,7 @@ def test_bytes_are_those_of_the_plan(name: str, monkeypatch: pytest.MonkeyPatch)
         layer(x, TopKOutput(topk_ids=ids, topk_weights=topk.topk_weights))
         found, phase = layer.path.traffic(), layer.plan.prefill
         assert found == phase.wire_bytes(CallShape.most(300, K, 2))
-        # By hand: codes, a scale, an id and a weight out; bfloat16 home.
+        # By hand: dispatch sends codes, a scale, an id and a weight; combine sends bfloat16.
         assert found.dispatch_bytes == 300 * K * (H + 4 + 8 + 4)
         assert found.combine_bytes == 300 * K * 2 * H
         most = phase.max_bytes_per_token()
@@ -163,7 +163,7 @@ def test_bytes_are_those_of_the_plan(name: str, monkeypatch: pytest.MonkeyPatch)
             "combine": found.combine_bytes,
         }
         assert recorder.limits == [budget or 256] * 2
-        # What stays here costs none.
+        # Tokens for the same rank cost no bytes.
         local = TopKOutput(topk_ids=(ids + E // 2) % E, topk_weights=topk.topk_weights)
         layer(x, local)
         assert layer.path.traffic() == found

@@ -19,9 +19,8 @@ from epcomm import (
     WireDtype,
 )
 from epcomm.fuseep.ascend import FusedDeepMoE
-from epcomm.fuseep.interleave import deinterleave
 from epcomm.fuseep.weights import FusedDeepMoEWeights
-from epcomm.platforms.ascend.formats import to_nd, to_nz
+from epcomm.platforms.ascend.formats import to_nz
 
 W, E, H, I, K = 4, 16, 256, 192, 4  # noqa: E741 (the letter of the intermediate size)
 NUM_TOKENS = (13, 0, 32, 7)
@@ -119,14 +118,13 @@ def test_all_paths_are_near_the_dense_experts_and_one_another() -> None:
 def test_gate_and_up_that_are_not_interleaved_compute_nonsense(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Shapes and dtypes are the same, so only the values tell."""
+    """Shapes and dtypes are equal, so only the values differ."""
 
     def forget(weights: Int8ChannelWeights) -> FusedDeepMoEWeights:
-        packed = FusedDeepMoEWeights.pack(weights)
         return replace(
-            packed,
-            gate_up_proj=to_nz(deinterleave(to_nd(packed.gate_up_proj), dim=2)),
-            gate_up_scale=deinterleave(packed.gate_up_scale, dim=1),
+            FusedDeepMoEWeights.pack(weights),
+            gate_up_proj=to_nz(weights.gate_up_proj.transpose(1, 2)),
+            gate_up_scale=weights.gate_up_scale.clone(),
         )
 
     monkeypatch.setattr(FusedDeepMoE, "pack", staticmethod(forget))

@@ -1,4 +1,4 @@
-"""Bad calls on one of two ranks: who hears of them and when, and that the next call is right."""
+"""Bad calls on one of two ranks: which ranks raise and when, and that the next call works."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def test_a_bad_call_gives_nan_and_waits_for_check(operator: str) -> None:
                 assert y.isnan().all()
                 expect(fault.error, fault.text, layer.check)
             else:
-                # This rank knows of nothing, and its tokens went to both ranks as ever.
+                # This rank does not learn of the fault, and both ranks computed its tokens.
                 assert torch.equal(y, good)
-            # Told once.
+            # check() raises a fault once.
             layer.check()
             assert torch.equal(layer(x, topk), good)
 
@@ -132,11 +132,11 @@ def test_with_check_calls_every_rank_raises_at_once(operator: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("checks", [False, True])
 def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None:
-    """Check gradients of x, router weights and scales; check_calls or a host sync tells others."""
+    """Gradients of x, weights and scales; with check_calls or a host sync, all ranks raise."""
     with EPGroup() as group:
         for operator in (*OPERATORS, "fuseep_reference"):
             layer, (x, topk) = make_layer(group, operator, check_calls=checks), batch(group.rank)
-            good, all_hear = layer(x, topk), checks or operator == "fuseep_reference"
+            good, all_raise = layer(x, topk), checks or operator == "fuseep_reference"
             leaves = {
                 "x": x.clone(),
                 "weights": topk.topk_weights.clone(),
@@ -150,15 +150,15 @@ def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None
                 if group.rank == 1:
                     text = f"{operator} has no gradients, but some are needed (rank 1 of 2)"
                     expect(ConfigError, text, call)
-                    if not all_hear:
-                        # It stands on the device too, as faults of all bad calls.
+                    if not all_raise:
+                        # It is recorded on the device too, like the faults of all bad calls.
                         expect(ConfigError, text, layer.check)
-                elif all_hear:
+                elif all_raise:
                     text = "gradients or decode in a mode that has none on rank 1"
                     expect(ConfigError, text, call)
                 else:
                     assert torch.equal(call(), good)
-                # Nothing waits.
+                # There are no further faults.
                 layer.check()
                 leaf.requires_grad_(False)
 
@@ -180,18 +180,18 @@ def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> Non
         weights = topk.topk_weights.masked_fill(ids < 0, float("nan"))
         again = layer(x, TopKOutput(topk_ids=ids, topk_weights=weights))
         assert torch.equal(again, holed.y)
-        # Substitutes are computed: 5 tokens of 2 ranks, and 2 experts of each.
+        # Substitutes are computed: 2 experts for each of 5 tokens of 2 ranks.
         total = holed.num_tokens_per_expert.sum()
         torch.distributed.all_reduce(total)
         assert int(total) == 2 * 5 * K
-        # Without any tokens each rank sends a single one.
+        # Without tokens each rank sends one dummy token.
         nothing = TopKOutput(topk_ids=ids[:0], topk_weights=weights[:0])
         out = layer.path.run(x[:0], nothing, layer.weights)
         assert out.y.shape == x[:0].shape
         total = out.num_tokens_per_expert.sum()
         torch.distributed.all_reduce(total)
         assert int(total) == 2 * K
-        # A rank without data takes part, so that another has its y.
+        # A rank without data takes part, and the other rank gets its y.
         if group.rank == 1:
             idle_step(layer)
         else:
@@ -201,14 +201,14 @@ def test_tokens_without_an_expert_cost_rows_and_give_zeros(operator: str) -> Non
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", [*OPERATORS, "fuseep_reference"])
 def test_what_lies_in_padding_does_not_matter(operator: str) -> None:
-    """A token without any expert is zeros in y, whatever a substitute makes of it."""
+    """The y of a token without an expert is zero, whatever the result of its substitute."""
     with EPGroup() as group:
         layer, (x, topk) = make_layer(group, operator), batch(group.rank)
         ids = topk.topk_ids.clone()
         ids[:3] = -1
         topk = replace(topk, topk_ids=ids)
         good = layer(x, topk)
-        # The last one is finite, and its products are not in float16.
+        # The last value is finite, but its products overflow float16.
         for row, value in enumerate((float("nan"), float("inf"), 3e38)):
             x[row] = value
         y = layer(x, topk)
@@ -255,7 +255,7 @@ def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable, a chip, a parameter of the package, weights that the device keeps row-major."""
+    """A variable, the chip, a parameter of the package, and weights that stay row-major."""
 
     class Older(Buffer):
         """A release with one operator."""
@@ -275,14 +275,14 @@ def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.M
             text = "rank 1: DEEP_USE_MODE is ops, expected default; unset it"
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         with limits.soc("A2" if is_bad else "A3", size_limits=False):
-            text = "rank 1: the processor is A2, expected A3"
+            text = "rank 1: the chip is A2, expected A3"
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         with monkeypatch.context() as patch:
             if is_bad:
                 patch.setattr("deep_ep.Buffer", Older)
             text = (
-                f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the package "
-                "installed has no parameter topk_idx; install another release"
+                f"{operator}: cannot be opened, rank 1: Older.fused_deep_moe of the installed "
+                "package has no parameter topk_idx; install another release"
             )
             expect(BackendUnavailable, text, lambda: make_layer(group, operator))
         with device_that_keeps(allows_nz=not is_bad):

@@ -36,6 +36,6 @@ def test_layers_equal_the_golden_values() -> None:
             assert out.num_tokens_per_expert.dtype == torch.int32
             assert out.num_tokens_per_expert.tolist() == counts.tolist()
             assert out.is_reduced is True
-            # The layer's own call is the same one, whichever phase it is told.
+            # The call of the layer is the same in both phases.
             assert torch.equal(layer(x, topk, decode=True), out.y)
             layer.check()

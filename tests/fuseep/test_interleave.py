@@ -1,4 +1,4 @@
-"""Gate and up in turns: the permutation, its inverse, and what it does to a product."""
+"""Interleaved gate and up columns: the permutation, and its effect on a product."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from epcomm import ConfigError
-from epcomm.fuseep.interleave import deinterleave, interleave, inverse_permutation, permutation
+from epcomm.fuseep.interleave import interleave, permutation
 from epcomm.testing.oracle import relative_error
 from tests.cases.fuseep_checkpoint import GOLDEN, digest, golden_weights
 
@@ -21,17 +21,18 @@ column_counts = st.integers(1, 48).map(lambda tiles: 128 * tiles)
 def test_the_permutation_is_the_golden_one() -> None:
     golden = GOLDEN["permutation"]
     assert permutation(golden["2I"]).tolist() == golden["perm"]
-    assert digest(inverse_permutation(golden["2I"])) == golden["sha256_of_inverse_as_int64"]
+    inverse = permutation(golden["2I"]).argsort()
+    assert digest(inverse) == golden["sha256_of_inverse_as_int64"]
     found = {size: digest(permutation(int(size))) for size in golden["sha256_of_perm_as_int64"]}
     assert found == golden["sha256_of_perm_as_int64"]
 
 
 @quick
 @given(column_counts)
-def test_the_inverse_undoes_it_and_it_is_no_inverse_of_itself(num_columns: int) -> None:
-    forward, back = permutation(num_columns), inverse_permutation(num_columns)
+def test_it_is_a_permutation_and_not_its_own_inverse(num_columns: int) -> None:
+    forward = permutation(num_columns)
     same = list(range(num_columns))
-    assert forward[back].tolist() == back[forward].tolist() == same
+    assert sorted(forward.tolist()) == same
     # Small sizes hide mistakes.
     assert (forward.tolist() == same) == (num_columns == 128)
     assert (forward[forward].tolist() == same) == (num_columns <= 256)
@@ -39,12 +40,10 @@ def test_the_inverse_undoes_it_and_it_is_no_inverse_of_itself(num_columns: int) 
 
 @pytest.mark.parametrize("num_columns", [0, 64, 192, 1000])
 def test_half_tiles_are_refused(num_columns: int) -> None:
-    for function in (permutation, inverse_permutation):
-        with pytest.raises(ConfigError, match=f"have {num_columns} columns, expected a multiple"):
-            function(num_columns)
-    for function in (interleave, deinterleave):
-        with pytest.raises(ConfigError, match="expected a multiple of 128"):
-            function(torch.zeros(2, num_columns), dim=1)
+    with pytest.raises(ConfigError, match=f"have {num_columns} columns, expected a multiple"):
+        permutation(num_columns)
+    with pytest.raises(ConfigError, match="expected a multiple of 128"):
+        interleave(torch.zeros(2, num_columns), dim=1)
 
 
 def test_codes_and_scales_permuted_apart_are_weights_permuted() -> None:

@@ -1,30 +1,23 @@
-"""What the fused operators refuse: each limit by its own sentence, and windows by hand."""
+"""The limits of the fused operators, each with its message, and their windows."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from epcomm.fuseep.limits import (
-    FUSED_DEEP_MOE_LIMITS,
-    dispatch_ffn_combine_reasons,
-    dispatch_ffn_combine_window_bytes,
-    fused_deep_moe_reasons,
-    fused_deep_moe_window_bytes,
-    max_call_tokens,
-    max_received_rows,
-)
+from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
+from epcomm.fuseep.limits import max_call_tokens, max_received_rows
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireDtype, WireFormat
 
-MODES = {"mode 1": fused_deep_moe_reasons, "mode 2": dispatch_ffn_combine_reasons}
+MODES = {"mode 1": FusedDeepMoE, "mode 2": DispatchFFNCombine}
 every_mode = pytest.mark.parametrize("mode", MODES)
 WORLD_SIZE = 8
 SPEC = BufferSpec(
@@ -38,6 +31,7 @@ SPEC = BufferSpec(
 )
 # Mode 1 needs 8 * 128 * 16 * 2048 * 4 B = 128 MiB of the 200 that are there without a variable.
 NOTHING: Mapping[str, str] = {}
+LARGE_WINDOW = {"HCCL_BUFFSIZE": "9000"}
 
 
 def reasons_of(
@@ -48,7 +42,7 @@ def reasons_of(
     soc: Soc | None = Soc.A3,
     environment: Mapping[str, str] = NOTHING,
 ) -> list[str]:
-    return MODES[mode](spec, world_size, soc=soc, environment=environment)
+    return MODES[mode].reasons(spec, world_size, soc=soc, environment=environment)
 
 
 @every_mode
@@ -60,123 +54,81 @@ def test_sizes_of_a_real_model_are_served(mode: str, soc: Soc | None) -> None:
 @every_mode
 def test_other_processors_are_refused(mode: str) -> None:
     assert reasons_of(mode, soc=Soc.A2) == [
-        "the processor is A2, expected A3: FuseEP is not built for it"
+        "the chip is A2, expected A3: FuseEP is not built for it"
     ]
     on_a5 = {
         "mode 1": "fused_deep_moe takes MX weights there, not INT8",
         "mode 2": "dispatch_ffn_combine does not exist there",
     }
-    assert reasons_of(mode, soc=Soc.A5) == [f"the processor is A5, expected A3: {on_a5[mode]}"]
+    assert reasons_of(mode, soc=Soc.A5) == [f"the chip is A5, expected A3: {on_a5[mode]}"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Edge:
-    """Sizes that just fit, and the ones that do not."""
-
-    id: str
-    fits: Mapping[str, int]
-    breaks: Mapping[str, int]
-    reason: str
-    world_size: int = WORLD_SIZE
-    environment: Mapping[str, str] = field(default_factory=lambda: {"HCCL_BUFFSIZE": "9000"})
-
-
-EDGES = [
-    Edge(
-        id="least hidden",
-        fits={"hidden_size": 512},
-        breaks={"hidden_size": 496},
-        reason="hidden_size is 496, expected 512 to 7168",
-    ),
-    Edge(
-        id="most hidden",
-        fits={"hidden_size": 7168},
-        breaks={"hidden_size": 7184},
-        reason="hidden_size is 7184, expected 512 to 7168",
-    ),
-    Edge(
-        id="hidden in tiles",
-        fits={"hidden_size": 2064},
-        breaks={"hidden_size": 2056},
-        reason="hidden_size is 2056, expected a multiple of 16",
-    ),
-    Edge(
-        id="least columns",
-        fits={"intermediate_size": 512},
-        breaks={"intermediate_size": 448},
-        reason="2 * intermediate_size is 896, expected 1024 to 6144",
-    ),
-    Edge(
-        id="most columns",
-        fits={"intermediate_size": 3072},
-        breaks={"intermediate_size": 3136},
-        reason="2 * intermediate_size is 6272, expected 1024 to 6144",
-    ),
-    Edge(
-        id="columns in tiles",
-        fits={"intermediate_size": 832},
-        breaks={"intermediate_size": 800},
-        reason="2 * intermediate_size is 1600, expected a multiple of 128",
-    ),
-    Edge(
-        id="experts a token",
-        fits={"top_k": 12},
-        breaks={"top_k": 13},
-        reason="top_k is 13, at most 12",
-    ),
-    Edge(
-        id="experts of a rank",
-        fits={"num_local_experts": 24},
-        breaks={"num_local_experts": 25},
-        reason="num_local_experts is 25, at most 24",
-    ),
-    Edge(
-        id="experts",
-        fits={"num_local_experts": 16},
-        breaks={"num_local_experts": 17},
-        world_size=32,
-        reason="num_experts is 544, at most 512",
-    ),
-    Edge(
-        id="window",
-        fits={"hidden_size": 3200},
-        breaks={"hidden_size": 3216},
-        environment=NOTHING,
-        reason="needs a window of 201 MiB, but HCCL_BUFFSIZE is 200; set it to 201 on all ranks",
-    ),
-    Edge(
-        id="slot budget",
-        fits={},
-        breaks={"max_recv_slots": 10**6},
-        reason="has capacity for any routing and no slot budget; leave max_recv_slots None",
-    ),
-]
+@pytest.mark.parametrize(
+    ("fits", "breaks", "reason"),
+    [
+        ({"hidden_size": 512}, {"hidden_size": 496}, "hidden_size is 496, expected 512 to 7168"),
+        ({"hidden_size": 7168}, {"hidden_size": 7184}, "hidden_size is 7184, expected 512 to 7168"),
+        (
+            {"hidden_size": 2064},
+            {"hidden_size": 2056},
+            "hidden_size is 2056, expected a multiple of 16",
+        ),
+        (
+            {"intermediate_size": 512},
+            {"intermediate_size": 448},
+            "2 * intermediate_size is 896, expected 1024 to 6144",
+        ),
+        (
+            {"intermediate_size": 3072},
+            {"intermediate_size": 3136},
+            "2 * intermediate_size is 6272, expected 1024 to 6144",
+        ),
+        (
+            {"intermediate_size": 832},
+            {"intermediate_size": 800},
+            "2 * intermediate_size is 1600, expected a multiple of 128",
+        ),
+        ({"top_k": 12}, {"top_k": 13}, "top_k is 13, at most 12"),
+        (
+            {"num_local_experts": 24},
+            {"num_local_experts": 25},
+            "num_local_experts is 25, at most 24",
+        ),
+        (
+            {},
+            {"max_recv_slots": 10**6},
+            "has capacity for any routing and no slot budget; leave max_recv_slots None",
+        ),
+    ],
+)
+def test_mode_1_ends_where_its_tiling_says(
+    fits: dict[str, int], breaks: dict[str, int], reason: str
+) -> None:
+    for changes, expected in ((fits, []), (breaks, [reason])):
+        spec = replace(SPEC, **changes)
+        assert reasons_of("mode 1", spec, environment=LARGE_WINDOW) == expected
 
 
-@pytest.mark.parametrize("edge", EDGES, ids=lambda edge: edge.id)
-def test_mode_1_ends_where_its_tiling_says(edge: Edge) -> None:
-    def found(changes: Mapping[str, int]) -> list[str]:
-        return reasons_of(
-            "mode 1",
-            replace(SPEC, **changes),
-            world_size=edge.world_size,
-            environment=edge.environment,
-        )
-
-    assert found(edge.fits) == []
-    assert found(edge.breaks) == [edge.reason]
+def test_mode_1_ends_at_512_experts_and_at_its_window() -> None:
+    for num_local, reasons in ((16, []), (17, ["num_experts is 544, at most 512"])):
+        spec = replace(SPEC, num_local_experts=num_local)
+        found = reasons_of("mode 1", spec, world_size=32, environment=LARGE_WINDOW)
+        assert found == reasons
+    too_small = "needs a window of 201 MiB, but HCCL_BUFFSIZE is 200; set it to 201 on all ranks"
+    for hidden_size, reasons in ((3200, []), (3216, [too_small])):
+        assert reasons_of("mode 1", replace(SPEC, hidden_size=hidden_size)) == reasons
 
 
 def test_windows_by_hand() -> None:
     # 8 ranks * 128 tokens * 16 experts * 2048 elements * 2 B, in dispatch and combine.
-    assert fused_deep_moe_window_bytes(SPEC, 8) == 134_217_728
+    assert FusedDeepMoE.window_bytes(SPEC, 8) == 134_217_728
     # 3 B * 128 tokens * 8 * 2048 + 10 * 1048576.
-    assert dispatch_ffn_combine_window_bytes(SPEC) == 6_291_456 + 10_485_760
+    assert DispatchFFNCombine.window_bytes(SPEC, 8) == 6_291_456 + 10_485_760
     # Longer batches take several calls of 256 tokens.
     long = replace(SPEC, max_tokens_per_rank=5000)
-    assert max_call_tokens(long, FUSED_DEEP_MOE_LIMITS) == 256
-    assert fused_deep_moe_window_bytes(long, 8) == 2 * 134_217_728
-    assert dispatch_ffn_combine_window_bytes(long) == 2 * 6_291_456 + 10_485_760
+    assert max_call_tokens(long, FusedDeepMoE.limits) == 256
+    assert FusedDeepMoE.window_bytes(long, 8) == 2 * 134_217_728
+    assert DispatchFFNCombine.window_bytes(long, 8) == 2 * 6_291_456 + 10_485_760
 
 
 def test_the_window_of_mode_2_is_compared_with_the_variable_that_wins() -> None:
@@ -215,7 +167,7 @@ def test_a_budget_that_would_lose_rows_is_refused() -> None:
 def test_the_safe_budget_holds_the_worst_routing_and_no_row_more(
     num_local_experts: int, top_k: int, world_size: int, num_tokens: int
 ) -> None:
-    """Every token of every rank goes to as many experts of rank 0 as it can."""
+    """In the worst routing every token of every rank uses all experts of rank 0 that it can."""
     num_experts = num_local_experts * world_size
     top_k = min(top_k, num_experts)
     spec = replace(
@@ -255,7 +207,6 @@ def test_variables_that_contradict_are_named(mode: str, name: str, value: str, w
     ],
 )
 def test_sizes_of_mode_2(changes: dict[str, int], world_size: int, reason: str | None) -> None:
-    environment = {"HCCL_BUFFSIZE": "9000"}
     spec = replace(SPEC, **changes)
-    found = reasons_of("mode 2", spec, world_size=world_size, environment=environment)
+    found = reasons_of("mode 2", spec, world_size=world_size, environment=LARGE_WINDOW)
     assert found == [] if reason is None else [reason in text for text in found] == [True]

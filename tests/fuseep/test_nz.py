@@ -1,4 +1,4 @@
-"""The tiled layout: where an element lies, who is cast, and what a refused cast says."""
+"""The tiled layout: positions of elements, casts, and the message of a refused cast."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_elements_lie_where_the_formula_says(
     row, column = torch.arange(num_rows)[:, None], torch.arange(num_columns)
     found = tiles[:, column // width, row // 16, row % 16, column % width]
     assert torch.equal(found, matrices)
-    # All else is padding.
+    # Everything else is padding.
     assert int((tiles != 0).sum()) == matrices.numel()
     assert torch.equal(nz_unpack(tiles, num_rows, num_columns), matrices)
 

@@ -1,4 +1,4 @@
-"""Mode fuseep over ranks: the reference and both operators, by stand-ins, in the layer suite."""
+"""Mode fuseep over ranks: the reference and the imitated operators in the layer suite."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a plan refuses: each limit and each silent failure of the fused operators, in one sentence.
-
-Limits to the last unit are in test_limits.py; here each comes through plan().
-"""
+"""The refusals of plan() for fused operators; test_limits.py has the exact limits."""
 
 from __future__ import annotations
 
@@ -111,13 +108,7 @@ REFUSALS = [
         arguments={"dispatch_dtype": WireDtype.BF16},
         reason="carries ['int8'], not bf16",
     ),
-    Refusal(id="A2", chip="A2", reason="the processor is A2, expected A3: FuseEP is not built"),
-    Refusal(
-        id="A5, mode 1",
-        operators=(MODE_1,),
-        chip="A5",
-        reason="the processor is A5, expected A3: fused_deep_moe takes MX weights there, not INT8",
-    ),
+    Refusal(id="chip", chip="A2", reason="the chip is A2, expected A3: FuseEP is not built"),
     Refusal(
         id="H",
         operators=(MODE_1,),

@@ -27,7 +27,7 @@ Write = Callable[[ExpertParallelExperts, dict[str, torch.Tensor]], object]
 
 
 def load(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    """Return this rank's experts, as its state_dict() has them."""
+    """Load the experts of this rank in the form of its state_dict()."""
     layer.load_state_dict({name: layer.as_expert_tensor(tensor) for name, tensor in new.items()})
 
 
@@ -55,7 +55,7 @@ def replace_one(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> N
 
 
 def write_data(layer: ExpertParallelExperts, new: dict[str, torch.Tensor]) -> None:
-    """Write through `.data`, which no version counter notices."""
+    """Write through `.data`, which no version counter records."""
     for name, tensor in new.items():
         layer.get_parameter(name).data.copy_(tensor)
     assert isinstance(layer.path, FuseEPPath)
@@ -104,7 +104,7 @@ def test_written_experts_are_packed_anew_once(
             assert not torch.equal(y, before)
             assert torch.equal(layer(x, topk), y)
             assert len(packed) == 1
-            # state_dict() stays a checkpoint, to the bit.
+            # state_dict() stays bit-equal to the checkpoint.
             saved = layer.state_dict()
             assert list(saved) == list(mine)
             for name, tensor in mine.items():
@@ -116,7 +116,7 @@ def test_written_experts_are_packed_anew_once(
 
 @pytest.mark.ranks(2)
 def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers of a size share one; other layers on the group, a pipeline too, disturb nobody."""
+    """Two layers of equal sizes share an operator; layers of one group do not affect each other."""
     opened: list[Buffer] = []
     real = Buffer.__init__
 
@@ -147,7 +147,7 @@ def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -
     opened.clear()
     with EPGroup() as group, torch.no_grad():
         layers = [maker(group) for maker in makers]
-        # The first two are one.
+        # The first two share an operator.
         assert len(opened) == 3
         for _ in range(2):
             for layer, expected in zip(layers, alone, strict=True):
@@ -155,7 +155,7 @@ def test_layers_share_an_operator_and_a_group(monkeypatch: pytest.MonkeyPatch) -
         traffic = [layer.stats().traffic for layer in layers]
         assert traffic[0] == traffic[1]
         assert [layer.stats().num_calls for layer in layers] == [2] * 4
-        # A fused operator tells its loads too: those of one routing, however it is computed.
+        # A fused operator reports the same loads as other layers with this routing.
         loads = [layer.stats().num_tokens_per_expert for layer in layers]
         assert loads == [loads[3]] * 4
         assert sum(loads[3]) > 0

@@ -1,11 +1,10 @@
-"""Run a program or tests on the ranks of several hosts of this machine's own making.
+"""Run a program or tests on the ranks of several hosts that are simulated on this machine.
 
     python -m tests.hosts.launch --hosts 2 --ranks 4 examples/train_qwen3_moe.py --steps 3
     python -m tests.hosts.launch --hosts 2 --ranks 4 --rate 1gbit benchmarks/hosts/bench_hosts.py
 
---ranks is for each host. On each runs scripts/launch_multi_rank.sh, as on machines of their own;
-what follows the options is its. The exit code is that of the first launcher that fails, and the
-others are ended then.
+--ranks is the number per host. Each host runs scripts/launch_multi_rank.sh with the arguments after
+the options. The exit code is that of the first launcher that fails; the others are then ended.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from pathlib import Path
 from tests.hosts.network import INTERFACE, Host, HostsError, make_hosts
 
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_multi_rank.sh"
-# A port of the store; on a host of our own nobody else has it.
+# The port of the store; no other process of a simulated host uses it.
 PORT = 29500
-# Seconds from SIGTERM until what is left on the hosts is killed: those of torch.distributed.run.
+# Seconds from SIGTERM until the remaining processes are killed, as in torch.distributed.run.
 STOP_LIMIT_S = 35
 
 
 def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
-    """Return the variables by which the launcher on `host` joins those of the others."""
+    """Return the variables with which the launchers of all hosts connect."""
     return {
         "NNODES": str(len(hosts)),
         "NODE_RANK": str(host.number),
@@ -49,7 +48,7 @@ def launch(hosts: Sequence[Host], num_ranks: int, arguments: Sequence[str]) -> i
                     host.command([str(LAUNCHER), str(num_ranks), *arguments]),
                     env={**os.environ, "PYTHON": sys.executable, **environment_of(host, hosts)},
                     stdin=subprocess.DEVNULL,
-                    # Ctrl-C comes here alone, and is passed on once.
+                    # Only this process receives Ctrl-C, and relays it once.
                     start_new_session=True,
                 )
             )
@@ -59,7 +58,7 @@ def launch(hosts: Sequence[Host], num_ranks: int, arguments: Sequence[str]) -> i
             while True:
                 codes = [launcher.poll() for launcher in launchers]
                 if failed := [code for code in codes if code]:
-                    # Ended by a signal: as a shell would tell it.
+                    # For a signal, the exit code that a shell returns.
                     return failed[0] if failed[0] > 0 else 128 - failed[0]
                 if None not in codes:
                     return 0
@@ -89,7 +88,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, required=True, help="on each host")
     parser.add_argument("--rate", help="what each host may send, such as 1gbit")
     options, arguments = parser.parse_known_args()
-    # SIGTERM like Ctrl-C: an abrupt end would leave the hosts behind.
+    # SIGTERM acts like Ctrl-C, because an abrupt end would not remove the hosts.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with make_hosts(options.hosts, rate=options.rate) as hosts:

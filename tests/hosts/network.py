@@ -1,12 +1,12 @@
-"""Hosts of a test's own making: network namespaces of this machine, joined by a bridge.
+"""Simulated hosts: network namespaces of this machine, connected by a bridge.
 
     host 0: eth0 10.77.0.1 --+
-    host 1: eth0 10.77.0.2 --+-- bridge in a namespace of its own
+    host 1: eth0 10.77.0.2 --+-- bridge in a separate namespace
 
-A host also has a name and shared memory of its own, so that who looks finds several machines.
-Nothing of the machine's own network changes, and runs at the same time do not meet: all interfaces
-lie in namespaces, and end with them. Their names hold the process that made them; what it could
-not remove, the next run does.
+A host also has its own name and shared memory, so that programs find several machines. The network
+of the machine does not change and concurrent runs do not interfere, because all interfaces are in
+namespaces and end with them. A namespace is named after the process that made it; if that process
+could not remove it, the next run does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from functools import cache
 
 # The interface of a host to the others, for GLOO_SOCKET_IFNAME and the like.
 INTERFACE = "eth0"
-# What a bucket filter lets pass at once, and how long a packet may wait in it.
+# Burst and latency of a token bucket filter.
 SHAPE = ("burst", "256kb", "latency", "100ms")
 _NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
 # Runs a command with the name $0 of its host.
@@ -45,7 +45,7 @@ _KILL_LIMIT_S = 10
 
 
 class HostsError(Exception):
-    """This machine does not let us make hosts; the message says what is missing."""
+    """This machine does not permit simulated hosts; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ class Host:
 
     @property
     def path(self) -> str:
-        """The file that stands for the namespace, for setns()."""
+        """The file of the namespace, for setns()."""
         return f"/run/netns/{self.namespace}"
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let the calling thread be on the network of this host, and for good what it forks."""
+        """Move the calling thread to the network of this host; forked processes stay there."""
         caller = os.getpid()
         with open("/proc/thread-self/ns/net", "rb") as home, open(self.path, "rb") as there:
             _call_libc("setns", there.fileno(), _CLONE_NEWNET)
@@ -84,16 +84,16 @@ class Host:
                     _call_libc("setns", home.fileno(), _CLONE_NEWNET)
 
     def take_name(self) -> None:
-        """Give this process the name of the host, as command() does. It does not end."""
+        """Set the host name of this process permanently, as command() does."""
         _call_libc("unshare", _CLONE_NEWUTS)
         socket.sethostname(self.name)
 
     def unplug(self) -> None:
-        """Let nothing in or out any more: neither side hears of it."""
+        """Disconnect the host; neither side is notified."""
         _in(self.namespace, f"link set {INTERFACE} down")
 
     def kill_all(self) -> None:
-        """End every process on this host at once, as a loss of power would."""
+        """Kill every process on this host, as a loss of power would."""
         _kill_all(self.namespace)
 
 
@@ -119,7 +119,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
 
     Args:
         num_hosts: how many.
-        rate: what each may send, such as `1gbit`; None: as fast as the machine.
+        rate: the bandwidth of each, such as `1gbit`; None: as fast as the machine.
 
     Raises:
         HostsError: a command failed, with what it said.
@@ -145,7 +145,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
                 _run(["tc", "-n", host.namespace, *shaped, *SHAPE])
         yield hosts
     finally:
-        # A process that was forked meanwhile leaves this, too, when it ends.
+        # A process that was forked in this context also leaves the host when it ends.
         if os.getpid() == maker:
             for namespace in (*(host.namespace for host in hosts), bridge):
                 _remove(namespace)
@@ -153,7 +153,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
 
 def sent_bytes() -> int:
     """Return the bytes that the interface of the calling process's host has sent so far."""
-    # What /proc shows is of the namespace of the process.
+    # /proc shows the namespace of the process.
     with open("/proc/self/net/dev", encoding="utf-8") as file:
         for line in file:
             name, _, counts = line.partition(":")
@@ -195,7 +195,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _remove_leftovers() -> None:
-    """Remove what runs left behind that were killed."""
+    """Remove the namespaces of runs that were killed."""
     for line in _run(["ip", "netns", "list"]).splitlines():
         name = line.split()[0]
         if (match := _NAME.fullmatch(name)) and not os.path.exists(f"/proc/{match[1]}"):

@@ -1,4 +1,4 @@
-"""The kernel counts as many bytes between hosts as traffic() does."""
+"""The kernel and traffic() count the same bytes between hosts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 HIDDEN_SIZE, TOP_K = 1024, 8
 # Bytes beside those of a row's elements, for each top-k entry, at most: its id and its weight.
 ENTRY_BYTES = 16
-# A call of the rows alone; the calls of which the kernel's bytes are told apart.
+# The call of rows; the calls whose bytes are distinguished.
 LEAST_BYTES, NUM_CALLS = 20e6, 2
 TOLERANCE = 0.03
 # Tokens of a rank, by the number of ranks: they make LEAST_BYTES from each host.
@@ -40,7 +40,8 @@ class Calls:
     spec: BatchSpec
 
     def bytes_of(self, num_calls: int) -> int:
-        """Return what the kernel counts on this host during some calls. Collective: yes."""
+        """Return the bytes that the kernel counts on this host during some calls. Collective:
+        yes."""
         before = _sent_of_host()
         for _ in range(num_calls):
             out = buffer_suite.dispatch(self.env, self.buffer, self.batch, self.spec)
@@ -78,7 +79,7 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str) -> N
         if buffer_name == "HierarchicalBuffer":
             most = pairs_between(batches[rank].topk_ids, spec.num_local_experts, hosts, rank)
             row_bytes = HIDDEN_SIZE * 4 + TOP_K * ENTRY_BYTES
-            # The combine brings back one row for each that came.
+            # Combine returns one row for each received row.
             of_all = torch.tensor([most, of_call])
             dist.all_reduce(of_all)
             assert of_all[1] <= 2 * of_all[0] * row_bytes

@@ -1,4 +1,4 @@
-"""Hosts of our own reach each other, are limited and lost as asked, and leave nothing behind."""
+"""Simulated hosts reach each other, can be limited and lost, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_bytes_cross_at_the_rate_and_are_counted() -> None:
         counted, seconds, name = on(hosts[0], sending).split()
         assert receiver.communicate(timeout=LIMIT_S)[0].strip() == "4000000"
     assert int(counted) == pytest.approx(4_000_000, rel=0.05)
-    # 10 MB/s, but for what the bucket lets pass at once.
+    # 10 MB/s, except for the burst of the bucket.
     assert float(seconds) > 0.35
     assert name == "host0"
 

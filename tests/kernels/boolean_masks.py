@@ -1,4 +1,4 @@
-"""Hold kernels to boolean masks in Triton's interpreter, as the interpreter of Triton 3.9 does."""
+"""Require boolean masks in Triton's interpreter, as the interpreter of Triton 3.9 does."""
 
 from __future__ import annotations
 

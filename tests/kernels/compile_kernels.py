@@ -1,6 +1,6 @@
-"""Compile what the launchers of kernels pass for sm_90, without a GPU; print code as JSON.
+"""Compile the kernels of the launchers for sm_90, without a GPU; print code as JSON.
 
-A program of its own: kernels of the test process are interpreted, and those cannot be compiled.
+A separate program, because kernels of the test process are interpreted and cannot be compiled.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ BF16, I32, I64, U8, I8 = torch.bfloat16, torch.int32, torch.int64, torch.uint8, 
 
 
 class Device:
-    """Stands in for Triton's driver of a GPU that is not here."""
+    """Replaces Triton's driver of a GPU."""
 
     target = HOPPER
 
@@ -112,7 +112,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def rows(num: int, columns: int, dtype: torch.dtype, stride: int = 0) -> Tensor:
-    """Return memory that nobody reads, with rows `stride` elements apart."""
+    """Return memory that is not read, with rows `stride` elements apart."""
     return torch.empty(num, stride or columns, dtype=dtype)[:, :columns]
 
 

@@ -23,7 +23,7 @@ class Arguments(Structure):
 def test_a_thread_without_a_context_takes_that_of_the_kernel(
     is_cooperative: bool, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a driver behaves in a thread of autograd in which torch has called nothing of CUDA."""
+    """A driver in an autograd thread in which torch has not called CUDA."""
     current: list[int | None] = [None]
     launched: list[int | None] = []
 

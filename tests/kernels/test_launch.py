@@ -1,4 +1,4 @@
-"""What tiles are chosen by: the shared memory that a device says it has."""
+"""Tiles are chosen by the shared memory that the device reports."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MOVERS = [
     *("int8 rint127", "int8 div", "int8 triton"),
 ]
 LINES = ["send lines bf16", "send lines fp8", "send lines words", "receive lines"]
-# Kernels that tell other ranks of what they wrote.
+# Kernels that signal their writes to other ranks.
 PUBLISHERS = [
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
     *("send dispatch words", "send combine", "send combine slots", "barrier"),
@@ -42,7 +42,7 @@ WAITERS = [
     *("receive dispatch", "receive dispatch masked", "receive combine", "receive combine slots"),
     "barrier",
 ]
-# Kernels whose results are those of plain torch to the bit.
+# Kernels whose results are bit-equal to plain torch.
 EXACT = [
     *("sums bf16 weighted", "sums fp32", "sums of parts", "fp8 bf16", "fp8 powers of two"),
     *("fp8 without hardware", "int8 rint127", "int8 hidden", "int8 down 64", "int8 down odd"),
@@ -84,7 +84,7 @@ def test_rows_move_16_bytes_at_a_time(kernel: str, code: Code) -> None:
     accesses = re.findall(r"\b(?:ld|st)\.(?:\w+\.)*global\S*", ptx)
     assert any(re.match(r"st\..*v4\.b32|st\..*v2\.b64", each) for each in accesses)
     assert any(re.match(r"ld\..*v4\.b32|ld\..*v2\.b64", each) for each in accesses)
-    # What stores and loads of an address without alignment would be.
+    # Stores and loads of an unaligned address.
     assert not [each for each in accesses if each.endswith((".b16", ".u16"))]
     assert "STG.E.U16" not in operations(code, kernel)
 
@@ -118,7 +118,7 @@ def test_waits_acquire_before_anything_is_read(kernel: str, code: Code) -> None:
 @pytest.mark.parametrize("kernel", LINES)
 def test_lines_travel_without_a_fence(kernel: str, code: Code) -> None:
     found = operations(code, kernel)
-    # A rank that gives up reports it to all, and that alone is released; nothing is acquired.
+    # A rank that times out reports it to all ranks with a release; nothing is acquired.
     assert found.count(FENCE) == found.count(EXCHANGE) == 1
     assert DROP_L1 not in found
     wide = "LDG.E.128.STRONG.SYS" if kernel.startswith("receive") else "STG.E.128"
@@ -145,7 +145,7 @@ def test_arithmetic_rounds_as_plain_torch_does(kernel: str, code: Code) -> None:
     ptx = code[kernel]["ptx"]
     assert set(re.findall(r"\b(?:div|rcp)\.\S*f32", ptx)) <= {"div.rn.f32"}
     assert not re.search(r"\bfma\.rn\.f(?:32|64)", ptx)
-    # Only floor(), of what is no subnormal number, may flush small numbers to zero.
+    # Only floor() of numbers that are not subnormal may flush small numbers to zero.
     assert set(re.findall(r"\S*\.ftz\S*", ptx)) <= {"cvt.rmi.ftz.f32.f32"}
 
 
@@ -165,7 +165,7 @@ def test_products_use_tensor_cores_and_tma(kernel: str, code: Code) -> None:
     ptx = code[kernel]["ptx"]
     assert re.search(r"wgmma\.mma_async\..*(?:e4m3\.e4m3|s32\.s8\.s8)", ptx)
     assert "cp.async.bulk.tensor.2d.shared" in ptx
-    # Rows come by copies of 16 bytes, and results leave by stores of 16.
+    # Rows are copied, and results stored, in units of 16 bytes.
     assert set(re.findall(r"\bcp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)) == {"0x10"}
     assert set(re.findall(r"\bst\.global\S*", ptx)) <= {"st.global.v4.b32", "st.global.b32"}
 

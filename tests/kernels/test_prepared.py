@@ -1,4 +1,4 @@
-"""What the driver finds when a launch is repeated, and which calls Triton has to make anew."""
+"""The driver's arguments in a repeated launch, and the calls that Triton must prepare again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def compiled(**metadata: object) -> CompiledKernel:
 
 
 class FakeDriver:
-    """Reads what a launch hands over, at once, as the driver does."""
+    """Reads the arguments of a launch immediately, as the driver does."""
 
     def __init__(self) -> None:
         self.current, self.status = 0, 0

@@ -1,4 +1,4 @@
-"""Rows, experts and autocast in different dtypes, as docs/precision.md has it in a table."""
+"""Rows, experts and autocast in different dtypes: the table of docs/precision.md."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def check_layer(
     allowed: float,
     autocast: torch.dtype | None,
 ) -> None:
-    """Compute y and all gradients of this rank; each in the dtype of what it belongs to."""
+    """Compute y and all gradients of this rank, and check their dtypes."""
     rank, held = layer.group.rank, layer.weights.dtype
     x = batch.x.clone().requires_grad_()
     router_weights = batch.topk_weights.clone().requires_grad_()
@@ -221,7 +221,7 @@ def test_each_rank_may_give_rows_of_its_own_dtype() -> None:
 def test_float32_experts_of_odd_sizes_compute_narrow_rows_in_float32(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch's grouped matmul wants rows in steps of 16 bytes; 12 bfloat16 numbers are 24."""
+    """Torch's grouped matmul needs rows in steps of 16 bytes; 12 bfloat16 numbers are 24."""
     spec = replace(SPEC, hidden_size=12)
     with EPGroup() as group:
         weights = make_weights(spec, NUM_RANKS, intermediate_size=20, device=group.device)
@@ -380,7 +380,7 @@ def test_codes_and_scales_are_not_cast(name: str) -> None:
         layer.to(group.device)
         for role, tensor in layer.weights.tensors().items():
             assert torch.equal(tensor.view(torch.uint8), before[role].view(torch.uint8)), role
-        # Rows of another dtype come back in it.
+        # y has the dtype of the rows.
         batch = make_batch(spec, group.rank, NUM_RANKS).to(group.device)
         topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
         y = layer(batch.x.float(), topk)

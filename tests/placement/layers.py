@@ -83,7 +83,7 @@ def gather_local(layer: ExpertParallelExperts, tensors: Mapping[str, Tensor]) ->
 
 
 def expect_copies_of(layer: ExpertParallelExperts, whole: Mapping[str, Tensor]) -> None:
-    """Every physical expert is its logical one, to the bit."""
+    """Check that every physical expert is bit-equal to its logical one."""
     assert layer.placement is not None
     copies = list(layer.placement.physical_to_logical)
     for name, held in gather_local(layer, layer.expert_parameters()).items():

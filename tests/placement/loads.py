@@ -19,7 +19,7 @@ def zipf(num_experts: int, seed: int, exponent: float) -> list[float]:
 
 
 def of_text(text: str, num_experts: int, top_k: int) -> list[float]:
-    """Count the words of a text by experts that a router chooses for each word alone."""
+    """Count the words of a text by expert; the router chooses experts by the word only."""
     loads = [0.0] * num_experts
     chosen: dict[str, list[int]] = {}
     for word in text.split():

@@ -1,6 +1,6 @@
-"""Play one rank of a rebalance in which a rank is lost on the way: RANK WORLD_SIZE PORT.
+"""Run one rank of a rebalance during which a rank is lost: RANK WORLD_SIZE PORT.
 
-Prints what a survivor is left with, as JSON.
+Prints the state of a survivor as JSON.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark of placement: its draws, and that what it places has an even load."""
+"""The benchmark of placement: its random draws, and the even load of its placements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device graph of a layer computes rightly after its experts have moved, with other tokens too.
+"""A device graph of a layer is correct after its experts have moved, also for other tokens.
 
     MULTI_RANK_BACKEND=nccl scripts/launch_multi_rank.sh 2 tests/placement/test_graphs.py
 
@@ -24,7 +24,7 @@ from tests.multi_rank import BACKEND_ENV, GPU_BACKENDS
 from tests.placement.layers import any_placement
 
 SPEC = replace(BATCH_SPECS["bf16"], hidden_size=256)
-# Calls in a graph: receive buffers are used in turn, and it ends in the one in which it began.
+# Calls in a graph: an even number, so that it ends with the receive buffer with which it began.
 CALLS = 2
 # Roundings to bfloat16 of both products, the activation, the sum of a rank and y.
 TOLERANCE = 5 * 2**-8

@@ -1,4 +1,4 @@
-"""A layer with copies of experts computes what the model without them computes."""
+"""A layer with copies of experts computes the same as the model without them."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_gate_of_a_block_chooses_the_copies_itself(monkeypatch: pytest.Monke
 def calls_of_block(group: EPGroup, router: str) -> list[Tensor]:
     """Return the ids that experts get in three calls, of which one finds them moved, and the load.
 
-    Every call has to give what the block gives alone.
+    Every call must return the result of the plain block.
     """
     block = qwen3_moe()
     x = torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(1))

@@ -43,7 +43,7 @@ from tests.placement.layers import (
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# What the same sums in float32 differ by in another order.
+# Difference of float32 sums in another order.
 SAME = 1e-6
 
 
@@ -156,7 +156,7 @@ def test_bad_moves_are_refused_on_all_ranks_and_move_nothing() -> None:
         ):
             with pytest.raises(ConfigError, match=message):
                 layer.rebalance(bad if mine else good)  # type: ignore[arg-type]
-        # What no placement can be is refused before any rank is asked.
+        # An invalid placement is refused before any exchange.
         bad_makers: dict[str, Callable[[], ExpertPlacement]] = {
             "no copy of expert 3": lambda: replace(good, physical_to_logical=(0, 1, 2, 0, 1, 2)),
             "rank 0 holds 2 copies of expert 0": lambda: replace(

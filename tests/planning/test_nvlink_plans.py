@@ -42,7 +42,10 @@ RANKS = [
     Ranks(
         id="two pairs",
         told=told("a", "b", "c"),
-        reasons=["rank 0 is not joined to [2] by NVLink", "rank 1 is not joined to [2] by NVLink"],
+        reasons=[
+            "rank 0 is not connected to [2] by NVLink",
+            "rank 1 is not connected to [2] by NVLink",
+        ],
     ),
     Ranks(
         id="one GPU for two",
@@ -52,12 +55,12 @@ RANKS = [
     Ranks(
         id="one way only",
         told=[PeerReach(device="a", reached=("b",)), PeerReach(device="b")],
-        reasons=["rank 0 is not joined to [1] by NVLink"],
+        reasons=["rank 0 is not connected to [1] by NVLink"],
     ),
     Ranks(
         id="part of a GPU",
         told=told("a", "e"),
-        reasons=["rank 1: NVML knows no GPU e, which may be a part of one (MIG)"],
+        reasons=["rank 1: NVML has no GPU e, which may be a part of one (MIG)"],
     ),
 ]
 
@@ -97,7 +100,7 @@ CASES = [
         devices=("a", "c"),
         prefill="CollectiveBuffer",
         decode="StaticCollectiveBuffer",
-        reason="rejected nvlink: rank 0 is not joined to [1] by NVLink",
+        reason="rejected nvlink: rank 0 is not connected to [1] by NVLink",
     ),
     Case(
         id="two hosts",

@@ -1,4 +1,4 @@
-"""Vendor packages, properties of devices and environment variables are named in platforms alone."""
+"""Only platforms names vendor packages, properties of devices and environment variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
     if path.relative_to(PACKAGE).parts[0] != "platforms"
 )
-# What finds or imports a package by its name, what a device tells of itself, and what reads the
+# Functions that find or import a package by name, that query a device, and that read the
 # environment.
 WAYS_TO_PACKAGES = {"find_spec", "import_module", "__import__"}
 PROPERTIES = {
@@ -27,17 +27,17 @@ PROPERTIES = {
 }
 READS = {"environ", "getenv", "environment()"}
 VENDORS = {"deep_ep", "deep_ep_cpp", "deep_gemm", "nvshmem", "nvidia", "pynvml", "torch_npu", "acl"}
-# File -> what it may name, and why.
+# The names that each file may use, and why.
 EXEMPT = {
     # Reads the environment for all others.
     "config.py": {"environ", "environment()"},
-    # The rank that torchrun says this process is.
+    # The rank set by torchrun.
     "bench/ranks.py": {"environment()"},
-    # Imports modules of this package by the names of what was chosen.
+    # Imports modules of this package by chosen names.
     "registry.py": {"import_module"},
     # Becomes another program, with the variables of this one and a path more.
     "integrations/deep_ep/__main__.py": {"environment()"},
-    # What programs import from deep_ep.utils: helpers of theirs, and no part of this package.
+    # Names that programs import from deep_ep.utils, which are not part of this package.
     "integrations/deep_ep/shim/deep_ep/utils/envs.py": {"environment()", "torch.cuda.is_available"},
     "integrations/deep_ep/shim/deep_ep/utils/testing.py": {"torch.cuda.is_available"},
 }

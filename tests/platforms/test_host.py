@@ -1,4 +1,4 @@
-"""What is left of the memory of a host and of control groups, as systems of both versions tell."""
+"""The free memory of a host and of control groups of both versions."""
 
 from __future__ import annotations
 

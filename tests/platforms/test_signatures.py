@@ -1,4 +1,4 @@
-"""A package without a parameter is refused: nothing falls back to another format silently."""
+"""A package without a parameter is refused, and no other format is used silently."""
 
 from __future__ import annotations
 
@@ -41,11 +41,14 @@ class Package:
     [
         ({"__init__": ("group",), "dispatch": ("x", "quant_mode")}, None),
         ({"dispatch": ("x",)}, None),
-        ({"__init__": ("group", "low_latency_mode")}, "Package of the package installed has no "),
-        ({"dispatch": ("x", "use_mxfp8")}, "Package.dispatch of the package installed has no "),
-        ({"dispatch": ("quant_mode",)}, "Package.dispatch of the package installed wants x, which"),
-        ({"combine": ("x",)}, "the package installed has no Package.combine; install another"),
-        ({"swallow": ("quant_mode",)}, "installed has no parameter quant_mode; install another"),
+        ({"__init__": ("group", "low_latency_mode")}, "Package of the installed package has no "),
+        ({"dispatch": ("x", "use_mxfp8")}, "Package.dispatch of the installed package has no "),
+        (
+            {"dispatch": ("quant_mode",)},
+            "Package.dispatch of the installed package requires x, which",
+        ),
+        ({"combine": ("x",)}, "the installed package has no Package.combine; install another"),
+        ({"swallow": ("quant_mode",)}, "has no parameter quant_mode; install another"),
         ({"swallow": ()}, None),
         ({"by_place": ("x",)}, "has no parameter x"),
     ],

@@ -1,4 +1,4 @@
-"""e4m3, powers of two and INT8 by table, frexp and numpy: nothing shared with what is checked."""
+"""e4m3, powers of two and INT8 by table, frexp and numpy, independent of the library."""
 
 from __future__ import annotations
 

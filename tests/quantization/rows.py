@@ -27,7 +27,7 @@ def varied_rows(hidden_size: int, dtype: torch.dtype, *, seed: int = 0) -> Tenso
 
 
 def half_neighbours() -> Tensor:
-    """Make a row [1, N]: 127 for a scale of 1, then halves of both signs and their neighbours."""
+    """Make a row [1, N]: 127 for a scale of 1, then halves of both signs and the next numbers."""
     halves = torch.arange(0.5, 127, 1.0)
     below = torch.nextafter(halves, torch.zeros(()))
     above = torch.nextafter(halves, torch.full((), INF))

@@ -1,4 +1,5 @@
-"""FP8: bits of a recording and of an oracle by table, error bounds, blocks that are no numbers."""
+"""FP8: bits of a recording and of an oracle by table, error bounds, blocks with NaN and
+infinity."""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def test_error_is_half_a_unit_in_the_last_place_of_the_code(wire_format: WireFor
 
 
 def test_power_of_two_scales_equal_frexp_at_every_boundary() -> None:
-    # Each power of two times 448, and both neighbours, over the range of float32.
+    # Each power of two times 448, and the next numbers on both sides, over the range of float32.
     boundary = torch.ldexp(torch.full((128,), 1.75), torch.arange(-4, 124))
     below = torch.nextafter(boundary, torch.zeros(()))
     above = torch.nextafter(boundary, torch.full((), INF))
@@ -118,7 +119,7 @@ def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
     assert restored[1, 128:256].isnan().all()
     assert restored[1, :128].isfinite().all()
     assert restored[1, 256:].isfinite().all()
-    # Whoever drops the scales meets NaN too.
+    # Without its scales, a row has NaN too.
     assert wire.data[1, 128:256].float().isnan().all()
     if wire_format is FP8_POWER_OF_TWO_SCALES:
         assert as_bytes(scales_of(wire))[1, 1].item() == 0xFF

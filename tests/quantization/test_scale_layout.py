@@ -42,7 +42,7 @@ def e8m0(values: list[list[int]]) -> Tensor:
 
 
 def memory_of(view: Tensor) -> list:
-    """All elements of the memory behind a view, in order."""
+    """Return all elements of the memory of a view, in order."""
     return torch.as_strided(
         view, (view.untyped_storage().nbytes() // view.itemsize,), (1,)
     ).tolist()
@@ -249,7 +249,7 @@ def test_wrong_scales_are_refused_with_both_sides(fault: Fault) -> None:
 def test_rows_travel_with_row_major_scales_and_are_copied_only_where_they_must(
     layout: ScaleLayout,
 ) -> None:
-    # Three blocks, which are no whole word.
+    # Three blocks, which do not fill a word.
     x = torch.arange(5 * 384, dtype=torch.float32).view(5, 384)
     wire = quantize(x, FP8_POWER_OF_TWO_SCALES if layout.packed else FP8_FLOAT32_SCALES)
     assert wire.scales is not None

@@ -1,4 +1,4 @@
-"""Counts calls of the gating operator, whoever makes them."""
+"""Counts all calls of the gating operator."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ UNITS_OF_SOFTCAP = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came of a batch.
+    """The comparison of one batch.
 
     num_excused: tokens whose experts differ where scores are within rounding of each other.
     wrong: one line for each kind of token that differs without such a reason.
@@ -37,7 +37,7 @@ class Comparison:
 def compare(
     found: TopKOutput, logits: Tensor, spec: RoutingSpec, bias: Tensor | None
 ) -> Comparison:
-    """Compare the routing of a batch with the reference's, whatever the order within K."""
+    """Compare the routing of a batch with the reference, in any order within K."""
     expected = route(logits, spec, correction_bias=bias)
     shape = (logits.shape[0], logits.shape[1])
     is_found, is_expected = (

@@ -1,4 +1,4 @@
-"""The gating operator of Ascend, by a stand-in, chooses and weighs as the reference does."""
+"""The imitated gating operator of Ascend chooses and weighs like the reference."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.routing.cases import CASES, Case, bias_for
 # float32 arithmetic in another order of steps.
 TOLERANCE = 1e-6
 NUM_EXPERTS = 32
-# What of the cases the operator cannot say, by the first words of why.
+# Cases that the operator cannot express, with the first words of the reason.
 INEXPRESSIBLE = {
     "softmax-after-topk-bias": "adds the bias to softmax scores",
     "softmax-after-topk-groups": "adds up softmax scores",

@@ -61,7 +61,8 @@ def test_load_and_replicas_follow_from_the_logical_experts(router: Router) -> No
     choice = choose_router(router, SPEC, num_experts=NUM_EXPERTS, device=DEVICE, where="rank 0")
     table, load = table_of(counts_calls=True), empty_load()
     expected: Counter[int] = Counter()
-    # 6000: more than a program holds, so that more than one counts the call; none are no call.
+    # 6000 tokens are more than one program has, so several would count the call; a call without
+    # tokens does not count.
     for call, num_tokens in ((0, 5), (1, 0), (1, 1), (2, 6000)):
         logits = logits_of(num_tokens)
         logical = route(logits, SPEC).topk_ids.tolist()

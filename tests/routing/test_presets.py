@@ -170,7 +170,7 @@ every_family = pytest.mark.parametrize("family", FAMILIES, ids=name_of)
 
 
 class RecordedExperts(nn.Module):
-    """Stands in for the experts of a block and keeps the routing they are called with."""
+    """Replaces the experts of a block and records the routing of their calls."""
 
     def forward(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         self.topk_ids, self.topk_weights = topk_ids, topk_weights

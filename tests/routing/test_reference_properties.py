@@ -1,4 +1,4 @@
-"""What holds for every spec and every batch; hypothesis looks for the exception."""
+"""Properties of every spec and batch; hypothesis searches for counterexamples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stand-in for deep_gemm that refuses what its documentation refuses, and computes in float32.
+"""An imitation of deep_gemm with its documented checks, which computes in float32.
 
 Rows of tiles that no program computes are NaN. Whole tiles are stored, as by the package, so
 the last tile of an expert overwrites rows of the next expert if that one begins inside the tile.
@@ -33,7 +33,7 @@ def install(
     takes_ends: bool = True,
     has_nvcc: bool = True,
 ) -> ModuleType:
-    """Make `import deep_gemm` find the stand-in, and experts on a CPU seem to be on sm_<n>0.
+    """Make `import deep_gemm` import the imitation, and present a CPU as sm_<n>0.
 
     takes_ends: the layout may be the end of each expert, as since version 2.2; version 2.1 takes
         the expert of each row alone.
@@ -113,7 +113,7 @@ def multiply_contiguous(
     for first in range(0, num_rows, TILE_ROWS):
         expert, tile = int(m_indices[first]), slice(first, first + TILE_ROWS)
         if expert >= 0:
-            # The kernel looks at the first row of a tile alone.
+            # The kernel reads only the expert of the first row of a tile.
             out[tile] = (a[tile] @ b[expert].T).bfloat16()
     out[m_indices < 0] = float("nan")
 

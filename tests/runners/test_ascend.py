@@ -1,4 +1,4 @@
-"""The runners on Ascend's operators, on stand-ins for these, against float64 models."""
+"""The runners on imitations of Ascend's operators, against float64 models."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
 
 
 def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
-    """Results of slots are those of a float64 model, or the next bfloat16 where it cannot tell."""
+    """Check results against a float64 model, within its rounding uncertainty in bfloat16."""
     index, weights = batch_index(tail=4), int8_weights()
     assert index.row_of_slot is not None
     x = make_batch(SPEC, 0, 1).x
@@ -250,7 +250,7 @@ def test_copies_are_made_once_and_again_after_a_reload(
     tensors = dict(kind.tensors())
 
     def run() -> Tensor:
-        # As ExpertParallelExperts: a new record of the live parameters for each call.
+        # Like ExpertParallelExperts, with a new record of the parameters for each call.
         return runner.run(sent, kind.with_tensors(tensors)).hidden_states
 
     first = run()

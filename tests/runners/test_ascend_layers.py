@@ -96,7 +96,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
     def is_of_kind(cls: type[AscendRunner], weights: ExpertTensors) -> bool:
         return isinstance(weights, cls.kinds)
 
-    # As on an NPU.
+    # The same setting as on an NPU.
     monkeypatch.setattr(AscendRunner, "is_candidate", classmethod(is_of_kind))
     registry.register()
     spec = BatchSpec(
@@ -110,7 +110,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
     with limits.soc("A3"), EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=inner)
         weights = Int8ChannelWeights.from_unquantized(plain)
-        # Of this batch few activations lie between two codes: the bounds tell float32 scales and
+        # Few activations of this batch are between two codes: the bounds tell float32 scales and
         # float16 results on either rank.
         batch = without_halves(make_batch(spec, group.rank, group.world_size, number=2))
         config = EPConfig(mode="normal", backend="collective")

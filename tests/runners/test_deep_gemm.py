@@ -1,4 +1,4 @@
-"""The runner over deep_gemm: what it hands to the package, and when it is not chosen."""
+"""The runner over deep_gemm: the arguments of the package, and when it is not chosen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from tests.runners.records import Record, as_masked, results_of_experts, rows_re
 NUM_EXPERTS, HIDDEN, INNER, NUM_ROWS = 3, 640, 128, 150
 # Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
 IDS = [0] * 130 + [2] * 15 + [-1] * 5
-# The budget of slots: two tiles, one tile, and a rest that is no tile.
+# The budget of slots: two tiles, one tile, and an incomplete tile.
 NUM_SLOTS = 3 * 128 + 50
 # The package rounds gate and up to bfloat16, so a few activations fall to the other side of a tie.
 # Codes next to the largest are 1/14 of it apart. With the largest of some thousand activations at
@@ -85,13 +85,13 @@ CASES = [
 
 
 class Package(Enum):
-    """What stands for deep_gemm."""
+    """The replacement of deep_gemm."""
 
     STAND_IN = "stand-in"
     REAL = "real package"
 
     def prepare(self, monkeypatch: pytest.MonkeyPatch, architecture: int = 9) -> torch.device:
-        """Install the stand-in where it is asked for, and return the device of the experts."""
+        """Install the imitation if requested, and return the device of the experts."""
         if self is Package.STAND_IN:
             fake_deep_gemm.install(monkeypatch, architecture=architecture)
             return torch.device("cpu")
@@ -138,7 +138,7 @@ def record_of(case: Case, index: SlotIndex) -> RowsDispatchOutput:
 
 
 def with_columns(record: Record, weights: Fp8BlockWeights) -> Record:
-    """Return the record as a dispatcher hands it out that was planned for the runner."""
+    """Return the record in the form of a dispatcher that was planned for the runner."""
     rows = record.hidden_states
     if rows.scales is None:
         return record
@@ -157,7 +157,7 @@ def moved(record: T, device: torch.device) -> T:
     for field in fields(record):  # type: ignore[arg-type]
         value = getattr(record, field.name)
         if isinstance(value, Tensor):
-            # torch keeps the strides of what has no gaps: columns of scales are aligned.
+            # torch keeps the strides of dense tensors; columns of scales are aligned.
             changes[field.name] = value.to(device)
         elif isinstance(value, (SlotIndex, WireTensor)):
             changes[field.name] = moved(value, device)
@@ -218,7 +218,7 @@ def test_experts_do_not_overwrite_the_rows_of_the_next_one(
 
 @dataclass(frozen=True, kw_only=True)
 class Between:
-    """What comes between two products: rows in either layout, one of three forms of scales."""
+    """Rows between two products, in either layout, with one of three forms of scales."""
 
     layout: Layout
     scales: ScaleDtype
@@ -238,7 +238,7 @@ BETWEEN = [
         [(ScaleDtype.FLOAT32, 9), (ScaleDtype.POWER_OF_TWO, 9), (ScaleDtype.POWER_OF_TWO, 10)],
         [False, True],
     )
-    # Exponents have no fraction for a weight.
+    # Exponents cannot represent a weight.
     if not (is_weighted and architecture == 10)
 ]
 
@@ -310,7 +310,7 @@ def test_kernel_between_the_products_leaves_unused_slots_alone() -> None:
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
-    """Record the arguments of a function of the stand-in."""
+    """Record the arguments of a function of the imitation."""
     calls: list[tuple] = []
     function = getattr(module, name)
 
@@ -360,7 +360,7 @@ def test_ends_of_experts_are_passed_where_the_package_takes_them(
 def test_parameters_are_found_in_docstrings_of_compiled_functions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Functions of pybind11 have no signature that inspect reads."""
+    """inspect cannot read the signatures of pybind11 functions."""
 
     class Compiled:
         def __init__(self, text: str) -> None:

@@ -30,7 +30,7 @@ CODES = torch.float8_e4m3fn
 
 @pytest.fixture
 def fakes() -> Iterator[None]:
-    """Tensors made in the test say that they are on a GPU, and have no memory."""
+    """Make tensors of the test report a GPU as their device, without memory."""
     with FakeTensorMode():
         yield
 
@@ -65,7 +65,7 @@ def int8_weights() -> Int8ChannelWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """reasons: what a runner says of a GPU of this capability."""
+    """reasons: the reasons of a runner for a GPU of this capability."""
 
     runner: type[GpuSlotsRunner]
     capability: tuple[int, int]
@@ -198,7 +198,7 @@ def widened(tensor: Tensor) -> Tensor:
     return tensor.new_empty(*tensor.shape[:-1], tensor.shape[-1] + 1)
 
 
-# Changes of a tensor, with what the refusal says.
+# Changes of a tensor, with the message of the refusal.
 CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "dtype": (
         lambda tensor: tensor.new_empty(tensor.shape, dtype=torch.int64),

@@ -33,7 +33,7 @@ def make_record(ids: torch.Tensor, counts: list[int], x: torch.Tensor) -> RowsDi
     index = build_slot_index(ids.unsqueeze(1), torch.tensor(counts, device=x.device), counts)
     return RowsDispatchOutput(
         hidden_states=WireTensor(data=x, format=WireFormat.of(x.dtype)),
-        # As from a buffer of static sizes: the host knows no counts.
+        # As with a buffer of static sizes, the host knows no counts.
         index=replace(index, host_num_tokens_per_expert=None),
         slot_weights=torch.rand(len(x), device=x.device),
         weights_applied_by=WeightsAppliedBy.RUNNER,

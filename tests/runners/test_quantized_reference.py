@@ -84,7 +84,7 @@ def wire_rows(batch: RankBatch, case: Case, wire: WireFormat) -> WireTensor:
 def slot_results(
     case: Case, batch: RankBatch, index: SlotIndex, weights: Fp8BlockWeights | Int8ChannelWeights
 ) -> Tensor:
-    """Return the runner's results [C, H], weighted by the runner or here, as the case says."""
+    """Return the runner's results [C, H], weighted by the runner or here, depending on the case."""
     slot_weights = spread_to_slots(batch.topk_weights, index)
     rows = wire_rows(batch, case, weights.wire_format)
     runner = QuantizedReferenceRunner()
@@ -235,7 +235,7 @@ def test_int8_arithmetic_between_the_products_is_that_of_the_runner() -> None:
     rows = quantize(make_batch(SPEC, 0, 1).x, INT8_PER_TOKEN)
     slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
     record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
-    # Cutting quotients to float16 moves a few codes; the same rows come in.
+    # Truncating quotients to float16 changes a few codes of the same rows.
     usual, cut = (
         QuantizedReferenceRunner(int8_profile=profile).run(record, weights).hidden_states
         for profile in (Int8Profile.RINT127, Int8Profile.DIVTRUNC16)

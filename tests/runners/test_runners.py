@@ -31,7 +31,7 @@ from tests.ops.indices import index_of, strided
 from tests.runners.records import Record, as_masked, results_of_experts, rows_record
 
 NUM_EXPERTS = 4
-# One rank owns all experts; half the entries are -1, so one row has no slot at all.
+# One rank owns all experts; half the entries are -1, so one row has no slot.
 SPEC = BatchSpec(
     num_local_experts=NUM_EXPERTS,
     top_k=3,
@@ -86,7 +86,7 @@ CASES = [
 
 
 def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
-    """aligned: padding between experts.   tail: also slots behind those of the last expert."""
+    """aligned: padding between experts.   tail: also slots after those of the last expert."""
     index = index_of(topk_ids.tolist(), NUM_EXPERTS, 1 if padding == "dense" else 8)
     if padding != "tail":
         return index

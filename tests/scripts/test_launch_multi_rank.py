@@ -209,7 +209,7 @@ COMMANDS = {
 SIGNALLED = {"torch": [], "mpi": ["--mpi"]}
 SIGNALS = [signal.SIGTERM, signal.SIGINT]
 
-# Of a command above, and of a test id.
+# Parts of a command above, and of a test id.
 TRANSPORTS = pytest.mark.parametrize(("prefix", "mark"), [("", "ranks"), ("mpi_", "mpi_ranks")])
 
 

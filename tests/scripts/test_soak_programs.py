@@ -1,4 +1,4 @@
-"""A few of the runs of `make soak`: programs that end regularly, and ranks that are ended."""
+"""A few runs of `make soak`: programs that end regularly, and ranks that are killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 600
 
 @pytest.mark.parametrize(
     ("what", "number", "at_once"),
-    # All at once, so that the threads of each wait for their turn.
+    # All together, so that their threads compete for the cores.
     [("exits", 3, 3), ("kills", 3, 1)],
 )
 def test_programs_end_well(what: str, number: int, at_once: int) -> None:
@@ -29,4 +29,4 @@ def test_programs_end_well(what: str, number: int, at_once: int) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{what}: {number} of {number} were well" in done.stdout
+    assert f"{what}: {number} of {number} passed" in done.stdout

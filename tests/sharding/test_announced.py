@@ -1,4 +1,4 @@
-"""An operation on expert parameters that one rank makes alone is named on all ranks."""
+"""An operation on expert parameters that only one rank makes raises on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.cases.expert_models import OverRanks, tokens
 
 NUM_RANKS = 2
 
-# What communicates, by its name in messages.
+# Operations that communicate, by their names in messages.
 COMMUNICATING: dict[str, Callable[[Tensor], object]] = {
     "vector_norm": lambda p: p.norm(),
     "sum": lambda p: p.sum(),

@@ -87,7 +87,7 @@ def test_data_parallelism_over_different_experts_is_refused(
 @pytest.mark.ranks(NUM_RANKS)
 def test_experts_over_the_ranks_of_fsdp_are_refused_by_torch_and_may_be_left_out() -> None:
     with EPGroup() as group:
-        # What docs/troubleshooting.md quotes.
+        # docs/troubleshooting.md quotes this message.
         text = "value was None when it should not be|Cannot concatenate"
         with pytest.raises((RuntimeError, TypeError), match=text):
             fully_shard(OverRanks(group))

@@ -1,4 +1,4 @@
-"""Expert parameters in the hands of torch's own tools: equal to one process with all experts."""
+"""Expert parameters in tools of torch, compared with one process with all experts."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_whatever_stands_in_place_of_parameters_is_used() -> None:
             model.experts.down_proj = nn.Parameter(pieces["experts.down_proj"])
         assert torch.equal(model(x), expected)
         assert len(sharded_parameters(model)) == 2
-        # What a checkpoint would take for equal on all ranks, and save of one of them.
+        # A checkpoint would assume that it is equal on all ranks, and save that of one rank.
         assert all(isinstance(p, ExpertTensor) for p in sharded_parameters(model))
         model.experts._parameters["down_proj"] = nn.Parameter(pieces["experts.down_proj"])
         assert isinstance(model.state_dict()["experts.down_proj"], ExpertTensor)

@@ -1,7 +1,7 @@
 """The suites fail on each of these mutants: buffers and layers with one small fault.
 
-A mutant changes what its methods are given or return, so that it does not depend on how the buffer
-works inside.
+A mutant changes the arguments or results of its methods, so that it does not depend on the
+internals of the buffer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from epcomm.testing import buffer_suite, layer_suite
 
 # Seconds that a rank waits for one that has failed; on a busy machine opening a buffer takes two.
 PATIENCE_S = 4.0
-# What combine() returns: y and scalars.
+# The result of combine(): y and scalars.
 Sums = tuple[Tensor, Tensor | None]
 
 
@@ -192,7 +192,7 @@ class LeavesYUnwritten(CollectiveBuffer):
 
 
 class CombinesTheLastBatch(CollectiveBuffer):
-    """Combine along the last dispatch, whatever batch is given."""
+    """Combine along the last dispatch instead of the given batch."""
 
     _last: ExchangePlan
 
@@ -207,7 +207,7 @@ class CombinesTheLastBatch(CollectiveBuffer):
 
 
 class CachedRowsAreStale(CollectiveBuffer):
-    """Return the rows of the dispatch again, whatever is sent along its plan."""
+    """Return the rows of the dispatch again, instead of those sent along its plan."""
 
     _rows: Tensor
 
@@ -230,14 +230,14 @@ class ScalarsToOtherK(CollectiveBuffer):
 
 
 class CountsNoBytes(CollectiveBuffer):
-    """Leave out of traffic() what dispatch sends."""
+    """Omit the bytes of dispatch in traffic()."""
 
     def traffic(self) -> BufferTraffic:
         return replace(super().traffic(), dispatch_bytes=0)
 
 
 class KeepsFaultsQuiet(CollectiveBuffer):
-    """Raise the error of a bad call on its rank alone."""
+    """Raise the error of a bad call only on its rank."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(replace(call, error=None))
@@ -308,7 +308,7 @@ def _without_gradient(y: Tensor) -> Tensor:
 
 
 class RemembersOneBatch(ExpertParallelExperts):
-    """Give no gradients to a batch that comes before the backward of the last one."""
+    """Drop the gradients of a batch that starts before the backward of the last one."""
 
     _is_waiting = False
 
@@ -324,7 +324,7 @@ class RemembersOneBatch(ExpertParallelExperts):
 
 
 class FrozenExpertsStopGradients(ExpertParallelExperts):
-    """Give inputs no gradient where no expert needs one."""
+    """Drop the gradients of inputs if no expert needs one."""
 
     def forward(self, x: Tensor, topk: TopKOutput, **options: Any) -> Tensor:
         y = super().forward(x, topk, **options)
@@ -332,7 +332,7 @@ class FrozenExpertsStopGradients(ExpertParallelExperts):
         return _without_gradient(y) if is_frozen and y.requires_grad else y
 
 
-# Mutant -> the scenario that is run: of the buffer suite.
+# The scenario of the buffer suite for each mutant.
 BUFFERS: dict[type[CollectiveBuffer | StaticCollectiveBuffer], str] = {
     WrongExpert: "uneven",
     LosesTheLastRow: "uneven",
@@ -358,7 +358,7 @@ BUFFERS: dict[type[CollectiveBuffer | StaticCollectiveBuffer], str] = {
     RaisesFaultsTwice: "faults",
     RefusedCombineIsZero: "combine_faults",
 }
-# Of the layer suite: layers, and buffers below a whole layer.
+# Mutants for the layer suite: layers, and buffers of a layer.
 LAYERS: dict[type[CollectiveBuffer | ExpertParallelExperts], str] = {
     OrderInTurns: "checkpointing",
     OwnFlagsAlone: "rank_without_gradients",
@@ -404,7 +404,7 @@ def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
             group.limit_waits(patience_s)
             run(mutant, group)
     except EPTimeout:
-        # The rank waited for one that has failed; of this mutant alone nothing else is noticed.
+        # The rank waited for one that has failed; only for this mutant nothing else is detected.
         return mutant is OwnFlagsAlone
     # EPError: one that the suite did not expect. IndexError: rows of one batch and the exchange
     # plan of another.
@@ -417,7 +417,7 @@ def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_the_suite_fails_on_this_mutant(mutant: type[Any]) -> None:
     of_ranks: list[bool] = [False, False]
-    # On a busy machine both ranks may have run out of patience.
+    # On a busy machine both ranks may have timed out.
     for patience_s in (PATIENCE_S, 5 * PATIENCE_S):
         if not any(of_ranks):
             dist.all_gather_object(of_ranks, is_noticed_within(patience_s, mutant))

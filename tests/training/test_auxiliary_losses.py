@@ -21,7 +21,7 @@ from epcomm.training.auxiliary_losses import (
 from epcomm.training.gradients import sum_replicated_gradients
 
 NUM_EXPERTS, TOP_K = 6, 2
-# What float64 leaves of sums in another order.
+# Difference of float64 sums in another order.
 SAME = 1e-12
 
 
@@ -88,7 +88,7 @@ def test_padding_and_masked_entries_have_no_part() -> None:
     logits, ids = logits_of(1, 8), logits_of(1, 8).topk(TOP_K).indices
     probabilities = logits.softmax(1)
     mask = torch.tensor([True, False, True, True, True, True, False, False])
-    # The second sequence is padding alone.
+    # The second sequence has only padding.
     order = torch.tensor([[0, 2, 3, 4, 5], [1, 6, 7, 1, 6]])
     is_token = torch.tensor([[True] * 5, [False] * 5])
     dirty = probabilities.masked_fill(~mask.unsqueeze(1), torch.nan)

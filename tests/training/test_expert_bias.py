@@ -15,7 +15,7 @@ from epcomm.training.expert_bias import update_expert_bias
 @pytest.mark.ranks(2)
 def test_bias_follows_the_load_of_all_ranks() -> None:
     with EPGroup() as group:
-        # Together 6, 4, 0, 6: the mean is 4. The counts of a rank alone say otherwise.
+        # Together 6, 4, 0, 6: the mean is 4. The counts of one rank would give another mean.
         load = torch.tensor([[6, 1, 0, 2], [0, 3, 0, 4]][group.rank])
         bias = torch.tensor([0.5, 0.0, -0.25, 1.0])
         address = bias.data_ptr()

@@ -300,7 +300,7 @@ def test_idle_step_beside_ranks_that_train_the_head_alone() -> None:
     ids=["plain", "placed"],
 )
 def test_compiled_model_breaks_its_graph_once_at_the_experts(config: EPConfig) -> None:
-    """Each rank compiles by itself, which takes it seconds; so there are few."""
+    """Each rank compiles, which takes seconds, so there are few ranks."""
     graphs: list[torch.fx.GraphModule] = []
 
     def count(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
@@ -333,7 +333,7 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts(config: EPConfig) -
 
 
 class DispatchesOnce(nn.Module):
-    """A layer of one's own, made of a dispatcher."""
+    """A user's layer, made of a dispatcher."""
 
     def __init__(self, model: OverRanks) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Move tokens by the vendor packages for Ascend NPUs."""
+"""Buffers over the vendor packages for Ascend NPUs."""

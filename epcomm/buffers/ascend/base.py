@@ -1,4 +1,4 @@
-"""Share limits, rows and counts among the buffers over the Ascend deep_ep."""
+"""Limits, rows and counts of the buffers over the Ascend deep_ep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.buffers.ascend.calls import AscendCalls, device_types, slot_bytes, slots_to_ranks
 from epcomm.buffers.base import Dispatched
-from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
+from epcomm.buffers.vendor import COMBINE, DISPATCH
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError
@@ -33,11 +33,11 @@ WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.INT8})
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AscendExchangePlan(ExchangePlan):
-    """The package's handle, and the counts that give the bytes of a combine.
+    """The handle of the package, and the counts that determine the bytes of a combine.
 
-    num_tokens: tokens of the call; for an empty call the package got one dummy token.
+    num_tokens: tokens of the call; without tokens the package receives one dummy token.
     slots_from_rank: [W], int64, on the device, slots received from each rank.
-    is_empty: [T, 1], bool: tokens without an expert, which are zeros in y.
+    is_empty: [T, 1], bool: tokens without an expert, whose y is zero.
     """
 
     num_tokens: int
@@ -51,11 +51,11 @@ class AscendExchangePlan(ExchangePlan):
 def format_arguments(
     dispatch: Callable[..., object] | None, wire: WireFormat
 ) -> dict[str, str | bool]:
-    """Return the arguments that name the format of rows, for the release that has `dispatch`.
+    """Return the arguments that select the format of rows, for the release that has `dispatch`.
 
-    Every one is passed, so that no default and no environment variable decides. Releases up to
-    August 2026 take quant_mode, later ones flags; use_fp8 has the name of DeepEP's argument and
-    means INT8 on A2 and A3.
+    All are passed, so that no default and no environment variable decides. Releases up to August
+    2026 have quant_mode, later ones flags; use_fp8, named like DeepEP's argument, means INT8 on A2
+    and A3.
     """
     is_int8 = wire.dtype is WireDtype.INT8
     if dispatch is None or not has_parameter(dispatch, "quant_mode"):
@@ -64,12 +64,12 @@ def format_arguments(
     return by_name | {"use_fp8": is_int8} if has_parameter(dispatch, "use_fp8") else by_name
 
 
-class AscendBuffer(AscendCalls, VendorCalls):
-    """Rows come packed, one a (token, expert) pair; combine multiplies by the router weights.
+class AscendBuffer(AscendCalls):
+    """A buffer of packed rows, one per (token, expert); combine multiplies by the router weights.
 
     It comes before Buffer among the bases.
 
-    dispatching: the method of the package that is told the format of rows.
+    dispatching: the method of the package that takes the format of rows.
     """
 
     name: ClassVar[str]
@@ -102,7 +102,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
     @classmethod
     @abstractmethod
     def _window_bytes(cls, spec: BufferSpec, world_size: int, rounds: Rounds) -> int | None:
-        """Return the HCCL window that it needs, or None if the specification does not decide it."""
+        """Return the bytes of the HCCL window; None if the specification does not determine it."""
 
     def _signature_reasons(self, buffer: type) -> list[str]:
         method, names = self.dispatching, self.calls[self.dispatching]
@@ -113,7 +113,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         is_int8 = self._spec.dispatch_format.dtype is WireDtype.INT8
         if is_int8 and "quant_mode" not in self._format_arguments and current_soc() is Soc.A5:
             reasons.append(
-                f"{buffer.__name__}.{method} of the package installed has no INT8 rows on A5, "
+                f"{buffer.__name__}.{method} of the installed package has no INT8 rows on A5, "
                 "where use_fp8 means FP8 with a scale a token; dispatch bf16 rows"
             )
         return reasons
@@ -123,8 +123,8 @@ class AscendBuffer(AscendCalls, VendorCalls):
 
         ids: the top-k ids of the call that are safe to send.
 
-        Given no token, releases of the package send a token of their own and note that in their
-        Buffer: then the next dispatch decides what the combine of an earlier dispatch returns.
+        Without a token, releases of the package send a dummy token and record this in their Buffer,
+        so that the next dispatch would change the result of an earlier batch's combine.
         """
         if ids.shape[0] == 0:
             return self._dummy(call)
@@ -133,10 +133,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
         return replace(call, hidden_states=rows, topk_ids=ids, topk_weights=weights)
 
     def _dummy(self, call: DispatchCall) -> DispatchCall:
-        """Make one token of ones with weights of 0, for experts from this rank on.
-
-        A row of zeros would have no scale.
-        """
+        """Return a call of one token of ones with weights of 0; a row of zeros has no scale."""
         top_k, device = self._spec.top_k, call.topk_ids.device
         first = self._rank * self._spec.num_local_experts
         experts = torch.arange(first, first + top_k, device=device) % self._num_experts
@@ -151,14 +148,14 @@ class AscendBuffer(AscendCalls, VendorCalls):
         """Return received rows with their scales.
 
         Raises:
-            BackendUnavailable: rows or scales are not those of the dispatch format.
+            BackendUnavailable: rows or scales do not have the dispatch format.
         """
         data, scales = (received, None) if isinstance(received, Tensor) else received
         wanted = self._spec.dispatch_format
         if data.dtype != wanted.dtype.torch_dtype or (scales is None) is wanted.dtype.is_quantized:
             with_scales = "no scales" if scales is None else "scales"
             raise BackendUnavailable(
-                f"{self.name}: rows came as {data.dtype} with {with_scales}, expected {wanted} "
+                f"{self.name}: received {data.dtype} rows with {with_scales}, expected {wanted} "
                 f"(rank {self._rank} of {self._world_size}); install another release of deep_ep"
             )
         if scales is None:
@@ -199,7 +196,7 @@ class AscendBuffer(AscendCalls, VendorCalls):
             return rows, None
         self._check_open()
         assert isinstance(exchange_plan, AscendExchangePlan), "an exchange plan of this buffer"
-        # The slice cuts off the dummy token of a rank that has no token.
+        # Without the dummy token of a rank that has no token.
         y = self._return_rows(rows, exchange_plan)[: exchange_plan.num_tokens].masked_fill(
             exchange_plan.is_empty, 0.0
         )
@@ -208,11 +205,11 @@ class AscendBuffer(AscendCalls, VendorCalls):
 
     @abstractmethod
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
-        """Return the sums of `rows` times router weights, for all tokens sent. Collective."""
+        """Return the sums of `rows` times router weights for all tokens sent. Collective."""
 
 
 def packed_caps(max_tokens: int | None) -> BufferCaps:
-    """Return the capabilities that both modes share, with exact sizes."""
+    """Return the capabilities of both modes, with exact sizes."""
     return BufferCaps(
         layout=Layout.ROWS,
         trainable=False,
@@ -228,7 +225,7 @@ def packed_caps(max_tokens: int | None) -> BufferCaps:
 def slots_from_ranks(prefix: Tensor, world_size: int) -> Tensor:
     """Return the slots from each rank, [W], int64.
 
-    prefix: inclusive sums of received slots, by expert, then source rank.
+    prefix: inclusive sums of received slots, ordered by expert, then source rank.
     """
     ends = prefix.flatten().to(torch.int64)
     return ends.diff(prepend=ends.new_zeros(1)).view(-1, world_size).sum(0)

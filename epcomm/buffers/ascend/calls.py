@@ -1,8 +1,7 @@
-"""Probe and open the Ascend deep_ep, and count bytes, for all backends over it."""
+"""Probe and open the Ascend deep_ep, and count its bytes."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.buffers.base import Backend
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.calls.order import Calls
-from epcomm.collectives.base import Collectives
+from epcomm.buffers.vendor import VendorCalls
 from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import (
@@ -28,51 +27,30 @@ from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep, runs_on_cpu_ranks
 from epcomm.platforms.deep_ep_package import import_deep_ep
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.platforms.signatures import signature_reasons
-from epcomm.spec import Availability, BufferCaps, BufferSpec
+from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireDtype
 
-# Bytes of the ids and weights of one (token, expert) pair, and bytes of the scale of its row.
+# Bytes of the id and weight of one (token, expert) pair, and of the scale of its row.
 ENTRY_BYTES, SCALE_BYTES = 12, 4
-# What no command brings: the rest is installed with the toolkit of the devices.
+# Requirements that no command can install.
 NEEDS = "Ascend NPUs with their toolkit, torch_npu imported, and deep_ep of sgl-kernel-npu"
 
 
-class AscendCalls:
-    """A backend over one Buffer of the package; comes before VendorCalls among the bases.
+class AscendCalls(VendorCalls, Backend):
+    """A backend over one Buffer of the package.
 
-    calls: method of the package's Buffer -> the names of the arguments that this backend passes.
+    calls: the names of the arguments that this backend passes to each method of the Buffer.
     """
 
     name: ClassVar[str]
     mode: ClassVar[Mode]
-    # Kernels of the package quantise.
+    # The package quantises in its own kernels.
     takes_wire_tensors: ClassVar[bool] = False
     calls: ClassVar[Mapping[str, Sequence[str]]]
     # The package writes one slot for each (token, expert) pair.
     needs_distinct_ids: ClassVar[bool] = True
-    # The Buffer of the package, which has no type here.
+    # The Buffer of the package, which has no type stubs.
     _buffer: Any
-    # As VendorCalls sets them.
-    _calls: Calls
-    _collectives: Collectives
-    _spec: BufferSpec
-    _rank: int
-    _world_size: int
-
-    @classmethod
-    @abstractmethod
-    def caps(cls, mode: Mode) -> BufferCaps:
-        """Return what this backend can do in `mode`; see Backend.caps."""
-
-    @classmethod
-    @abstractmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Return the reasons why this backend cannot serve a layer; see Backend.lacks."""
-
-    @classmethod
-    def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Return no reasons; see Backend."""
-        return ()
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -81,7 +59,7 @@ class AscendCalls:
         if found is None:
             reasons.append("deep_ep for Ascend is not installed")
         elif found.kind is not DeepEPKind.ASCEND:
-            reasons.append(f"the deep_ep installed is {found.kind.value}, expected Ascend")
+            reasons.append(f"the installed deep_ep is {found.kind.value}, expected Ascend")
         elif not found.is_stand_in and not is_torch_npu_imported():
             reasons.append("torch_npu is not imported; import it before epcomm plans")
         elif (device := device_name()) is not None and current_soc() is None:
@@ -99,13 +77,13 @@ class AscendCalls:
         )
 
     def _open(self, process_group: dist.ProcessGroup, **arguments: object) -> None:
-        """Make the package's Buffer, once every rank has found that it can.
+        """Construct the Buffer of the package if all ranks can.
 
-        The environment is read again: EPGroup.open_buffer may be called without a plan, or later.
+        The environment is read again, because EPGroup.open_buffer may be called without a plan.
         Collective: yes.   Host sync: yes.
         Raises:
             BackendUnavailable: some rank cannot serve the specification; on every rank.
-            ConfigError: ranks cut batches into different rounds.
+            ConfigError: ranks have different rounds.
         """
         caps, machine = self.caps(self.mode), this_machine()
         reasons = [
@@ -148,7 +126,7 @@ class AscendCalls:
             )
 
     def _destroy(self) -> None:
-        """Drop the package's Buffer; the HCCL window belongs to the process group and stays."""
+        """Drop the Buffer of the package; the HCCL window belongs to the process group."""
         self._buffer = None
 
 
@@ -174,7 +152,7 @@ def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tenso
 
 
 def _settings(variables: Mapping[str, str]) -> dict[str, str | int]:
-    """Return what the variables and the chip decide, and must be equal on all ranks."""
+    """Return the settings from variables and chip that must be equal on all ranks."""
     rounds = rounds_of(variables)
     return {
         "chip": str(current_soc()),

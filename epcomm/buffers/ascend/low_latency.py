@@ -1,9 +1,9 @@
-"""Move tokens by the low-latency kernels of the Ascend deep_ep, in memory of fixed size.
+"""Move tokens with the low-latency kernels of the Ascend deep_ep, in memory of fixed size.
 
 A dispatch returns M * W * min(K, L) packed rows, of which the first sum(counts) are defined; the
-counts stay on the device. Combine takes all rows, and multiplies by the router weights, which stay
-with the exchange plan. Hooks, events and cleaning of the package do nothing: all work is in the
-order of the stream.
+counts stay on the device. Combine takes all rows and multiplies by the router weights, which the
+exchange plan keeps. Hooks, events and cleaning of the package do nothing: all work is ordered by
+the stream.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from epcomm.types import Int8Profile
 class AscendLowLatencyExchangePlan(AscendExchangePlan):
     """The plan of a low-latency dispatch, with the tensors that combine takes.
 
-    topk_ids, topk_weights: [T, K] as they were sent; weights are float32, 0 at masked entries.
+    topk_ids, topk_weights: [T, K] as sent; weights are float32, 0 for masked entries.
     has_failed: bool scalar on the device: the call was refused.
     """
 
@@ -56,7 +56,7 @@ class AscendLowLatencyExchangePlan(AscendExchangePlan):
 
 
 class AscendLowLatencyBuffer(AscendBuffer, Buffer):
-    """Serves low latency with static sizes, without host sync."""
+    """Low latency with static sizes and no host sync."""
 
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
@@ -145,7 +145,7 @@ class AscendLowLatencyBuffer(AscendBuffer, Buffer):
             topk_ids=sent.topk_ids,
             topk_weights=sent.topk_weights,
             slots_from_rank=slots_from_ranks(handle[1], self._world_size),
-            # After a fault y is NaN.
+            # After a fault y is NaN everywhere.
             is_empty=has_no_expert(ids) & ~has_failed,
             has_failed=has_failed,
         )

@@ -1,9 +1,9 @@
-"""Move tokens by the normal kernels of the Ascend deep_ep: one packed row for each slot.
+"""Move tokens with the normal kernels of the Ascend deep_ep: one packed row for each slot.
 
-The package's combine multiplies by the router weights that it kept from dispatch, so the runner
-must not. The ids and weights that dispatch returns are memory that was never written, and where no
-row arrives one row of garbage comes: only the counts are read. A layout call comes right before
-each dispatch, because it leaves state behind. There are no cached handles, hence no backward.
+Combine of the package multiplies by the router weights of the dispatch, so the runner must not.
+The ids and weights that dispatch returns are uninitialised, and if no row arrives it returns one
+undefined row, so only the counts are read. Each dispatch directly follows its layout call, which
+sets state of the Buffer. There are no cached handles, hence no backward.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from epcomm.types import Int8Profile, WireTensor
 
 
 class AscendNormalBuffer(AscendBuffer, Buffer):
-    """Serves inference with exact sizes; the host waits for the counts, once a dispatch."""
+    """Inference with exact sizes; the host waits for the counts once per dispatch."""
 
     name: ClassVar[str] = "ascend"
     mode: ClassVar[Mode] = Mode.NORMAL
@@ -64,7 +64,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
     def caps(cls, mode: Mode) -> BufferCaps:
         return replace(
             packed_caps(current_rounds().max_tokens),
-            # By the second. They differ below magnitudes of 2e-5, where 1e-12 still counts.
+            # The package computes RINT127EPS; the two differ only for magnitudes below 2e-5.
             int8_profiles=frozenset({Int8Profile.RINT127, Int8Profile.RINT127EPS}),
         )
 
@@ -130,14 +130,14 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
             is_empty=has_no_expert(ids),
         )
-        # A dispatch that brings no row returns one row of garbage, which is cut off.
+        # Without the undefined row of a dispatch that receives none.
         return self._dispatched(
             _first_rows(self._wire(received), num_slots), sent.topk_ids, exchange_plan
         )
 
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
         if exchange_plan.num_rows == 0:
-            # combine() takes as many rows as dispatch() returned, which was one row of garbage.
+            # dispatch() has returned one undefined row, and combine() expects the same number.
             rows = rows.new_zeros(1, rows.shape[1])
         return self._buffer.combine(x=rows.contiguous(), handle=exchange_plan.handle)[0]
 

@@ -1,12 +1,12 @@
-"""Serve standard mode on Ascend: gather all tokens, and let the vendor's operators sort and sum.
+"""Serve standard mode on Ascend: gather all tokens, and sort and sum with the vendor's operators.
 
-AllGatherBuffer does the exchange. npu_moe_init_routing_v2 writes the rows of this rank's experts,
-packed by (expert, source rank, token), and npu_moe_finalize_routing weighs the results and adds up
-the results of a token, in float32 and k order. Masked entries, and the rows that pad ranks with
-fewer tokens, get an expert beyond all others, which no rank computes. An entry that another rank
-computes has the position -1, which only the operator's modes with a capacity take: so results go
-back as [K, C / K, H], as if K experts had a capacity of C / K rows each.
-Source: the operators' documentation; this code has not run on an NPU.
+AllGatherBuffer exchanges the tokens. npu_moe_init_routing_v2 writes the rows of this rank's
+experts, packed by (expert, source rank, token). npu_moe_finalize_routing multiplies the results of
+a token by its weights and sums them, in float32 and k order. Masked entries, and padding rows of
+ranks with fewer tokens, get an additional expert that no rank computes. Entries of other ranks
+have the position -1, which the operator accepts only in its modes with a capacity, so results are
+passed as [K, C / K, H], like K experts with a capacity of C / K rows.
+Source: the documentation of the operators; this code has not run on an NPU.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireTensor, align_up
 
 _OPERATORS = ("npu_moe_init_routing_v2", "npu_moe_finalize_routing")
-# Most experts of npu_moe_init_routing_v2, less the one that stands for "no expert".
+# Limit of npu_moe_init_routing_v2, minus the additional expert of masked entries.
 MAX_EXPERTS = 10240 - 1
 WIRE_DTYPES = frozenset({WireDtype.BF16, WireDtype.FP32, WireDtype.INT8})
-# Arguments of npu_moe_init_routing_v2: rows are not quantised, counts are one number an expert, and
-# positions give the row of each entry.
-_AS_IT_IS, _COUNTS, _POSITIONS = -1, 1, 0
-# drop_pad_mode of npu_moe_finalize_routing: positions are ordered by token, then k, and -1 adds
-# nothing; rows are [experts, capacity, H], with at least K experts.
+# Arguments of npu_moe_init_routing_v2: do not quantise rows; return one count per expert; return
+# the row of each entry.
+_NOT_QUANTISED, _COUNTS, _POSITIONS = -1, 1, 0
+# drop_pad_mode of npu_moe_finalize_routing: positions are ordered by token, then k; entries of -1
+# are skipped; rows are [experts, capacity, H], with at least K experts.
 _BY_TOKEN_WITH_CAPACITY = 3
 # Dtypes of rows that npu_moe_finalize_routing multiplies by float32 weights.
 _COMBINE_DTYPES = (WireDtype.BF16, WireDtype.FP32)
-# Bytes of an id, a weight and a position of an entry; and bytes of two scales of a packed row: the
-# operator allocates one, which is not used, and this buffer another.
+# Bytes of the id, weight and position of an entry; and bytes of two scales of a packed row: the
+# operator allocates one that is not used, and this buffer allocates another.
 _ENTRY_BYTES, _SCALE_BYTES = 12, 8
 
 
@@ -56,7 +56,7 @@ class AscendStandardExchangePlan(GatheredExchangePlan):
     """The plan of a dispatch, with the packed row of each gathered entry.
 
     positions: [W * max T * K], int32, the row of each entry, -1 if another rank computes it.
-    topk_weights: [W * max T, K], float32, 0 where there is no expert.
+    topk_weights: [W * max T, K], float32, 0 for masked entries.
     """
 
     positions: Tensor
@@ -64,7 +64,7 @@ class AscendStandardExchangePlan(GatheredExchangePlan):
 
 
 class AscendStandardBuffer(AllGatherBuffer):
-    """Serves inference with exact sizes; the host waits for the counts, once a dispatch."""
+    """Inference with exact sizes; the host waits for the counts once per dispatch."""
 
     name: ClassVar[str] = "ascend"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
@@ -97,7 +97,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         if spec.expert_alignment > 1:
             reasons.append("packs its rows, so expert_alignment must be 1")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format != INT8_PER_TOKEN:
-            reasons.append(f"moves a scale a row, {INT8_PER_TOKEN}, not {spec.dispatch_format}")
+            reasons.append(f"sends one scale a row, {INT8_PER_TOKEN}, not {spec.dispatch_format}")
         return tuple(reasons)
 
     @classmethod
@@ -148,7 +148,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         )
 
     def _without_masked_entries(self, gathered: Gathered) -> tuple[Tensor, Tensor]:
-        """Return ids [R, K], int32, and weights, with the expert beyond all others as padding."""
+        """Return ids [R, K], int32, and weights, with the additional expert for masked entries."""
         used = gathered.row_of_token
         ids = torch.full(
             gathered.topk_ids.shape, self._num_experts, dtype=torch.int32, device=used.device
@@ -158,7 +158,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         return ids, gathered.topk_weights.masked_fill(ids == self._num_experts, 0.0)
 
     def _pack(self, gathered: Gathered, ids: Tensor) -> tuple[WireTensor, Tensor, SlotIndex]:
-        """Pack the rows of this rank's experts, padded to a multiple of K rows."""
+        """Return packed rows of this rank's experts, a multiple of K, their positions and index."""
         wire, host_counts = gathered.rows, gathered.counts.tokens_per_expert
         rows, positions, counts = self._sort(wire.data, ids)
         num_rows = align_up(sum(host_counts), self._spec.top_k)
@@ -177,13 +177,13 @@ class AscendStandardBuffer(AllGatherBuffer):
         return packed, positions, index
 
     def _sort(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sort rows by expert; return a row an entry, used ones first, positions and counts [L]."""
+        """Sort rows by expert; return one row per entry, used first, positions and counts [L]."""
         num_local = self._spec.num_local_experts
         if ids.numel() == 0:
-            # The documentation does not say that there may be no token.
+            # It is not documented that the operator accepts no token.
             return rows, ids.flatten(), ids.new_zeros(num_local, dtype=torch.int64)
         first = self._collectives.rank * num_local
-        # The operator can move scales too, but they are undefined beside INT8 rows.
+        # The operator can move scales too, but for INT8 rows they are undefined.
         sorted_rows, positions, counts, _ = torch.ops.npu.npu_moe_init_routing_v2(
             rows.contiguous(),
             ids,
@@ -191,7 +191,7 @@ class AscendStandardBuffer(AllGatherBuffer):
             expert_num=self._num_experts + 1,
             expert_tokens_num_type=_COUNTS,
             expert_tokens_num_flag=True,
-            quant_mode=_AS_IT_IS,
+            quant_mode=_NOT_QUANTISED,
             active_expert_range=[first, first + num_local],
             row_idx_type=_POSITIONS,
         )
@@ -221,7 +221,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         return self._sum_returned(self._add_up(rows, exchange_plan), exchange_plan), None
 
     def _add_up(self, rows: Tensor, exchange_plan: AscendStandardExchangePlan) -> Tensor:
-        """Sum results [C, H] into this rank's part of each gathered token, [W * max T, H]."""
+        """Return this rank's part of y for each gathered token, [W * max T, H]; rows: [C, H]."""
         top_k, (num_rows, hidden_size) = self._spec.top_k, rows.shape
         if num_rows == 0:
             return rows.new_zeros(exchange_plan.topk_weights.shape[0], hidden_size)
@@ -238,8 +238,8 @@ class AscendStandardBuffer(AllGatherBuffer):
 
 
 def _placed(scales: Tensor, positions: Tensor, num_rows: int) -> Tensor:
-    """Move scales [n, 1] of tokens to the rows at `positions`, [C, 1]; others are undefined."""
+    """Return the scales [n, 1] of tokens at their rows, [C, 1]; other rows are undefined."""
     of_entries = scales.repeat_interleave(positions.numel() // max(scales.shape[0], 1))
-    # Scales of entries without a row go into one more element, which is cut off.
+    # Scales of entries without a row are written to an additional element, which is dropped.
     places = torch.where(positions < 0, num_rows, positions).long()
     return scales.new_empty(num_rows + 1).scatter_(0, places, of_entries)[:num_rows].unsqueeze(1)

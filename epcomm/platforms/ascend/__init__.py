@@ -1,1 +1,1 @@
-"""Say what epcomm knows of Ascend NPUs and of the packages for them."""
+"""Ascend NPUs: chips, operators, formats, limits and environment variables."""

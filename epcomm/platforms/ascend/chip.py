@@ -1,4 +1,4 @@
-"""Tell which Ascend chip this process runs on; nothing is imported to find out."""
+"""Find the Ascend chip of this process, without imports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 
 class Soc(StrEnum):
-    """A chip, by the short name of its server generation."""
+    """A chip, named after its server generation."""
 
     # Ascend910B
     A2 = "A2"
@@ -18,12 +18,12 @@ class Soc(StrEnum):
     A5 = "A5"
 
 
-# How the names of devices begin, which the runtime gives in either case.
+# Prefixes of device names, which the runtime reports in upper or lower case.
 DEVICE_NAMES = MappingProxyType({Soc.A2: "Ascend910B", Soc.A3: "Ascend910_93", Soc.A5: "Ascend950"})
 
 
 def soc_of(device_name: str) -> Soc | None:
-    """Return the chip of a device such as `Ascend910_9392`, or None of another kind."""
+    """Return the chip of a device such as `Ascend910_9392`, or None."""
     lowered = device_name.lower()
     return next(
         (soc for soc, name in DEVICE_NAMES.items() if lowered.startswith(name.lower())), None
@@ -31,9 +31,9 @@ def soc_of(device_name: str) -> Soc | None:
 
 
 def device_name() -> str | None:
-    """Return the device of this process, as torch_npu names it; None where there is none.
+    """Return the name of the device of this process in torch_npu, or None.
 
-    Local; torch_npu is asked only if somebody has imported it, and then starts its device.
+    Local; if torch_npu is imported, it starts its device.
     """
     stand_in = getattr(sys.modules.get("deep_ep"), "cpu_device_name", None)
     if stand_in is not None:
@@ -43,11 +43,11 @@ def device_name() -> str | None:
 
 
 def is_torch_npu_imported() -> bool:
-    """Return whether torch_npu is imported; that loads the toolkit, so it is the caller's to do."""
+    """Return whether torch_npu is imported, which the caller does, because it loads the toolkit."""
     return "torch_npu" in sys.modules
 
 
 def current_soc() -> Soc | None:
-    """Return the chip of this process; None where it is unknown, as in a plan made elsewhere."""
+    """Return the chip of this process; None if unknown, as in a plan on another machine."""
     name = device_name()
     return None if name is None else soc_of(name)

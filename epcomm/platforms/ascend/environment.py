@@ -1,9 +1,9 @@
-"""The variables that the Ascend deep_ep reads, and which values epcomm can work with.
+"""The variables that the Ascend deep_ep reads, and the values that epcomm supports.
 
-The package reads most of them in each call, so that they change numbers or layouts behind the
-caller's arguments. DEEP_USE_MODE=alltoall and ops are other operators with other results. Negative
-ids (MOE_ENABLE_TOPK_NEG_ONE) are never sent, and so either value does.
-Source: sgl-kernel-npu, deep_ep; nothing here ran on an NPU.
+The package reads most of them in each call, and they change numbers or layouts.
+DEEP_USE_MODE=alltoall and ops select other operators with other results. Negative ids are never
+sent, so MOE_ENABLE_TOPK_NEG_ONE may have any value.
+Source: sgl-kernel-npu, deep_ep; not run on an NPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from epcomm.config import environment
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.types import WireDtype, WireFormat
 
-# The first that is set counts; MiB.
+# Size of the window in MiB; the first variable that is set is used.
 _WINDOW = ("DEEPEP_HCCL_BUFFSIZE", "HCCL_BUFFSIZE")
 _DEFAULT_WINDOW_MIB = 200
 _NUM_ROUNDS = "DEEPEP_NORMAL_LONG_SEQ_ROUND"
@@ -27,9 +27,9 @@ _MAX_ROUND_TOKENS, _MAX_TOKENS = 8192, 131072
 _INT8 = "DEEP_NORMAL_MODE_USE_INT8_QUANT"
 _CCU = "MOE_ENABLE_CCU"
 _EXPANSION = "HCCL_OP_EXPANSION_MODE"
-# With these values A2 communicates in layers; the handle then holds what only the kernels read.
+# With these values A2 communicates in layers, and only the kernels can read its handles.
 _LAYERS = (("HCCL_INTRA_PCIE_ENABLE", "1"), ("HCCL_INTRA_ROCE_ENABLE", "0"))
-# Other values change results or layouts.
+# Supported values; others change results or layouts.
 _REQUIRED = MappingProxyType(
     {
         "DEEP_USE_MODE": "default",
@@ -41,7 +41,7 @@ _REQUIRED = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The value of a variable; a default, and the reason, where it is none."""
+    """The value of a variable; for an invalid text, the default and the reason."""
 
     name: str
     value: int
@@ -50,10 +50,10 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """The rounds into which normal mode cuts long batches; equal on all ranks.
+    """The rounds into which normal mode splits long batches; equal on all ranks.
 
-    num_rounds, tokens_per_round: of a dispatch.
-    in_combine: combine takes the same rounds; else a single one of at most 8192 tokens.
+    num_rounds, tokens_per_round: rounds of a dispatch.
+    in_combine: combine has the same rounds; otherwise a single one of at most 8192 tokens.
     """
 
     num_rounds: int = 1
@@ -67,20 +67,20 @@ class Rounds:
         return most if self.in_combine else min(most, _MAX_ROUND_TOKENS)
 
     def window_tokens(self, max_tokens: int | None) -> int:
-        """Return the tokens that the window must hold, of calls of at most `max_tokens`."""
+        """Return the tokens that the window must hold for calls of at most `max_tokens`."""
         most = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
         return min(most, self.tokens_per_round) if self.in_combine else most
 
 
 def window_mib(variables: Mapping[str, str]) -> Setting:
-    """Return the size of the HCCL window in MiB, and the variable that counts."""
+    """Return the size of the HCCL window in MiB, and the variable that sets it."""
     name = next((name for name in _WINDOW if name in variables), _WINDOW[1])
-    # HCCL's own limit is not known; no window has 2**31 MiB.
+    # The limit of HCCL is unknown; no window has 2**31 MiB.
     return _integer(variables, name, range(1, 2**31), _DEFAULT_WINDOW_MIB)
 
 
 def rounds_of(variables: Mapping[str, str]) -> Rounds:
-    """Return the rounds that the variables say; the default where rounds_reasons() refuses them."""
+    """Return the rounds set by the variables; the default if rounds_reasons() refuses them."""
     if rounds_reasons(variables):
         return Rounds()
     rounds, tokens, in_combine = _round_settings(variables)
@@ -90,12 +90,12 @@ def rounds_of(variables: Mapping[str, str]) -> Rounds:
 
 
 def current_rounds() -> Rounds:
-    """Return the rounds of this process, for what is asked without variables."""
+    """Return the rounds of this process."""
     return rounds_of(environment())
 
 
 def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
-    """Return why the package would not take the rounds; empty if it would."""
+    """Return why the package does not support the rounds; empty if it does."""
     rounds, tokens, in_combine = _round_settings(variables)
     reasons = [each.reason for each in (rounds, tokens, in_combine) if each.reason is not None]
     for name, other in ((_NUM_ROUNDS, _ROUND_TOKENS), (_ROUND_TOKENS, _NUM_ROUNDS)):
@@ -111,7 +111,7 @@ def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
 
 
 def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
-    """Return the rounds, the tokens of each, and whether combine has them too."""
+    """Return the settings of the number of rounds, their tokens, and whether combine has them."""
     return [
         _integer(variables, _NUM_ROUNDS, range(1, 257), 1),
         _integer(variables, _ROUND_TOKENS, range(32, _MAX_ROUND_TOKENS + 1), _MAX_ROUND_TOKENS),
@@ -120,17 +120,17 @@ def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
 
 
 def int8_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
-    """Return why the variable that quantises rows contradicts the rows on the wire.
+    """Return why the variable that quantises rows contradicts the wire format.
 
-    Releases from September 2026 on read it in low latency too.
+    Releases from September 2026 on also read it in low latency.
     """
     if variables.get(_INT8, "0") == "1" and wire.dtype is not WireDtype.INT8:
-        return [f"{_INT8} is 1, but rows were to travel as {wire}; unset it"]
+        return [f"{_INT8} is 1, but the wire format is {wire}; unset it"]
     return []
 
 
 def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]:
-    """Return why variables of both modes are refused; of an unknown chip, if all chips refuse."""
+    """Return why variables of both modes are refused; an unknown chip adds no reasons."""
     reasons = [
         f"{name} is {variables[name]}, expected {wanted}; unset it"
         for name, wanted in _REQUIRED.items()
@@ -143,11 +143,12 @@ def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]
     if soc is not Soc.A2:
         return reasons
     if _EXPANSION in variables:
-        reasons.append(f"{_EXPANSION} is {variables[_EXPANSION]}, and A2 wants none; unset it")
+        found = variables[_EXPANSION]
+        reasons.append(f"{_EXPANSION} is {found}, which A2 does not support; unset it")
     if all(variables.get(name) == value for name, value in _LAYERS):
         given = " and ".join(f"{name} is {value}" for name, value in _LAYERS)
         reasons.append(
-            f"{given}, so that A2 communicates in layers, which is not built; unset both"
+            f"{given}, so that A2 communicates in layers, which is not supported; unset both"
         )
     return reasons
 

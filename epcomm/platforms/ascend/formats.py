@@ -1,7 +1,7 @@
-"""FRACTAL_NZ, the tiled layout from which an NPU's matrix units read weights fastest.
+"""FRACTAL_NZ, the tiled layout that the matrix units of an NPU read fastest.
 
-A cast changes how memory is filled, not shape, dtype or strides of the tensor. Tiles hold 16 rows
-of 32 bytes. Where the operator has no kernel, on a plain CPU, matrices stay row-major.
+A cast changes the order of elements in memory, but not shape, dtype or strides of the tensor. A
+tile has 16 rows of 32 bytes. If the operator has no kernel, as on a CPU, matrices stay row-major.
 Source: torch_npu's npu_format_cast; not run on an NPU.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from epcomm.errors import ConfigError
 from epcomm.platforms.ascend.operators import has_kernel
 
-# aclFormat: row-major, and fractal.
+# Values of aclFormat: row-major, and fractal.
 ACL_FORMAT_ND = 2
 ACL_FORMAT_NZ = 29
 # Rows of a tile.
@@ -26,7 +26,7 @@ _FORMAT = "get_npu_format"
 
 
 def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
-    """Return whether matrices [num_rows, num_columns] are whole tiles, as GEMMs ask of NZ weights.
+    """Return whether matrices [num_rows, num_columns] have whole tiles, which GEMMs require.
 
     Args:
         num_rows, num_columns: K and N of the product.
@@ -36,7 +36,7 @@ def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
 
 
 def alignment_reasons(name: str, matrices: Tensor) -> list[str]:
-    """List why matrices [..., K, N] are not whole tiles; empty if they are."""
+    """List why matrices [..., K, N] do not have whole tiles; empty if they do."""
     rows, columns = matrices.shape[-2:]
     width = _TILE_ROW_BITS // (8 * matrices.element_size())
     reasons = []
@@ -50,14 +50,14 @@ def alignment_reasons(name: str, matrices: Tensor) -> list[str]:
 
 
 def to_nz(matrices: Tensor) -> Tensor:
-    """Cast matrices [..., K, N], of any strides, to NZ: new memory, without gradients.
+    """Return matrices [..., K, N], of any strides, in NZ: new memory, without gradients.
 
-    `matrices` itself where unaligned or where nothing casts.
+    Returns `matrices` if they are unaligned or the operator has no kernel.
 
-    Local.   Host sync: none.   Needs capacity for two copies while it runs, one of which stays.
+    Local.   Host sync: none.   Needs memory for two copies while it runs, one of which remains.
     Raises:
-        ConfigError: the device made a row-major copy, as it does unless
-            `torch.npu.config.allow_internal_format = True` was set.
+        ConfigError: the device made a row-major copy, because
+            `torch.npu.config.allow_internal_format = True` is not set.
     """
     *_, num_rows, num_columns = matrices.shape
     is_aligned = is_nz_aligned(num_rows, num_columns, 8 * matrices.dtype.itemsize)
@@ -69,7 +69,7 @@ def to_nz(matrices: Tensor) -> Tensor:
 
 
 def nz_reasons(device: torch.device) -> list[str]:
-    """List why to_nz() would refuse weights on this device; empty if it would not."""
+    """List why to_nz() would raise on this device; empty if it would not."""
     try:
         to_nz(torch.zeros(TILE_ROWS, _TILE_ROW_BITS // 8, dtype=torch.int8, device=device))
     except ConfigError as error:
@@ -77,15 +77,8 @@ def nz_reasons(device: torch.device) -> list[str]:
     return []
 
 
-def to_nd(matrices: Tensor) -> Tensor:
-    """Return the same values, row-major: the inverse of to_nz()."""
-    if not has_kernel(_CAST, matrices.device):
-        return matrices
-    return torch.ops.npu.npu_format_cast(matrices, ACL_FORMAT_ND)
-
-
 def _check_format(cast: Tensor) -> None:
-    # The setting can be written and not read, and the device only warns: the result tells.
+    # The setting cannot be read and the device only warns, so the result is checked.
     if not has_kernel(_FORMAT, cast.device):
         return
     found = torch.ops.npu.get_npu_format(cast)

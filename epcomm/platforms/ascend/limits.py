@@ -1,6 +1,6 @@
-"""Say what the Ascend deep_ep can do, by chip: limits of sizes and its communication window.
+"""Limits of sizes and the communication window of the Ascend deep_ep, by chip.
 
-Source: sgl-kernel-npu, deep_ep and the tiling of its operators; nothing here ran on an NPU.
+Source: sgl-kernel-npu, deep_ep and the tiling of its operators; not run on an NPU.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
 MIB = 2**20
-# The kernels move rows in units of 512 bytes, and scales and indices of 32.
+# Units of rows, and of scales and indices, in bytes; and bytes after a row.
 _ROW_UNIT, _SCALE_UNIT, _ROW_TAIL = 512, 32, 44
-# Beside the rows of normal mode: its states and its counts.
+# States and counts in the window of normal mode.
 _NORMAL_EXTRA_MIB = 4 + 204
 MAX_TOP_K = 16
 MAX_EXPERTS = 512
-# Rows that the low-latency kernel can number, of all ranks together.
+# Limit of the low-latency kernel for L * W.
 MAX_LOCAL_EXPERTS_TIMES_RANKS = 2048
-# Ranks of one host. Across hosts A2 communicates in layers, whose handles only the kernels read,
-# and its normal mode takes no quant_mode.
+# Ranks of one host. Across hosts A2 communicates in layers, whose handles only its kernels read,
+# and its normal mode has no quant_mode.
 _A2_RANKS = (2, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """The sizes that kernels of one mode take on one chip: inclusive ranges, None for no limit.
+    """The sizes that the kernels of one mode take on one chip: inclusive ranges, None for no limit.
 
     hidden: H.   hidden_multiple: H is a multiple of it.
     gate_up_columns: 2I.   gate_up_multiple: 2I is a multiple of it.
     ranks: W.   top_k: K.   experts: E.   local_experts: L.
-    max_tokens: of a rank in one call; those of normal mode are Rounds.max_tokens.
+    max_tokens: tokens of a rank in one call; for normal mode see Rounds.max_tokens.
     """
 
     hidden: tuple[int, int] | None = None
@@ -48,7 +48,7 @@ class Limits:
     max_tokens: int | None = None
 
     def reasons(self, spec: BufferSpec, world_size: int, where: str = "") -> list[str]:
-        """List what the kernels were not written for; `where` is behind a refused size."""
+        """List the sizes that are not supported; `where` is appended to each message."""
         reasons = _range_reasons(
             "hidden_size", spec.hidden_size, self.hidden, self.hidden_multiple, where
         )
@@ -89,25 +89,25 @@ _LOW_LATENCY = replace(_NORMAL, hidden=(1024, 8192), ranks=(2, 768), max_tokens=
 
 
 def normal_limits(soc: Soc | None) -> Limits:
-    """Return the limits of normal mode; those of an unknown chip are the widest."""
+    """Return the limits of normal mode; for an unknown chip, the widest."""
     return replace(_NORMAL, hidden=(7168, 7168), ranks=_A2_RANKS) if soc is Soc.A2 else _NORMAL
 
 
 def low_latency_limits(soc: Soc | None) -> Limits:
-    """Return the limits of low latency; those of an unknown chip are the widest."""
+    """Return the limits of low latency; for an unknown chip, the widest."""
     if soc is not Soc.A2:
         return _LOW_LATENCY
     return replace(_NORMAL, hidden_multiple=32, ranks=_A2_RANKS, max_tokens=256)
 
 
 def normal_window_bytes(spec: BufferSpec, num_tokens: int) -> int:
-    """Return the bytes of HCCL window that normal mode needs for a rank's tokens in one round."""
+    """Return the bytes of the HCCL window of normal mode for the tokens of a rank in one round."""
     row = align_up(2 * spec.hidden_size, _ROW_UNIT)
     return 2 * (num_tokens * spec.top_k * (row + _sent_bytes(spec)) + _NORMAL_EXTRA_MIB * MIB)
 
 
 def low_latency_window_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Return the bytes of HCCL window that low latency needs for M tokens of a rank."""
+    """Return the bytes of the HCCL window of low latency for M tokens of a rank."""
     assert spec.max_tokens_per_rank is not None, "low latency has a limit"
     out = world_size * spec.num_local_experts * _sent_bytes(spec)
     combine_bytes = align_up(2 * spec.hidden_size, _ROW_UNIT) * spec.top_k
@@ -115,12 +115,12 @@ def low_latency_window_bytes(spec: BufferSpec, world_size: int) -> int:
 
 
 def _sent_bytes(spec: BufferSpec) -> int:
-    # Two bytes an element, also where INT8 travels: combine brings bfloat16 back.
+    # Two bytes an element, also with INT8 rows.
     return align_up(align_up(2 * spec.hidden_size, _SCALE_UNIT) + _ROW_TAIL, _ROW_UNIT)
 
 
 def window_reasons(needed: int, variables: Mapping[str, str]) -> list[str]:
-    """List why the HCCL window is too small, with the setting that is to be changed."""
+    """List why the HCCL window is too small, with the setting to change."""
     window = window_mib(variables)
     if window.reason is not None:
         return [window.reason]

@@ -1,19 +1,19 @@
-"""Tell which operators of torch_npu a device has; torch_npu itself is the caller's to import."""
+"""Find the operators of torch_npu on a device; the caller imports torch_npu."""
 
 from __future__ import annotations
 
 import torch
 
-# Devices that the operators may be registered for: the vendor's, and that of the stand-ins.
+# Dispatch keys of the operators: that of the vendor, and that of the imitations.
 _DISPATCH_KEYS = {"npu": "PrivateUse1", "cpu": "CPU"}
 
 
 def has_kernel(name: str, device: torch.device | str) -> bool:
     """Return whether torch.ops.npu.<name> is registered for tensors of `device`. Local, no import.
 
-    device: or its type alone; "npu" makes no torch.device where torch_npu is not imported.
+    device: a device, or its type, because torch.device("npu") needs torch_npu.
 
-    Its schema alone is not enough: a call would raise NotImplementedError.
+    A schema without a kernel does not count: a call would raise NotImplementedError.
     """
     key = _DISPATCH_KEYS.get(device if isinstance(device, str) else device.type)
     operator = f"npu::{name}"

@@ -36,9 +36,10 @@ _ONE_HOST = "the ranks of the stand-in are on one host: internode operators are 
 class Buffer:
     """Normal, low-latency and fused calls over the ranks of a gloo process group.
 
-    Sizes of memory are ignored: it is the HCCL window, whose size is in the environment. Events,
-    hooks, streams, zero_copy and out are accepted and ignored: everything is done on return.
-    Calls but the statics and get_dispatch_layout() are collective, and raise on all ranks or none.
+    Sizes of memory are ignored, because the memory is the HCCL window, whose size is set in the
+    environment. Events, hooks, streams, zero_copy and out are accepted and ignored: all work is
+    done when a call returns. All calls except static methods and get_dispatch_layout() are
+    collective, and raise on all ranks or none.
     """
 
     num_sms: int = 20
@@ -66,7 +67,7 @@ class Buffer:
         self.low_latency_mode = low_latency_mode
         chosen = strategies(normal_strategy, low_latency_strategy)
         self.normal_strategy, self.low_latency_strategy = chosen
-        # State that get_dispatch_layout() leaves for the next dispatch(), on the real buffer too.
+        # State that get_dispatch_layout() sets for the next dispatch(), as on the real buffer.
         self._layout: normal.Layout | None = None
         dist.barrier(group=group)
 
@@ -82,7 +83,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set it for all buffers of the process; nobody reads it."""
+        """Set it for all buffers of the process; it is not read."""
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -94,7 +95,7 @@ class Buffer:
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Return a number without meaning: memory is the HCCL window."""
+        """Return an arbitrary number, because the memory is the HCCL window."""
         return 0
 
     def get_dispatch_layout(
@@ -107,14 +108,15 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, EventOverlap]:
         """Tokens per rank, None, tokens per expert, is_token_in_rank, all int32; and an event.
 
-        The next dispatch() uses what this call leaves on the buffer, so it comes before each.
+        The next dispatch() uses state that this call sets on the buffer, so it precedes each
+        dispatch.
         """
         layout = normal.layout_of(self.group, topk_idx, num_experts, self.normal_strategy)
         self._layout = layout
         return layout.per_rank, None, layout.per_expert, layout.is_in_rank, EventOverlap()
 
     def get_notify_send_data(self) -> Tensor:
-        """Something of the operators' own, not written here."""
+        """An internal value of the operators, not set here."""
         return undefined([1], torch.int32)
 
     def clean_low_latency_buffer(
@@ -145,8 +147,9 @@ class Buffer:
 
         Returns:
             Rows by (local expert, source, token), with scales [N] as a pair in INT8; ids and
-            weights that nobody has written; rows per local expert, not aligned, as sums with
-            MOE_EXPERT_TOKEN_NUMS_TYPE=0; handle; event. At least one row, though nothing came.
+            weights that are not written; rows per local expert, not aligned, as sums with
+            MOE_EXPERT_TOKEN_NUMS_TYPE=0; handle; event. There is at least one row, even if none was
+            received.
         """
         name = normal.DISPATCH
         if handle is not None:
@@ -160,7 +163,8 @@ class Buffer:
         assert layout is not None, "refused above"
         has_one_expert = layout.num_experts == self.group_size
         if self.normal_strategy is NormalStrategy.ALLTOALL and mode == INT8 and has_one_expert:
-            # The real one fails so: with one local expert it does not sort, and so sets no scales.
+            # The real package fails in this way: with one local expert it does not sort, and sets
+            # no scales.
             raise UnboundLocalError("dynamic_scale_after_routing")
         assert topk_idx is not None
         assert topk_weights is not None
@@ -204,7 +208,7 @@ class Buffer:
         allocate_on_comm_stream: bool = False,
         combine_send_cost_stats: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
-        """Sum of rows times the weights that dispatch() was given; topk_weights is not read."""
+        """Return the sum of rows times the weights of the dispatch; topk_weights is not read."""
         require_modelled(normal.COMBINE, bias is None, "bias")
         return normal.combine(self.group, x, handle), None, EventOverlap()
 
@@ -273,7 +277,7 @@ class Buffer:
         is_pair = mode == INT8
         if self.low_latency_strategy is LowLatencyStrategy.OPS:
             require(name, topk_weights is not None, "the ops strategy needs topk_weights")
-            # The package reads the flag alone, whatever was sent.
+            # The package reads only the flag, regardless of the rows.
             is_pair = use_fp8
         sizes = low_latency.Sizes(
             max_tokens=num_max_dispatch_tokens_per_rank, num_experts=num_experts, mode=mode
@@ -293,7 +297,7 @@ class Buffer:
         return_recv_hook: bool = False,
         out: Tensor | None = None,
     ) -> tuple[Tensor, EventOverlap, Callable[[], None]]:
-        """Sum of rows [A, H] times topk_weights, in new memory: `out` is not written."""
+        """Return the sum of rows [A, H] times topk_weights in new memory; `out` is not written."""
         require(low_latency.COMBINE, self.low_latency_mode, "the buffer has low_latency_mode")
         combined = low_latency.combine(self.group, x, topk_idx, topk_weights, handle)
         return combined, EventOverlap(), no_hook
@@ -304,7 +308,7 @@ class Buffer:
         num_profile_active_launches: int,
         profile_trace_dir: str | None = "",
     ) -> None:
-        """Nothing: there is no profile of a CPU."""
+        """Return nothing, because there is no profile of a CPU."""
 
     def end_profile(self) -> None:
         """Do nothing."""
@@ -324,7 +328,7 @@ class Buffer:
         fuse_mode: FuseMode = FuseMode.FUSED_DEEP_MOE,
         profile_enable: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Dispatch, W8A8 experts and combine, on A3; which arguments mean what is up to fuse_mode.
+        """Dispatch, W8A8 experts and combine on A3; the arguments depend on fuse_mode.
 
         Args:
             x: [T, H], bfloat16, T >= 1: a rank without tokens passes a dummy one.
@@ -337,8 +341,8 @@ class Buffer:
             gmm2_weight: int8. Mode 1: [L, H, I], NZ; mode 2: [L, I, H], ND or NZ.
             gmm2_weight_scale: mode 1: float32 [L, H]; mode 2: int64 [L * H].
             num_max_dispatch_tokens_per_rank: mode 1: T at most, the same on all ranks; mode 2:
-                max_output_size, the rows that this rank may receive. Beyond it the device drops
-                rows in silence, and the stand-in raises on all ranks.
+                max_output_size, the rows that this rank may receive. The device silently drops
+                further rows; the imitation raises on all ranks.
             quant_mode: 0 or 1, of no effect.
             profile_enable: ignored.
 

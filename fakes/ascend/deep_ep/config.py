@@ -10,7 +10,7 @@ from epcomm.config import environment
 from fakes.ascend.limits import Soc, current_machine, require, require_modelled
 
 _NAME = "deep_ep.Buffer"
-# The first that is set counts.
+# The first that is set is used.
 WINDOW_VARIABLES = ("DEEPEP_HCCL_BUFFSIZE", "HCCL_BUFFSIZE")
 # Tokens of one round of normal mode, and of all rounds together.
 TOKENS_PER_ROUND = 8192
@@ -18,14 +18,14 @@ MAX_TOKENS = 131072
 
 
 class Config:
-    """Chunk sizes for GPUs; nobody reads them."""
+    """Chunk sizes for GPUs; they are not read."""
 
     def __init__(self, *sizes: int) -> None:
         self.sizes = sizes
 
 
 class FuseMode(IntEnum):
-    """Which operator fused_deep_moe() calls."""
+    """The operator that fused_deep_moe() calls."""
 
     FUSED_DEEP_MOE = 1
     DISPATCH_FFN_COMBINE = 2
@@ -45,7 +45,7 @@ class LowLatencyStrategy(Enum):
     OPS = "ops"
 
 
-# DEEP_USE_MODE -> what it chooses where the caller leaves the default.
+# The strategies of each DEEP_USE_MODE for default arguments.
 _MODES: Mapping[str, tuple[NormalStrategy, LowLatencyStrategy]] = {
     "default": (NormalStrategy.DEFAULT, LowLatencyStrategy.DEFAULT),
     "alltoall": (NormalStrategy.ALLTOALL, LowLatencyStrategy.DEFAULT),
@@ -76,7 +76,7 @@ def strategies(
 class Settings:
     """The settings in the environment at the time of a call.
 
-    normal_int8: normal mode quantises where its caller names no quant_mode.
+    normal_int8: normal mode quantises if its caller passes no quant_mode.
     counts_are_sums: rows per expert are inclusive sums instead of counts.
     allows_none: low latency takes -1 as an id without an expert.
     num_rounds, tokens_per_round: limits of the rounds that normal mode cuts long batches into.

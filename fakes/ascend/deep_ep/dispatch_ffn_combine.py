@@ -1,7 +1,7 @@
 """Imitate fuse_mode 2, aclnnDispatchFFNCombine: W8A8 on A3, with float16 between integers.
 
-Both GEMMs give float16, of which overflow makes infinities, as on the device. Whether float16 is
-rounded from the exact product or from that in float32 is open; here it is the latter.
+Both GEMMs return float16, which overflows to infinity, as on the device. It is unknown whether the
+exact product or the float32 product is rounded to float16; here it is the latter.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _half_product(codes: Tensor, weight: Tensor, scales: Tensor) -> Tensor:
 def _check(call: FusedCall) -> None:
     require_soc(NAME, "fuse_mode 2", Soc.A3)
     check_tokens(call)
-    # A wrong idea of the 8th argument shows when rows arrive, see fused.py.
+    # A wrong 8th argument is detected when rows arrive, see fused.py.
     require(NAME, call.limit > 0, f"max_output_size is above 0, got {call.limit}")
     width = check_w13(call)
     num_local, hidden_size = call.num_local, call.x.shape[1]

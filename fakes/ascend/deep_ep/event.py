@@ -1,4 +1,4 @@
-"""Imitate events, which do nothing: on Ascend all work is in the order of one stream."""
+"""Imitate events, which do nothing, because all work on Ascend is ordered by one stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Nothing: results are there when a call returns."""
+        """Do nothing, because results are complete when a call returns."""
 
     def __enter__(self) -> Self:
         return self
@@ -27,4 +27,4 @@ class EventOverlap:
 
 
 def no_hook() -> None:
-    """Do what the hook of low latency does: nothing is left to receive."""
+    """The hook of low latency, which does nothing, because all rows are received."""

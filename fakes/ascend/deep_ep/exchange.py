@@ -1,10 +1,10 @@
 """Move rows from tokens to experts and back, over ranks that are processes on CPUs.
 
-One row travels for each (token, k) whose id is no -1. Those that a rank receives lie by (local
-expert, source rank, token), which is part of the contract: GEMMs read them as they lie.
+One row is sent for each (token, k) whose id is not -1. Received rows are ordered by (local expert,
+source rank, token), which is part of the contract, because GEMMs read them in place.
 
 Ranks agree before anything is sent: if one refuses its arguments, or they differ where they may
-not, all raise. On the device only the one rank does, and the others wait for it.
+not, all raise. On the device only that rank raises, and the others wait for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fakes.ascend.deep_ep.transport import exchange, gather, pack, unpack
 from fakes.ascend.limits import require
 from fakes.ascend.undefined import undefined
 
-# Numbers that agree() compares at most.
+# Limit of the numbers that agree() compares.
 _MAX_SHARED = 8
 
 
@@ -51,7 +51,7 @@ class Received:
         return self.counts.sum(1)
 
     def prefix(self) -> Tensor:
-        """int32 [L * W]: rows up to and with each (expert, source), source by source."""
+        """Return the inclusive sums of rows by (expert, source), int32 [L * W]."""
         return self.counts.flatten().cumsum(0).to(torch.int32)
 
 
@@ -72,10 +72,10 @@ def pairs_of(ids: Tensor, num_experts: int) -> Pairs:
 
 
 def require_ids(operator: str, ids: Tensor, num_experts: int, *, allow_none: bool) -> None:
-    """Ids that the kernels can follow; with others the device writes where it should not.
+    """Check that ids are valid; with others the device writes to wrong memory.
 
     Raises:
-        RuntimeError: one is not below num_experts, -1 where it means nothing, or twice in a row.
+        RuntimeError: an id is out of range, -1 is not allowed, or an id occurs twice in a row.
     """
     require(operator, bool((ids < num_experts).all()), f"ids are below {num_experts}")
     lowest = -1 if allow_none else 0
@@ -99,7 +99,7 @@ def agree(group: dist.ProcessGroup, operator: str, check: Callable[[], Sequence[
     except RuntimeError as error:
         refusal = error
     assert len(shared) <= _MAX_SHARED, "more numbers than agree() sends"
-    # Ranks that are in different calls are told apart by the name.
+    # The name distinguishes ranks in different calls.
     numbers = [int(refusal is None), zlib.crc32(operator.encode()), *shared]
     row = torch.zeros(2 + _MAX_SHARED, dtype=torch.int64)
     row[: len(numbers)] = torch.tensor(numbers)
@@ -114,7 +114,7 @@ def agree(group: dist.ProcessGroup, operator: str, check: Callable[[], Sequence[
 
 
 def send(group: dist.ProcessGroup, pairs: Pairs, rows: Tensor, scales: Tensor | None) -> Received:
-    """Rows [P, H] and scales [P] of the pairs to the ranks of their experts; collective."""
+    """Send rows [P, H] and scales [P] of the pairs to the ranks of their experts; collective."""
     counts = _counts(group, pairs.per_expert)
     places = torch.stack([pairs.tokens, pairs.choices], dim=1).to(torch.int32)
     columns = [rows, places] if scales is None else [rows, places, scales[:, None]]
@@ -134,11 +134,11 @@ def combine(
     ids: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """Rows [N, H] home, and the sum over k, in float32, of row times weight; collective.
+    """Return rows [N, H] to their sources, and sum row times weight over k in float32; collective.
 
     Args:
         rows: those that send() gave, processed.
-        counts: [L, W], of the dispatch, as the handle tells.
+        counts: [L, W], of the dispatch, from the handle.
         ids: [T, K], those of the dispatch; -1 is skipped.
         weights: [T, K], float32.
 
@@ -176,7 +176,7 @@ def counts_of(prefix: Tensor, num_ranks: int) -> Tensor:
 
 
 def sources_of(counts: Tensor) -> Tensor:
-    """int32 [N]: the source rank of each row that lies as counts [L, W] say."""
+    """Return the source rank of each row in the order of counts [L, W], int32 [N]."""
     num_local, num_ranks = counts.shape
     ranks = torch.arange(num_ranks, dtype=torch.int32).repeat(num_local)
     return ranks.repeat_interleave(counts.flatten())
@@ -200,14 +200,14 @@ def rows_then_undefined(rows: Tensor, num_rows: int) -> Tensor:
 
 
 def _counts(group: dist.ProcessGroup, per_expert: Tensor) -> Tensor:
-    """int64 [L, W]: what this rank receives for each of its experts from each source."""
+    """Return the rows received for each expert of this rank from each source, int64 [L, W]."""
     everywhere = gather(group, per_expert)
     num_local = per_expert.shape[0] // group.size()
     return everywhere[:, group.rank() * num_local :][:, :num_local].T.contiguous()
 
 
 def _order(counts: Tensor) -> Tensor:
-    """Places of rows as they arrive, by (source, expert), in the order (expert, source)."""
+    """Return the arrival positions, by (source, expert), of rows by (expert, source)."""
     num_local, num_ranks = counts.shape
     experts = torch.arange(num_local).repeat(num_ranks).repeat_interleave(counts.T.flatten())
     return experts.argsort(stable=True)

@@ -36,8 +36,8 @@ def fused_moe(
 
     operators: by fuse_mode.
 
-    A row of zeros has codes that nobody knows and the scale 0, so it gives zeros (in mode 2 unless
-    these codes overflow float16); no other token sees it.
+    A row of zeros has undefined codes and the scale 0, so its results are zeros (in mode 2 unless
+    these codes overflow float16); other tokens are not affected.
 
     Raises:
         RuntimeError: on all ranks or on none.
@@ -68,7 +68,7 @@ def fused_moe(
 
 
 def _agree_on_capacity(group: dist.ProcessGroup, num_rows: int, max_rows: int) -> None:
-    """Refuse on all ranks what the device does in silence: it drops rows beyond the limit."""
+    """Raise on all ranks if there are more rows than the limit; the device drops them silently."""
 
     def check() -> Sequence[int]:
         rule = (

@@ -1,4 +1,4 @@
-"""Hold the arguments of fused_deep_moe(), and check what both of its operators require."""
+"""The arguments of fused_deep_moe(), and the checks of both of its operators."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FusedCall:
     ids: int32 or int64 [T, K].
     weights: float32 [T, K].
     w13, s13, w2, s2: of the L experts of this rank, as the operator wants them.
-    limit: the 8th argument, of which each operator has its own idea.
+    limit: the 8th argument, whose meaning depends on the operator.
     """
 
     x: Tensor
@@ -65,7 +65,7 @@ class FusedOperator:
     check: refuse what it refuses, with RuntimeError; local.
     profile: how it quantises x.
     experts: its arithmetic.
-    counts: what it tells, from the rows received by (expert, source), int64 [L, W].
+    counts: its counts, from the rows received by (expert, source), int64 [L, W].
     limits_rows: whether `limit` bounds what a rank receives; else it bounds T.
     """
 
@@ -90,7 +90,7 @@ def check_tokens(call: FusedCall) -> None:
     fits = call.num_experts > 0 and call.num_experts % call.num_ranks == 0
     rule = f"num_experts is a multiple of {call.num_ranks}, got {call.num_experts}"
     require(NAME, fits, rule)
-    # The documentation speaks of -1 in mode 1; nobody has seen what the kernel does.
+    # The documentation mentions -1 in mode 1; the behaviour of the kernel is unknown.
     exchange.require_ids(NAME, ids, call.num_experts, allow_none=False)
 
 

@@ -1,8 +1,8 @@
-"""Imitate fuse_mode 1, aclnnFusedDeepMoe: W8A8 on A3, with gate and up side by side in tiles.
+"""Imitate fuse_mode 1, aclnnFusedDeepMoe: W8A8 on A3, with gate and up interleaved in tiles.
 
 Each 128 columns of the first weight are 64 of the gate and then 64 of up. Everything between the
-integers is float32. Legal orders of its products and quotients differ in the last place; here they
-are those of the documentation.
+integers is float32. Permitted orders of its products and quotients differ in the last bit; here
+they are those of the documentation.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fakes.ascend.operators.grouped_matmul import integer_product
 from fakes.ascend.sizes import require_size
 from fakes.ascend.windows import fused_deep_moe_bytes, require_window
 
-# Columns of the gate in a tile, and of up behind them.
+# Columns of the gate in a tile, followed by those of up.
 HALF_TILE = 64
 # Half of the vector cores of A3.
 MAX_LOCAL_EXPERTS = 24

@@ -1,4 +1,4 @@
-"""Imitate low latency: rows packed at the front of memory for the most that can arrive."""
+"""Imitate low latency: packed rows at the start of memory with capacity for the maximum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imitate normal mode: one row for each (token, expert), and a combine that weighs."""
+"""Imitate normal mode: one row for each (token, expert), and a weighted combine."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class Arrived:
 def layout_of(
     group: dist.ProcessGroup, ids: Tensor, num_experts: int, strategy: NormalStrategy
 ) -> Layout:
-    """Return the layout of a dispatch: which rank gets which token, with counts.
+    """Return the layout of a dispatch: the ranks of each token, with counts.
 
-    With alltoall, which is collective here, per_expert is [L] and holds what this rank will
-    receive, and is_in_rank is zeros: documented, and not what callers expect.
+    With alltoall, which is collective here, per_expert is [L], the rows that this rank will
+    receive, and is_in_rank is zeros. This is documented, but callers do not expect it.
     """
     require(LAYOUT, ids.dim() == 2 and ids.is_contiguous(), "topk_idx is 2-D and contiguous")
     require(LAYOUT, ids.dtype == torch.int64, f"topk_idx is int64, got {ids.dtype}")
@@ -100,7 +100,7 @@ def layout_of(
 
 
 def quant_mode_of(argument: str | None, strategy: NormalStrategy) -> str:
-    """Return the argument, else the environment, which alltoall ignores."""
+    """Return the argument, or the setting of the environment, which alltoall ignores."""
     if argument is not None:
         return checked(DISPATCH, argument)
     is_asked = strategy is NormalStrategy.DEFAULT
@@ -110,7 +110,7 @@ def quant_mode_of(argument: str | None, strategy: NormalStrategy) -> str:
 def dispatch(
     group: dist.ProcessGroup, sent: Sent, layout: Layout, given: Sequence[Tensor | None]
 ) -> Arrived:
-    """Send the rows; `given` is what the caller passes of the layout, in its order."""
+    """Send the rows; `given` is the layout that the caller passes, in its order."""
     known = settings()
 
     def check() -> Sequence[int]:
@@ -124,7 +124,7 @@ def dispatch(
     if sent.mode == INT8:
         rows, scales = quantize_rows(rows, Int8Profile.RINT127EPS)
     received = exchange.send(group, pairs, rows, scales)
-    # Nothing received still allocates a row, which nobody writes.
+    # Without received rows one row is allocated, which is not written.
     num_rows = max(received.rows.shape[0], 1)
     per_expert = received.per_expert()
     shape = [num_rows, sent.ids.shape[1]]
@@ -140,7 +140,7 @@ def dispatch(
 
 
 def combine(group: dist.ProcessGroup, x: Tensor, handle: tuple[Tensor, ...]) -> Tensor:
-    """Sum rows times the weights that dispatch was given: [T, H]."""
+    """Return the sum of rows times the weights of the dispatch, [T, H]."""
     most = settings().combine_tokens
 
     def check() -> Sequence[int]:
@@ -205,7 +205,7 @@ def _check_sizes(sent: Sent, num_experts: int, num_ranks: int, known: Settings) 
     require_size(DISPATCH, fits, f"H is 1024 to 7168 (A2: 7168), got {hidden_size}")
     require_size(DISPATCH, 2 <= num_ranks <= 384, f"2 to 384 ranks, got {num_ranks}")
     max_tokens = known.num_rounds * known.tokens_per_round
-    # No size of a kernel but of the rounds, which the caller chose: no test mode lifts it.
+    # A size of the rounds chosen by the caller, not of a kernel, so no test mode lifts it.
     require(DISPATCH, num_tokens <= max_tokens, f"{num_tokens} tokens, of {max_tokens} at most")
     needed = normal_bytes(min(num_tokens, known.tokens_per_round), num_topk, hidden_size)
     require_window(DISPATCH, needed, WINDOW_VARIABLES)

@@ -6,7 +6,7 @@ from fakes.ascend.limits import Soc, require, require_modelled, require_soc
 
 BF16 = "bf16"
 INT8 = "int8"
-# Formats of Ascend 950.
+# Formats of Ascend 950 only.
 A5_MODES = ("mx_fp8_e4m3", "mx_fp8_e5m2", "pertoken_fp8_e4m3", "mx_fp4_e2m1")
 
 
@@ -15,7 +15,7 @@ def checked(operator: str, mode: str) -> str:
 
     Raises:
         RuntimeError: no such mode, or not on this chip.
-        NotImplementedError: not in the stand-in.
+        NotImplementedError: not in the imitation.
     """
     known = (BF16, INT8, *A5_MODES)
     require(operator, mode in known, f"quant_mode is {mode!r}, expected one of {known}")

@@ -19,7 +19,7 @@ def unpack(rows: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
     parts, first = [], 0
     for column in columns:
         last = first + column.shape[1] * column.element_size()
-        # A clone: the bytes of a row may begin where the dtype may not.
+        # A clone, because the bytes of a row may be unaligned for the dtype.
         part = rows[:, first:last].clone(memory_format=torch.contiguous_format)
         parts.append(part.view(column.dtype))
         first = last
@@ -29,7 +29,7 @@ def unpack(rows: Tensor, columns: Sequence[Tensor]) -> list[Tensor]:
 def exchange(
     group: dist.ProcessGroup, rows: Tensor, send_splits: list[int], recv_splits: list[int]
 ) -> Tensor:
-    """Rows [N, bytes], first those for rank 0; returns those of rank 0 first."""
+    """Exchange rows [N, bytes], ordered by destination; return them ordered by source."""
     received = rows.new_empty((sum(recv_splits), rows.shape[1]))
     dist.all_to_all_single(received, rows.contiguous(), recv_splits, send_splits, group=group)
     return received

@@ -33,7 +33,7 @@ _FUSED = "fused_deep_moe"
 
 
 class FuseMode(IntEnum):
-    """Which operator fused_deep_moe() calls."""
+    """The operator that fused_deep_moe() calls."""
 
     FUSED_DEEP_MOE = 1
     DISPATCH_FFN_COMBINE = 2
@@ -168,14 +168,14 @@ class Buffer(older.Buffer):
 
 
 def _mode_of(use_fp8: bool, use_mxfp4: bool, use_mxfp8: bool) -> str:
-    """Return the mode that flags mean on this chip, else what the environment asks for.
+    """Return the mode of the flags on this chip, or that of the environment.
 
     Raises:
         NotImplementedError: MX rows on a chip without them.
     """
     if use_mxfp4 or use_mxfp8:
         if current_machine().soc is not Soc.A5:
-            raise NotImplementedError("use_mxfp4 and use_mxfp8 are of A5 alone")
+            raise NotImplementedError("use_mxfp4 and use_mxfp8 exist only on A5")
         return "mx_fp4_e2m1" if use_mxfp4 else "mx_fp8_e4m3"
     if use_fp8:
         return "pertoken_fp8_e4m3" if current_machine().soc is Soc.A5 else INT8

@@ -1,6 +1,6 @@
 """Imitate SwiGLU between the two GEMMs of an expert, alone and with quantisation around it.
 
-All in float32; a row that no group holds is undefined.
+All is computed in float32; a row outside of all groups is undefined.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Int8Rows:
 def gated_int8(gate: Tensor, up: Tensor) -> Int8Rows:
     """Quantise silu(gate) * up, [N, I] float32: scale a / 127, codes rint(row * 127 / a).
 
-    A row of zeros has the scale 0 and the codes of 0 / 0, which are unknown.
+    A row of zeros has the scale 0 and undefined codes.
+
     """
     rows = F.silu(gate) * up
     amax = rows.abs().amax(dim=-1, keepdim=True)
@@ -61,7 +62,7 @@ def _scales(amax: Tensor) -> Tensor:
 def int8_codes(quotients: Tensor) -> Tensor:
     """Round to nearest even, at most 127; NaN gets an undefined code."""
     codes = torch.round(quotients).clamp(-128, INT8_MAX)
-    # Before the cast: NaN has no integer.
+    # Before the cast, because NaN has no integer value.
     return codes.nan_to_num(UNDEFINED_INT8).to(torch.int8)
 
 
@@ -93,7 +94,7 @@ def dequant_swiglu_quant(
     glu_alpha: float = 1.702,
     glu_bias: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """int32 sums of the first GEMM to INT8 rows for the second.
+    """Convert int32 sums of the first GEMM to INT8 rows for the second.
 
     Args:
         x: [M, 2I], int32; or bfloat16 and float16 without weight_scale. With group_index 2I is a
@@ -164,8 +165,8 @@ def grouped_matmul_swiglu_quant(
     Args:
         x: [M, K], int8.
         weight: [E, K, 2I], int8, ND or NZ, the gate in the left half; 2I at most 10240.
-        group_list: [E], int64, inclusive sums: counts are not recognised, and give nonsense where
-            they happen to grow.
+        group_list: [E], int64, inclusive sums: counts are not detected, and give wrong results if
+            they happen to increase.
         weight_scale: [E, 2I], float32 or bfloat16.
         x_scale: [M], float32.
 

@@ -1,7 +1,7 @@
 """Imitate gating: router logits to experts and weights.
 
-Source: the documentation of the two operators. Undocumented, and so poisoned: the result of a row
-in which a score is NaN.
+Source: the documentation of the two operators. The result of a row with a NaN score is
+    undocumented, so it is poisoned.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ GATING = "npu_moe_gating_top_k"
 GATING_SOFTMAX = "npu_moe_gating_top_k_softmax"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
-# Scores of a row that fit the kernel's memory, groups rounded up to whole blocks of 32.
+# Limit of the scores of a row in the kernel's memory, with groups rounded up to blocks of 32.
 MAX_EXPERTS = 2048
 GROUP_BLOCK = 32
 # The smallest group that the documentation allows.
@@ -45,10 +45,10 @@ def moe_gating_top_k(
     routed_scaling_factor: float = 1.0,
     eps: float = 1e-20,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Norm of the logits, the best groups, the best experts of these, their weights.
+    """Normalise the logits, and return the best experts of the best groups, with their weights.
 
-    The bias acts on the selection only. Of equal scores the lower id wins, among groups as among
-    experts. Sigmoid weights are renormalised whatever `renorm` says.
+    The bias acts on the selection only. Of equal scores the lower id wins, for groups and experts.
+    Sigmoid weights are renormalised for any `renorm`.
 
     Args:
         x: [n, E], float16, bfloat16 or float32.
@@ -97,9 +97,9 @@ def moe_gating_top_k(
 def moe_gating_top_k_softmax(
     x: Tensor, finished: Tensor | None = None, k: int = 1
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax, cast to the dtype of x, and only then the k largest: the cast can make ties.
+    """Return the k largest of a softmax in the dtype of x; the cast can cause ties.
 
-    Not renormalised. Of equal weights the lower id comes first.
+    Weights are not renormalised. Of equal weights the lower id is first.
 
     Args:
         x: [n, E], float16, bfloat16 or float32; three dimensions are not modelled.
@@ -131,13 +131,13 @@ def moe_gating_top_k_softmax(
 
 
 def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: int) -> Tensor:
-    """Scores [n, E] with -inf outside the k_group best groups of a row."""
+    """Return scores [n, E] with -inf outside of the k_group best groups of a row."""
     grouped = scores.unflatten(1, (group_count, -1))
     # Mode 0 sums one value: the largest.
     group_scores = grouped.topk(mode + 1, dim=-1).values.sum(dim=-1)
     kept = _ranking(group_scores)[:, :k_group]
     is_kept = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
-    # A group with NaN ranks first, so that the row is still seen to be undefined.
+    # A group with NaN ranks first, so that the row is still detected as undefined.
     return grouped.masked_fill(~is_kept.unsqueeze(2), -math.inf).flatten(1)
 
 

@@ -1,7 +1,7 @@
 """Imitate npu_grouped_matmul: one GEMM for each expert's rows.
 
-INT8 sums are exact integers, floating sums are in float32, and every result is rounded once.
-Rows that no group holds are undefined.
+INT8 sums are exact integers, floating sums are in float32, and every result is rounded once. Rows
+outside of all groups are undefined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAME = "npu_grouped_matmul"
 # An int64 scale holds the bits of a float32, of which the device reads the upper 19.
 _SCALE_MASK = -(1 << 13)
 
-# split_item: one tensor comes out.   group_type: rows are cut by M.
+# split_item: one output tensor. group_type: rows are split along M.
 _ONE_TENSOR, _CUT_ROWS = (2, 3), 0
 # Dtypes of scale and result of INT8 products. A5 takes the second set as well.
 _SCALED = {(torch.bfloat16, torch.bfloat16), (torch.float32, torch.float16)}
@@ -30,7 +30,7 @@ _SCALED_BY_A5 = {(torch.float32, torch.bfloat16), (torch.int64, torch.bfloat16)}
 
 
 def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """int8 [m, K] times int8 [K, N] in int32, exact: float64 holds every sum below 2**53."""
+    """Return the exact product of int8 [m, K] and [K, N], int32; float64 is exact below 2**53."""
     return (rows.double() @ weight.double()).to(torch.int32)
 
 
@@ -38,13 +38,13 @@ def scale_values(scale: Tensor) -> Tensor:
     """Return the float32 weight scale that the device multiplies by; int64 holds bits."""
     if scale.dtype != torch.int64:
         return scale.float()
-    # The lower halves: the upper ones of a negative scale may repeat its sign.
+    # The lower 32 bits; the upper ones of a negative scale may repeat its sign.
     bits = scale.contiguous().view(torch.int32)[..., ::2]
     return (bits & _SCALE_MASK).view(torch.float32)
 
 
 def fill_rows(parts: dict[Group, Tensor], shape: list[int], dtype: torch.dtype) -> Tensor:
-    """One tensor with the rows of the groups; the rest is undefined."""
+    """Return one tensor with the rows of the groups; the other rows are undefined."""
     result = undefined(shape, dtype)
     for group, rows in parts.items():
         result[group.rows] = rows
@@ -77,7 +77,7 @@ def grouped_matmul(
     scale_dtype: int | None = None,
     per_token_scale_dtype: int | None = None,
 ) -> list[Tensor]:
-    """Rows of each group times the weight of its expert.
+    """Multiply the rows of each group by the weight of its expert.
 
     Args:
         x: one [M, K], int8, bfloat16, float16 or float32.
@@ -85,7 +85,7 @@ def grouped_matmul(
         scale: one [E, N], for int8 x. On A2 and A3 bfloat16 beside a bfloat16 result and float32
             beside a float16 one; on A5 beside a bfloat16 one also float32, or its bits in int64.
         per_token_scale: one [M], float32, beside scale.
-        group_list: int64, see GroupListType; rows behind the last group are undefined. A single
+        group_list: int64, see GroupListType; rows after the last group are undefined. A single
             group comes as type 0.
         split_item: 2 or 3, one tensor.
         group_type: 0, which cuts M.

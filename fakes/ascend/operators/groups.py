@@ -1,4 +1,4 @@
-"""Read group_list, the rows of each expert, in the three ways that operators read it."""
+"""Read group_list, the rows of each expert, in the three formats of the operators."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GroupListType(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Rows first to last, without the last, of one expert."""
+    """The rows of one expert, first to last, last excluded."""
 
     expert: int
     first: int
@@ -39,13 +39,14 @@ def groups_of(
 ) -> tuple[Group, ...]:
     """Return the groups in the order of their rows.
 
-    Worked example, 3 experts: (CUMSUM, [3, 3, 7]), (COUNTS, [3, 0, 4]) and (PAIRS, [[0, 3],
-    [2, 4], [1, 0]]) all give rows 0 to 2 to expert 0, 3 to 6 to expert 2; further rows to nobody.
+    Worked example, 3 experts: (CUMSUM, [3, 3, 7]), (COUNTS, [3, 0, 4]) and (PAIRS, [[0, 3], [2, 4],
+    [1, 0]]) all give rows 0 to 2 to expert 0, 3 to 6 to expert 2; further rows to no expert.
 
     Raises:
         RuntimeError: the list reaches past the rows or the experts, or goes backwards: the device
-            would read memory that is not there. Not where one type is taken for another and the
-            numbers fit: the device computes nonsense, and so do we.
+            would read memory that is not there. If one type is mistaken for another and the numbers
+            are valid, nothing is raised: the device computes wrong results, and so does this
+            imitation.
     """
     require(
         operator, list_type in tuple(GroupListType), f"group_list_type in [0, 1, 2], is {list_type}"

@@ -1,7 +1,7 @@
 """Imitate the initial routing: copies of tokens sorted by expert, with counts and positions.
 
-Source: the operator's documentation and shape kernel. Only what they define without doubt: every
-row (no capacity), no quantisation or INT8 by token.
+Source: the operator's documentation and shape kernel. Only the unambiguous parts are imitated:
+    every row (no capacity), no quantisation or INT8 by token.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ MX_MODES = (2, 3, 9)
 CUMULATIVE, COUNTS, PAIRS = 0, 1, 2
 
 MAX_EXPERTS = 10240
-# The kernel that writes pairs holds fewer.
+# The limit of the kernel that writes pairs.
 MAX_EXPERTS_OF_PAIRS = 5120
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Sorted:
-    """Copies of active experts in the order of their expert, then token, then choice.
+    """The copies of active experts, ordered by expert, then token, then choice.
 
     copies: [A], int64, t * K + k.
     counts: [E_active], int64.
@@ -63,12 +63,12 @@ def moe_init_routing_v2(
     row_idx_type: int = 0,
     x_dtype: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows of the active experts, one for each (token, expert), sorted by expert, then token.
+    """Return the rows of the active experts, sorted by expert, then token.
 
     Args:
         x: [n, H], float16, bfloat16, float32; int8 without quantisation.
         expert_idx: [n, K], int32, 0 <= id < expert_num.
-        scale: [n], float32, a factor that travels with its token, but for INT8 rows; smoothing
+        scale: [n], float32, a factor that is moved with its token, except for INT8 rows; smoothing
             factors of quantisation are not modelled.
         offset: not modelled.
         active_num: n * K; -1 means the same; fewer rows are not modelled.
@@ -80,14 +80,14 @@ def moe_init_routing_v2(
         expert_tokens_num_flag: True; without, the vendor's shape function and host code disagree.
         quant_mode: -1 none, 1 INT8 with a scale a row; the others are not modelled.
         active_expert_range: [first, one past the last]; none: all.
-        row_idx_type: 0: where each copy went, -1 if nowhere; 1: which copy each row is.
+        row_idx_type: 0: the row of each copy, or -1; 1: the copy of each row.
         x_dtype: not modelled.
 
     Returns:
-        expanded_x [n * K, H], dtype of x or int8, unwritten after the active rows; row indices
-        [n * K], int32, with type 1 unwritten after the active rows; tokens [E_active] or, as pairs,
-        [E, 2] with an unwritten tail, int64; scales [n * K], float32, unwritten after the active
-        rows, where there are none, and beside an x of INT8.
+        expanded_x [n * K, H], dtype of x or int8, unwritten after the active rows; row indices [n *
+        K], int32, with type 1 unwritten after the active rows; tokens [E_active] or, as pairs, [E,
+        2] with an unwritten tail, int64; scales [n * K], float32, unwritten after the active rows,
+        without scale, and for INT8 x.
     """
     _check_modelled(quant_mode, drop_pad_mode, x_dtype, offset)
     require_modelled(INIT_ROUTING, expert_tokens_num_flag, "expert_tokens_num_flag=False")

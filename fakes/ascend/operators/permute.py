@@ -19,9 +19,10 @@ PERMUTE = "npu_moe_token_permute"
 UNPERMUTE = "npu_moe_token_unpermute"
 FINALIZE = "npu_moe_finalize_routing"
 
-# Modes of finalize_routing. Index of token t, choice k: k * n + t, or else t * K + k.
+# Modes of finalize_routing in which the index of token t, choice k, is k * n + t instead of t * K
+# + k.
 BY_CHOICE = (0, 1)
-# Rows come as [E, C, H], and -1 stands for a copy that found no place.
+# Rows are [E, C, H], and -1 is the position of a dropped copy.
 WITH_CAPACITY = (1, 3)
 
 
@@ -29,7 +30,7 @@ WITH_CAPACITY = (1, 3)
 def moe_token_permute(
     tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Copy the tokens, sorted by expert, then token.
+    """Return copies of the tokens, sorted by expert, then token.
 
     Args:
         tokens: [n, H].
@@ -70,12 +71,12 @@ def moe_token_unpermute(
     padded_mode: bool = False,
     restore_shape: Sequence[int] | None = None,
 ) -> Tensor:
-    """Rows back to their tokens, multiplied by the weights and summed.
+    """Return the sums of the rows of each token, multiplied by the weights.
 
     Args:
         permuted_tokens: [n * K, H].
-        sorted_indices: [n * K], int32, where the copy t * K + k lies; -1 is refused.
-        probs: [n, K]; without it K is 1 and the rows return as they are.
+        sorted_indices: [n * K], int32, the position of the copy t * K + k; -1 is refused.
+        probs: [n, K]; without it K is 1 and the rows are returned unchanged.
         padded_mode: False.
         restore_shape: None; only padded_mode reads it.
 
@@ -118,15 +119,15 @@ def moe_finalize_routing(
     drop_pad_mode: int | None = 0,
     k: int | None = 1,
 ) -> Tensor:
-    """skip1 + skip2 + the sum over a token's experts of scale * (row + bias of the expert).
+    """Return skip1 + skip2 + the sum over a token's experts of scale * (row + bias of the expert).
 
     Args:
         expanded_permuted_rows: [n * K, H]; in modes 1 and 3 [E, C, H], E at least K.
         skip1: [n, H].
-        skip2: [n, H]; only beside skip1.
+        skip2: [n, H]; only with skip1.
         bias: [E, H].
-        scales: [n, K], dtype of the rows or, beside bfloat16, float32; without it K is 1.
-        expanded_src_to_dst_row: [n * K], int32, where each copy lies; its order depends on the
+        scales: [n, K], dtype of the rows or, for bfloat16, float32; without it K is 1.
+        expanded_src_to_dst_row: [n * K], int32, the position of each copy; its order depends on the
             mode; -1 in modes 1 and 3 is a row of zeros, and refused in modes 0 and 2.
         export_for_source_row: [n, K], int32, the experts; only the bias needs it.
         drop_pad_mode: 0 to 3.

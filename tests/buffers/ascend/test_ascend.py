@@ -1,4 +1,4 @@
-"""The Ascend buffers pass both suites on a stand-in for their package, over CPU ranks."""
+"""The Ascend buffers pass both suites on an imitation of their package, over CPU ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.cases.quantized_model import OF_ASCEND, assert_within, stored_model, 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A buffer and how it is asked for."""
+    """A buffer and its configuration."""
 
     mode: Mode
     config: EPConfig
@@ -117,7 +117,7 @@ def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPa
         run_buffer("uneven", "AscendNormalBuffer", "int8")
 
 
-# What 2 ranks cannot show.
+# Scenarios that need more than 2 ranks.
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", ["uneven", "faults"])
@@ -147,7 +147,7 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
         buffer_suite.run_scenario(scenario, env)
 
 
-# What the buffer decides about a layer; the rest is proved on others.
+# Scenarios in which the buffer matters; other buffers run the rest.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
 @pytest.mark.parametrize("backend", CASES)
@@ -178,7 +178,7 @@ def test_w8a8_experts_equal_a_float64_model(backend: str) -> None:
         assert "wire: dispatch int8/0" in layer.explain()
         y = layer(batch.x, topk)
         layer.check()
-        # Others bring single slots home.
+        # Others return single slots.
         num_parts = group.world_size if backend == "AscendStandardBuffer" else 1
         assert_within(y, stored_model(batch, weights, OF_ASCEND, num_parts=num_parts))
 
@@ -196,7 +196,7 @@ def test_unquantised_experts_equal_the_oracle(backend: str) -> None:
 @pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("backend", CASES)
 def test_what_lies_in_padding_does_not_matter(backend: str, wire: str) -> None:
-    """A token without any expert travels, and is zeros in y whatever becomes of it."""
+    """A token without an expert is sent, and its y is zero."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
     with EPGroup() as group, torch.no_grad():
         batch = make_batch(spec, group.rank, group.world_size)

@@ -87,7 +87,7 @@ def int8_model(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Boun
         is_chosen = topk.topk_ids == expert
         factors = (topk.topk_weights.double() * is_chosen).sum(1, keepdim=True)
         values += factors * result.values
-        # Of a result its scale, itself, a rank's part of the sum and the sum are in bfloat16.
+        # The scale of a result, the result, the sum of a rank and y are in bfloat16.
         error += factors * (result.error * 1.02 + 4.04 * BF16_ROUNDING * result.values.abs())
     return Bounded(values=values, error=error)
 
@@ -104,7 +104,8 @@ def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
         for y in found.values():
             whole = Bounded(values=expected.values + shared, error=expected.error)
             assert_within(y, whole, extra=BF16_ROUNDING)
-        # What may change is little beside what is computed, or the bounds would show nothing.
+        # The permitted difference is small compared with the results; otherwise the test would not
+        # detect errors.
         slack = float(expected.error.sum()) / max(float(expected.values.abs().sum()), 1e-9)
         assert slack <= 0.2
 

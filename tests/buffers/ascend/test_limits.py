@@ -1,4 +1,4 @@
-"""What fails or goes wrong silently on Ascend's deep_ep is refused before any communication."""
+"""Calls that Ascend's deep_ep fails on, or computes wrongly, are refused before communication."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def config_of(backend: str, **changes: object) -> EPConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """A limit: what is served, a step further, and the reason why that is not.
+    """A limit: a case that is served, one just beyond it, and the reason of its refusal.
 
     served, refused: a layer, or changes of the configuration.
     """
@@ -214,13 +214,13 @@ SPECS = {
     )
 }
 SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
-# What one rank alone has set, and what all ranks say of it.
+# Variables of one rank, and the message on all ranks.
 SET_ON_RANK_1 = [
     (BOTH, {"DEEP_USE_MODE": "ops"}, "rank 1: DEEP_USE_MODE is ops, expected default; unset it"),
     (BOTH, {"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"}, "rank 1: MOE_EXPERT_TOKEN_NUMS_TYPE is 0"),
     (BOTH, {"HCCL_BUFFSIZE": "big"}, "rank 1: HCCL_BUFFSIZE is 'big', expected 1 to"),
     (BOTH, {"DEEPEP_HCCL_BUFFSIZE": "1"}, "but DEEPEP_HCCL_BUFFSIZE is 1; set it to"),
-    ((NORMAL,), {"DEEP_NORMAL_MODE_USE_INT8_QUANT": "1"}, "rows were to travel as bf16"),
+    ((NORMAL,), {"DEEP_NORMAL_MODE_USE_INT8_QUANT": "1"}, "the wire format is bf16"),
     ((NORMAL,), {"DEEPEP_NORMAL_LONG_SEQ_ROUND": "2"}, "set both or neither"),
     ((NORMAL,), ROUNDS, "ranks disagree on tokens of a round: 8192 on rank 0, 32 on rank 1"),
 ]
@@ -271,7 +271,7 @@ def test_a_package_without_a_parameter_is_refused_on_all_ranks(
         for backend, method in ((NORMAL, "dispatch"), (LOW_LATENCY, "low_latency_dispatch")):
             with pytest.raises(BackendUnavailable) as caught:
                 group.open_buffer(backend, SPECS[backend])
-            wanted = f"Older.{method} of the package installed has no parameter use_mxfp8"
+            wanted = f"Older.{method} of the installed package has no parameter use_mxfp8"
             assert wanted in str(caught.value)
             assert "cannot be opened, rank 1: " in str(caught.value)
 
@@ -299,7 +299,7 @@ def test_an_installed_package_needs_torch_npu_and_no_cuda(tmp_path: Path) -> Non
     write_package(tmp_path / "deep_ep", {"__init__.py": REAL})
     npu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "Ascend910_9392")
     with pytest.MonkeyPatch.context() as patch, EPGroup() as group:
-        # Instead of the stand-in.
+        # Instead of the imitation.
         patch.delitem(sys.modules, "deep_ep")
         patch.delitem(sys.modules, "deep_ep.buffer")
         patch.syspath_prepend(tmp_path)
@@ -345,10 +345,10 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
             ):
                 dispatcher.dispatch(rows(many), topk)
         else:
-            # Rank 1 took part without tokens, hence with one for its own experts.
+            # Rank 1 took part without tokens, so it sent one dummy token to its own experts.
             out = dispatcher.dispatch(rows(many), topk)
             assert out.index.host_num_tokens_per_expert == (32, 0, 0, 0)
-        # Exactly as many as the rounds hold.
+        # Exactly the capacity of the rounds.
         out = dispatcher.dispatch(rows(32), topk_of([[0, 5]] * 32))
         y = dispatcher.combine(out.combine_input(out.hidden_states.data))
         assert torch.equal(y, rows(32))
@@ -380,7 +380,7 @@ def test_an_expert_twice_in_a_row_is_refused_on_all_ranks() -> None:
 def record_calls(
     monkeypatch: pytest.MonkeyPatch, adapter: type[AscendBuffer]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the calls that reach the package from now on."""
+    """Record the names and arguments of further calls of the package."""
     package: Any = sys.modules["deep_ep"]
     seen: list[tuple[str, dict[str, Any]]] = []
 
@@ -403,7 +403,7 @@ def record_calls(
 
 @pytest.mark.ranks(2)
 def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The format is each dispatcher's own, told with every call, whose order interleaves."""
+    """Each dispatcher has its own format, which every call passes; calls interleave."""
     # The package's defaults, and the other package's name of the flag, mean INT8.
     monkeypatch.setenv("DEEP_NORMAL_MODE_USE_INT8_QUANT", "0")
     for backend, make in (
@@ -495,6 +495,6 @@ def test_rows_of_another_format_than_asked_for_are_an_error(
     make = DeepEPNormalDispatcher if backend == NORMAL else DeepEPLowLatencyDispatcher
     with EPGroup() as group, torch.no_grad():
         dispatcher = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
-        wanted = "ascend: rows came as torch.bfloat16 with no scales, expected int8"
+        wanted = "ascend: received torch.bfloat16 rows with no scales, expected int8"
         with pytest.raises(BackendUnavailable, match=wanted):
             dispatcher.dispatch(rows(2), topk_of([[0, 7], [5, 2]]))

@@ -1,4 +1,4 @@
-"""The same suites as on the stand-ins, on the torch_npu and the deep_ep that are installed.
+"""The suites on the installed torch_npu and deep_ep instead of the imitations.
 
     HCCL_BUFFSIZE=2000 MULTI_RANK_BACKEND=hccl scripts/launch_multi_rank.sh 2 \
         tests/buffers/ascend/test_real.py

@@ -1,4 +1,4 @@
-"""What the operators of standard mode on Ascend are given, and what they would not take."""
+"""The arguments of Ascend's operators in standard mode, and their limits."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def half_of(rows: Tensor) -> Tensor:
 
 
 def of_inference(rows: Tensor) -> Tensor:
-    """Which nobody may write to afterwards."""
+    """Return an argument that nothing may write to afterwards."""
     with torch.inference_mode():
         return rows.clone()
 
@@ -153,7 +153,7 @@ def test_results_are_read_and_stay_as_they_are(wire: WireDtype | None, calls: li
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_no_operator_sees_an_empty_tensor(is_int8: bool, calls: list[str]) -> None:
-    """No token anywhere, tokens without experts, and tokens for one rank alone."""
+    """No tokens, tokens without experts, and tokens for only one rank."""
     spec = BatchSpec(
         hidden_size=LAYER.hidden_size,
         num_local_experts=4,

@@ -161,7 +161,7 @@ def test_batch_that_the_third_dispatch_ended_names_the_remedy(waits: bool) -> No
         pending = [dispatcher.dispatch_async(batches[0].x, batches[0].topk)]
         first = pending[0].wait() if waits else None
         pending += [dispatcher.dispatch_async(each.x, each.topk) for each in batches[1:]]
-        # The memory is gone with the send of the third, whoever waits for that.
+        # The send of the third dispatch overwrites the memory, before any wait().
         with pytest.raises(HandleError, match="combine a batch before the second next dispatch"):
             pending[0].wait() if first is None else dispatcher.combine(identity(first))
         for batch, each in zip(batches[1:], pending[1:], strict=True):
@@ -194,7 +194,7 @@ def recorded_signature(package: str, method: str) -> inspect.Signature:
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [
-        # Arguments are bound alone, so that the source of a default stands for its value.
+        # Arguments are only bound, so the source text of a default can replace its value.
         inspect.Parameter(each["name"], kind, default=each.get("default", inspect.Parameter.empty))
         for each in contract["methods"][method]["parameters"]
     ]

@@ -1,4 +1,4 @@
-"""The deep_ep buffers pass the buffer suite on stand-ins for the package, over CPU ranks."""
+"""The deep_ep buffers pass the buffer suite on imitations of the package, over CPU ranks."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ CASES = {
     )
 }
 WIRES = {"bf16": None, "fp8": FP8_FLOAT32_SCALES, "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES}
-# Rows are of one size and bfloat16 here, whatever a batch says.
+# Rows have one size and are bfloat16 here, in all batches.
 SCENARIOS = [name for name in buffer_suite.SCENARIOS if name not in ("fp16", "bf16", "odd_hidden")]
 
 
 @pytest.fixture(autouse=True)
 def poison_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allow torch's poison, which the real package refuses because it fills beside its stream."""
+    """Allow poisoned memory, which the real package refuses: torch fills it on another stream."""
     monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
 
 
@@ -92,7 +92,7 @@ def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str) -> None:
     run_buffer(backend, scenario, "bf16")
 
 
-# What 2 ranks cannot show.
+# Scenarios that need more than 2 ranks.
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", ["uneven", "faults"])
@@ -108,7 +108,7 @@ def test_more_of_the_contract_of_four_ranks(scenario: str, backend: str) -> None
     run_buffer(backend, scenario, "bf16")
 
 
-# Eight bits change what a row looks like, and what an empty rank or a token of nobody sends.
+# Eight-bit formats change rows, and what an empty rank or a token without experts sends.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize("scenario", ["empty_rank", "holes", "traffic"])
@@ -195,7 +195,7 @@ def layer_env(backend: str, group: EPGroup, wire: WireDtype | None = None) -> La
     return replace(env, has_gradients=buffer_class(backend).caps(CASES[backend].mode).trainable)
 
 
-# What the buffer decides about a layer; the rest is proved on others.
+# Scenarios in which the buffer matters; other buffers run the rest.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
 @pytest.mark.parametrize(

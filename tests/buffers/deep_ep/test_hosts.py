@@ -1,4 +1,4 @@
-"""What the packages of deep_ep refuse on several hosts is known before they are opened."""
+"""Limits of the deep_ep packages on several hosts are found before they are opened."""
 
 from __future__ import annotations
 

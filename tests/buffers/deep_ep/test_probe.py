@@ -1,4 +1,4 @@
-"""Which deep_ep is here, what each buffer on it lacks, and what plan() says of that."""
+"""The installed deep_ep, what its buffers lack, and the reasons in plan()."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 RECORDING = Path(__file__).parents[2] / "contracts" / "deep_ep_v1_recording.json"
 NO_CUDA = "there is no CUDA device"
-# Whose legacy Buffer, and whose ElasticBuffer, may be used.
+# The kinds whose legacy Buffer, and whose ElasticBuffer, can be used.
 SERVED = {"V1": (True, False), "V2": (True, True), "Hybrid": (True, False)}
 
 
@@ -66,7 +66,7 @@ def test_every_kind_serves_what_it_holds(
     assert (legacy.ok, elastic.ok) == SERVED.get(kind, (False, False))
     for verdict, wanted in ((legacy, "Hybrid or V1 or V2"), (elastic, "V2")):
         if not verdict.ok:
-            assert verdict.reasons == (f"the deep_ep installed is {kind}, expected {wanted}",)
+            assert verdict.reasons == (f"the installed deep_ep is {kind}, expected {wanted}",)
 
 
 @pytest.mark.usefixtures("no_deep_ep")
@@ -77,7 +77,7 @@ def test_v2_without_the_older_buffer_serves_no_v1(
     monkeypatch.syspath_prepend(tmp_path)
     assert probe_deep_ep(WITH_ELASTIC_BUFFER).ok
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (
-        "the deep_ep installed is V2 without the Buffer of V1",
+        "the installed deep_ep is V2 without the Buffer of V1",
     )
 
 
@@ -258,7 +258,7 @@ LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    """One that the backend serves, but for the changes."""
+    """Return a specification that the backend serves, with changes."""
     case = CASES[backend]
     is_budget = "Static" in backend
     config = EPConfig(
@@ -314,7 +314,7 @@ def test_backend_asked_for_by_name_is_refused_with_the_reason(missing: Missing) 
 
 def test_message_bytes_are_those_of_the_recording() -> None:
     cases = json.loads(RECORDING.read_text("utf-8"))["cases"]
-    # As recorded: E = 8 on 4 ranks, K = 3, M = 16.
+    # The recorded sizes: E = 8 on 4 ranks, K = 3, M = 16.
     spec = replace(WHOLE, num_local_experts=2, top_k=3)
     hints = {
         rank["size_hint_bytes"]
@@ -338,7 +338,7 @@ def test_group_on_mpi_is_refused(backend: str, ep_ranks: MPI.Comm) -> None:
 @pytest.mark.parametrize("backend", CASES)
 def test_group_on_another_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with install(CASES[backend].package) as module, EPGroup() as group:
-        # As the real package has it, beside a GPU that this group does not use.
+        # The same as in the real package, with a GPU that this group does not use.
         monkeypatch.setattr(module, "CPU_RANKS", False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         with pytest.raises(BackendUnavailable) as caught:

@@ -1,4 +1,4 @@
-"""The same suites as on the stand-ins, on the deep_ep that is installed.
+"""The suites on the installed deep_ep instead of the imitations.
 
     MULTI_RANK_BACKEND=nccl scripts/launch_multi_rank.sh 2 tests/buffers/deep_ep/test_real.py
 

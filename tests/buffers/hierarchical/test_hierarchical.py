@@ -19,7 +19,7 @@ from epcomm.types import RowsPer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Ranks of a host are neighbours, or lie apart as in a mesh whose first dimension is inside hosts.
+# Ranks of a host are contiguous, or strided as in a mesh whose first dimension is inside hosts.
 LAYOUTS = MappingProxyType(
     {"neighbours": HostLayout.of([0, 0, 1, 1]), "apart": HostLayout.of([0, 1, 0, 1])}
 )
@@ -75,7 +75,7 @@ def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str) -> Non
         buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
         call = CallShape.most(3, 4, group.world_size, env.hosts)
         predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
-        # Of 3 tokens, one row to the other host and its sum back.
+        # For 3 tokens, one row to the other host, and its sum back.
         row = RowBytes.of(env.buffer_spec(spec))
         assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
         assert buffer.traffic() == predicted

@@ -29,7 +29,7 @@ SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 @contextmanager
 def two_hosts() -> Iterator[EPGroup]:
-    """Say that ranks 0 and 1 are on one host, and 2 and 3 on another."""
+    """Declare that ranks 0 and 1 are on one host, and 2 and 3 on another."""
     with EPGroup(mesh_of((2, 2), ("host", "place"))) as group:
         yield group
 
@@ -97,7 +97,7 @@ def test_a_bad_call_is_named_by_its_rank_on_all_and_the_group_goes_on(faulty: in
             with pytest.raises(EPError, match=expected):
                 dispatcher.dispatch(x, wrong)
             out = dispatcher.dispatch(x, topk)
-            # Some rank cannot combine: the others hear of it, on its host and on the other.
+            # A rank that cannot combine is reported to the ranks of its host and of the other.
             rows = torch.zeros(out.num_slots + (group.rank == faulty), 16)
             expected = "expected" if group.rank == faulty else f"on rank {faulty} "
             with pytest.raises(EPError, match=expected):

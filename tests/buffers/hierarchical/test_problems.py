@@ -1,4 +1,4 @@
-"""What fails on one rank between the exchanges of a call reaches the others, and nobody waits."""
+"""A failure of one rank between the exchanges of a call is reported to the others; none hangs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_rank_without_memory_is_no_reason_to_wait(exchange: str, function: str
 
 
 def _fail_once(buffer: object, function: str) -> None:
-    """Let the next call of `function` fail before any rank knows of it."""
+    """Make the next call of `function` fail before any exchange."""
     original = getattr(buffer, function)
 
     def fail(*args: object, **kwargs: object) -> NoReturn:
@@ -100,7 +100,8 @@ def test_a_rank_in_another_call_is_told_to_ranks_that_share_no_part_with_it() ->
             if group.rank == 0:
                 dispatcher.dispatch(x, topk)
             else:
-                # Rank 3 is on the other host and in another place than rank 0.
+                # Rank 3 is on the other host, and its index in the host differs from that of rank
+                # 0.
                 group.calls.gather_records({})
 
         with pytest.raises(HandleError, match=r"rank 0 "):

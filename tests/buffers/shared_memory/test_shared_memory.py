@@ -182,7 +182,7 @@ def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.Mo
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_the_others() -> None:
-    """Rank 1 runs with gradients, of which nobody needs any: its rows are copies."""
+    """Rank 1 is in grad mode and no tensor needs gradients: its rows are copies."""
     x, y = torch.arange(8 * 16.0).view(8, 16), []
     ids = torch.arange(16).view(8, 2) % 8
     topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(8, 2))

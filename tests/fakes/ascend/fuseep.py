@@ -56,7 +56,7 @@ def weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def dense(rank: int) -> Tensor:
-    """float64 [T, H]: what the layer computes with nothing quantised but the weights."""
+    """Return y of the layer with only the weights quantised, float64 [T, H]."""
     w13, w2, s13, s2 = (tensor.double() for tensor in weights())
     x = hidden_states(rank).double()
     gate, up = torch.einsum("th,eih->tei", x, w13 * s13[:, :, None]).chunk(2, dim=-1)

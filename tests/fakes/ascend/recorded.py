@@ -66,7 +66,7 @@ def assert_equals(
 
 @cache
 def group_for(num_ranks: int) -> dist.ProcessGroup | None:
-    """Return the first ranks, or None beyond them; all ranks call this alike."""
+    """Return the first ranks, or None on the other ranks; collective."""
     if num_ranks == dist.get_world_size():
         assert dist.group.WORLD is not None
         return dist.group.WORLD

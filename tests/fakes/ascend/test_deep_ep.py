@@ -1,4 +1,4 @@
-"""The stand-in of Ascend's deep_ep looks like the real one: signatures, installation, variables."""
+"""The interface of the imitation of Ascend's deep_ep: signatures, installation, variables."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_row_of_zeros_and_a_row_of_nan_stay_alone(mode: FuseMode) -> None:
     assert not y[1:2].any() if dist.get_rank() == 0 else not y.any()
 
 
-# Of both modes, what one rank does and what that rank is told.
+# The action of one rank in both modes, and the message that it gets.
 BOTH: dict[str, Change] = {
     "x is 2-D": lambda call: {"x": call["x"][None]},
     "x is bfloat16, got torch.float16": lambda call: {"x": call["x"].half()},

@@ -1,4 +1,4 @@
-"""GEMMs and activations of the stand-in for torch_npu: golden values, refusals, silent failures."""
+"""GEMMs and activations of the imitation of torch_npu: golden values, refusals, silent failures."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_grouped_matmul_swiglu_quant_equals_the_golden_values(layout: int) -> No
 
 
 def test_codes_of_the_fused_operator_are_quotients_by_the_scale() -> None:
-    """Rows that tell the profiles apart: as silu(64) * x, which is exactly 64 * x."""
+    """Rows that distinguish the profiles: silu(64) * x is exactly 64 * x."""
     profiles = golden("ascend_quant_profiles")
     rows, expected = tensor_of(profiles["x"]).float(), profiles["profiles"]["div"]
     x, x_scale, groups = torch.ones(1, 3, dtype=torch.int8), torch.ones(1), torch.tensor([1])
@@ -163,7 +163,7 @@ def test_values_survive_nz_and_row_major_readers_get_nonsense(
     assert format_of(tiled) == ACL_FORMAT_NZ
     assert (tiled.shape, tiled.dtype) == (matrix.shape, matrix.dtype)
     assert not (tiled == matrix).any()
-    # What shares the memory keeps the format.
+    # A tensor that shares the memory keeps the format.
     parameter = torch.nn.Parameter(tiled, requires_grad=False)
     assert torch.equal(npu.npu_format_cast(parameter, ACL_FORMAT_ND), matrix)
     assert format_of(tiled.clone()) == ACL_FORMAT_ND

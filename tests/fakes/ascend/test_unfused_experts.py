@@ -1,4 +1,4 @@
-"""The whole unfused W8A8 path of Ascend over stand-ins, against a golden digest of its result."""
+"""The whole unfused W8A8 path of Ascend over imitations, against a golden digest of its result."""
 
 from __future__ import annotations
 

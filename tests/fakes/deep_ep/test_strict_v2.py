@@ -1,4 +1,5 @@
-"""The strict drop-in for deep_ep V2 refuses what the real package refuses, and poisons the rest."""
+"""The strict drop-in for deep_ep V2 has the checks of the real package, and poisons undefined
+memory."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_rows_past_the_count_are_poison_without_cpu_sync(make_buffer: BufferMake
     assert weights[count:].isnan().all()
     assert not recv_x[:count].isnan().any()
     garbage = handle.recv_src_metadata[count:]
-    # Far out of range and valid to the eye, both.
+    # Both are far out of range and look valid.
     assert garbage.unique().tolist() == [0, 0x7F7F7F7F]
     assert recv_idx[count:].unique().tolist() == [0, 0x7F7F7F7F7F7F7F7F]
     # Reduction columns of rows that are not expanded are never written.
@@ -120,7 +121,7 @@ def test_open_orders_are_shuffled_unless_deterministic(
     seen = [dispatch(make_buffer(), do_expand=do_expand)[0].tolist()]
     buffer = make_buffer()
     seen += [dispatch(buffer, do_expand=do_expand)[0].tolist() for _ in range(5)]
-    # The first calls of two buffers draw alike, later ones do not.
+    # The first calls of two buffers draw the same numbers, later ones do not.
     assert seen[0] == seen[1]
     assert len({str(rows) for rows in seen}) > 1
     if do_expand:
@@ -190,7 +191,7 @@ def test_what_dispatch_refuses(make_buffer: BufferMaker) -> None:
     refuse(AssertionError, "CPU sync", handle=handle, do_cpu_sync=True)
     refuse(AssertionError, "", handle=handle, expert_alignment=16)
     refuse(RuntimeError, "handle.do_expand", handle=handle, do_expand=True)
-    # The trap of the package: cached routes do not tell it num_experts in time.
+    # A trap of the package: with cached routes it learns num_experts too late.
     refuse(TypeError, "NoneType", handle=handle, num_experts=None, num_sms=0)
     dispatch(buffer, handle=handle, num_experts=None, num_sms=handle.num_sms)
 

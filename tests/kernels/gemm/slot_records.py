@@ -1,4 +1,4 @@
-"""Records of both layouts for the runners of GPUs: what no slot uses is NaN."""
+"""Records of both layouts for the GPU runners; unused memory is NaN."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.d
 
 
 def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Record in a list the devices that launchers make the current one from now on."""
+    """Return a list to which the devices are appended that launchers make current."""
     entered = []
     real = torch.cuda.device_of
 

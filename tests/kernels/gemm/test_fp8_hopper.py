@@ -107,7 +107,7 @@ def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """Stands for the kernels, and for one of them: keeps the blocks of each launch."""
+    """Replaces the kernels, and one of them; records the blocks of each launch."""
 
     blocks: list[int] = field(default_factory=list)
 

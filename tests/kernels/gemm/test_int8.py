@@ -40,7 +40,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
 # Multiples of 16, and neither of the blocks of 128.
 HIDDEN, INNER = 208, 144
-# What storing a result may be off by, relative: the interpreter cuts bfloat16 instead of rounding.
+# Relative error of a stored result: the interpreter truncates to bfloat16 instead of rounding.
 STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if IS_INTERPRETED else 2.0**-8}
 ALL_CASES = CASES + [
     Case(

@@ -116,7 +116,7 @@ def counted(ids: Tensor, num_ranks: int, num_local: int, num_here: int, fault: i
     rest = header.new_zeros(num_ranks, num_local - num_here)
     words = (*WORDS[:7], fault, WORDS[8])
     count_sends(ids, header, rest, words, wrong_ids=WRONG_IDS, num_local=num_local)
-    # Behind the counts nothing is written.
+    # Nothing is written after the counts.
     assert not header[:, SLOTS + num_here :].any()
     return torch.cat([header[:, : SLOTS + num_here], rest], dim=1)
 

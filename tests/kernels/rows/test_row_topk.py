@@ -1,4 +1,4 @@
-"""What each row has, read from the index: the kernel and plain torch against the ids that came."""
+"""The slots of each row, read from the index: kernel and plain torch against the received ids."""
 
 from __future__ import annotations
 

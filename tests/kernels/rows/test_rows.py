@@ -1,4 +1,4 @@
-"""Gather, sums and scatter: rows arrive bit-equal, sums are those of float32 in order, no more."""
+"""Gather, sum and scatter: moved rows are bit-equal, and sums are float32 sums in order."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_long_lines_are_summed_in_order_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_parts_are_summed_wherever_they_lie(hidden: int, device: torch.device) -> None:
-    # As low latency has them: a header row before the tokens of each rank, and rows past them.
+    # As in low latency, a header row before the tokens of each rank, and unused rows after them.
     whole = torch.full((3, 8, hidden + 5), NAN, dtype=torch.bfloat16, device=device)
     parts = whole[:, 1:6, :hidden]
     parts.copy_(random_rows(15, hidden, torch.bfloat16, device).unflatten(0, (3, 5)))

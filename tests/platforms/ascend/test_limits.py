@@ -1,4 +1,4 @@
-"""What is known of Ascend chips: names, windows by hand, rounds and other variables."""
+"""Ascend chips: names, windows computed by hand, rounds and other variables."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def assert_reason(found: list[str], wanted: str | None) -> None:
     [
         ({}, Rounds(), 8192, 8192),
         ({ROUND: "2", TOKENS: "32"}, Rounds(num_rounds=2, tokens_per_round=32), 64, 64),
-        # Combine takes one round of 8192 tokens unless it is told otherwise.
+        # By default combine has one round of 8192 tokens.
         ({ROUND: "16", TOKENS: "2048"}, Rounds(num_rounds=16, tokens_per_round=2048), 8192, 8192),
         (
             {ROUND: "16", TOKENS: "8192", COMBINE: "1"},
@@ -187,7 +187,11 @@ VARIABLES = [
     ({"MOE_ENABLE_CCU": "0"}, Soc.A3, None),
     ({"MOE_ENABLE_CCU": "1"}, Soc.A5, None),
     ({"MOE_ENABLE_CCU": "1"}, None, None),
-    ({"HCCL_OP_EXPANSION_MODE": "AIV"}, Soc.A2, "HCCL_OP_EXPANSION_MODE is AIV, and A2 wants none"),
+    (
+        {"HCCL_OP_EXPANSION_MODE": "AIV"},
+        Soc.A2,
+        "HCCL_OP_EXPANSION_MODE is AIV, which A2 does not support",
+    ),
     ({"HCCL_OP_EXPANSION_MODE": "AIV"}, Soc.A3, None),
     (ON_A2, Soc.A2, "HCCL_INTRA_PCIE_ENABLE is 1 and HCCL_INTRA_ROCE_ENABLE is 0, so that A2"),
     (ON_A2, Soc.A3, None),
@@ -206,7 +210,7 @@ def test_variables_that_the_adapters_refuse(
 @pytest.mark.parametrize(
     ("wire", "value", "reason"),
     [
-        (BF16, "1", f"{INT8} is 1, but rows were to travel as bf16; unset it"),
+        (BF16, "1", f"{INT8} is 1, but the wire format is bf16; unset it"),
         (BF16, "0", None),
         (INT8_PER_TOKEN, "1", None),
         (INT8_PER_TOKEN, "0", None),

@@ -13,7 +13,7 @@ from fakes.ascend import registry
     ("name", "device", "is_there"),
     [
         ("npu_moe_gating_top_k", "cpu", True),
-        # Kernels of devices that nobody registers them for.
+        # Devices without kernels.
         ("npu_moe_gating_top_k", "cuda", False),
         ("npu_moe_gating_top_k", "meta", False),
         # A schema without a kernel, and no schema at all.

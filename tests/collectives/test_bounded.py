@@ -215,7 +215,7 @@ def test_lost_rank_is_named_with_phase_call_and_exchange() -> None:
         assert ending.message.startswith(
             "dispatch: rank 2 did not arrive (call 2, exchange 3, waited 0."
         )
-        assert f"; this is rank {rank} of 4); see what became of it" in ending.message
+        assert f"; this is rank {rank} of 4); check whether it is alive" in ending.message
         assert ending.elapsed_s < TIMEOUT_S + bounded.GRACE_S + SLACK_S
 
 
@@ -264,7 +264,7 @@ def test_broken_transport_names_a_single_silent_rank_before_the_deadline() -> No
     for ending in endings:
         if ending is not None:
             assert ending.message.startswith("dispatch: rank 2 did not arrive")
-            assert "; the transport says: Connection closed by peer [::1]:7; see" in ending.message
+            assert "; the transport says: Connection closed by peer [::1]:7; check" in ending.message
             assert ending.elapsed_s < bounded.GRACE_S + SLACK_S
 
 
@@ -301,7 +301,7 @@ def test_silent_noticeboard_blames_the_rank_that_holds_it() -> None:
     world.wall.silent = True
     for message in messages(world.play(None, once, once, once)):
         assert message.startswith(
-            "dispatch: rank 0 did not arrive, nor does the store in its process answer (call 1"
+            "dispatch: rank 0 did not arrive, and the store in its process does not answer (call 1"
         )
 
 
@@ -309,7 +309,7 @@ def test_silent_noticeboard_without_a_host_blames_nobody() -> None:
     world = World()
     world.wall.silent = True
     for message in messages(world.play(once, once, None, once)):
-        assert "who is missing cannot be told because the failure board does not answer" in message
+        assert "the missing ranks are unknown because the failure board does not answer" in message
 
 
 def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> None:

@@ -367,7 +367,7 @@ def combine_faults() -> list[Bad]:
         Bad(
             id="no handle",
             call=combined(lambda play: replace(play.results, handle=None)),
-            own="the handle is NoneType, expected that of a dispatch",
+            own="the handle is NoneType, expected a Handle",
         ),
         Bad(
             id="a handle used twice",

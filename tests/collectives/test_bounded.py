@@ -264,7 +264,8 @@ def test_broken_transport_names_a_single_silent_rank_before_the_deadline() -> No
     for ending in endings:
         if ending is not None:
             assert ending.message.startswith("dispatch: rank 2 did not arrive")
-            assert "; the transport says: Connection closed by peer [::1]:7; check" in ending.message
+            reason = "; the transport says: Connection closed by peer [::1]:7; check"
+            assert reason in ending.message
             assert ending.elapsed_s < bounded.GRACE_S + SLACK_S
 
 

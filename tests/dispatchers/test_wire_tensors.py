@@ -89,7 +89,7 @@ def test_gradients_are_refused_and_the_group_stays_usable() -> None:
         wire = quantize(x, FP8_FLOAT32_SCALES)
         trained = replace(topk, topk_weights=topk.topk_weights.clone().requires_grad_())
         for weights, experts_need_grad in ((trained, False), (topk, True)):
-            with pytest.raises(ConfigError, match="quantised already and have no gradients"):
+            with pytest.raises(ConfigError, match="quantised and have no gradients"):
                 dispatcher.dispatch(wire, weights, experts_need_grad=experts_need_grad)
         # Whoever gives rows that have no gradient runs as under no_grad(), unlike the others.
         with pytest.raises(ConfigError):

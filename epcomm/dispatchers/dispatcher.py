@@ -422,7 +422,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             flags=flags,
             expert_names=expert_names,
             error=error,
-            # After an error there are no rows, and the kernel that failed must not run again.
+            # After an error use plain torch, because the kernel may be what failed.
             quantize=self._quantize if error is None else quantize,
             int8_profile=self.plan.int8_profile,
             dispatcher=self._number,

@@ -104,7 +104,7 @@ def test_two_dimensions_of_a_larger_mesh_say_where_some_of_its_ranks_run() -> No
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_mesh_of_hosts_of_some_ranks_is_part_of_a_larger_one() -> None:
     # Ranks outside would have to help, and make no EPGroup.
-    problem = "no member" if dist.get_rank() == 1 else "3 of 4 ranks and is no part of a larger"
+    problem = "not a member" if dist.get_rank() == 1 else "3 of 4 ranks and is not part of a larger"
     with pytest.raises(ConfigError, match=problem):
         EPGroup(mesh_of([3], [0], [2]))
 
@@ -137,7 +137,7 @@ def test_a_rank_outside_is_told_that_it_is_no_member() -> None:
         if dist.get_rank() < 2:
             assert EPGroup(ranks).world_size == 2
         else:
-            with pytest.raises(ConfigError, match="this rank is no member of the process group"):
+            with pytest.raises(ConfigError, match="this rank is not a member of the process group"):
                 EPGroup(ranks)
 
 

@@ -69,7 +69,7 @@ class MpiCollectives(Collectives):
         """
         if communicator == MPI.COMM_NULL:
             raise ConfigError(
-                "EPGroup: the communicator is MPI.COMM_NULL, this rank is no member; "
+                "EPGroup: the communicator is MPI.COMM_NULL, this rank is not a member; "
                 "construct the EPGroup on member ranks only"
             )
         if not isinstance(communicator, MPI.Intracomm):

@@ -132,7 +132,7 @@ def test_part_of_the_world_is_a_group_with_ranks_of_its_own(ep_ranks: MPI.Comm) 
 def test_communicators_that_are_no_group_are_refused(ep_ranks: MPI.Comm) -> None:
     from mpi4py import MPI
 
-    with pytest.raises(ConfigError, match=r"this rank is no member; construct the EPGroup on mem"):
+    with pytest.raises(ConfigError, match=r"this rank is not a member; construct the EPGroup"):
         EPGroup(MPI.COMM_NULL)
     assert isinstance(ep_ranks, MPI.Intracomm)
     between = MPI.COMM_SELF.Create_intercomm(0, ep_ranks, 1 - ep_ranks.Get_rank())

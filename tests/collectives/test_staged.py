@@ -26,7 +26,7 @@ def test_rows_and_records_travel_through_the_host() -> None:
     assert received[:, 0].tolist() == ([0.0, 1.0, 1.0] if rank == 0 else [0.0, 0.0, 1.0])
     assert staged.all_gather(torch.tensor([rank])).flatten().tolist() == [0, 1]
     assert [each["rank"] for each in staged.gather_records({"rank": rank})] == [0, 1]
-    with pytest.raises(ShapeError, match="expected contiguous"):
+    with pytest.raises(ShapeError, match="expected a contiguous"):
         staged.all_to_all(sent.T)
     staged.close()
     assert staged.process_group is None

@@ -119,7 +119,7 @@ class RankNames:
 
     @property
     def where(self) -> str:
-        """This rank in words, such as `rank 3 of 8`."""
+        """The name of this rank, such as `rank 3 of 8`."""
         return f"rank {self.own} of {self.world_size}"
 
     def describe(self, ranks: Sequence[int]) -> str:

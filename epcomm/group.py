@@ -86,7 +86,7 @@ class EPGroup:
 
     @property
     def where(self) -> str:
-        """This rank in words for messages, such as `rank 3 of 8`."""
+        """The name of this rank in messages, such as `rank 3 of 8`."""
         return f"rank {self.rank} of {self.world_size}"
 
     @property

@@ -41,9 +41,9 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTopkDispatched(Dispatched):
-    """A result with what row_topk() of epcomm/ops/slots.py makes of the index.
+    """A result with the experts and weights of each row, as row_topk() of epcomm/ops/slots.py.
 
-    row_topk: expert ids [R, K], int64, of this rank, -1 for none, and weights [R, K].
+    row_topk: expert ids on this rank [R, K], int64, -1 for none, and weights [R, K].
     """
 
     row_topk: tuple[Tensor, Tensor]

@@ -173,7 +173,7 @@ class HierarchicalBuffer(Buffer):
         if problem is not None or failed:
             self.close()
             raise problem or BackendUnavailable(
-                f"open_buffer: {describe_ranks(failed)} cannot open the buffer inside its host "
+                f"open_buffer: {describe_ranks(failed)} cannot open the buffer inside the host "
                 f"(this is {self._collectives.names.where}): {found[failed[0]]['error']}"
             )
 

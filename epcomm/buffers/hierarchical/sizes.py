@@ -55,9 +55,7 @@ def hosts_lack(spec: BufferSpec) -> tuple[str, ...]:
         sizes = " and ".join(str(len(ranks)) for ranks in hosts.ranks_of_host)
         return (f"hosts have {sizes} ranks, expected the same number on each",)
     if any(list(ranks) != sorted(ranks) for ranks in zip(*hosts.ranks_of_host, strict=True)):
-        return (
-            f"needs ranks of equal local index in the order of their hosts, not {hosts}",
-        )
+        return (f"needs ranks of equal local index in the order of their hosts, not {hosts}",)
     if num_places(hosts) == 1:
         return ("hosts have one rank each, so relaying saves no rows",)
     return ()

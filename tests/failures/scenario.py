@@ -1,4 +1,4 @@
-"""What happens to whom and where, and what each rank tells; for ranks, launcher and tests."""
+"""The scenarios of lost ranks and the outcome that each rank reports."""
 
 from __future__ import annotations
 
@@ -7,39 +7,42 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-# Seconds that ranks wait for each other up to the fault: many processes start at once.
+# Seconds that ranks wait for each other before the fault, while many processes start.
 SETUP_TIMEOUT_S = 60.0
-# Seconds from the deadline until a lost rank must have been named, besides those in which ranks had
-# work and no core (Outcome.starved_s).
+# Seconds from the deadline until all survivors must have named a lost rank, not counting the time
+# in which ranks had work but no core (Outcome.starved_s).
 NAMING_LIMIT_S = 2.0
-# Seconds for EPGroup.close() and for destroying the process group. What waits for a lost rank there
-# does so for gloo's 30 minutes, or without end.
+# Seconds for EPGroup.close() and for destroying the process group. A wait for a lost rank there
+# would take gloo's 30 minutes, or never end.
 CLOSE_LIMIT_S = 15.0
-# Seconds that ranks wait in vain where the transport tells of the loss, so that they need not: too
-# many to be reached by a busy machine.
+# Timeout in seconds where the transport reports the loss, so that no rank reaches it even on a busy
+# machine.
 PATIENT_TIMEOUT_S = 30.0
-# Seconds from the end of a program to that of its process: taking down an interpreter with torch
-# takes 0.6 of them, but 12 when 12 do it on two busy cores. Far less than the 30 minutes of gloo,
-# or the wait of MPI_Finalize, which has no end.
+# Seconds from the end of a program to the end of its process. Interpreter shutdown with torch takes
+# 0.6 s, but 12 s if 12 processes do it on two busy cores. Far less than the 30 minutes of gloo, or
+# the endless wait of MPI_Finalize.
 EXIT_LIMIT_S = 40.0
-# A rank that heard of the loss ends with this and its rank, to prove that the code is its own.
+# A rank that raised the error exits with this code plus its rank, to prove that the code is its
+# own.
 EXIT_CODE = 40
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One group of ranks, of which some are lost in their second call.
+    """A group of ranks, some of which are lost in their second call.
 
-    transport: what the ranks exchange over. Over MPI, ranks of a hierarchical exchange are said to
-        be on two hosts.
-    fault: what happens to the lost ranks; a late one comes once all others have given up. Hosts
-        are killed with all their processes, or unplugged.
-    phase: the lost ranks do not come to it.
-    store_host: the rank that answers for the store of the process group; None: another process, as
-        under torchrun; of several hosts it is on the first.
+    transport: the transport of the ranks. Over MPI, a hierarchical exchange treats the ranks as if
+        they were on two hosts.
+    fault: the fault of the lost ranks. A late rank arrives after all others have given up. Hosts
+        are
+        killed with all their processes, or unplugged.
+    phase: the phase that the lost ranks do not reach.
+    store_host: the rank that serves the store of the process group; None: another process, as under
+        torchrun; with several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
-    num_hosts: hosts of our own making (tests/hosts/network.py), with as many ranks each; 1: ranks
-        are on this machine.
+    num_hosts: number of simulated hosts (tests/hosts/network.py), of equal size; 1: the ranks are
+        on
+        this machine.
     """
 
     fault: Literal["killed", "stopped", "late", "unplugged"]
@@ -53,7 +56,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """A test id and the name of a folder: `gloo-killed-dispatch-rank2`."""
+        """The test id and the name of a folder: `gloo-killed-dispatch-rank2`."""
         ranks = "".join(map(str, self.lost_ranks))
         host = "" if self.store_host is None else f"-store{self.store_host}"
         end = "" if self.destroys else "-undestroyed"
@@ -61,7 +64,7 @@ class Scenario:
         return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}{on_hosts}"
 
     def host_of(self, rank: int) -> int:
-        """Return the number of the host of `rank`."""
+        """Return the host number of `rank`."""
         return rank * self.num_hosts // self.num_ranks
 
     @property
@@ -81,13 +84,13 @@ class Scenario:
 
     @property
     def loses_hosts(self) -> bool:
-        """Return whether all ranks of some host are lost, and with them the host."""
+        """Return whether all ranks of some host are lost, and the host with them."""
         living = {self.host_of(rank) for rank in self.survivors}
         return self.num_hosts > 1 and not living & {self.host_of(rank) for rank in self.lost_ranks}
 
     @property
     def has_news(self) -> bool:
-        """Return whether ranks hear of the loss before the deadline; MPI reports no death."""
+        """Return whether the transport reports the loss before the deadline; MPI does not."""
         is_lone = len(self.lost_ranks) == 1
         return self.fault == "killed" and not self.is_over_mpi and is_lone
 
@@ -107,12 +110,12 @@ class Scenario:
         return list(range(self.num_ranks)) if self.fault == "late" else self.survivors
 
     def dumps(self) -> str:
-        """Return the scenario as text, for a command line."""
+        """Return the scenario as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Scenario:
-        """Read a scenario that dumps() wrote."""
+        """Read a scenario from dumps()."""
         values = json.loads(text)
         return cls(**{**values, "lost_ranks": tuple(values["lost_ranks"])})
 
@@ -123,9 +126,9 @@ class Outcome:
 
     message: text of the EPTimeout.   elapsed_s: time from the call until the EPTimeout was raised.
     again: text of the EPTimeout of the next call.   again_s: time that the next call took.
-    starved_s: how long threads of the rank had work and no core meanwhile, added up.
+    starved_s: total time in which threads of the rank had work but no core.
     close_s: time of EPGroup.close() and of destroying the process group.
-    left_at_s: when the program was done, on the clock of all processes.
+    left_at_s: time of the end of the program, on the clock of all processes.
     """
 
     message: str
@@ -137,7 +140,7 @@ class Outcome:
     left_at_s: float
 
     def write(self, folder: Path, rank: int) -> None:
-        """Leave it for the test."""
+        """Write the outcome for the test."""
         (folder / f"outcome{rank}.json").write_text(json.dumps(asdict(self)))
 
     @classmethod

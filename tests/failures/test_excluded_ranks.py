@@ -1,4 +1,4 @@
-"""EPGroup.exclude_ranks(): the layers of a group go on without ranks that are dead."""
+"""EPGroup.exclude_ranks(): the layers of a group continue without dead ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DEAD = 1
 
 
 def serve_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans take low latency over NVLink for CPU ranks, and a wait in vain ends after 3 s."""
+    """Allow low latency over NVLink on CPU ranks, with a timeout of 3 s."""
     kind = NVLinkLowLatencyBuffer
     caps = replace(kind.caps(Mode.LOW_LATENCY), device_types=None)
     monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
@@ -41,7 +41,7 @@ def serve_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exchange(dispatcher: DeepEPLowLatencyDispatcher, x: Tensor) -> Tensor:
-    """Send every token to an expert of rank 0 and one of rank 1, which return it as it came."""
+    """Send every token to identity experts of rank 0 and of rank 1."""
     ids = torch.tensor([0, 2], device=x.device).repeat(x.shape[0], 1)
     weights = torch.full(ids.shape, 0.5, device=x.device)
     out = dispatcher.dispatch(x, TopKOutput(topk_ids=ids, topk_weights=weights))
@@ -65,7 +65,7 @@ def test_a_dispatcher_goes_on_without_a_dead_rank(
         if group.rank != DEAD:
             with pytest.raises(EPTimeout, match="rank 1"):
                 exchange(dispatcher, x)
-        # The dead rank is alive here, to end with the others; it takes no part in between.
+        # The "dead" rank is alive here, so that it ends with the others, but makes no calls.
         group.calls.gather_records({}, phase="the living have given up")
         if group.rank != DEAD:
             group.exclude_ranks([DEAD])

@@ -1,11 +1,11 @@
-"""Run a program or tests on the ranks of several hosts of this machine's own making.
+"""Run a program or tests on the ranks of several simulated hosts of this machine.
 
     python -m tests.hosts.launch --hosts 2 --ranks 4 examples/train_qwen3_moe.py --steps 3
     python -m tests.hosts.launch --hosts 2 --ranks 4 --rate 1gbit benchmarks/hosts/bench_hosts.py
 
---ranks is for each host. On each runs scripts/launch_multi_rank.sh, as on machines of their own;
-what follows the options is its. The exit code is that of the first launcher that fails, and the
-others are ended then.
+--ranks is the number of ranks per host. Each host runs scripts/launch_multi_rank.sh, as on real
+machines, with the arguments after the options. The exit code is that of the first launcher that
+fails; the others are ended then.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from tests.hosts.network import INTERFACE, Host, HostsError, make_hosts
 
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_multi_rank.sh"
-# A port of the store; on a host of our own nobody else has it.
+# The port of the store; no other process uses it on a simulated host.
 PORT = 29500
-# Seconds from SIGTERM until what is left on the hosts is killed: those of torch.distributed.run.
+# Seconds from SIGTERM until the remaining processes are killed, as in torch.distributed.run.
 STOP_LIMIT_S = 35
 
 
 def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
-    """Return the variables by which the launcher on `host` joins those of the others."""
+    """Return the environment variables by which the launcher on `host` joins the others."""
     return {
         "NNODES": str(len(hosts)),
         "NODE_RANK": str(host.number),
@@ -49,7 +49,7 @@ def launch(hosts: Sequence[Host], num_ranks: int, arguments: Sequence[str]) -> i
                     host.command([str(LAUNCHER), str(num_ranks), *arguments]),
                     env={**os.environ, "PYTHON": sys.executable, **environment_of(host, hosts)},
                     stdin=subprocess.DEVNULL,
-                    # Ctrl-C comes here alone, and is passed on once.
+                    # Ctrl-C reaches only this process, which relays it once.
                     start_new_session=True,
                 )
             )
@@ -59,7 +59,7 @@ def launch(hosts: Sequence[Host], num_ranks: int, arguments: Sequence[str]) -> i
             while True:
                 codes = [launcher.poll() for launcher in launchers]
                 if failed := [code for code in codes if code]:
-                    # Ended by a signal: as a shell would tell it.
+                    # Return the code of a shell for a process that a signal ended.
                     return failed[0] if failed[0] > 0 else 128 - failed[0]
                 if None not in codes:
                     return 0
@@ -83,13 +83,13 @@ def _stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> int:
-    """Make the hosts that the command line asks for, and launch on them."""
+    """Make the hosts of the command line and launch on them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--hosts", type=int, required=True, help="how many")
     parser.add_argument("--ranks", type=int, required=True, help="on each host")
     parser.add_argument("--rate", help="what each host may send, such as 1gbit")
     options, arguments = parser.parse_known_args()
-    # SIGTERM like Ctrl-C: an abrupt end would leave the hosts behind.
+    # Treat SIGTERM like Ctrl-C, because an abrupt end would leave the hosts behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with make_hosts(options.hosts, rate=options.rate) as hosts:

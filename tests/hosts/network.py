@@ -1,12 +1,12 @@
-"""Hosts of a test's own making: network namespaces of this machine, joined by a bridge.
+"""Simulated hosts: network namespaces of this machine, connected by a bridge.
 
     host 0: eth0 10.77.0.1 --+
-    host 1: eth0 10.77.0.2 --+-- bridge in a namespace of its own
+    host 1: eth0 10.77.0.2 --+-- bridge in its own namespace
 
-A host also has a name and shared memory of its own, so that who looks finds several machines.
-Nothing of the machine's own network changes, and runs at the same time do not meet: all interfaces
-lie in namespaces, and end with them. Their names hold the process that made them; what it could
-not remove, the next run does.
+A host also has its own name and shared memory, so programs see several machines. The machine's own
+network does not change, and parallel runs do not interfere: all interfaces are in namespaces and
+disappear with them. Names contain the id of the process that made them; the next run removes
+leftovers.
 """
 
 from __future__ import annotations
@@ -25,32 +25,36 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
-# The interface of a host to the others, for GLOO_SOCKET_IFNAME and the like.
+# The interface of a host to the others, for example for GLOO_SOCKET_IFNAME.
 INTERFACE = "eth0"
-# What a bucket filter lets pass at once, and how long a packet may wait in it.
+# The burst of a token bucket filter, and the longest delay of a packet in it.
 SHAPE = ("burst", "256kb", "latency", "100ms")
 _NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
-# Runs a command with the name $0 of its host.
+# Runs a command with $0 as the host name.
 _FURNISH = 'hostname "$0" && mount -t tmpfs shm /dev/shm && exec "$@"'
-# The kernel would announce addresses of IPv6, and those bytes count too. Without IPv6 no such file.
+# Disable IPv6, because the kernel would send IPv6 announcements, which would be counted. The file
+# is missing without IPv6.
 _WITHOUT_IPV6 = (
     "for it in /proc/sys/net/ipv6/conf/*/disable_ipv6; do [ ! -w $it ] || echo 1 >$it; done"
 )
-# Flags of clone(2): the network and the name of a host.
+# Flags of clone(2) for the network and the host name.
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
-# Seconds for one command of `ip` or `tc`: they take milliseconds.
+# Seconds for one command of `ip` or `tc`, which take milliseconds.
 _COMMAND_LIMIT_S = 20
-# Seconds until processes that were killed are gone.
+# Seconds until killed processes are gone.
 _KILL_LIMIT_S = 10
 
 
 class HostsError(Exception):
-    """This machine does not let us make hosts; the message says what is missing."""
+    """This machine cannot make hosts; the message has the reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One namespace.   address: that of its interface, by which the other hosts reach it."""
+    """A simulated host.
+
+    address: the address of its interface, by which the other hosts reach it.
+    """
 
     number: int
     namespace: str
@@ -63,7 +67,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """The name that processes on this host find."""
+        """The host name that processes on this host see."""
         return f"host{self.number}"
 
     @property
@@ -73,7 +77,7 @@ class Host:
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Let the calling thread be on the network of this host, and for good what it forks."""
+        """Move the calling thread, and processes that it forks, to the network of this host."""
         caller = os.getpid()
         with open("/proc/thread-self/ns/net", "rb") as home, open(self.path, "rb") as there:
             _call_libc("setns", there.fileno(), _CLONE_NEWNET)
@@ -84,22 +88,22 @@ class Host:
                     _call_libc("setns", home.fileno(), _CLONE_NEWNET)
 
     def take_name(self) -> None:
-        """Give this process the name of the host, as command() does. It does not end."""
+        """Set the host name of this process, as command() does; it is not undone."""
         _call_libc("unshare", _CLONE_NEWUTS)
         socket.sethostname(self.name)
 
     def unplug(self) -> None:
-        """Let nothing in or out any more: neither side hears of it."""
+        """Drop all packets to and from this host; no side is notified."""
         _in(self.namespace, f"link set {INTERFACE} down")
 
     def kill_all(self) -> None:
-        """End every process on this host at once, as a loss of power would."""
+        """Kill every process on this host, as a power failure would."""
         _kill_all(self.namespace)
 
 
 @cache
 def missing() -> str:
-    """Return what keeps this machine from making hosts; empty if nothing does."""
+    """Return the reason why this machine cannot make hosts, or ''."""
     absent = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
     if absent:
         return f"no program {', '.join(absent)} (packages iproute2 and util-linux)"
@@ -115,14 +119,14 @@ def missing() -> str:
 
 @contextmanager
 def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host]]:
-    """Make hosts that reach each other, and remove them with all their processes at the end.
+    """Make hosts that reach each other; remove them and all their processes at the end.
 
     Args:
-        num_hosts: how many.
-        rate: what each may send, such as `1gbit`; None: as fast as the machine.
+        num_hosts: number of hosts.
+        rate: the rate limit of each host, such as `1gbit`; None: no limit.
 
     Raises:
-        HostsError: a command failed, with what it said.
+        HostsError: a command failed; the message has its output.
     """
     _remove_leftovers()
     maker = os.getpid()
@@ -145,7 +149,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
                 _run(["tc", "-n", host.namespace, *shaped, *SHAPE])
         yield hosts
     finally:
-        # A process that was forked meanwhile leaves this, too, when it ends.
+        # Processes forked inside the block also run this when they end, but must not clean up.
         if os.getpid() == maker:
             for namespace in (*(host.namespace for host in hosts), bridge):
                 _remove(namespace)
@@ -153,7 +157,7 @@ def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host
 
 def sent_bytes() -> int:
     """Return the bytes that the interface of the calling process's host has sent so far."""
-    # What /proc shows is of the namespace of the process.
+    # /proc shows the namespace of the process.
     with open("/proc/self/net/dev", encoding="utf-8") as file:
         for line in file:
             name, _, counts = line.partition(":")
@@ -173,7 +177,7 @@ def _join(host: Host, bridge: str) -> None:
 
 
 def _call_libc(name: str, *arguments: int) -> None:
-    # os.setns() and os.unshare() are there from Python 3.12 on.
+    # os.setns() and os.unshare() exist since Python 3.12.
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
@@ -195,7 +199,7 @@ def _run(command: Sequence[str]) -> str:
 
 
 def _remove_leftovers() -> None:
-    """Remove what runs left behind that were killed."""
+    """Remove the leftovers of killed runs."""
     for line in _run(["ip", "netns", "list"]).splitlines():
         name = line.split()[0]
         if (match := _NAME.fullmatch(name)) and not os.path.exists(f"/proc/{match[1]}"):
@@ -210,7 +214,7 @@ def _remove(namespace: str) -> None:
 
 def _kill_all(namespace: str) -> None:
     end_s = time.monotonic() + _KILL_LIMIT_S
-    # Again, for processes that were being made.
+    # Repeat, because processes may have been forked in the meantime.
     while pids := _run(["ip", "netns", "pids", namespace]).split():
         for pid in pids:
             with suppress(ProcessLookupError):

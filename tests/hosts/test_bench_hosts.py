@@ -1,4 +1,4 @@
-"""The table of the benchmark between hosts, and the program end to end on two of them."""
+"""The table of the benchmark between hosts, and its program on two simulated hosts."""
 
 import json
 import os
@@ -62,6 +62,6 @@ def test_program_writes_what_it_measures(tmp_path: Path) -> None:
     found = written["contenders"]
     assert list(found) == ["hierarchical", "collective", "expert_rows"]
     for each in found.values():
-        # Half of the rows cross, each way.
+        # Half of the rows are sent between hosts, in each direction.
         assert each["host_bytes"]["dispatch"] > 2 * 64 * 256 * 4 / 2
         assert each["ms"]["total"]["p50"] > 0

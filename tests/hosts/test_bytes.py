@@ -1,4 +1,4 @@
-"""The kernel counts as many bytes between hosts as traffic() does."""
+"""traffic() counts the bytes between hosts that the kernel counts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from tests.hosts.test_suites import hosts_of
 pytestmark = pytest.mark.slow
 
 HIDDEN_SIZE, TOP_K = 1024, 8
-# Bytes beside those of a row's elements, for each top-k entry, at most: its id and its weight.
+# Most bytes of a row besides its elements, per top-k entry: its id and its weight.
 ENTRY_BYTES = 16
-# A call of the rows alone; the calls of which the kernel's bytes are told apart.
+# Least bytes of a host in one call. NUM_CALLS and twice as many calls are counted, and the
+# difference removes the bytes outside of calls.
 LEAST_BYTES, NUM_CALLS = 20e6, 2
 TOLERANCE = 0.03
-# Tokens of a rank, by the number of ranks: they make LEAST_BYTES from each host.
+# Tokens of a rank, by the number of ranks, so that each host sends LEAST_BYTES.
 NUM_TOKENS = {4: 1536, 8: 640}
 
 
@@ -40,7 +41,7 @@ class Calls:
     spec: BatchSpec
 
     def bytes_of(self, num_calls: int) -> int:
-        """Return what the kernel counts on this host during some calls. Collective: yes."""
+        """Return the bytes that this host sends in num_calls calls, as the kernel counts. Collective."""
         before = _sent_of_host()
         for _ in range(num_calls):
             out = buffer_suite.dispatch(self.env, self.buffer, self.batch, self.spec)
@@ -78,14 +79,14 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str) -> N
         if buffer_name == "HierarchicalBuffer":
             most = pairs_between(batches[rank].topk_ids, spec.num_local_experts, hosts, rank)
             row_bytes = HIDDEN_SIZE * 4 + TOP_K * ENTRY_BYTES
-            # The combine brings back one row for each that came.
+            # Combine returns one row for each received row.
             of_all = torch.tensor([most, of_call])
             dist.all_reduce(of_all)
             assert of_all[1] <= 2 * of_all[0] * row_bytes
 
 
 def _sent_of_host() -> int:
-    """Return the bytes so far, read while no rank sends any. Collective: yes."""
+    """Return the bytes sent so far, read while no rank sends. Collective: yes."""
     dist.barrier()
     found = sent_bytes()
     dist.barrier()
@@ -93,7 +94,7 @@ def _sent_of_host() -> int:
 
 
 def pairs_between(ids: Tensor, num_local: int, hosts: HostLayout, rank: int) -> int:
-    """Count the pairs of a token and another host that has some of its experts."""
+    """Return the number of pairs of a token and another host with some of its experts."""
     own = hosts.host_of_rank[rank]
     return sum(
         len({hosts.host_of_rank[expert // num_local] for expert in token} - {own})

@@ -1,4 +1,4 @@
-"""Hosts of our own reach each other, are limited and lost as asked, and leave nothing behind."""
+"""Simulated hosts reach each other, have rate limits, can be lost, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _hosts_can_be_made() -> None:
 
 
 def on(host: Host, program: str) -> str:
-    """Run Python on a host and return what it prints."""
+    """Run Python code on a host and return its output."""
     command = host.command([sys.executable, "-c", program])
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     return done.stdout.strip()
 
 
 def sleeper_on(host: Host) -> subprocess.Popen[bytes]:
-    """Start a process that does nothing, and return when it is on the host."""
+    """Start a process that sleeps, and return when it is on the host."""
     process = subprocess.Popen(
         host.command([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]),
         stdout=subprocess.PIPE,
@@ -61,7 +61,7 @@ def test_bytes_cross_at_the_rate_and_are_counted() -> None:
         counted, seconds, name = on(hosts[0], sending).split()
         assert receiver.communicate(timeout=LIMIT_S)[0].strip() == "4000000"
     assert int(counted) == pytest.approx(4_000_000, rel=0.05)
-    # 10 MB/s, but for what the bucket lets pass at once.
+    # 10 MB/s, except for the burst.
     assert float(seconds) > 0.35
     assert name == "host0"
 

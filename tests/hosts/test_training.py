@@ -35,7 +35,7 @@ def test_every_step_agrees_with_one_process() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "mode normal on backend hierarchical" in done.stdout
-    # The program ends with an error where a step differs by more; this is what it says it compared.
+    # The program fails if a step differs by more than this, and prints what it compared.
     largest = re.search(r"limit 1e-05: loss (\S+), gradient norm (\S+),", done.stdout)
     assert largest is not None, done.stdout
     assert max(map(float, largest.groups())) < 1e-5

@@ -1,4 +1,4 @@
-"""EPConfig: strings become enums, bad values are named, only config.py reads the environment."""
+"""EPConfig: strings become enums, errors name bad values, only config.py reads the environment."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BAD_VALUES = [
     BadValue(
         id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"
     ),
-    # What a file may hold instead of a number, a switch or a name.
+    # Values that a file may have in place of a number, a switch or a name.
     BadValue(
         id="text for a number",
         values={"max_tokens_per_rank": "128"},

@@ -1,4 +1,4 @@
-"""README.md and docs/: code runs, links lead somewhere, and generated parts are current."""
+"""README.md and docs/: code runs, links have targets, and generated parts are current."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.cases.shared_folder import shared_folder
 
 REPO = Path(__file__).parents[1]
 README, HELLO = REPO / "README.md", REPO / "examples" / "hello_ep.py"
-# "``` { .python }" marks code that cannot run here; what is included from a file is tested there.
+# "``` { .python }" marks code that cannot run here; code included from a file is tested there.
 BLOCK = re.compile(r"^```( \{ \.)?python(?: \})?\n(?!--8<--)(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Blocks of code below one heading: all, and those that run."""
+    """The code blocks of one heading: all blocks, and those that run."""
 
     page: str
     title: str
@@ -42,7 +42,7 @@ def sections() -> list[Section]:
         for part in re.split(r"^## ", path.read_text("utf-8"), flags=re.MULTILINE):
             blocks = BLOCK.findall(part)
             shown = [code for _, code in blocks]
-            # The README's program has a test of its own.
+            # The README's program has its own test.
             run = [code for mark, code in blocks if not mark and code != HELLO.read_text("utf-8")]
             title = part.partition("\n")[0]
             found.append(Section(page=page, title=title, shown=shown, run=run))
@@ -63,7 +63,7 @@ def test_code_imports_what_epcomm_has() -> None:
 
 
 def has(module: ModuleType, name: str) -> bool:
-    """Return whether a module has a name, or a module of that name below it."""
+    """Return whether a module has an attribute or a submodule of this name."""
     if name in vars(module):
         return True
     try:

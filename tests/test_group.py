@@ -1,4 +1,4 @@
-"""EPGroup: which objects name its ranks, who shares a buffer, and what close() ends."""
+"""EPGroup: arguments that name its ranks, shared buffers, and the effects of close()."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def test_a_mesh_dimension_numbers_ranks_inside_itself() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
-    # Rank 3 is first on the first host, but numbers and hosts go by the process group.
+    # Rank 3 is first on the first host, but the process group determines numbers and hosts.
     with EPGroup(mesh_of([3, 1], [0, 2])) as group:
         assert (group.rank, group.world_size) == (dist.get_rank(), 4)
         assert group.hosts == HostLayout(host_of_rank=(0, 1, 0, 1))
         assert group.mesh is not None
         assert group.mesh.mesh.tolist() == [0, 1, 2, 3]
-        # It wins over what is found: these ranks share memory, and could use that.
+        # The mesh takes precedence over the probe: these ranks share memory and could use it.
         chosen = plan(EPConfig(mode="normal"), MOE, group).prefill
         assert chosen.buffer_spec.hosts == group.hosts
         apart = "shared_memory: ranks are on 2 hosts by the mesh of EPGroup, expected one whose"
@@ -88,7 +88,7 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
 @pytest.mark.ranks(NUM_RANKS)
 def test_two_dimensions_of_a_larger_mesh_say_where_some_of_its_ranks_run() -> None:
     rank = dist.get_rank()
-    # Of this group the others are no members, so that ranks have different numbers of groups.
+    # The others are not members of this group, so ranks have different numbers of groups.
     alone = dist.new_group([0])
     names = ("stage", "host", "rank")
     mesh = init_device_mesh(EPGroup().device.type, (2, 2, 1), mesh_dim_names=names)
@@ -103,7 +103,7 @@ def test_two_dimensions_of_a_larger_mesh_say_where_some_of_its_ranks_run() -> No
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_mesh_of_hosts_of_some_ranks_is_part_of_a_larger_one() -> None:
-    # Ranks outside would have to help, and make no EPGroup.
+    # Ranks outside the mesh would have to take part, but they make no EPGroup.
     problem = "not a member" if dist.get_rank() == 1 else "3 of 4 ranks and is not part of a larger"
     with pytest.raises(ConfigError, match=problem):
         EPGroup(mesh_of([3], [0], [2]))
@@ -118,14 +118,14 @@ def test_ranks_that_disagree_on_hosts_all_hear_of_it() -> None:
         text = str(caught.value)
         assert 'hosts: "2 hosts of ranks 0 2, 1 3" on ranks 0, 1, 3' in text
         assert '"2 hosts of ranks 0 1, 2 3" on rank 2' in text
-    # One rank alone that says so is as bad.
+    # A mesh on a single rank is an error too.
     mesh = mesh_of([0, 1], [2, 3]) if dist.get_rank() == 1 else None
     with EPGroup(mesh) as group, pytest.raises(ConfigError, match='"not given" on ranks 0, 2, 3'):
         plan(EPConfig(mode="normal"), MOE, group)
 
 
 def mesh_of(*hosts: list[int] | list[list[int]]) -> DeviceMesh:
-    """Make a mesh without process groups for its dimensions, which ranks may make unalike."""
+    """Make a mesh without process groups for its dimensions; ranks may pass different meshes."""
     return DeviceMesh(EPGroup().device.type, list(hosts), _init_backend=False)
 
 
@@ -143,7 +143,7 @@ def test_a_rank_outside_is_told_that_it_is_no_member() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_group_of_several_backends_is_as_good_as_its_own_device() -> None:
-    # What init_process_group makes when no backend is named: one a device type.
+    # Without a backend argument, init_process_group makes one backend per device type.
     group = EPGroup(dist.new_group(backend="cpu:gloo"))
     gathered = group.collectives.all_gather(torch.tensor(group.rank))
     assert gathered.tolist() == [0, 1, 2, 3]
@@ -220,7 +220,7 @@ def test_two_groups_of_the_same_ranks_are_independent() -> None:
         assert second.open_buffer("CollectiveBuffer", SPEC)
 
 
-# Long enough for four ranks on a busy machine, short enough to wait for in vain.
+# Long enough for four ranks on a busy machine, short enough for tests of a timeout.
 PATIENCE = timedelta(seconds=15)
 SPOILT_ON_ONE_RANK = {
     "unknown backend": EPConfig(backend="carrier_pigeon"),

@@ -1,4 +1,4 @@
-"""`import epcomm` works anywhere: no vendor package, no device, no look at the environment."""
+"""`import epcomm` works anywhere: no vendor package, no device, no environment variable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 VENDOR_PACKAGES = {"deep_ep", "deep_gemm", "torch_npu", "mpi4py", "triton", "transformers"}
 
-# torch comes first, with what it imports late: what it does is not epcomm's doing.
+# Import torch and its lazy imports first, because their effects are not epcomm's.
 PROBE = """
 import json, os, sys
 import torch, torch.distributed.device_mesh, torch.utils.checkpoint
@@ -65,7 +65,7 @@ print(json.dumps({
 """
 
 
-# The rest of the package, module by module, where what it needs of others is installed.
+# Then the other modules, one by one, if their dependencies are installed.
 MODULES_PROBE = """
 import json, os, sys
 from importlib import import_module
@@ -89,7 +89,7 @@ for path in sorted(folder.rglob("*.py")):
 found = sorted({name.partition(".")[0] for name in sys.modules})
 print(json.dumps({"imported": imported, "found": found}))
 """
-# Their import has effects on the process, or fails where there is no device.
+# Importing these affects the process, or fails without a device.
 NEVER_IMPORTED = {"deep_ep", "deep_gemm", "torch_npu"}
 
 

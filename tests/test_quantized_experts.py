@@ -1,4 +1,4 @@
-"""Eight-bit experts over ranks, in every mode, equal to a float64 model of them."""
+"""8-bit experts over ranks, in every mode, equal to a float64 model of them."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
         assert_within(y, model(on_cpu, weights, kind))
 
 
-# Of the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move one
-# activation in some hundred to the next code, 1/14 of the largest at most, which is what
-# tests/kernels/gemm/test_fp8.py counts. The rest is what bfloat16 loses in results and sums.
+# Tolerance relative to the largest y. Rows in bfloat16 and, on a GPU, FP8 sums with 14 bits move
+# one activation in some hundred to the next code, by at most 1/14 of the largest value, as
+# tests/kernels/gemm/test_fp8.py counts. The rest is the rounding of results and sums to bfloat16.
 BLOCK_TOLERANCE = 0.035
 
 
@@ -70,7 +70,7 @@ BLOCK_TOLERANCE = 0.035
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str) -> None:
-    """Sizes that the kernels of GPUs take, where there are GPUs."""
+    """Use sizes that the GPU kernels support, if there are GPUs."""
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
     with EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=128, device=group.device)
@@ -105,7 +105,7 @@ def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
-    """Imitate a checkpoint that keeps matrices transposed in memory."""
+    """Imitate a checkpoint that stores matrices transposed."""
     with EPGroup() as group:
         plain = make_weights(SPECS["uneven"], 1, intermediate_size=INNER, device=group.device)
         given = plain.with_tensors(
@@ -126,7 +126,7 @@ def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """An unusual rounding: scales of the experts, or the arithmetic of INT8."""
+    """An unusual rounding: of the scales of the experts, or of the INT8 arithmetic."""
 
     id: str
     kind: str
@@ -201,7 +201,7 @@ def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case:
 
 
 def half_integers(like: Tensor) -> Tensor:
-    """Rows in the middle between INT8 codes, of which the largest is 127."""
+    """Return rows in the middle between INT8 codes, of which the largest is 127."""
     generator = torch.Generator().manual_seed(len(like))
     x = torch.randint(-4, 4, like.shape, generator=generator).to(like.dtype) + 0.5
     x[:, 0] = 127
@@ -214,7 +214,7 @@ def half_integers(like: Tensor) -> Tensor:
 def test_scales_come_as_the_runner_reads_them(
     config: str, scales: ScaleDtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through a stand-in for DeepGEMM, which refuses other strides, and by the plain runner."""
+    """Use a stand-in for DeepGEMM, which rejects other strides, and the plain runner."""
     is_packed = scales is ScaleDtype.POWER_OF_TWO
     fake_deep_gemm.install(monkeypatch, architecture=10 if is_packed else 9)
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
@@ -246,7 +246,7 @@ def test_scales_come_as_the_runner_reads_them(
 def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """18 tokens of 2 ranks give an expert 36 rows: a tile of 128 would overwrite the next ones."""
+    """Send 36 rows to one expert; without whole tiles a tile of 128 would overwrite the next."""
     fake_deep_gemm.install(monkeypatch)
     monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
     spec = replace(SPECS["uneven"], hidden_size=2048, dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
-"""Wheel and sdist hold the package alone, and a fresh environment runs it outside the repository.
+"""Wheel and sdist contain only the package, which runs in a fresh environment.
 
-The environment has the dependencies of the one that runs the tests, so nothing is downloaded.
+The environment has the dependencies of the environment that runs the tests, so nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ REPO = Path(__file__).parents[1]
 HELLO = REPO / "examples" / "hello_ep.py"
 FOLDERS = ("epcomm", "fakes", "tests", "examples")
 FILES = ("pyproject.toml", "MANIFEST.in", "constraints.txt", "README.md", "LICENSE")
-# What setuptools writes into every sdist.
+# Files that setuptools writes into every sdist.
 OF_SETUPTOOLS = {"PKG-INFO", "setup.cfg"}
 DEPENDENCIES = ("torch", "numpy", "typer", "rich")
-# Nothing else of the terminal reaches a program: PYTHONPATH names the repository, RANK a launcher.
+# Programs get no other variables: PYTHONPATH names the repository, and a launcher sets RANK.
 VARIABLES = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH")
 # Seconds: ranks import torch on a loaded machine.
 LIMIT_S = 300
@@ -50,7 +51,7 @@ QUICK = ["--iterations", "2", "--warm-up", "1"]
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What the sources become."""
+    """The wheel, the sdist and their contents."""
 
     wheel: Path
     sdist: Path
@@ -64,7 +65,7 @@ class Environment:
     folder: Path
 
     def run(self, program: str, *arguments: str) -> str:
-        """Run a program of the environment, which must end with 0, and return what it printed."""
+        """Run a program of the environment, which must exit with 0, and return its output."""
         variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
         done = subprocess.run(
             [str(self.root / "bin" / program), *arguments],
@@ -81,7 +82,7 @@ class Environment:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """Built of a copy: setuptools leaves folders beside the sources."""
+    """Build a copy of the sources, because setuptools leaves folders in them."""
     folder = tmp_path_factory.mktemp("built")
     copy = folder / "sources"
     ignored = shutil.ignore_patterns("__pycache__")
@@ -101,8 +102,8 @@ def fresh(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment
     root = tmp_path_factory.mktemp("fresh")
     _python("-m", "venv", "--without-pip", str(root), cwd=root)
     (packages,) = root.glob("lib/python*/site-packages")
-    # A folder of a .pth is searched last, and its own .pth files, as of `pip install -e`, are not
-    # read, so epcomm comes from the wheel or not at all.
+    # A folder from a .pth file is searched last, and its own .pth files, for example of `pip
+    # install -e`, are not read. So epcomm is imported from the wheel or not at all.
     origins = [str(found.origin) for name in DEPENDENCIES if (found := find_spec(name))]
     borrowed = dict.fromkeys(str(Path(origin).parents[1]) for origin in origins)
     (packages / "dependencies.pth").write_text("\n".join(borrowed), encoding="utf-8")
@@ -138,7 +139,7 @@ def files_of_the_package() -> set[str]:
     files = {
         path.relative_to(REPO).as_posix()
         for path in paths
-        # The version of the drop-in for deep_ep.
+        # The version of the replacement for deep_ep.
         if path.suffix in kinds or path.name == "METADATA"
     }
     assert any(name.endswith(".cu") for name in files)
@@ -154,7 +155,7 @@ def test_installed_wheel_imports_nothing_but_itself(fresh: Environment) -> None:
     found = json.loads(fresh.run("python", "-c", PROBE).splitlines()[-1])
     assert Path(found["file"]).is_relative_to(fresh.root)
     assert not [path for path in found["path"] if path in (str(REPO), str(HELLO.parent))]
-    # tomllib reads configurations; nothing else comes with it.
+    # tomllib reads configurations; no other module may be imported.
     assert set(found["added"]) <= {"epcomm", "tomllib"}
 
 

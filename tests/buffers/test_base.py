@@ -1,4 +1,4 @@
-"""What ranks compare of a BufferSpec, and the contract of a buffer on the page for authors."""
+"""The fields of BufferSpec that ranks compare, and the documented contract of a buffer."""
 
 from __future__ import annotations
 

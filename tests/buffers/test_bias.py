@@ -1,4 +1,4 @@
-"""A bias of combine is the beginning of the sum of each token, which is rounded once."""
+"""A bias of combine is the start of the sum of each token, which is rounded once."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CPU_BUFFERS = ("SharedMemoryBuffer",)
 
 
 def results_of(x: Tensor, rank: int) -> Tensor:
-    """What a rank returns for rows: numbers of many bits, in bfloat16."""
+    """Return bfloat16 results for rows that use all bits of the mantissa."""
     return (x.float() * (rank + 1) / 7).to(x.dtype)
 
 
 def expected_y(bias: Tensor, x: Tensor, topk_ids: Tensor, num_ranks: int) -> Tensor:
-    """Bias, then the ranks of each token in their order, in float32; rounded once."""
+    """Return bias plus the ranks of each token in order, summed in float32 and rounded once."""
     total = bias.clone()
     for rank in range(num_ranks):
         is_sent = (topk_ids >= 0).logical_and(topk_ids // NUM_LOCAL == rank).any(1, keepdim=True)
@@ -41,12 +41,12 @@ def expected_y(bias: Tensor, x: Tensor, topk_ids: Tensor, num_ranks: int) -> Ten
 
 def call_of(group: EPGroup) -> DispatchCall:
     generator = torch.Generator().manual_seed(7 + group.rank)
-    # Of ranks with other numbers of tokens.
+    # Ranks have different numbers of tokens.
     num_tokens = NUM_TOKENS - group.rank
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     scores = torch.rand(num_tokens, NUM_LOCAL * group.world_size, generator=generator)
     ids = scores.topk(TOP_K, dim=1).indices
-    # A token that goes to no rank has its bias alone.
+    # The y of a token that is sent to no rank is its bias.
     ids[1] = -1
     return DispatchCall(
         hidden_states=x.to(group.device),

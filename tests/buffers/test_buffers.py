@@ -1,7 +1,7 @@
 """Every buffer that runs on a CPU passes the whole buffer suite on 2 ranks.
 
-On other numbers of ranks and over MPI run the scenarios that show a fault there which 2 ranks
-cannot, and with the slow tests all of them on 4.
+Other numbers of ranks and MPI run the scenarios that can fail there but not on 2 ranks. The slow
+tests run all scenarios on 4 ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Case(NamedTuple):
-    """A buffer and the mode it serves."""
+    """A buffer and its mode."""
 
     backend: str
     mode: Mode
@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-# What a transport or another number of ranks may get wrong.
+# Scenarios that another transport or number of ranks can break.
 ON_ONE = ("faults",)
 ON_THREE = ("stand_alone", "faults")
 OVER_MPI = ("uneven", "all_empty", "faults", "combine_faults")
@@ -54,7 +54,7 @@ def run(scenario: str, case: str, ep_ranks: MPI.Comm | None = None) -> None:
 
 
 def cases_of(*scenarios: str) -> list[tuple[str, str]]:
-    """Scenarios, each with the buffers that it tests anything of."""
+    """Return the scenarios, each with the buffers for which it tests something."""
     return [
         (scenario, name)
         for scenario in scenarios
@@ -91,7 +91,7 @@ def test_buffer_of_three_ranks_keeps_its_contract(scenario: str, case: str) -> N
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("case", ["normal", "standard", "low_latency"])
 def test_bytes_between_hosts_are_those_predicted(case: str) -> None:
-    # No two hosts have as many ranks, and a host's ranks do not follow one another.
+    # All hosts have different numbers of ranks, and the ranks of a host are not contiguous.
     hosts = HostLayout(host_of_rank=(0, 1, 0))
     with EPGroup() as group:
         env = buffer_suite.BufferEnv(
@@ -127,15 +127,15 @@ def test_buffer_of_four_mpi_ranks_keeps_its_contract(
     run(scenario, case, ep_ranks)
 
 
-# Eight bits on the wire, everywhere. They change what a row looks like, and nothing between ranks.
+# 8-bit formats run on every transport once; they change rows, but not the protocol.
 QUANTIZED = {
     "fp8": FP8_FLOAT32_SCALES,
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
     "int8": INT8_PER_TOKEN,
 }
-# Shared memory carries the same messages as the collective buffer.
+# Shared memory sends the same messages as the collective buffer.
 QUANTIZED_CASES = [name for name in CASES if name != "shared_memory"]
-# Rows of several blocks, the last one short; slots that are none.
+# Rows of several scale blocks with a short last block, and padding slots.
 BLOCKS = replace(buffer_suite.BATCH_SPECS["holes"], hidden_size=300, dtype=torch.bfloat16)
 
 

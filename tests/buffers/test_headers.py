@@ -1,4 +1,4 @@
-"""A header with a wrong word ends in an EPError that names the rank, before the word is used."""
+"""A header with a wrong word raises an EPError that names the rank, before the word is used."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RowsWereSentError(Exception):
 
 
 class Paper(FailureBoard):
-    """A failure board that nobody else reads."""
+    """A failure board that no other rank reads."""
 
     texts: Sequence[str] = ()
 
@@ -57,11 +57,10 @@ class Paper(FailureBoard):
 
 
 class Mirror(Collectives):
-    """Rank 0 of 2, where rank 1 sends the headers that rank 0 sends, with one word changed.
+    """The collectives of rank 0 of 2; rank 1 sends the headers of rank 0 with changed words.
 
-    words: values of the words, by their number in the one or two messages, that rank 1 sends in
-        place of those of rank 0.
-    is_sealed: rank 1 itself made the word wrong, so that its sum is right.
+    words: the changed words of rank 1, by their index in the one or two messages.
+    is_sealed: rank 1 has computed CHECK over the changed words, so the sum is right.
     """
 
     rank, world_size, device = 0, 2, torch.device("cpu")
@@ -101,7 +100,7 @@ BUFFERS: dict[str, type[Buffer]] = {
     "gathered": AllGatherBuffer,
     "replicated": ReplicatedBuffer,
 }
-# Words with counts behind the header: the slots of these experts are read.
+# Words with counts after the header: the slots of these experts are read.
 COUNTED = ("exact", "gathered")
 L = 4
 
@@ -109,7 +108,7 @@ L = 4
 def dispatch_with(
     kind: str, words: Mapping[int, int], *, is_sealed: bool = False, num_local: int = L
 ) -> Mirror:
-    """Dispatch four tokens whose header comes back from rank 1 with `words`."""
+    """Dispatch four tokens; the header from rank 1 has `words`."""
     mirror = Mirror(words, is_sealed=is_sealed)
     spec = BufferSpec(
         hidden_size=8,
@@ -135,7 +134,7 @@ def dispatch_with(
 
 
 def word_of(kind: str, place: int) -> int:
-    """Return a word of the right header."""
+    """Return a word of the correct header."""
     seen: list[Tensor] = []
 
     class Spy(Mirror):
@@ -170,7 +169,7 @@ def test_counts_of_many_experts_are_checked_in_both_exchanges() -> None:
         dispatch_with("exact", {HEADER_WORDS + 130: 2**40}, num_local=num_local)
 
 
-# What a rank can have made wrong itself, so that the sum of its words is right.
+# Words that rank 1 may have computed wrongly itself, so that the sum of its words is right.
 WRONG = [
     ({0: 77}, r"kind 77, expected 1 to 7"),
     ({0: 2**62}, rf"kind {2**62}, expected 1 to 7"),
@@ -220,7 +219,7 @@ def test_a_status_from_the_device_that_is_no_fault_is_named(byte: int) -> None:
 class Flip:
     """A change of one word that rank 0 receives from rank 1.
 
-    number: of the exchange of headers, 0 for that of dispatch and 1 for that of combine.
+    number: index of the header exchange, 0 for dispatch and 1 for combine.
     """
 
     number: int
@@ -228,7 +227,7 @@ class Flip:
 
 
 def flip_word(patched: pytest.MonkeyPatch, flip: Flip) -> None:
-    """Let rank 0 receive one word of rank 1 with another value, once."""
+    """Change one word that rank 0 receives from rank 1, once."""
     exchange, numbers = Calls.exchange, iter(range(100))
 
     def changing(self: Calls, message: Tensor, phase: str) -> Tensor:
@@ -241,7 +240,7 @@ def flip_word(patched: pytest.MonkeyPatch, flip: Flip) -> None:
 
 
 def flip_table(patched: pytest.MonkeyPatch) -> None:
-    """Let rank 0 read another number of rows from rank 1 in the headers of all ranks."""
+    """Change the number of rows from rank 1 that rank 0 reads in the headers of all ranks."""
     table_of = HostMover._table_of
 
     def changing(self: HostMover, headers: Tensor) -> object:
@@ -288,7 +287,7 @@ def test_all_ranks_raise_and_none_ends_its_process(
         assert time.monotonic() - started_s < 20.0, "no rank waits for its timeout"
         assert isinstance(caught.value, EPTimeout) == (group.rank == FAULTY)
         monkeypatch.undo()
-        # The group has ended; nothing that could not be matched is sent.
+        # The group is unusable; nothing that the other rank cannot match is sent.
         with pytest.raises(EPError, match=re.escape(str(caught.value)[:60])):
             pair()
 

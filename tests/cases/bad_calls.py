@@ -1,4 +1,4 @@
-"""What rank 1 gets wrong in a call, and what each rank must hear; test_bad_calls.py plays it."""
+"""The mistakes of rank 1 in a call and the errors on each rank; run by test_bad_calls.py."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ WRONG_HANDLE = "a batch combined twice, of another dispatcher, or after close() 
 
 @dataclass(frozen=True, kw_only=True)
 class Bad:
-    """A fault of rank 1.
+    """A mistake of rank 1.
 
-    call: what rank 1 does.   others: what the other ranks do meanwhile.
-    own: words that rank 1 hears.   told: words that the others hear.   error: of all ranks.
-    raised: what rank 1 raises, where that is an error of its own.
-    trains: only where there are gradients.   reads_ids: the host reads ids to say what is wrong,
-        so on a static buffer rank 1 hears what the others do.
+    call: the call of rank 1.   others: the call of the other ranks.
+    own: text of the error on rank 1.   told: text on the others.   error: its class on all ranks.
+    raised: the class on rank 1, if it differs.
+    trains: only with gradients.   reads_ids: the detailed error needs the ids on the host, so on a
+        static buffer rank 1 raises the same text as the others.
     """
 
     id: str
@@ -86,7 +86,7 @@ def last_id(value: int) -> Callable[[Tensor], Tensor]:
 
 
 def combined(make: Callable[[Play], object]) -> Callable[[Play], object]:
-    """Combine what `make` returns in place of the results of the batch under way."""
+    """Combine the result of `make` in place of the results of the current batch."""
 
     def call(play: Play) -> object:
         play.begin()
@@ -263,7 +263,7 @@ def without_grad(play: Play) -> object:
 
 
 def training(*names: str) -> Callable[[Play], object]:
-    """Make a whole call beside experts of which the tensors named train."""
+    """Make a whole call with experts of which the named tensors train."""
 
     def call(play: Play) -> object:
         needs = {name: name in names for name in ("gate_up_proj", "down_proj")}
@@ -274,7 +274,7 @@ def training(*names: str) -> Callable[[Play], object]:
 
 
 def combine_faults() -> list[Bad]:
-    """Return the faults of the combine call."""
+    """Return the mistakes in the combine call."""
     rows = [
         Bad(
             id="a row too many",
@@ -453,7 +453,7 @@ def skip_combine(play: Play) -> object:
 
 
 def two_dispatchers(play: Play, other: object) -> object:
-    """Rank 1 calls the other one first."""
+    """Call both dispatchers; rank 1 calls the other one first."""
     order = [play.dispatcher, other]
     for dispatcher in order[::-1] if play.is_faulty else order:
         play.call_of(dispatcher)  # type: ignore[arg-type]
@@ -461,7 +461,7 @@ def two_dispatchers(play: Play, other: object) -> object:
 
 
 def two_batches(play: Play) -> object:
-    """Rank 1 combines them in the other order."""
+    """Combine two batches; rank 1 combines them in the opposite order."""
     outs = [play.begin(), play.begin()]
     results = [identity(out) for out in outs]
     return play.dispatcher.combine(results[play.is_faulty])
@@ -533,16 +533,16 @@ def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]
 
 
 def module_of_sums(play: Play) -> object:
-    """Return the module from which the buffer of the block takes reduce_rows()."""
+    """Return the module whose reduce_rows() the buffer of the block uses."""
     buffer = play.block.experts.phases.prefill._buffer
-    # Of hierarchical, the buffer inside hosts sums the results of slots.
+    # In hierarchical, the inner buffer sums the results of slots.
     kinds = type(getattr(buffer, "_inner", buffer)).__mro__
     modules = [sys.modules[kind.__module__] for kind in kinds]
     return next(module for module in modules if hasattr(module, "reduce_rows"))
 
 
 def without_a_header(play: Play) -> object:
-    """Call the block while a buffer fails once before it has made its first header."""
+    """Call the block while a buffer fails once before its first header."""
     header, left = Calls.header, iter([fail])
 
     def failing_once(self: Calls, *arguments: Any, **named: Any) -> list[int]:  # noqa: ANN401

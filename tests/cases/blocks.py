@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-# transformers must not look for a network.
+# transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 2
@@ -19,7 +19,7 @@ HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 2
 
 @dataclass(frozen=True, kw_only=True)
 class BlockKind:
-    """A kind of block and a tiny configuration of it; sizes are those of all kinds."""
+    """A kind of block and its tiny configuration; all kinds have the same sizes."""
 
     model_type: str
     block: str
@@ -27,7 +27,7 @@ class BlockKind:
     values: Mapping[str, object] = field(default_factory=dict)
 
     def make(self, **changes: object) -> nn.Module:
-        """Make a block with seeded weights; changes are of the configuration."""
+        """Make a block with seeded weights; `changes` override the configuration."""
         package = f"transformers.models.{self.model_type}"
         config_class = getattr(
             import_module(f"{package}.configuration_{self.model_type}"), self.config
@@ -80,7 +80,8 @@ KINDS = [
             **ROUTED_EXPERTS,
             **GROUPED,
             "topk_method": "group_limited_greedy",
-            # More than groups, else the best experts are always in groups that are kept.
+            # More than the number of groups; otherwise the best experts are always in the selected
+            # groups.
             "num_experts_per_tok": 3,
             "num_attention_heads": 2,  # must divide the hidden size
         },
@@ -107,14 +108,14 @@ KINDS = [
         model_type="gpt_oss",
         block="GptOssMLP",
         config="GptOssConfig",
-        # A limit that gates and ups of a few units reach.
+        # A limit that gates and ups of a few units exceed.
         values={**LOCAL_EXPERTS, "swiglu_limit": 1.5},
     ),
     BlockKind(
         model_type="ernie4_5_moe",
         block="Ernie4_5_MoeSparseMoeBlock",
         config="Ernie4_5_MoeConfig",
-        # Half of the probability: some sums lie below, and some above.
+        # Half of the probability, so that some sums are below it and some above.
         values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
     ),
     BlockKind(
@@ -139,7 +140,7 @@ KINDS = [
 BLOCKS: Mapping[str, Callable[..., nn.Module]] = {kind.model_type: kind.make for kind in KINDS}
 qwen3_moe, mixtral = BLOCKS["qwen3_moe"], BLOCKS["mixtral"]
 
-# All kinds, and those of their settings that change what is computed.
+# All kinds, and their settings that change the result.
 VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
     **BLOCKS,
     "qwen2_moe-renormalised": partial(BLOCKS["qwen2_moe"], norm_topk_prob=True),
@@ -157,14 +158,14 @@ VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def seeded(block: nn.Module) -> nn.Module:
-    """Fill all parameters and buffers; the same on every rank."""
+    """Fill all parameters and buffers; equal on every rank."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        # Buffers are correction biases; at zero, routing that forgot them would pass.
+        # Buffers are correction biases; zeros would hide routing that ignores them.
         for tensor in [*block.parameters(), *block.buffers()]:
             values = torch.randn(tensor.shape, generator=generator) / 2
             if not tensor.is_floating_point():
-                # The experts of each token id, distinct.
+                # Distinct experts for each token id.
                 values = torch.rand(len(tensor), NUM_EXPERTS, generator=generator).argsort(dim=1)
                 values = values[:, : tensor.shape[1]]
             tensor.copy_(values)

@@ -1,4 +1,4 @@
-"""A device that says in which format it keeps weights."""
+"""A device that reports the format of its weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fakes.ascend.formats import format_of
 
 @contextmanager
 def device_that_keeps(allows_nz: bool) -> Iterator[None]:
-    """Imitate a device that says in which format a tensor is, and may have made it row-major."""
+    """Imitate a device that reports the format of tensors, and may have made them row-major."""
     library = torch.library.Library("npu", "FRAGMENT")
 
     def get_npu_format(input: Tensor) -> int:

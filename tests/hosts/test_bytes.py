@@ -41,7 +41,7 @@ class Calls:
     spec: BatchSpec
 
     def bytes_of(self, num_calls: int) -> int:
-        """Return the bytes that this host sends in num_calls calls, as the kernel counts. Collective."""
+        """Return the bytes of num_calls calls, as the kernel of this host counts. Collective."""
         before = _sent_of_host()
         for _ in range(num_calls):
             out = buffer_suite.dispatch(self.env, self.buffer, self.batch, self.spec)

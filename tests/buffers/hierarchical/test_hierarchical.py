@@ -1,4 +1,4 @@
-"""The buffer made of two keeps the contract of a Buffer, on ranks that are said to be on hosts."""
+"""The hierarchical buffer keeps the contract of a Buffer on ranks of simulated hosts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from epcomm.types import RowsPer
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Ranks of a host are neighbours, or lie apart as in a mesh whose first dimension is inside hosts.
+# Ranks of a host are contiguous, or strided as in a mesh whose first dimension is inside hosts.
 LAYOUTS = MappingProxyType(
     {"neighbours": HostLayout.of([0, 0, 1, 1]), "apart": HostLayout.of([0, 1, 0, 1])}
 )
 
 
 def env_of(group: EPGroup, layout: str) -> buffer_suite.BufferEnv:
-    # Between GPUs NVLink carries no other rows inside a host.
+    # Between GPUs, NVLink supports no other rows inside a host.
     dtype = torch.bfloat16 if group.device.type == "cuda" else None
     return buffer_suite.BufferEnv(
         group=group,
@@ -44,7 +44,7 @@ def test_two_hosts_over_mpi_keep_the_contract(scenario: str, ep_ranks: MPI.Comm)
         buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
 
 
-# A plan predicts the bytes of the largest call, and "traffic" sends another.
+# A plan predicts the bytes of the largest call, but the scenario "traffic" sends another one.
 SCENARIOS = tuple(name for name in buffer_suite.SCENARIOS if name != "traffic")
 
 
@@ -57,7 +57,7 @@ def test_two_hosts_of_two_ranks_keep_the_contract(scenario: str) -> None:
 
 
 def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Generator) -> Tensor:
-    """Choose the first expert of each of K ranks, for all tokens."""
+    """Return ids that choose the first expert of each of K ranks, for all tokens."""
     ids = torch.arange(0, num_experts, num_experts // top_k, device="cpu")
     return ids.repeat(num_tokens, 1)
 
@@ -75,7 +75,7 @@ def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str) -> Non
         buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
         call = CallShape.most(3, 4, group.world_size, env.hosts)
         predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
-        # Of 3 tokens, one row to the other host and its sum back.
+        # For 3 tokens, each sends one row to the other host and receives its sum.
         row = RowBytes.of(env.buffer_spec(spec))
         assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
         assert buffer.traffic() == predicted

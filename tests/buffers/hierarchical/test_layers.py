@@ -1,4 +1,4 @@
-"""Layers on a mesh of hosts take the buffer made of two, and equal the oracle."""
+"""Layers on a mesh of hosts use the hierarchical buffer and equal the oracle."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
 
 @contextmanager
 def two_hosts() -> Iterator[EPGroup]:
-    """Say that ranks 0 and 1 are on one host, and 2 and 3 on another."""
+    """Report ranks 0 and 1 as one host, and ranks 2 and 3 as another."""
     with EPGroup(mesh_of((2, 2), ("host", "place"))) as group:
         yield group
 
@@ -50,7 +50,7 @@ def test_layer_on_two_hosts_equals_the_oracle(scenario: str) -> None:
     with two_hosts() as group:
         chosen = plan(CONFIG, SPEC, group=group)
         assert chosen.prefill.backend == "hierarchical", chosen.explain()
-        # Sizes are read between hosts and inside.
+        # Counts are read between hosts and inside hosts.
         assert "host syncs a dispatch: 2" in chosen.explain()
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIG))
 
@@ -97,7 +97,7 @@ def test_a_bad_call_is_named_by_its_rank_on_all_and_the_group_goes_on(faulty: in
             with pytest.raises(EPError, match=expected):
                 dispatcher.dispatch(x, wrong)
             out = dispatcher.dispatch(x, topk)
-            # Some rank cannot combine: the others hear of it, on its host and on the other.
+            # One rank cannot combine; the ranks of both hosts must raise.
             rows = torch.zeros(out.num_slots + (group.rank == faulty), 16)
             expected = "expected" if group.rank == faulty else f"on rank {faulty} "
             with pytest.raises(EPError, match=expected):

@@ -1,4 +1,4 @@
-"""What fails on one rank between the exchanges of a call reaches the others, and nobody waits."""
+"""A failure of one rank between the exchanges of a call is reported, and no rank waits forever."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_rank_without_memory_is_no_reason_to_wait(exchange: str, function: str
             with pytest.raises((RuntimeError, EPError), match="out of memory"):
                 step()
         elif (exchange, function) == ("_outer", "combine") and group.rank != 0:
-            # Its host has combined, and ranks of the other place exchange nothing with it any more.
+            # Its host has combined, so ranks with another place exchange nothing more with it.
             assert step().eq(2).all()
         else:
             with pytest.raises(EPError, match="rank 2"):
@@ -63,7 +63,7 @@ def test_a_rank_without_memory_is_no_reason_to_wait(exchange: str, function: str
 
 
 def _fail_once(buffer: object, function: str) -> None:
-    """Let the next call of `function` fail before any rank knows of it."""
+    """Make the next call of `function` fail before any rank knows of it."""
     original = getattr(buffer, function)
 
     def fail(*args: object, **kwargs: object) -> NoReturn:
@@ -100,7 +100,7 @@ def test_a_rank_in_another_call_is_told_to_ranks_that_share_no_part_with_it() ->
             if group.rank == 0:
                 dispatcher.dispatch(x, topk)
             else:
-                # Rank 3 is on the other host and in another place than rank 0.
+                # Rank 3 is on the other host and has another place than rank 0.
                 group.calls.gather_records({})
 
         with pytest.raises(HandleError, match=r"rank 0 "):

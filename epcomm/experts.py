@@ -428,15 +428,15 @@ class ExpertParallelExperts(nn.Module):
     def _find_movable(self, placement: ExpertPlacement, optimizer: Optimizer | None) -> ExpertState:
         if self.placement is None:
             raise ConfigError(
-                f"rebalance: the experts of the layer are not placed ({self.group.where}); set "
-                "EPConfig.redundant_experts, to 0 for one copy of each"
+                f"rebalance: the layer has no placement ({self.group.where}); set "
+                "EPConfig.redundant_experts, to 0 for one copy of each expert"
             )
         check_placement(self.placement, placement, self.group.where)
         if placement.prefers_near and self.config.replicated:
             raise ConfigError(
-                "rebalance: prefers_near of the placement is True, expected False where ranks have "
-                f"the same tokens ({self.group.where}), as they must choose the same replicas; "
-                "set it to False"
+                "rebalance: prefers_near of the placement is True, expected False if all ranks "
+                f"have the same tokens ({self.group.where}), because they must choose the same "
+                "replicas; set it to False"
             )
         parameters = self.expert_parameters()
         if set(parameters) != set(self._names.values()):
@@ -451,7 +451,7 @@ class ExpertParallelExperts(nn.Module):
         if not isinstance(self.path, PipelinePath):
             raise ConfigError(
                 f"ExpertParallelExperts: mode fuseep has no {what} ({self.group.where}); its "
-                "operator does everything in one call, layer.path.run()"
+                "operator dispatches, computes and combines in one call, layer.path.run()"
             )
         return self.path
 

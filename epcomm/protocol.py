@@ -46,7 +46,7 @@ class FaultCode(IntEnum):
         return cls.EXPERTS if in_combine else cls.UNREADY
 
 
-# The fault word of a relayed fault has 1 + the rank of the EP group with the fault above its code.
+# Above its code, the word of a relayed fault has 1 + the rank (in the EP group) with the fault.
 _FAULTY_RANK_SHIFT = 8
 
 

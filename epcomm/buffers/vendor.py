@@ -55,7 +55,7 @@ class VendorCalls:
         self._device = collectives.device
         self._is_closed = False
         self._faults = DeviceFaults(collectives.names, collectives.device)
-        # Read after a host sync of the package, so it adds no host sync.
+        # The fault word on the host. It is read after a host sync of the package, so it adds none.
         is_cuda = collectives.device.type == "cuda"
         self._fault_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         # Capacity in slots, for the message of check().

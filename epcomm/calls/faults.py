@@ -42,15 +42,15 @@ _FAULT_TEXT = {
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
-    FaultCode.HANDLE: "a batch combined twice, of another dispatcher, or after close()",
-    FaultCode.NO_GRADIENTS: "gradients or decode in a mode that has none",
+    FaultCode.HANDLE: "a batch combined twice, by another dispatcher, or after close()",
+    FaultCode.NO_GRADIENTS: "gradients or decode in a mode without them",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
     FaultCode.UNREADY: "an error while tokens were routed or prepared for dispatch",
     FaultCode.CALLS: "a call that differs from that of another rank",
 }
-# The class that all ranks raise if they have only these faults; otherwise ShapeError.
+# The error class if all faults have these codes; otherwise all ranks raise ShapeError.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
@@ -90,8 +90,8 @@ def overwritten_error(backend: str, batch: int, num_batches: int, where: str) ->
     """Return the error of a combine whose rows a later batch has overwritten."""
     return HandleError(
         f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
-        f"{batch + num_batches}, as {num_batches} may be in flight ({where}); combine a batch "
-        "earlier, or set EPConfig.batches_in_flight"
+        f"{batch + num_batches}, because at most {num_batches} may be in flight ({where}); "
+        "combine a batch earlier, or set EPConfig.batches_in_flight"
     )
 
 
@@ -209,7 +209,7 @@ def _codes_of(error: EPError) -> set[FaultCode]:
     """Return the codes that report an error in dispatch and in combine."""
     words = (fault_word(error), fault_word(error, in_combine=True))
     codes = {unpack_fault(word, 0)[0] for word in words}
-    # The device reports repeated ids by a code of their own; the host raises a ShapeError.
+    # The device has a separate code for repeated ids; the host raises a ShapeError.
     return codes | {FaultCode.REPEATED_IDS} if isinstance(error, ShapeError) else codes
 
 
@@ -220,7 +220,7 @@ class DeviceFaults:
         """Start without faults, for the ranks of `names`."""
         self._names = names
         self._own_error: EPError | None = None
-        # [W, 2]: FaultCode, and the slots that an overflow would have needed.
+        # [W, 2]: the FaultCode of each rank, and the slots that it needed in an overflow.
         self._entries = torch.zeros(len(names.numbers), 2, dtype=torch.int64, device=device)
 
     @property
@@ -263,7 +263,7 @@ class DeviceFaults:
         self.note_own(own_error)
         entries, has_fault = torch.stack([codes, required], dim=1), codes != 0
         is_new = has_fault & (self._entries[:, 0] == 0)
-        # In place: a captured graph keeps writing to this memory.
+        # Write in place, because a captured graph keeps using this memory.
         self._entries.copy_(torch.where(is_new.unsqueeze(1), entries, self._entries))
         return has_fault.any()
 

@@ -12,9 +12,9 @@ import torch
 # The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
 KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
 HEADER_WORDS = 10
-# Followed by the slot counts of up to 128 experts of the receiving rank; more take a second
-# exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
-# make 1104 B, which one Ethernet packet carries.
+# The header is followed by the slot counts of up to 128 experts of the receiving rank; more need a
+# second exchange. 128 experts per rank are half of the 256 of the largest models, and with the
+# header they are 1104 B, which fit into one Ethernet packet.
 COUNTS_IN_HEADER = 128
 MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS

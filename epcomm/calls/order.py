@@ -109,7 +109,7 @@ class Calls:
         self._board: HeaderBoard | None = None
         # The number of the next call, equal on all ranks.
         self.next_batch = 1
-        # Raises an error that explains a difference between calls, see explain_by().
+        # The function that explains a difference between calls, see explain_by().
         self._explain: Explain | None = None
         self._buffers: list[str] = []
         # The mode of each dispatcher.
@@ -437,7 +437,7 @@ class Calls:
         headers, messages: see check_words().
 
         Raises:
-            HandleError: which rank is where; or `error`, what this rank knows of its own call.
+            HandleError: the call of each rank. If `error` is given, it is raised instead.
             EPError: a header that is wrong in itself, see check_words().
         """
         if self.check_words(headers, messages):

@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, replace
 
 from epcomm.errors import EPError, EPTimeout, describe_ranks
 
-# Waits at most the given seconds (> 0) and returns whether the exchange is complete. Raises
-# RuntimeError if the transport broke. Called until it returns True.
+# A step waits at most the given seconds (> 0) and returns whether the exchange is complete. It
+# raises RuntimeError if the transport broke. It is called until it returns True.
 Step = Callable[[float], bool]
 
 # Seconds between two reads of the failure board while an exchange waits.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 
-# Documented there, though torch does not list them for type checkers.
+# Documented in this module, but torch does not export them for type checkers.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from epcomm.collectives.bounded import FailureBoard

@@ -40,7 +40,7 @@ _SPIN_S = 100e-6
 # and at most _LONGEST_PAUSE_S.
 _PAUSE_SHARE = 1 / 8
 _LONGEST_PAUSE_S = 1e-3
-# Reports travel under the highest tags that every MPI has, one for each duplicate.
+# Reports use the highest tags that every MPI supports, one for each duplicate.
 _HIGHEST_TAG, _NUM_TAGS = 32767, 16384
 
 # Exchanges that MPI may still work on. A module variable, because they must outlive every group.
@@ -93,7 +93,7 @@ class MpiCollectives(Collectives):
             self._failure_board, self._wait = whole._failure_board, whole._wait
         self.bounded = self._wait
         self._duplicate: MPI.Intracomm | None = None if whole is None else communicator
-        self._requests: list[MPI.Request] = []  # of the exchange under way
+        self._requests: list[MPI.Request] = []  # requests of the current exchange
         self._is_broken = False
         self._is_closed = False
 
@@ -154,7 +154,7 @@ class MpiCollectives(Collectives):
         if len(splits) != self.world_size:
             raise ShapeError(
                 f"all_to_all: {len(splits)} splits for {self.world_size} ranks ({self._where}); "
-                "give one a rank"
+                "pass one split per rank"
             )
         return list(splits)
 
@@ -163,8 +163,8 @@ class MpiCollectives(Collectives):
         row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize
         if max(num_rows, row_bytes) > _MAX_COUNT:
             raise ShapeError(
-                f"collective: {num_rows} rows of {row_bytes} bytes, MPI takes at most "
-                f"{_MAX_COUNT} rows of as many bytes ({self._where}); send longer rows, or fewer"
+                f"collective: {num_rows} rows of {row_bytes} bytes, expected at most {_MAX_COUNT} "
+                f"of both, the limit of MPI ({self._where}); send fewer or shorter rows"
             )
         return MPI.BYTE.Create_contiguous(row_bytes).Commit()
 
@@ -287,5 +287,5 @@ def _message(tensor: Tensor, counts: list[int], row: MPI.Datatype) -> list[objec
 
 
 def _bytes_of(tensor: Tensor) -> object:
-    # A view. MPI takes numpy arrays, and numpy knows neither bfloat16 nor float8.
+    # A view of bytes, because numpy arrays, which MPI needs, have neither bfloat16 nor float8.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

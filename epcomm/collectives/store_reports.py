@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-# Documented there, though torch does not list them for type checkers.
+# Documented in this module, but torch does not export them for type checkers.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from epcomm.collectives.bounded import LOOK_LIMIT_S

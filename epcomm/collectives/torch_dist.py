@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Documented there, though torch does not list it for type checkers.
+# Documented in this module, but torch does not export it for type checkers.
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,  # type: ignore[attr-defined]
@@ -89,7 +89,8 @@ class TorchDistCollectives(Collectives):
 
     def _watch_sent(self) -> None:
         self._sent = _SentTensors()
-        # Runs when this object is collected, and at the latest before interpreter shutdown.
+        # settle() runs when this object is collected, and at the latest before interpreter
+        # shutdown.
         weakref.finalize(self, self._sent.settle)
         # Exchanges that others make on the same process group need the same wait.
         settle_at_exit(self)
@@ -265,7 +266,7 @@ def _backend_of(process_group: dist.ProcessGroup) -> str:
     backend = str(dist.get_backend(process_group))
     if backend in _DEVICE_OF_BACKEND:
         return backend
-    # `cpu:gloo,cuda:nccl`
+    # The format is `cpu:gloo,cuda:nccl`.
     of_device = dict(
         pair.split(":", 1) for pair in str(dist.get_backend_config(process_group)).split(",")
     )

@@ -33,7 +33,7 @@ UNREADY = "dispatch: an error while tokens were routed or prepared for dispatch 
 FAILED_RESULTS = (
     "combine: an error while the experts computed or their results were summed on rank 1"
 )
-WRONG_HANDLE = "a batch combined twice, of another dispatcher, or after close() on rank 1"
+WRONG_HANDLE = "a batch combined twice, by another dispatcher, or after close() on rank 1"
 
 
 @dataclass(frozen=True, kw_only=True)

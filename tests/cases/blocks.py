@@ -108,7 +108,7 @@ KINDS = [
         model_type="gpt_oss",
         block="GptOssMLP",
         config="GptOssConfig",
-        # A limit that gates and ups of a few units exceed.
+        # A limit that a few of the gates and ups exceed.
         values={**LOCAL_EXPERTS, "swiglu_limit": 1.5},
     ),
     BlockKind(

@@ -265,8 +265,7 @@ class Plays:
     """Keeps the Play of the last test for the next test of the same kind; opening takes 100 ms.
 
     A parametrised fixture with module scope does not work: pytest gives it function scope if tests
-        have
-    other parameters too.
+    have other parameters too.
     """
 
     def __init__(self) -> None:

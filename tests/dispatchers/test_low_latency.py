@@ -138,7 +138,7 @@ def test_gradients_that_one_rank_asks_for_are_told_to_all(asks: str) -> None:
         dispatcher = open_dispatcher(group)
         x, topk = good_inputs(group)
         own = "low latency has no gradients, but some are needed (rank 2 of 4)"
-        others = "gradients or decode in a mode that has none on rank 2"
+        others = "gradients or decode in a mode without them on rank 2"
         mine = x.clone().requires_grad_(group.rank == 2 and asks == "inputs")
         needs = group.rank == 2 and asks == "experts"
         with pytest.raises(ConfigError) as caught:

@@ -34,15 +34,13 @@ class Scenario:
     transport: the transport of the ranks. Over MPI, a hierarchical exchange treats the ranks as if
         they were on two hosts.
     fault: the fault of the lost ranks. A late rank arrives after all others have given up. Hosts
-        are
-        killed with all their processes, or unplugged.
+        are killed with all their processes, or unplugged.
     phase: the phase that the lost ranks do not reach.
     store_host: the rank that serves the store of the process group; None: another process, as under
         torchrun; with several hosts it is on the first.
     destroys: ranks destroy the process group before they end.
     num_hosts: number of simulated hosts (tests/hosts/network.py), of equal size; 1: the ranks are
-        on
-        this machine.
+        on this machine.
     """
 
     fault: Literal["killed", "stopped", "late", "unplugged"]

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 # The number of rows from each rank to each rank, [W][W].
 RowTable = tuple[tuple[int, ...], ...]
-# Writes a range of the rows that this rank sends into the given memory.
+# A function that writes a range of the rows that this rank sends into the given memory.
 WriteRows = Callable[[slice, Tensor], None]
 
 

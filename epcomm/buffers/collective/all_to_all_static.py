@@ -46,7 +46,7 @@ from epcomm.types import RowsPer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaticExchangePlan(ExchangePlan):
-    """The plan of W * (1 + M) received rows: headers, tokens and padding alike.
+    """The plan of W * (1 + M) received rows: headers, tokens and padding.
 
     slots_by_row: the slots of each row, in k order.
     has_no_slot: [R], bool, rows without an expert on this rank.

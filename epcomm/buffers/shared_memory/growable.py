@@ -56,7 +56,7 @@ class HostRegion:
         memory.close()
         self._memory, self._capacity = memory, capacity
         _logger.debug(
-            "rank %d: %s has %d B a receive buffer now",
+            "rank %d: %s now has %d B per receive buffer",
             self._calls.collectives.rank,
             self._name,
             capacity,

@@ -191,8 +191,8 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
         dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
         outs = [dispatcher.dispatch(x + number, topk) for number in range(4)]
         wanted = (
-            r"rows of batch 1 of shared_memory were overwritten by batch 4, as 3 may be in flight "
-            r"\(rank 0 of 2\)"
+            r"rows of batch 1 of shared_memory were overwritten by batch 4, because at most 3 may "
+            r"be in flight \(rank 0 of 2\)"
             if group.rank == 0
             else "a batch combined twice, .* on rank 0"
         )

@@ -61,7 +61,7 @@ DROP_IN_BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 MEASURED_ORDER = (
     "nvlink comes before deep_ep, because on 4 H200 a low-latency pair of 128 tokens took 51 us, "
-    "with DeepEP V1 94 us and with V2 68 us (docs/performance.md)"
+    "compared with 94 us for DeepEP V1 and 68 us for V2 (docs/performance.md)"
 )
 # Names that stand for several backends, of which a machine has at most one.
 BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(

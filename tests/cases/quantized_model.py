@@ -3,8 +3,7 @@
 The library computes in float32. It rounds to the same codes as the model, or to a neighbour if a
 number is within float32 rounding of the middle between two codes. The model propagates this error,
 so each result has its own bound: one code step, times weights, for those few activations, and
-    almost
-zero elsewhere.
+almost zero elsewhere.
 """
 
 from __future__ import annotations

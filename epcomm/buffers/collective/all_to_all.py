@@ -546,7 +546,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         def sums(part: slice) -> Tensor:
             if rows_per is RowsPer.ROW:
                 return rows[part].contiguous()
-            assert exchange_plan.slots_by_row is not None, "only buffers with slots pass slots"
+            assert exchange_plan.slots_by_row is not None, "results of slots need an index"
             return reduce_rows(rows, exchange_plan.slots_by_row.part(part), slot_weights)
 
         rows_of_token = exchange_plan.sends.rows_of_token

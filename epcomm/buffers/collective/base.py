@@ -55,8 +55,8 @@ class OverCollectives:
         # If the host does not wait in collectives, comparing calls would add a host sync.
         self._compares_calls = self._waits or spec.compares_calls
         self.counts_calls |= self._compares_calls
-        # On a transport that fails if ranks in different calls send different lengths, headers have
-        # a fixed size and the other counts need a second message.
+        # If the host waits in collectives, ranks in different calls must send equal lengths. So
+        # headers have a fixed size, and the other counts need a second message.
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)

@@ -1,8 +1,7 @@
 """The buffers over collectives with interpreted kernels in place of plain torch, on CPU ranks.
 
-The other tests of these buffers run plain torch; the contract is the same. On GPUs these buffers
-use
-only kernels, and the buffer suite runs them there.
+The other tests of these buffers run plain torch; the contract is the same. On GPUs these
+buffers use only kernels, and the buffer suite runs them there.
 """
 
 from __future__ import annotations

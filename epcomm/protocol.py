@@ -46,7 +46,7 @@ class FaultCode(IntEnum):
         return cls.EXPERTS if in_combine else cls.UNREADY
 
 
-# Above its code, the word of a relayed fault has 1 + the rank (in the EP group) with the fault.
+# The bits of a fault word above its code: 1 + the rank of the EP group that has a relayed fault.
 _FAULTY_RANK_SHIFT = 8
 
 

@@ -117,7 +117,7 @@ class MpiCollectives(Collectives):
         if sum(send_counts) != send.shape[0]:
             raise ShapeError(
                 f"all_to_all: send_splits {send_counts} sum to {sum(send_counts)}, expected the "
-                f"{send.shape[0]} rows of send ({self._where}); split all of them"
+                f"{send.shape[0]} rows of send ({self._where}); pass splits that cover all rows"
             )
         recv_counts = self._counts(recv_splits, send.shape[0])
         recv = receiving(out, send, sum(recv_counts), self.device)

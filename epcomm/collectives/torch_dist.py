@@ -111,7 +111,7 @@ class TorchDistCollectives(Collectives):
             # Ranks outside the group do not take part.
             use_local_synchronization=True,
         )
-        assert isinstance(part, dist.ProcessGroup), "this rank is among its ranks"
+        assert isinstance(part, dist.ProcessGroup), "new_group() returns a group to its members"
         # The part is not destroyed here: torch derives its name from the ranks, and a later group
         # of the same name would use the old addresses.
         return TorchDistCollectives(part)

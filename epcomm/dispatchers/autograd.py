@@ -220,7 +220,7 @@ def _dispatch_watched(buffer: Buffer, call: DispatchCall) -> Dispatched:
         call.unquantized, call.topk_ids, call.topk_weights, _number_of(held)
     )
     exchange_plan = _numbered[int(number)]
-    assert isinstance(exchange_plan, ExchangePlan), "the operator returned the number of one"
+    assert isinstance(exchange_plan, ExchangePlan), "the number is that of an exchange plan"
     arrival = _arrivals[exchange_plan]
     has_scales = arrival.rows.scales is not None
     return Dispatched(

@@ -84,7 +84,7 @@ class HostMover(RowMover):
         return self._signals.coming_epoch(Signal.ROWS_READY) - 1
 
     def prepare(self) -> None:
-        """Attach the signals and headers of all ranks.
+        """Map the signals and headers of all ranks.
 
         Collective: yes.   Host sync: yes.
         Raises:

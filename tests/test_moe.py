@@ -115,8 +115,8 @@ NUM_ROWS, NUM_SLOTS = (3, 3), (4, 4)
 LOADS = [[2, 2, 0, 0], [2, 1, 0, 1]]
 # Tokens sent to the other rank, and rows of the other rank that are returned.
 NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
-# 16 float32 elements, K ids and K weights; in combine's backward direction K scalars and a gap up
-# to 16 B.
+# 16 float32 elements, K ids and K weights; a row of gradients has K scalars and a gap up to
+# 16 B.
 ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
 # A header and the slots of up to 128 experts, int64.
 HEADER_BYTES = 8 * (10 + 128)

@@ -15,7 +15,9 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:
-        reasons.append(f"hidden_size {spec.hidden_size} is not a multiple of {caps.hidden_multiple}")
+        reasons.append(
+            f"hidden_size is {spec.hidden_size}, expected a multiple of {caps.hidden_multiple}"
+        )
     return reasons
 
 

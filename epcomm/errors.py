@@ -1,7 +1,6 @@
-"""The errors that a user of epcomm can meet.
+"""The errors that epcomm raises.
 
-A message is one sentence: function, argument, what came, what was expected, on which rank, what to
-do.
+A message is one sentence: function, argument, actual and expected value, rank, remedy.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from functools import cached_property
 class EPError(Exception):
     """The base of all errors that epcomm raises on purpose.
 
-    fault_word: of a fault that ranks of an exchange have heard of, what passes it on to those of
-        another exchange (fault_word() of epcomm/protocol.py); else None.
-    was_passed_on: whether that rank had heard of the fault in another exchange before.
-    was_raised: whether the call that found it has raised it, so that check() does not.
+    fault_word: the word that relays a reported fault to the ranks of another exchange
+        (fault_word() of epcomm/protocol.py); None if no exchange has reported the fault.
+    was_passed_on: some rank relayed the fault from another exchange.
+    was_raised: the call that found the fault has raised it, so check() does not.
     """
 
     fault_word: int | None = None
@@ -26,11 +25,11 @@ class EPError(Exception):
 
 
 class ConfigError(EPError, ValueError):
-    """A configuration, a specification or a name cannot be served, or differs between ranks."""
+    """A configuration, specification or name is not supported, or differs between ranks."""
 
 
 class PlanRefused(ConfigError):
-    """Nothing serves a layer that could be; the message has a reason for each candidate."""
+    """No backend supports a valid layer; the message has a reason for each candidate."""
 
 
 class ShapeError(EPError, ValueError):
@@ -38,33 +37,33 @@ class ShapeError(EPError, ValueError):
 
 
 class CapacityError(EPError, RuntimeError):
-    """A call has more tokens, rows or slots than was agreed at construction."""
+    """A call has more tokens, rows or slots than the limit set at construction."""
 
 
 class HandleError(EPError, RuntimeError):
-    """A result was combined twice, by another dispatcher or after close(), or calls differ.
+    """A handle is invalid, or ranks do not make the same calls in the same order.
 
-    Calls differ where ranks do not make the same calls in the same order.
+    A handle is invalid if it was combined before, belongs to another dispatcher, or is closed.
     """
 
 
 class BackendUnavailable(EPError, RuntimeError):
-    """A backend that was asked for by name cannot run here; the message says what it lacks."""
+    """A backend that was selected by name cannot run here; the message gives the reasons."""
 
 
 class EPTimeout(EPError, TimeoutError):
     """Some ranks did not arrive in time; the message names the phase, the call and the ranks.
 
-    phases: the phase that each other rank which gave up was in, as far as they are known.
+    phases: the phases of the other ranks that gave up, as far as they are known.
     """
 
     phases: tuple[str, ...] = ()
 
 
 class PickleRefused(EPError, TypeError):
-    """Something that lives on connections to other ranks was pickled; the message says what to do.
+    """An object with connections to other ranks was pickled; the message gives the remedy.
 
-    A TypeError, as Python raises it for whatever cannot be pickled.
+    It is a TypeError, as Python raises for objects that cannot be pickled.
     """
 
 
@@ -73,17 +72,17 @@ _MAX_SHOWN = 80
 
 
 def shown(value: object) -> str:
-    """Write a value for a message, which stays one line of readable length."""
+    """Return the repr of a value, cut to a readable length for a message."""
     try:
         text = repr(value)
     except ValueError:
-        # Python writes no integer of more than 4300 digits.
+        # Python does not convert integers of more than 4300 digits.
         return "a number of thousands of digits"
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def describe_kind(value: object) -> str:
-    """Name the kind of what a file of JSON, TOML or YAML holds: `a list`, `an object`."""
+    """Return the kind of a value from JSON, TOML or YAML in words: `a list`, `an object`."""
     if value is None:
         return "null"
     kinds = {bool: "true or false", dict: "an object", list: "a list", str: "text"}
@@ -92,16 +91,16 @@ def describe_kind(value: object) -> str:
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks: `rank 2` or `ranks 0, 1, 3`."""
+    """Return ranks in words: `rank 2` or `ranks 0, 1, 3`."""
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankNames:
-    """The numbers by which messages name ranks: those of the EP group, in parts of it too.
+    """The numbers of ranks in messages: always those of the EP group, also in a part of it.
 
-    own: the number of this rank.   numbers: those of the ranks that take part, in their order.
-    world_size: ranks of the EP group.
+    own: the number of this rank.   numbers: the number of each rank that takes part.
+    world_size: the number of ranks of the EP group.
     """
 
     own: int
@@ -110,19 +109,19 @@ class RankNames:
 
     @classmethod
     def of_all(cls, rank: int, world_size: int) -> RankNames:
-        """Name the ranks of a whole group."""
+        """Return the names of the ranks of a whole group."""
         return cls(own=rank, numbers=tuple(range(world_size)), world_size=world_size)
 
     @cached_property
     def place(self) -> int:
-        """The number of this rank among those that take part."""
+        """The index of this rank among the ranks that take part."""
         return self.numbers.index(self.own)
 
     @property
     def where(self) -> str:
-        """The place of this rank, such as `rank 3 of 8`."""
+        """The name of this rank, such as `rank 3 of 8`."""
         return f"rank {self.own} of {self.world_size}"
 
     def describe(self, ranks: Sequence[int]) -> str:
-        """Name ranks that take part, given by their order: `ranks 1, 3`."""
+        """Return ranks in words, given by their indices in `numbers`: `ranks 1, 3`."""
         return describe_ranks([self.numbers[rank] for rank in ranks])

@@ -56,13 +56,13 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 class ExpertParallelExperts(nn.Module):
     """Holds L = P / W experts on each rank and computes y = sum over k of w_k * expert_k(x).
 
-    Parameters carry the names given at construction. Where the group has a DeviceMesh they are
-    ExpertTensors, [E, ...] to torch's tools and [L, ...] to this layer; else [L, ...]. What else
-    is put in their place serves too: docs/checkpoints.md.
+    Parameters have the names given at construction. If the group has a DeviceMesh they are
+    ExpertTensors, [E, ...] for torch's tools and [L, ...] for this layer; otherwise [L, ...].
+    docs/checkpoints.md lists what may replace them.
 
     num_logical_experts: E, the experts of the model, which topk_ids name.
-    placement: where they lie; None: in their order, P = E, unless config.redundant_experts says
-        that experts are placed.
+    placement: the logical expert of each physical expert; None without config.redundant_experts:
+        P = E, in order.
     """
 
     def __init__(
@@ -78,21 +78,21 @@ class ExpertParallelExperts(nn.Module):
         """Take this rank's share of the experts and open the communication.
 
         Args:
-            weights: of all E experts, equal on all ranks, or with is_local of this rank's L. On
-                meta nothing is copied; to_empty() and a checkpoint then make the values. An
-                nn.Parameter trains as its requires_grad says; any other tensor of ExpertWeights
-                trains, unless the mode chosen has no gradients.
+            weights: the weights of all E experts, equal on all ranks; with is_local those of this
+                rank's L experts. Weights on meta are not copied; call to_empty() and load a
+                checkpoint. An nn.Parameter keeps its requires_grad; any other tensor of
+                ExpertWeights trains, unless the chosen mode has no gradients.
             group: the ranks that share the experts.
-            config: the user's choices.
+            config: the configuration.
             top_k: K of the routing.
-            is_local: `weights` is already this rank's share, of ExpertPlacement.spread() where
-                config.redundant_experts says that experts are placed.
-            names: parameter names by ExpertWeights field, where they differ.
+            is_local: `weights` has only this rank's experts; with config.redundant_experts, those
+                of ExpertPlacement.spread().
+            names: parameter names that differ from the ExpertWeights fields, by field.
 
         Collective: yes.   Host sync: yes.
         Raises:
             ConfigError: experts not divisible by ranks, unknown names, or ranks disagree.
-            BackendUnavailable: the backend or runner asked for cannot serve this layer.
+            BackendUnavailable: the selected backend or runner does not support this layer.
         """
         super().__init__()
         config = config or EPConfig()
@@ -120,7 +120,7 @@ class ExpertParallelExperts(nn.Module):
         self.config = config
         self.is_decoding = False
         self._spec = spec
-        # What the experts are, without their values.
+        # Types and shapes of the experts, on meta.
         self._kind = weights.with_tensors(
             {role: tensor.detach().to("meta") for role, tensor in weights.tensors().items()}
         )
@@ -147,17 +147,17 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def top_k(self) -> int:
-        """The experts of a token, K."""
+        """The number of experts per token, K."""
         return self._spec.top_k
 
     @property
     def hidden_size(self) -> int:
-        """The elements of a token, H."""
+        """The number of elements of a token, H."""
         return self._spec.hidden_size
 
     @property
     def phases(self) -> PhaseDispatchers:
-        """The dispatchers of both phases, for those who drive a batch themselves.
+        """The dispatchers of both phases, for callers that run dispatch and combine themselves.
 
         Raises:
             ConfigError: mode fuseep has none.
@@ -175,16 +175,15 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def weights(self) -> ExpertTensors:
-        """The experts of this rank, [L, ...]: live, of whatever stands where the parameters were.
+        """The experts of this rank, [L, ...], read from the current parameters or replacements.
 
-        Where gradients are recorded the tensors are views, so gradients are to be found at the
-        parameters. Local.
+        In grad mode the tensors are views, and the parameters accumulate the gradients. Local.
         """
         parameters, held, computed = self._parameters, [], set()
         for place, name in enumerate(self._names.values()):
             tensor = parameters.get(name)
             if tensor is None:
-                # torch.nn.utils.parametrize makes it an attribute that is computed.
+                # torch.nn.utils.parametrize replaces the parameter by a computed attribute.
                 tensor = getattr(self, name)
                 computed.add(place)
             held.append(tensor)
@@ -195,7 +194,7 @@ class ExpertParallelExperts(nn.Module):
         return self._local.of(held, computed)
 
     def expert_parameters(self) -> Mapping[str, Tensor]:
-        """Return the parameters that hold experts, by name below this layer. Local."""
+        """Return the parameters that hold experts, by their names in this layer. Local."""
         own = dict(self.named_parameters())
         names = ((name, f"parametrizations.{name}.original") for name in self._names.values())
         return {name: own[name] for pair in names for name in pair if name in own}
@@ -203,26 +202,27 @@ class ExpertParallelExperts(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, as torch.nn.Module does.
 
-        In the place of an expert parameter, an ordinary one with this rank's experts is held as an
-        ExpertTensor of the same memory, so that checkpoints and optimizers know whose experts they
-        are; the layer has another object then, and a warning says so.
+        If an ordinary parameter with this rank's experts replaces an expert parameter, it is
+        wrapped in an ExpertTensor of the same memory, so that checkpoints and optimizers know which
+        experts it has. Then a warning says that the layer holds a different object.
         """
         if param is not None and name in self._names.values() and not hasattr(param, "device_mesh"):
             held = self.as_expert_tensor(param.detach())
             if is_expert_tensor(held):
                 warnings.warn(
-                    f"ExpertParallelExperts: {name} was given an ordinary parameter, and holds its "
-                    f"memory as an ExpertTensor ({self.group.where}); pass the layer's "
-                    "parameters() to optimizers, not the one given",
+                    f"ExpertParallelExperts: {name} was set to an ordinary parameter, and holds "
+                    f"its memory as an ExpertTensor ({self.group.where}); pass the layer's "
+                    "parameters() to optimizers, not the original",
                     stacklevel=3,
                 )
                 param = nn.Parameter(held, param.requires_grad)
         super().register_parameter(name, param)
 
     def as_expert_tensor(self, tensor: Tensor) -> Tensor:
-        """Return this rank's experts [L, ...] as an ExpertTensor if they are ordinary. Local.
+        """Wrap an ordinary tensor of this rank's experts [L, ...] in an ExpertTensor. Local.
 
-        Shares memory. Any other tensor as it is, and any in a group without a DeviceMesh.
+        The result shares memory. Other tensors, and all tensors in a group without a DeviceMesh,
+        are returned unchanged.
         """
         mesh = self.group.mesh
         is_share = tensor.dim() > 0 and tensor.shape[0] == self.shard.num_local_experts
@@ -238,7 +238,7 @@ class ExpertParallelExperts(nn.Module):
         """Scale the gradients; see scale_expert_gradients() of epcomm/training/gradients.py."""
         self._local.gradient_factor *= factor
         for name, parameter in self.expert_parameters().items():
-            # Of what is computed, only the experts are scaled, not what they are combined with.
+            # For a parametrised tensor, scale only the gradient of the original experts.
             if name not in self._parameters and parameter.requires_grad:
                 parameter.register_hook(lambda gradient: gradient * factor)
 
@@ -259,17 +259,17 @@ class ExpertParallelExperts(nn.Module):
 
     @property
     def replica_table(self) -> ReplicaTable | None:
-        """The table by which a call that begins now finds experts; None: they are not placed.
+        """The replicas for the next call; None without a placement.
 
-        For routers that choose replicas themselves; forward() does it for other routings.
+        For routers that choose replicas themselves; forward() chooses them for other routers.
         """
         return None if self._replicas is None else self._replicas.table
 
     @property
     def logical_of_physical(self) -> Tensor | None:
-        """The logical expert of each physical one, [P], int64, on the device; None: in their order.
+        """The logical expert of each physical expert, [P], int64, on the device. Local.
 
-        A rebalance writes it in place. Local.
+        None without a placement. rebalance() writes it in place.
         """
         return None if self._replicas is None else self._replicas.logical_of_physical
 
@@ -280,17 +280,18 @@ class ExpertParallelExperts(nn.Module):
         Args:
             x: [T, H]; T differs by rank and may be 0.
             topk: topk_ids [T, K], int64, logical ids unless is_physical, -1 for none; topk_weights
-                [T, K], float32; another floating dtype is cast, as x is, see docs/precision.md.
-            decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
-                decode_phase() says, else False.
+                [T, K], float32. Other floating dtypes, also of x, are cast: docs/precision.md.
+            decode: the phase, equal on all ranks; in mode auto True selects low latency. None: True
+                in decode_phase(), otherwise False.
 
         Returns:
             [T, H], dtype of x.
 
-        Collective: yes, forward and backward.   Host sync: as explain() says.
-        After a cast to a wider dtype, as .double(), the first call plans anew, on all ranks.
+        Collective: yes, forward and backward.   Host sync: see explain().
+        After a cast to a wider dtype, such as .double(), the next call makes a new plan, on all
+        ranks.
         torch.compile: one graph break.
-        Raises: what Dispatcher.dispatch and combine raise.
+        Raises: the errors of Dispatcher.dispatch and combine.
         """
         decode = self.is_decoding if decode is None else decode
         try:
@@ -308,54 +309,56 @@ class ExpertParallelExperts(nn.Module):
 
     @untraced
     def refuse(self, problem: Exception, *, decode: bool | None = None) -> None:
-        """Report the failure of this rank to the ranks that are calling this layer.
+        """Report a failure of this rank to the ranks that are calling this layer.
 
-        For what fails before the layer, as a router does; returns then. docs/failures.md says which
-        transports tell the others.
+        For failures before the layer, such as in a router. docs/failures.md lists the transports
+        that report them.
 
         Collective: yes, in place of forward().   Host sync: as forward().
         """
         decode = self.is_decoding if decode is None else decode
         if not isinstance(self.path, PipelinePath):
-            # The operator of fuseep takes no reports.
+            # The operators of fuseep cannot report a failure.
             return
         # A device that has failed may be unable to send the report too.
         with suppress(EPError, RuntimeError):
             self.path.phases.any_of(decode=decode).refuse(problem)
 
     def idle(self, carry: Tensor) -> Tensor:
-        """Take part in a call without a token; see ExpertParallelLayer.idle."""
+        """Take part in a call without tokens; see ExpertParallelLayer.idle."""
         x = carry.to(self.weights.dtype).expand(0, self._spec.hidden_size)
         return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
 
     def idle_model(self, model: nn.Module) -> None:
-        """Return None: the model's layers alone will do; see ExpertParallelLayer.idle_model."""
+        """Return None: a rank without data calls only the layers; see ExpertParallelLayer."""
 
     def rebalance(self, placement: ExpertPlacement, optimizer: Optimizer | None = None) -> None:
-        """Move experts between ranks, so that they lie as `placement` says, between two calls.
+        """Move experts between ranks to another placement, between two calls.
 
-        The layer computes the same before and after, sums in another order apart. Parameters and
-        the tables of copies are written in place, so that a captured graph computes rightly after.
-        After a failure on the way the experts lie as before. If a rank is lost in the last
-        agreement, all survivors raise EPTimeout with one placement, the old or the new one, which
-        `placement` tells; they learn of one another from the store of the process group.
+        The layer computes the same function, but may sum in another order. Parameters and replica
+        tables are written in place, so captured graphs stay valid. After a failure the experts have
+        the old placement. If a rank is lost in the last agreement, all survivors raise EPTimeout
+        and have the same placement, the old or the new one, which `placement` shows; they agree on
+        it through the store of the process group.
 
-        A state_dict() taken before shares the memory that is written, and says nothing true after.
+        An earlier state_dict() shares the memory that is written, so it is invalid afterwards.
 
         Args:
-            placement: of as many ranks, logical and physical experts as the layer has.
-            optimizer: the one of the parameters, whose state moves with them; None: there is none,
-                or it has no state. ExpertTensors refuse a step with a state that stayed behind.
+            placement: the new placement, with the ranks and the logical and physical experts of the
+                layer.
+            optimizer: the optimizer of the parameters, whose state moves with them; None: there is
+                none, or it has no state. ExpertTensors reject a step with state that did not move.
 
-        Host memory: the rows that change on this rank, until all are there. Device memory: pieces
-        of one parameter; explain() and `epcomm plan` tell how much both are at most.
+        Host memory: the rows that change on this rank, until all have arrived. Device memory:
+        pieces of one parameter. explain() and `epcomm plan` show the most of both.
 
-        Collective: yes, at one place in the order of the calls of the group, on the stream of the
-        layer's calls.   Host sync: yes.
+        Collective: yes, in the same order relative to other calls on all ranks, on the stream of
+        the layer's calls.   Host sync: yes.
         Raises:
-            ConfigError: experts that are not placed, a placement of other numbers, parameters with
-                gradients, on meta or cut otherwise; on every rank, before anything moves.
-            EPTimeout: some ranks did not come; `placement` is equal on all ranks that are left.
+            ConfigError: the layer has no placement, the new one has other numbers, or parameters
+                have gradients, are on meta or are sharded differently; on every rank, before any
+                expert moves.
+            EPTimeout: some ranks did not arrive; `placement` is equal on all remaining ranks.
         """
         calls, problem, state = self.group.calls, "", None
         try:
@@ -368,9 +371,9 @@ class ExpertParallelExperts(nn.Module):
             placement=None if problem else placement,
             state="" if state is None else state.describe(),
         )
-        assert state is not None, "agree_on_move() raises what keeps a rank from it"
-        assert self.placement is not None, "checked with the state"
-        assert self._replicas is not None, "experts that are placed have tables"
+        assert state is not None, "agree_on_move() raises if a rank has a problem"
+        assert self.placement is not None, "_find_movable() checks it"
+        assert self._replicas is not None, "a layer with a placement has replica tables"
         staged = stage_experts(state.pieces(), self.placement, placement, calls.collectives)
         # Nothing is written before all ranks have all their rows.
         lost = agree_to_write(calls)
@@ -385,11 +388,11 @@ class ExpertParallelExperts(nn.Module):
             raise lost
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        """Raise the faults recorded on the device; see Dispatcher.check. Local. Host sync: yes."""
         self.path.check()
 
     def explain(self) -> str:
-        """Describe what was chosen and rejected and why, and where the experts lie."""
+        """Describe the plan, the rejected candidates with their reasons, and the placement."""
         chosen = self.path.chosen if isinstance(self.path, PipelinePath) else self.plan
         if self.placement is None:
             return chosen.explain()
@@ -403,7 +406,7 @@ class ExpertParallelExperts(nn.Module):
         return "\n".join((chosen.explain(), self.placement.describe(), limit))
 
     def stats(self) -> EPStats:
-        """Return counts since construction. Local; no host sync until counts by expert are read."""
+        """Return counts since construction. Local. Host sync: when counts by expert are read."""
         return self._counter.snapshot(self.path.traffic())
 
     def extra_repr(self) -> str:
@@ -425,15 +428,15 @@ class ExpertParallelExperts(nn.Module):
     def _find_movable(self, placement: ExpertPlacement, optimizer: Optimizer | None) -> ExpertState:
         if self.placement is None:
             raise ConfigError(
-                f"rebalance: the experts of the layer are not placed ({self.group.where}); set "
-                "EPConfig.redundant_experts, to 0 for one copy of each"
+                f"rebalance: the layer has no placement ({self.group.where}); set "
+                "EPConfig.redundant_experts, to 0 for one copy of each expert"
             )
         check_placement(self.placement, placement, self.group.where)
         if placement.prefers_near and self.config.replicated:
             raise ConfigError(
-                "rebalance: prefers_near of the placement is True, expected False where ranks have "
-                f"the same tokens ({self.group.where}), as they must choose the same replicas; "
-                "set it to False"
+                "rebalance: prefers_near of the placement is True, expected False if all ranks "
+                f"have the same tokens ({self.group.where}), because they must choose the same "
+                "replicas; set it to False"
             )
         parameters = self.expert_parameters()
         if set(parameters) != set(self._names.values()):
@@ -448,26 +451,26 @@ class ExpertParallelExperts(nn.Module):
         if not isinstance(self.path, PipelinePath):
             raise ConfigError(
                 f"ExpertParallelExperts: mode fuseep has no {what} ({self.group.where}); its "
-                "operator does everything in one call, layer.path.run()"
+                "operator dispatches, computes and combines in one call, layer.path.run()"
             )
         return self.path
 
 
 def _copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy that is contiguous, as kernels and gather_state_dict() want it."""
+    """Return a contiguous copy, which kernels and gather_state_dict() need."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 class PipelinePath:
-    """A layer's way in all modes but fuseep."""
+    """Runs a layer by dispatch, experts and combine: all modes except fuseep."""
 
     def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, chosen: EPPlan) -> None:
-        """Open what `chosen` names; it was planned with weights, and with the same arguments.
+        """Open the buffers of `chosen`, a plan made with the same arguments and with weights.
 
         Collective: yes.   Host sync: yes.
         """
         self._group, self._config = group, config
-        # Without a dtype of the user's choice rows travel as the experts are.
+        # Without EPConfig.dispatch_dtype, rows are sent in the dtype of the experts.
         self._may_widen = config.dispatch_dtype is None
         self._open(spec, chosen)
 
@@ -504,7 +507,7 @@ class PipelinePath:
                 dispatcher.refuse_combine(problem, out.handle.exchange_plan)
             raise
         y = dispatcher.combine(results)
-        # Of y: of a call that a static buffer refuses, x may be anything.
+        # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.
         count_batch(counter, y.shape[0], out.handle.exchange_plan)
         return y
 
@@ -513,7 +516,7 @@ class PipelinePath:
         return self.runner.run(out, weights)
 
     def _widen(self, weights: ExpertTensors) -> None:
-        """Plan anew for experts that were cast to a wider dtype, as all ranks have cast theirs.
+        """Make a new plan for experts that all ranks have cast to a wider dtype.
 
         Collective: yes.   Host sync: yes.
         """
@@ -524,11 +527,11 @@ class PipelinePath:
         self.phases = PhaseDispatchers(self._group, spec, self._config, chosen)
         assert chosen.runner is not None, "plan() was given the weights"
         self.runner = runner_class(chosen.runner)(int8_profile=chosen.prefill.int8_profile)
-        # Last, so that a refusal is met again by the next call.
+        # Set last, so that after an error above the next call plans again.
         self._spec, self.chosen = spec, chosen
 
     def _find_misplaced(self, tensors: Mapping[str, Tensor]) -> ShapeError | None:
-        """Find experts that are not on the device of the group, as after construction on meta."""
+        """Return the error of experts on another device than the group, such as meta, or None."""
         for name, tensor in tensors.items():
             if tensor.device != self._group.device:
                 return ShapeError(
@@ -539,7 +542,7 @@ class PipelinePath:
         return None
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        """Raise the faults recorded on the device; see Dispatcher.check. Local. Host sync: yes."""
         self.phases.check()
 
     def traffic(self) -> BufferTraffic:
@@ -548,7 +551,7 @@ class PipelinePath:
 
 
 def count_batch(counter: LayerCounter, num_tokens: int, exchange_plan: ExchangePlan) -> None:
-    """Count a batch of T tokens by its exchange plan. Local; no host sync."""
+    """Count a batch of T tokens from its exchange plan. Local. Host sync: none."""
     index, num_rows = exchange_plan.index, exchange_plan.num_rows
     if index.host_num_tokens_per_expert is not None:
         num_slots = sum(index.host_num_tokens_per_expert)
@@ -557,7 +560,7 @@ def count_batch(counter: LayerCounter, num_tokens: int, exchange_plan: ExchangeP
     counter.count(num_tokens, num_rows, num_slots, index.num_tokens_per_expert)
 
 
-# Of either layout, as the plan chose; runners read what they are given.
+# A dispatcher of either layout; the plan pairs it with a runner that reads its layout.
 AnyDispatcher = RowsDispatcher[Any, Any]
 
 
@@ -569,10 +572,10 @@ _DISPATCHERS: Mapping[Mode, type[AnyDispatcher]] = {
 
 
 class PhaseDispatchers:
-    """One dispatcher for prefill and training, one for decode; they may be the same."""
+    """The dispatcher for prefill and training, and the one for decode; they may be the same."""
 
     def __init__(self, group: EPGroup, spec: MoESpec, config: EPConfig, chosen: EPPlan) -> None:
-        """Open what `chosen` names; it was planned with the same group, spec and config.
+        """Open the dispatchers of `chosen`, a plan made with the same group, spec and config.
 
         Collective: yes.   Host sync: yes.
         """
@@ -591,7 +594,7 @@ class PhaseDispatchers:
         """Return the dispatcher of a phase.
 
         Raises:
-            ConfigError: nothing serves decode; the message says what to set.
+            ConfigError: no backend serves decode; the message has the remedy.
         """
         if not decode:
             return self.prefill
@@ -603,11 +606,11 @@ class PhaseDispatchers:
         return self.decode
 
     def any_of(self, *, decode: bool) -> AnyDispatcher:
-        """Return the dispatcher of a phase, or that of prefill where nothing serves decode."""
+        """Return the dispatcher of a phase, or the prefill dispatcher if decode has none."""
         return self.decode or self.prefill if decode else self.prefill
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        """Raise the faults recorded on the device; see Dispatcher.check. Local. Host sync: yes."""
         for dispatcher in self._all():
             dispatcher.check()
 

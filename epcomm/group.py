@@ -1,4 +1,4 @@
-"""EPGroup: the ranks that share experts, their transport, and the buffers opened on them."""
+"""EPGroup: the ranks that share experts, their transport and their buffers."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ if TYPE_CHECKING:
     from epcomm.buffers.fused import FusedBackend
 
 BackendT = TypeVar("BackendT", bound=Backend)
-# Of a DeviceMesh that says on which host each rank runs.
+# Dimensions of a DeviceMesh that has the host of each rank: hosts, and ranks of a host.
 _NUM_HOST_DIMENSIONS = 2
 
 
 class EPGroup:
     """Owns the collectives of one group of ranks and the buffers opened on them.
 
-    Layers share a group, so that layers of one shape share a buffer. There is no other shared
+    Layers share a group, so layers of the same shape share a buffer. There is no other shared
     state. `with EPGroup(...) as group:` closes it at the end.
 
-    hosts: where the ranks run, as a DeviceMesh of two dimensions has said; None: nobody has, and
-        plan() finds it out.
+    hosts: the hosts of the ranks, if given by a two-dimensional DeviceMesh; None: plan() finds out.
     """
 
     def __init__(
@@ -47,28 +46,26 @@ class EPGroup:
         *,
         device: torch.device | None = None,
     ) -> None:
-        """Wrap the ranks that share experts; the caller keeps owning what is passed.
+        """Wrap the ranks that share experts; the caller still owns the argument.
 
         Args:
-            ranks: a process group as torch.distributed hands it out, a DeviceMesh of one dimension,
-                or of two, which says where the ranks run: hosts, and the ranks of each; an mpi4py
-                communicator (its messages stay apart from ours), or ready Collectives; None: the
-                default process group.
-            device: of the tensors of the ranks, where their transport moves others, such as a GPU
-                beside gloo: backend nvlink needs no more of the transport than to open. None: the
-                one that the transport moves.
+            ranks: a torch.distributed process group; a DeviceMesh of one dimension, or of two, the
+                hosts and the ranks of each host; an mpi4py communicator, whose messages are kept
+                apart from ours; or Collectives. None: the default process group.
+            device: the device of the ranks' tensors if the transport does not support it, such as a
+                GPU with gloo; backend nvlink uses the transport only to open. None: the device of
+                the transport.
 
-        All ranks of a mesh of two dimensions share experts, numbered by their ranks in the default
-        process group, which serves them if it has no others; else the mesh is part of one of all
-        ranks, and a flattened dimension of that serves them.
-        What serves one host alone does not serve them, even where processes said to be on several
-        hosts could share memory: pass another mesh for that.
+        All ranks of a two-dimensional mesh share experts and are ordered by global rank. If the
+        mesh has all ranks, the default process group serves them; otherwise it must be part of a
+        mesh of all ranks, of which a flattened dimension serves them. Backends for one host do not
+        serve such a mesh, even if its ranks could share memory; pass another mesh for that.
 
-        Local; no rank is waited for, but where a mesh is flattened: then all ranks do that
-        together. plan() and open_buffer() compare the hosts of all ranks.
+        Local, except that flattening a mesh is collective over all ranks. plan() and open_buffer()
+        compare the hosts of all ranks.
         Raises:
-            ConfigError: this rank is no member, a mesh has more dimensions, there is no default
-                process group, or the object is none of these.
+            ConfigError: this rank is not a member, a mesh has more dimensions, there is no default
+                process group, or the argument has another type.
         """
         mesh = ranks if _is_mesh(ranks) else None
         self.collectives = _collectives_of(ranks)
@@ -89,16 +86,15 @@ class EPGroup:
 
     @property
     def where(self) -> str:
-        """The place of this rank for messages, such as `rank 3 of 8`."""
+        """The name of this rank in messages, such as `rank 3 of 8`."""
         return f"rank {self.rank} of {self.world_size}"
 
     @property
     def mesh(self) -> DeviceMesh | None:
-        """The ranks as a one-dimensional DeviceMesh, for parameters that say where they are.
+        """The ranks as a one-dimensional DeviceMesh, for expert parameters.
 
-        The one of one dimension given at construction, which may be a dimension of a larger one,
-        else one made of the process group. None over MPI and over Collectives that were passed
-        ready-made. Local.
+        It is the one-dimensional mesh given at construction, or one made from the process group.
+        None over MPI and if Collectives were passed. Local.
         """
         from epcomm.collectives.torch_dist import TorchDistCollectives
 
@@ -112,22 +108,22 @@ class EPGroup:
         return self._mesh
 
     def announce_operation(self, name: str) -> None:
-        """Compare an operation on expert parameters that communicates with the other ranks' calls.
+        """Announce a collective operation on expert parameters and compare it on all ranks.
 
-        name: of the operation, such as `norm`.
+        name: the name of the operation, such as `norm`.
 
-        Collective: yes, where the host waits in collectives; else, and after close(), it returns.
+        Collective: yes, if the host waits in collectives; otherwise, and after close(), it returns.
         Host sync: yes.
         Raises:
-            HandleError: some ranks make another call; on every rank.
-            EPTimeout: some ranks make none.
+            HandleError: some ranks make a different call; on every rank.
+            EPTimeout: some ranks make no call.
         """
         if not self.is_closed and self.collectives.bounded is not None:
             phase = f"{name} of an expert parameter"
             self.calls.announce_to_parts(CallKind.PARAMETERS, operation_sign(name), phase=phase)
 
     def __deepcopy__(self, memo: dict[int, object]) -> EPGroup:
-        """Return this group, which copies of layers share, such as averages of weights."""
+        """Return this group: copies of a layer share it."""
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -137,12 +133,10 @@ class EPGroup:
         )
 
     def limit_waits(self, timeout_s: float) -> None:
-        """Set how long a layer waits for other ranks; plan() calls it.
+        """Set the timeout of a layer for other ranks; plan() calls it. Local.
 
-        The group waits as long as its most patient layer. Before the first, it waits
-        DEFAULT_TIMEOUT_S of epcomm/collectives/base.py.
-
-        Local.
+        The group uses the longest timeout of its layers; without layers, DEFAULT_TIMEOUT_S of
+        epcomm/collectives/base.py.
         """
         self._timeout_s = max(timeout_s, self._timeout_s or timeout_s)
         self.collectives.limit_waits(self._timeout_s)
@@ -154,13 +148,13 @@ class EPGroup:
         return is_new
 
     def open_buffer(self, name: str, spec: BufferSpec) -> Buffer:
-        """Return the buffer of class `name` for `spec`, shared by all layers that ask for the same.
+        """Return the buffer of class `name` for `spec`; layers with equal arguments share it.
 
-        Collective: yes; all ranks ask for the same buffers in the same order.
+        Collective: yes; all ranks open the same buffers in the same order.
         Raises:
             ConfigError: unknown class, or ranks disagree on the specification.
             HandleError: the group is closed.
-            EPTimeout: some ranks do not come.
+            EPTimeout: some ranks did not arrive in time.
         """
         return self._open(name, spec, buffer_class, "open_buffer")
 
@@ -169,22 +163,22 @@ class EPGroup:
         return self._open(name, spec, fused_class, "open_fused")
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
-        """Exclude dead ranks, so that the layers of this group work without them over nvlink.
+        """Exclude dead ranks, named by an EPTimeout, so that nvlink layers work without them.
 
-        An EPTimeout has named them. Their experts are lost: entries of topk_ids that name one are
-        as entries of -1. What was under way is lost too, and excluded ranks stay excluded. What all
-        ranks agree on is no longer possible: new layers and buffers, and check_calls.
+        Their experts are lost: entries of topk_ids that name one count as -1. Batches in flight are
+        lost too, and excluded ranks stay excluded. Operations that compare all ranks are no longer
+        possible: new layers and buffers, and check_calls.
 
         Args:
-            ranks: numbers in this group, the same on every rank that is left.
+            ranks: numbers in this group, the same on every remaining rank.
 
-        Collective: yes, among the ranks that are left, at one place in the order of their calls;
-            no message goes to the others, nor over the process group.
+        Collective: yes, among the remaining ranks, in the same order relative to other calls; sends
+            nothing to excluded ranks or over the process group.
         Host sync: yes.
         Raises:
-            BackendUnavailable: a buffer of this group needs all ranks; before anything is done.
-            ConfigError: ranks that are none of the group, or this one.
-            EPTimeout: some other rank did not come; it may be excluded as well.
+            BackendUnavailable: a buffer of this group needs all ranks; no rank is excluded.
+            ConfigError: a rank is not in the group, or is this rank.
+            EPTimeout: another rank did not arrive; it may be excluded too.
             HandleError: the group is closed.
         """
         if self.is_closed:
@@ -197,14 +191,14 @@ class EPGroup:
             raise BackendUnavailable(
                 f"exclude_ranks: the group has buffers of {', '.join(needing)}, expected nvlink "
                 f"alone, because other backends need all ranks ({self.where}); make an EPGroup of "
-                "a process group of the ranks that are left"
+                "a process group of the remaining ranks"
             )
         for backend in backends:
             if isinstance(backend, ExcludesRanks):
                 backend.exclude_ranks(ranks)
 
     def traffic(self) -> dict[str, BufferTraffic]:
-        """Return the bytes that this rank has sent to others, by backend; none if closed."""
+        """Return the bytes that this rank has sent to other ranks, by backend; {} after close()."""
         sent: dict[str, BufferTraffic] = {}
         for backend in self._backends.values():
             name = backend.name
@@ -220,30 +214,30 @@ class EPGroup:
     ) -> BackendT:
         if self.is_closed:
             raise HandleError(f"{function}: the EPGroup is closed ({self.where}); make a new one")
-        # Compared before the look-up: a rank that finds its backend must not leave others waiting.
+        # Compare before the look-up: a rank that finds its buffer must not leave others waiting.
         self.calls.agree({"backend": name, **spec.as_record()}, what=function)
         kind, key = class_of(name), (name, spec)
         if spec.returns_slots and not issubclass(kind, ReturnsSlots):
             raise ConfigError(
-                f"{function}: {name} returns sums, and BufferSpec.returns_slots asks for a row of "
-                f"each slot ({self.where}); use nvlink in low latency"
+                f"{function}: {name} returns sums, but BufferSpec.returns_slots requires one row "
+                f"per slot ({self.where}); use nvlink in low latency"
             )
         found = self._backends.get(key)
         if found is None:
             found = kind(self.calls, spec)
             found.prepare()
             self._backends[key] = found
-        assert isinstance(found, kind), "names are of one class each"
+        assert isinstance(found, kind), "each name stands for one class"
         return found
 
     def close(self, *, after_error: bool = False) -> None:
         """Close all buffers; later calls through them raise HandleError. Idempotent.
 
         Args:
-            after_error: other ranks may not come; buffers of packages whose own closing waits for
-                them stay allocated.
+            after_error: do not wait for other ranks; buffers whose release is collective stay
+                allocated.
 
-        Local, but for such buffers (deep_ep, nvlink), which all ranks close together.
+        Local, except for the buffers of deep_ep and nvlink, whose release is collective.
         """
         self.is_closed = True
         while self._backends:
@@ -286,7 +280,7 @@ def _collectives_of(ranks: object) -> Collectives:
         ranks = _process_group_of(ranks)
     if ranks is dist.GroupMember.NON_GROUP_MEMBER:
         raise ConfigError(
-            "EPGroup: this rank is no member of the process group; "
+            "EPGroup: this rank is not a member of the process group; "
             "construct the EPGroup on member ranks only"
         )
     if isinstance(ranks, dist.ProcessGroup):
@@ -307,8 +301,8 @@ def _process_group_of(mesh: DeviceMesh) -> object:
 
     if mesh.ndim not in (1, _NUM_HOST_DIMENSIONS):
         raise ConfigError(
-            f"EPGroup: the DeviceMesh has {mesh.ndim} dimensions, expected 1, or 2: hosts and the "
-            "ranks of each; pass mesh['the expert dimension'] or mesh['hosts', 'ranks of a host']"
+            f"EPGroup: the DeviceMesh has {mesh.ndim} dimensions, expected 1, or 2 (hosts and "
+            "their ranks); pass mesh['the expert dimension'] or mesh['hosts', 'ranks of a host']"
         )
     if mesh.get_coordinate() is None:
         return dist.GroupMember.NON_GROUP_MEMBER
@@ -319,21 +313,21 @@ def _process_group_of(mesh: DeviceMesh) -> object:
     if mesh._get_root_mesh().size() != dist.get_world_size():
         raise ConfigError(
             f"EPGroup: the DeviceMesh of hosts has {mesh.size()} of {dist.get_world_size()} ranks "
-            "and is no part of a larger one; cut it from a mesh of all ranks, such as "
+            "and is not part of a larger one; slice it from a mesh of all ranks, such as "
             "init_device_mesh(device, (stages, hosts, ranks), mesh_dim_names=('stage', 'host', "
             "'rank'))['host', 'rank']"
         )
-    # A group made by its ranks alone would be named by how many groups each of them has, so that
-    # ranks with other groups besides would wait for names that nobody else uses.
+    # Do not use new_group(): torch derives the name of a group from the number of groups that each
+    # rank has, so ranks with other groups would use different names and never meet.
     return mesh._flatten().get_group()
 
 
 def _hosts_of(mesh: DeviceMesh) -> HostLayout | None:
-    """Return the host of each rank of the EP group, if the mesh has hosts for a dimension."""
+    """Return the host of each rank of the EP group, or None if the mesh has no hosts."""
     if mesh.ndim != _NUM_HOST_DIMENSIONS:
         return None
     ranks, ranks_per_host = _ranks_of(mesh), mesh.size(1)
-    # Ranks of a process group are in ascending order, and those of a mesh in any.
+    # A process group has its ranks in ascending order, a mesh in any order.
     return HostLayout.of([ranks.index(rank) // ranks_per_host for rank in sorted(ranks)])
 
 
@@ -348,6 +342,6 @@ def _is_mesh(ranks: object) -> TypeGuard[DeviceMesh]:
 
 
 def _is_communicator(ranks: object) -> TypeGuard[MPI.Comm]:
-    # Who passes one has imported mpi4py; nobody else needs it.
+    # A caller that passes a communicator has imported mpi4py, so do not import it here.
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and isinstance(ranks, mpi.Comm)

@@ -1,7 +1,7 @@
-"""Numbers on which hosts and kernels agree: faults, flags, waits, and entries of a report.
+"""Constants shared by hosts and kernels: faults, flags, waits, and the entries of a report.
 
-Below buffers and kernels, so that neither repeats them. Triton kernels take them as constants from
-kernels/nvlink/common/status.py, kernels in CUDA C++ as definitions.
+Triton kernels import them as constants from kernels/nvlink/common/status.py; CUDA C++ kernels get
+them as macros.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FaultCode(IntEnum):
 
     @classmethod
     def of(cls, error: EPError | None, *, in_combine: bool = False) -> FaultCode:
-        """Return the code that reports `error`, found in dispatch or in combine."""
+        """Return the code that reports `error` of a dispatch or of a combine."""
         if error is None:
             return cls.NONE
         if isinstance(error, HandleError):
@@ -46,14 +46,14 @@ class FaultCode(IntEnum):
         return cls.EXPERTS if in_combine else cls.UNREADY
 
 
-# In the fault word of a relayed fault, above its code: 1 + the rank of the EP group that has it.
+# The bits of a fault word above its code: 1 + the rank of the EP group that has a relayed fault.
 _FAULTY_RANK_SHIFT = 8
 
 
 def fault_word(error: EPError | None, *, in_combine: bool = False) -> int:
-    """Return what tells other ranks of `error`: its FaultCode, and whose it is if not this rank's.
+    """Return the word that reports `error`: its FaultCode, and its rank if the fault is relayed.
 
-    in_combine: it was found in combine, and not in dispatch.
+    in_combine: the error was found in combine, not in dispatch.
     """
     if error is None:
         # Fast path: almost every call succeeds.
@@ -64,11 +64,11 @@ def fault_word(error: EPError | None, *, in_combine: bool = False) -> int:
 
 
 def pack_fault(code: FaultCode, rank: int) -> int:
-    """Return the fault word by which others pass on a fault of `rank` of the EP group."""
+    """Return the fault word that relays a fault of `rank` of the EP group."""
     return int(code) | (rank + 1) << _FAULTY_RANK_SHIFT
 
 
-# In the fault byte of a relayed fault, which has no bits for a rank, beside its code.
+# The bit of a fault byte that marks a relayed fault; a byte has no bits for the rank.
 _RELAYED = 1 << 7
 
 
@@ -83,41 +83,42 @@ def fault_byte(error: EPError | None) -> int:
 
 
 def fault_word_of_byte(byte: int, rank: int) -> int:
-    """Return the fault word of a byte from `rank`, which stands for the rank that has the fault."""
+    """Return the fault word of a byte from `rank`; a relayed fault is attributed to `rank`."""
     return pack_fault(FaultCode(byte & ~_RELAYED), rank) if byte & _RELAYED else byte
 
 
 def is_fault_byte(byte: int) -> bool:
-    """Return whether a rank can have reported this fault byte."""
+    """Return whether `byte` is a valid fault byte."""
     return 0 <= byte & ~_RELAYED < len(FaultCode)
 
 
 def is_passed_on(word: int) -> bool:
-    """Return whether a fault word is of another rank than the one that it came from."""
+    """Return whether a fault word relays the fault of another rank than its sender."""
     return word >> _FAULTY_RANK_SHIFT > 0
 
 
 def unpack_fault(word: int, rank: int) -> tuple[FaultCode, int]:
-    """Return the code of a fault word that came from `rank`, and the rank that has the fault."""
+    """Return the code of a fault word received from `rank`, and the rank that has the fault."""
     passed_on = word >> _FAULTY_RANK_SHIFT
     return FaultCode(word & (1 << _FAULTY_RANK_SHIFT) - 1), passed_on - 1 if passed_on else rank
 
 
 def is_fault_word(word: int, world_size: int) -> bool:
-    """Return whether a rank of a group of world_size ranks can have sent this fault word."""
+    """Return whether `word` is a valid fault word in a group of world_size ranks."""
     code = word & (1 << _FAULTY_RANK_SHIFT) - 1
     ranks = range(world_size + 1 if code else 1)
     return code < len(FaultCode) and word >> _FAULTY_RANK_SHIFT in ranks
 
 
-# Where bits of tensors of the experts begin, and how many code and flags leave in an int32.
+# The first bit of the expert tensors, and the number of bits that an int32 has for them.
 TRAINED_SHIFT, MAX_TRAINED = 3, 20
 
 
 class BatchFlags(IntFlag):
-    """The flags by which a rank describes its batch; the value travels with its counts.
+    """The flags of a rank's batch, sent with its counts.
 
-    Above these lies a bit for each tensor of the experts, in one order on all ranks: it trains.
+    Above these bits, each expert tensor has a bit, set if the tensor trains. All ranks use the same
+    order of tensors.
     """
 
     NONE = 0
@@ -127,7 +128,7 @@ class BatchFlags(IntFlag):
 
     @classmethod
     def of_experts(cls, trains: Iterable[bool]) -> BatchFlags:
-        """Return the flags of experts of which these tensors train, with their bits."""
+        """Return the flags of expert tensors; `trains` has one entry for each tensor."""
         bits = sum(1 << place for place, trained in enumerate(trains) if trained)
         told = bits & ((1 << MAX_TRAINED) - 1)
         return cls((told << TRAINED_SHIFT) | (cls.EXPERTS_NEED_GRAD if bits else cls.NONE))
@@ -135,33 +136,33 @@ class BatchFlags(IntFlag):
 
 # The largest flags of a batch.
 MAX_FLAGS = (1 << (TRAINED_SHIFT + MAX_TRAINED)) - 1
-# What must be equal on all ranks of a batch with gradients.
+# The flags that must be equal on all ranks of a batch with gradients.
 COMPARED_FLAGS = (((1 << MAX_TRAINED) - 1) << TRAINED_SHIFT) | int(BatchFlags.GRAD_ENABLED)
 
 
-# In a status, one int32, the flags lie above the fault code.
+# A status, one int32, has the flags above the fault code.
 FLAGS_SHIFT = 8
 FAULT_MASK = (1 << FLAGS_SHIFT) - 1
 
 
 def pack_status(code: int, flags: BatchFlags) -> int:
-    """Return the FaultCode, or a fault_byte(), and the BatchFlags of a rank in one int32."""
+    """Return the status of a rank: its FaultCode or fault_byte(), and its BatchFlags."""
     return int(code) | (int(flags) << FLAGS_SHIFT)
 
 
 def unpack_status(status: int) -> tuple[int, int]:
-    """Return the FaultCode and the BatchFlags of a status of pack_status()."""
+    """Return the FaultCode and the BatchFlags of a status from pack_status()."""
     return status & FAULT_MASK, status >> FLAGS_SHIFT
 
 
 class Wait(IntEnum):
-    """The signal that did not arrive before a kernel timed out, as it reports it."""
+    """The signal that a kernel waited for when it timed out."""
 
-    # Of low latency.
+    # Signals of low latency.
     CREDIT = 1
     DISPATCH = 2
     COMBINE = 3
-    # Of normal mode.
+    # Signals of normal mode.
     DISPATCH_BEGIN = 11
     HEADERS = 12
     ROWS = 13
@@ -169,21 +170,22 @@ class Wait(IntEnum):
     SUMS = 15
 
 
-# Entries of the report of a kernel (int32): the Wait, its epoch, the abort flag of the rank that
-# timed out first, and then one entry for each rank, not 0 if it is missing.
+# Indices in the report of a kernel (int32): the Wait, its epoch, the abort flag of the rank that
+# timed out first, then one entry for each rank, nonzero if the rank is missing.
 REPORT_WAIT, REPORT_EPOCH, REPORT_ABORTED, REPORT_MISSING = 0, 1, 2, 4
 
-# The abort flag: 1 + the rank that timed out, then a bit for each missing rank, as many as fit.
+# The abort flag has 1 + the rank that timed out, then bits of the first MAX_MISSING ranks, set if
+# the rank is missing.
 MISSING_SHIFT, MAX_MISSING = 8, 23
 
 
 def decode_abort(value: int) -> tuple[int, list[int]]:
-    """Return the rank that timed out, and the missing ranks: of 2 + 2**8 + 2**10, 1 and [0, 2]."""
+    """Return the rank that timed out and the missing ranks: 2 + 2**8 + 2**10 gives 1 and [0, 2]."""
     missing = [rank for rank in range(MAX_MISSING) if value >> (MISSING_SHIFT + rank) & 1]
     return (value & (2**MISSING_SHIFT - 1)) - 1, missing
 
 
-# 32-bit words of a header of normal mode over NVLink before its lists: status, T.
+# 32-bit words before the lists in a header of normal mode over NVLink: status and T.
 HEADER_WORDS = 2
-# Receive buffers of a rank over NVLink, unless the configuration asks for another number.
+# Default number of receive buffers of a rank over NVLink.
 NUM_BUFFERS = 2

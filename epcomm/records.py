@@ -1,7 +1,7 @@
-"""The frozen records that pass between routing, dispatch, experts and combine.
+"""The frozen records passed between routing, dispatch, experts and combine.
 
-Letters: T tokens of this rank, K experts a token, H hidden, R received rows, C slots allocated,
-L experts of this rank. A slot is one (token, expert) pair on the rank that owns the expert.
+Letters: T tokens of this rank, K experts per token, H hidden size, R received rows, C allocated
+slots, L experts of this rank. A slot is one (token, expert) pair on the rank that owns the expert.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T_co = TypeVar("T_co", covariant=True)
 class TopKOutput:
     """The routing of one batch.
 
-    topk_ids: [T, K], int64, physical expert ids; -1 means no expert. Ids are distinct within a row,
-        as routers choose them. Of an expert named twice each entry is a slot and both are added in
-        the layout ROWS; MASKED, ascend and deep_ep_v2 raise a ShapeError on every rank. Where the
-        slots exceed a static size, every rank raises a CapacityError.
-    topk_weights: [T, K], float32; beside float64 rows float64; another floating dtype is cast. The
+    topk_ids: [T, K], int64, physical expert ids; -1 means no expert. Ids should be distinct within
+        a row. If a row names an expert twice, the layout ROWS makes a slot for each entry and adds
+        both; MASKED, ascend and deep_ep_v2 raise ShapeError on every rank. If the slots exceed a
+        static size, every rank raises CapacityError.
+    topk_weights: [T, K], float32, or float64 with float64 rows; another floating dtype is cast. The
         weight of a -1 entry is ignored.
-    is_physical: a router chose the ids from the layer's ReplicaTable. To a layer with a placement
-        others are logical; nothing else reads it.
+    is_physical: the ids are physical ids from the layer's ReplicaTable; if False, a layer with a
+        placement treats them as logical ids. Read only by such layers.
     """
 
     topk_ids: Tensor
@@ -40,17 +40,17 @@ class TopKOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicaTable:
-    """The physical experts among which tokens of this rank choose, on the device.
+    """The replicas that tokens of this rank use, on the device.
 
-    Of the replicas of an expert, token t of call c takes number (first + t + c) modulo how many
-    there are: round robin, and the same in every run. A call without tokens is none.
+    Token t of call c uses replica (first + t + c) modulo the number of replicas of its expert:
+    round robin, and the same in every run. Calls without tokens do not count.
 
     replicas: [E, R], int32, contiguous; physical ids of each logical expert, padded with -1.
-    num_replicas: [E], int32, how many of a row are ids; an expert without any becomes -1.
-    calls: [], int64, 0 at first; each call adds 2**32 to it, and c is their number modulo 2**30.
-        The lower bits are for kernels, whose programs add parts. None: c is 0, as where a call is
-        computed again, or ranks have to choose alike.
-    first: what lets ranks begin with different replicas, such as the rank.
+    num_replicas: [E], int32, number of ids in each row; an expert without replicas becomes -1.
+    calls: [], int64, initially 0; each call adds 2**32, and c is the number of calls modulo 2**30.
+        The lower bits are for kernels, whose programs add parts. None: c is 0, so that recomputed
+        calls, or all ranks, choose the same replicas.
+    first: an offset that differs between ranks, such as the rank, to spread the load.
     """
 
     replicas: Tensor
@@ -59,10 +59,10 @@ class ReplicaTable:
     first: int = 0
 
     def choose(self, topk_ids: Tensor) -> Tensor:
-        """Return physical ids, [T, K], int64, of logical ones, and count the call.
+        """Return the physical ids, [T, K], int64, of logical ids, and count the call.
 
-        -1 stays -1; what is no logical id becomes no physical id, which the dispatcher refuses, on
-        all ranks.
+        -1 stays -1. An invalid logical id becomes an invalid physical id, for which dispatch raises
+        on all ranks.
 
         Local.   Host sync: none.   Graph capture: yes.   Deterministic: yes.
         """
@@ -74,21 +74,21 @@ class ReplicaTable:
         known = topk_ids.clamp(0, num_experts - 1)
         found = self.num_replicas[known]
         physical = self.replicas[known, turn % found.clamp(min=1)].long()
-        # There are at most as many physical experts as the table has places.
+        # There are at most replicas.numel() physical experts.
         unknown = torch.where(topk_ids < 0, topk_ids, topk_ids + self.replicas.numel())
         return torch.where(topk_ids == known, physical.masked_fill(found == 0, -1), unknown)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotIndex:
-    """The expert-major index over received rows; slots of one expert are neighbours.
+    """The expert-major index over received rows; the slots of one expert are contiguous.
 
     row_of_slot: [C], int32, the row that slot s reads, -1 for padding; None: slot s is row s.
-    slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None as row_of_slot.
+    slots_of_row: [R, K], int32, the inverse in k order, -1 for none; None if row_of_slot is None.
     num_tokens_per_expert: [L], int32, on the device.
-    first_slot: [L+1], int32, on the device; starts are multiples of expert_alignment.
-    host_num_tokens_per_expert: the same counts on the host where they came for free, else None.
-    is_dense: every slot in [0, C) is in use: no padding, no unused tail.
+    first_slot: [L+1], int32, on the device; multiples of expert_alignment.
+    host_num_tokens_per_expert: the same counts on the host; None if they would need a host sync.
+    is_dense: all C slots are in use: no padding, no unused tail.
     """
 
     row_of_slot: Tensor | None
@@ -101,7 +101,7 @@ class SlotIndex:
 
 
 class ExchangePlan:
-    """The immutable plan of one dispatch: indices, splits, offsets; every buffer has its own kind.
+    """The immutable plan of one dispatch: indices, splits, offsets. Each buffer has a subclass.
 
     An exchange plan owns its memory and may be used any number of times: for backward,
     recomputation and cached dispatches.
@@ -112,8 +112,8 @@ class ExchangePlan:
     num_rows: int
 
     def rows_from_ranks(self) -> Tensor:
-        """Return how many rows came from each rank, [W], integers; in buffers of exact sizes."""
-        raise NotImplementedError(f"{type(self).__name__} does not have the rows of each rank")
+        """Return the number of rows from each rank, [W], integers; only in exact-size buffers."""
+        raise NotImplementedError(f"{type(self).__name__} does not count the rows of each rank")
 
 
 class Handle:
@@ -139,11 +139,11 @@ class Handle:
         needs_backward: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Begin with dispatch number `call` of `owner`.
+        """Make the handle of dispatch number `call` of `owner`.
 
-        exchange_plan, needs_backward: see open(), for a batch whose rows have come.
-        num_tokens: T as the caller gave it; the exchange plan of a refused batch has none.
-        dtype: of the hidden states as the caller gave them, and of y; None: as they travel.
+        exchange_plan, needs_backward: see open(), for a batch that has been received.
+        num_tokens: T as the caller passed it; the exchange plan of a failed batch has 0.
+        dtype: the dtype of the caller's hidden states and of y; None: the dtype on the wire.
         """
         self._owner = owner
         self._spent: str | None = None
@@ -155,14 +155,14 @@ class Handle:
             self.open(exchange_plan, needs_backward)
 
     def open(self, exchange_plan: ExchangePlan, needs_backward: bool) -> None:
-        """Take the exchange plan of the batch when its rows have come.
+        """Set the exchange plan of the batch after its rows have been received.
 
-        needs_backward: some rank of the group runs the backward of this batch, so all do.
+        needs_backward: all ranks run the backward of this batch, because some rank needs it.
         """
         self.exchange_plan, self.needs_backward = exchange_plan, needs_backward
 
     def check(self, owner: object) -> None:
-        """Raise HandleError unless `owner` made this handle and it is still unspent."""
+        """Raise HandleError unless `owner` made this handle and it is unspent."""
         if self._owner is not owner:
             raise HandleError(
                 f"combine: the batch of dispatch call {self.call} belongs to another dispatcher; "
@@ -183,8 +183,8 @@ class Handle:
 class RowsCombineInput:
     """The expert results for the ROWS layout.
 
-    hidden_states: [C, H], one row a slot, or [R, H], one row a received row, as `rows_per` says.
-    slot_weights: [C], dtype of the router weights, when combine must apply them, else None.
+    hidden_states: [C, H], one row per slot, or [R, H], one row per received row; see rows_per.
+    slot_weights: [C], dtype of the router weights; None if combine does not apply them.
     """
 
     hidden_states: Tensor
@@ -195,13 +195,13 @@ class RowsCombineInput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowsDispatchOutput:
-    """The received tokens in the ROWS layout: one row per (token, rank), an index over the rows.
+    """The received tokens in the ROWS layout: one row per (token, rank), and an index over them.
 
     hidden_states: [R, H]; the row stride may exceed H. Rows without a slot are undefined.
-    index: the expert-major slots over the rows.
-    slot_weights: [C], float32 (float64 beside such rows), differentiable on trainable paths; None
-        where none travelled.
-    weights_applied_by: who multiplies by slot_weights.
+    index: the expert-major index over the rows.
+    slot_weights: [C], float32, or float64 with float64 rows; differentiable on trainable buffers;
+        None if dispatch sent no weights.
+    weights_applied_by: the part that multiplies by slot_weights.
     combine_rows: [C, H], memory that combine can send from without a copy, or None.
     """
 
@@ -216,12 +216,12 @@ class RowsDispatchOutput:
 
     @property
     def num_tokens_per_expert(self) -> Tensor:
-        """The slots of each local expert: [L], int32, on the device."""
+        """The number of slots of each local expert: [L], int32, on the device."""
         return self.index.num_tokens_per_expert
 
     @property
     def num_slots(self) -> int:
-        """The number of slots allocated, C."""
+        """The number of allocated slots, C."""
         if self.index.row_of_slot is None:
             return self.hidden_states.data.shape[0]
         return self.index.row_of_slot.shape[0]
@@ -236,12 +236,12 @@ class RowsDispatchOutput:
     ) -> RowsCombineInput:
         """Wrap expert results for `Dispatcher.combine`, which checks them.
 
-        Local. What is wrong with the rows is for all ranks to hear, and combine() tells them.
+        Local.
 
         Args:
             hidden_states: [C, H] or, with rows_per=ROW, [R, H].
-            rows_per: what one row stands for; ROW rows are already weighted and reduced, which
-                they cannot be where combine applies the weights.
+            rows_per: the unit of one row. ROW rows are already weighted and reduced, so ROW is
+                invalid if combine applies the weights.
         """
         by_combine = self.weights_applied_by is WeightsAppliedBy.COMBINE
         return RowsCombineInput(
@@ -254,7 +254,10 @@ class RowsDispatchOutput:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MaskedCombineInput:
-    """The expert results for the MASKED layout: [L, C, H], the first n of each expert."""
+    """The expert results for the MASKED layout.
+
+    hidden_states: [L, C, H]; the first num_tokens_per_expert[l] rows of expert l are read.
+    """
 
     hidden_states: Tensor
     slot_weights: Tensor | None
@@ -265,11 +268,11 @@ class MaskedCombineInput:
 class MaskedDispatchOutput:
     """The received tokens in the MASKED layout.
 
-    hidden_states: [L, C, H]; of expert l the first num_tokens_per_expert[l] rows are defined.
+    hidden_states: [L, C, H]; the first num_tokens_per_expert[l] rows of expert l are defined.
     num_tokens_per_expert: [L], int32, on the device.
-    slot_weights: [L, C], float32, or None where weights did not travel.
-    mean_tokens_per_expert: rows of an expert if all ranks dispatch as many tokens as this one and
-        experts are chosen equally often, rounded up; it may choose tiles. None: not known.
+    slot_weights: [L, C], float32, or None if dispatch sent no weights.
+    mean_tokens_per_expert: a hint for tile sizes: the tokens of an expert, rounded up, if all ranks
+        dispatch as many tokens as this one and experts are chosen uniformly; None: unknown.
     """
 
     hidden_states: WireTensor
@@ -303,23 +306,23 @@ CombineInput = RowsCombineInput | MaskedCombineInput
 class Pending(Generic[T_co]):
     """The unfinished half of an asynchronous dispatch or combine.
 
-    Waits come in one order on all ranks, like the calls.
+    All ranks call wait() in the same order, like the calls.
     """
 
     def __init__(self, finish: Callable[[], T_co], *, record: T_co | None = None) -> None:
-        """Hold `finish`, which completes the operation and returns its record.
+        """Store `finish`, which completes the operation and returns its record.
 
-        record: the same, where its tensors exist before they are filled.
+        record: the same record, if its tensors exist before they are filled; else None.
         """
         self._finish: Callable[[], T_co] | None = finish
         self._record = record
 
     @property
     def record(self) -> T_co | None:
-        """Return the record whose tensors wait() fills, or None where it makes them.
+        """Return the record whose tensors wait() fills, or None if wait() allocates them.
 
-        Until then what they hold is undefined. Low latency over NVLink has them; there a dispatch
-        hands out the same memory whenever the turn of its receive buffer comes.
+        The tensors are undefined before wait(). Only low latency over NVLink has a record; there a
+        dispatch returns the same memory whenever it uses the same receive buffer.
         """
         return self._record
 
@@ -336,7 +339,7 @@ class Pending(Generic[T_co]):
 
 
 def empty_topk(top_k: int, device: torch.device) -> TopKOutput:
-    """Return the routing of a rank without tokens: topk_ids [0, K], topk_weights [0, K]."""
+    """Return the top-k entries of a rank without tokens: topk_ids [0, K], topk_weights [0, K]."""
     return TopKOutput(
         topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
         topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),

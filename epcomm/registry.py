@@ -1,4 +1,4 @@
-"""Names of backends and runners, and where they live; each is imported when it is chosen."""
+"""The classes of backends and runners by name; each is imported when it is chosen."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from epcomm.buffers.fused import FusedBackend
     from epcomm.runners.base import ExpertRunner
 
-# The classes behind each name: mode, budget and `replicated` choose among them, and of several that
-# remain the first that can is taken. The same order holds among the names in backend="auto".
-# nvlink, which serves one host, comes before deep_ep, and MEASURED_ORDER says why.
+# The classes of each backend. Mode, slot budget and `replicated` select among them; if several can
+# serve a layer, the plan takes the first. backend="auto" tries the names in this order. nvlink,
+# which serves one host, comes before deep_ep; MEASURED_ORDER has the reason.
 BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "nvlink": (
@@ -61,9 +61,9 @@ DROP_IN_BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 )
 MEASURED_ORDER = (
     "nvlink comes before deep_ep, because on 4 H200 a low-latency pair of 128 tokens took 51 us, "
-    "with DeepEP V1 94 us and with V2 68 us (docs/performance.md)"
+    "compared with 94 us for DeepEP V1 and 68 us for V2 (docs/performance.md)"
 )
-# Names for several backends, of which a machine has at most one.
+# Names that stand for several backends, of which a machine has at most one.
 BACKEND_GROUPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"deep_ep": ("deep_ep_v2", "deep_ep_v1")}
 )
@@ -76,7 +76,8 @@ FUSED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "fuseep_reference": ("epcomm.fuseep.reference:FuseEPReference",),
     }
 )
-# Reads blocks of another library, and lies above the layer that it makes.
+# The function that reads blocks of transformers. Only its name is here, because it imports the
+# layer, which imports this module.
 BLOCK_READER = "epcomm.integrations.transformers:from_transformers"
 RUNNERS: Mapping[str, str] = MappingProxyType(
     {
@@ -103,7 +104,7 @@ def _by_class(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, str]:
     return {_class_name(path): path for paths in table.values() for path in paths}
 
 
-# A plan looks up a hundred names.
+# Dictionaries, because a plan looks up about a hundred names.
 _BUFFER_CLASSES = {**_by_class(BUFFERS), **_by_class(DROP_IN_BUFFERS)}
 _FUSED_CLASSES = _by_class(FUSED)
 
@@ -127,20 +128,20 @@ def fused_class(name: str) -> type[FusedBackend]:
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Return the class of a buffer or of a fused operator, by the name of the class.
+    """Return the class of a buffer or fused operator by its class name.
 
     Raises:
-        ConfigError: no such class; the message lists the buffers that exist.
+        ConfigError: no such class; the message lists the existing buffers.
     """
     return fused_class(name) if name in _FUSED_CLASSES else buffer_class(name)
 
 
 def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
-    """Return the backends that EPConfig.backend names, in order of preference.
+    """Return the backends that EPConfig.backend allows, in order of preference.
 
     Args:
-        chosen: one of the names of `mode`, deep_ep for whichever is installed, or auto for all.
-        mode: fuseep has names of its own.
+        chosen: a name of `mode`, deep_ep for either version, or auto for all.
+        mode: the mode; fuseep has its own names.
 
     Raises:
         ConfigError: no such name; the message lists those that exist.
@@ -155,7 +156,7 @@ def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
 
 
 def class_names(backend: str) -> tuple[str, ...]:
-    """Return the names of the classes behind one backend, in order of preference."""
+    """Return the class names of one backend, in order of preference."""
     paths = BUFFERS[backend] if backend in BUFFERS else FUSED[backend]
     return tuple(_class_name(path) for path in paths)
 
@@ -184,6 +185,6 @@ def _load(kind: str, table: Mapping[str, str], name: str) -> type:
 
 
 def block_reader() -> Callable[..., Any]:
-    """Return the function that spreads a transformers block over a group; imports transformers."""
+    """Return from_transformers(), which makes a layer of a block; imports transformers."""
     module, _, attribute = BLOCK_READER.partition(":")
     return getattr(import_module(module), attribute)

@@ -1,4 +1,4 @@
-"""The requirements of a layer on a backend, and the capabilities of a backend."""
+"""Records of what a layer requires and of what a backend supports."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from epcomm.types import (
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """The sizes of one MoE layer, as far as they matter to communication; equal on all ranks.
+    """The sizes of one MoE layer that matter to communication; equal on all ranks.
 
-    plan() checks it, so that with a group all ranks hear of a fault on one of them.
+    plan() checks them; with a group, an error on one rank is reported on all ranks.
 
-    hidden_size: H.   num_experts: P, physical experts of all ranks.   top_k: K.
-    dtype: of the hidden states.
+    hidden_size: H.   num_experts: P, the physical experts of all ranks.   top_k: K.
+    dtype: the dtype of the hidden states.
     """
 
     hidden_size: int
@@ -37,11 +37,11 @@ class MoESpec:
     dtype: torch.dtype = torch.bfloat16
 
     def check(self) -> None:
-        """Refuse a layer that cannot be. Local.
+        """Check the sizes and the dtype. Local.
 
         Raises:
-            ConfigError: a number is no integer from 1 to MAX_SIZE, or there is no such dtype on the
-                wire.
+            ConfigError: a number is not an integer from 1 to MAX_SIZE, or the dtype has no
+                WireDtype.
         """
         for name in ("hidden_size", "num_experts", "top_k"):
             value = getattr(self, name)
@@ -58,10 +58,10 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """The verdict on whether a backend can run on this rank: what it lacks, and what to do.
+    """Whether a backend can run on this rank, and if not, the reasons and the remedy.
 
-    command: the one that would bring all of it; empty where none is known or needed.
-    needs: the hardware or system without which no command can; empty where that is here.
+    command: the command that installs all that is missing; empty if none is known or needed.
+    needs: the required hardware or system that is absent; empty if none is absent.
     """
 
     ok: bool
@@ -78,13 +78,13 @@ class Availability:
         absent: Sequence[str] = (),
         needs: str = "",
     ) -> Availability:
-        """Make the verdict on what a machine lacks; ok if it lacks nothing.
+        """Return the availability of a backend; ok if nothing is missing or absent.
 
         Args:
-            missing: what is not installed.
-            command: installs all of that.
-            absent: hardware that is not there, which no command brings.
-            needs: what to have instead, such as `NVIDIA GPUs`.
+            missing: reasons that an installation removes.
+            command: the command that installs all that is missing.
+            absent: reasons that no installation removes, such as hardware.
+            needs: the required hardware or system, such as `NVIDIA GPUs`.
         """
         return cls(
             ok=not (missing or absent),
@@ -94,7 +94,7 @@ class Availability:
         )
 
     def also(self, reasons: Sequence[str]) -> Availability:
-        """Return this verdict with more reasons why not, if there are any."""
+        """Return this availability with more reasons against it; unchanged if there are none."""
         return replace(self, ok=False, reasons=(*self.reasons, *reasons)) if reasons else self
 
 
@@ -102,17 +102,17 @@ class Availability:
 class HostLayout:
     """The host of each rank of a group; equal on all ranks.
 
-    The place of a rank is its number among the ranks of its host. Hosts are numbered in the order
-    of their first ranks. Example: hosts 0 0 1 1 give the ranks the places 0 1 0 1.
+    The place of a rank is its index among the ranks of its host. Hosts are numbered in the order of
+    their first ranks. Example: ranks on hosts 0 0 1 1 have the places 0 1 0 1.
 
-    host_of_rank: [W], for each rank the number of its host.
+    host_of_rank: [W], the number of the host of each rank.
     """
 
     host_of_rank: tuple[int, ...]
 
     @classmethod
     def of(cls, names: Sequence[object]) -> HostLayout:
-        """Give a number to each host: names[r] is equal for the ranks of one host alone."""
+        """Return the layout for the host names of the ranks; ranks of one host have equal names."""
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(host_of_rank=tuple(numbers[name] for name in names))
 
@@ -137,11 +137,11 @@ class HostLayout:
 
     @property
     def is_even(self) -> bool:
-        """Return whether all hosts have as many ranks."""
+        """Return whether all hosts have the same number of ranks."""
         return len({len(ranks) for ranks in self.ranks_of_host}) == 1
 
     def ranks_elsewhere(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks of other hosts than that of `rank`, in ascending order."""
+        """Return the ranks on other hosts than `rank`, in ascending order."""
         own = self.host_of_rank[rank]
         return tuple(other for other, host in enumerate(self.host_of_rank) if host != own)
 
@@ -152,24 +152,25 @@ class HostLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferSpec:
-    """The rows and sizes that a buffer must carry; equal on all ranks, compared once in prepare().
+    """The rows and sizes that a buffer must support; open_buffer() compares them on all ranks.
 
     hidden_size: H.   top_k: K.   num_local_experts: L.
-    dispatch_format: rows of dispatch on the wire.
-    hidden_format: unquantised rows on the wire: of combine, and of gradients in both directions.
+    dispatch_format: the wire format of rows in dispatch.
+    hidden_format: the wire format of unquantised rows: in combine, and gradients in both
+        directions.
     max_tokens_per_rank: M, or None for no limit.
-    max_recv_slots: static budget of slots a rank receives, or None for exact sizes.
+    max_recv_slots: static budget of slots that a rank receives, or None for exact sizes.
     expert_alignment: each expert's slots start at a multiple of this, in either layout.
-    compares_calls: ranks compare their calls where that needs an exchange of its own.
-    num_sms: SMs of a GPU that kernels of its own may take, None for the buffer's choice.
-    batches_in_flight: dispatches that may wait for their combine, None for the buffer's choice.
-    intermediate_size: I, for fused operators, which compute the experts; buffers do not, and have
-        None, as has a plan that was made without experts.
-    returns_slots: router weights come with combine, and not with dispatch. Combine returns one row
-        per slot, which the source rank sums: more bytes than sums, see Buffer.combine_slots().
-    scale_layout: how the scales of slabs are to lie, in the layout MASKED over NVLink. Other
-        buffers leave them as they come; WireTensor.scale_layout tells.
-    hosts: where the ranks run, if on several hosts and known; else None.
+    compares_calls: ranks compare their calls even if that needs an extra exchange.
+    num_sms: most SMs that the buffer's kernels may use; None: the buffer chooses.
+    batches_in_flight: dispatches that may wait for their combine; None: the buffer chooses.
+    intermediate_size: I, for fused operators, which compute the experts; None for buffers and for
+        plans without experts.
+    returns_slots: router weights are passed to combine, not to dispatch. Combine returns one row
+        per slot and the source rank sums them, see ReturnsSlots.combine_slots().
+    scale_layout: the layout of the scales of slabs, in the layout MASKED over NVLink. Other buffers
+        do not change it; see WireTensor.scale_layout.
+    hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.
     """
 
     hidden_size: int
@@ -189,7 +190,7 @@ class BufferSpec:
     hosts: HostLayout | None = None
 
     def ranks_elsewhere(self, rank: int) -> tuple[int, ...]:
-        """Return the ranks that are known to be on other hosts than `rank`, in ascending order."""
+        """Return the ranks known to be on other hosts than `rank`, in ascending order."""
         return () if self.hosts is None else self.hosts.ranks_elsewhere(rank)
 
     def as_record(self) -> dict[str, str | int | None]:
@@ -215,28 +216,30 @@ class BufferSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferCaps:
-    """The capabilities of a buffer; every claim is proved by testing/buffer_suite.
+    """The capabilities of a buffer; testing/buffer_suite checks each of them.
 
-    layout: what it hands to the experts.
-    trainable: operations stand alone, cached_dispatch works, weights travel and slots come in
-        order, so autograd may use it and the runner applies router weights; else combine does.
-        Activation checkpointing joins the rows of one dispatch with the gradients of another.
-    ordered: slots come in (expert, source rank, token) order, ranks as Backend.source_order() says.
-    wire_dtypes: what dispatch carries.
-    max_tokens_per_rank, max_top_k: limits of the mechanism, None for none.
+    layout: the layout of received tokens.
+    trainable: autograd may use the buffer and the runner applies router weights; otherwise combine
+        applies them. Needs cached_dispatch, weights in dispatch, ordered slots, and operations
+        that do not depend on each other: activation checkpointing combines the rows of one
+        dispatch with the gradients of another.
+    ordered: slots are in (expert, source rank, token) order, ranks in Backend.source_order().
+    wire_dtypes: the dtypes that dispatch can send.
+    max_tokens_per_rank, max_top_k: limits of the backend; None for no limit.
     hidden_multiple: H must be a multiple of this.
-    batches_in_flight: dispatches that may wait for their combine, unless gradients are on, where
-        their rows are copied; if one more is dispatched, combining the oldest raises HandleError.
-        None: any number, and rows are ordinary tensors.
-    batches_on_request: BufferSpec.batches_in_flight may ask for another number, for more memory.
+    batches_in_flight: dispatches without gradients that may wait for their combine; if one more is
+        dispatched, combining the oldest raises HandleError. With gradients, rows are copied and
+        there is no limit. None: no limit, and rows are ordinary tensors.
+    batches_on_request: BufferSpec.batches_in_flight can set another number, with more memory.
     has_receive_hook: dispatch_async leaves the receive step to wait().
-    is_static: sizes are agreed beforehand (max_tokens_per_rank, max_recv_slots) and faults wait
-        on the device for check(), so that the host never does.
-    has_slot_budget: BufferSpec.max_recv_slots bounds its static sizes; else they suffice for all.
-    reports_faults: every rank hears of a bad call, at once or in check(); else only with
-        BufferSpec.compares_calls, and otherwise its own rank alone knows.
-    int8_profiles: arithmetics in which its INT8 rows may be made: any, unless a package makes them.
-    device_types: of groups that it serves, None for all.
+    is_static: sizes are fixed at construction (max_tokens_per_rank, max_recv_slots) and faults
+        stay on the device until check(), so the host never waits.
+    has_slot_budget: BufferSpec.max_recv_slots limits the static sizes; otherwise they suffice for
+        any routing.
+    reports_faults: a bad call raises on every rank, immediately or in check(); otherwise it does so
+        only with BufferSpec.compares_calls, and without it only on its own rank.
+    int8_profiles: the INT8 arithmetics of its rows: all, unless a vendor package quantises them.
+    device_types: the device types of groups that it serves; None for all.
     """
 
     layout: Layout
@@ -257,5 +260,5 @@ class BufferCaps:
 
     @property
     def host_syncs(self) -> int:
-        """The times that a dispatch makes the host wait for the device."""
+        """The number of host syncs of a dispatch."""
         return 0 if self.is_static else 1

@@ -1,4 +1,4 @@
-"""EPConfig: strings become enums, bad values are named, only config.py reads the environment."""
+"""EPConfig: strings become enums, errors name bad values, only config.py reads the environment."""
 
 from __future__ import annotations
 

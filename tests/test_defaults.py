@@ -43,7 +43,7 @@ ON_CPU = {"probing.py", "probing_experts.py", "random_copy.py"}
 
 
 def unnamed(path: Path) -> Iterator[str]:
-    """Yield the calls of a module that make a tensor without naming its device or dtype."""
+    """Yield the calls of a module that make a tensor without a device or dtype argument."""
     on_default_device = FLOATS.union(OTHERS) if path.name not in ON_CPU else frozenset()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):

@@ -27,7 +27,7 @@ BLOCK = re.compile(r"^```( \{ \.)?python(?: \})?\n(?!--8<--)(.*?)^```", re.DOTAL
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """Blocks of code below one heading: all, and those that run."""
+    """The code blocks of one heading: all blocks, and those that run."""
 
     page: str
     title: str
@@ -63,7 +63,7 @@ def test_code_imports_what_epcomm_has() -> None:
 
 
 def has(module: ModuleType, name: str) -> bool:
-    """Return whether a module has a name, or a module of that name below it."""
+    """Return whether a module has an attribute or a submodule of this name."""
     if name in vars(module):
         return True
     try:

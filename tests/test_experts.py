@@ -1,7 +1,8 @@
 """ExpertParallelExperts passes the layer suite in every mode on 2 ranks.
 
-What a layer adds to a buffer, autograd and the runners, depends little on the number of ranks,
-which tests/buffers/test_buffers.py varies; a batch and its gradients cross other numbers and MPI.
+A layer adds parts to buffer, autograd and runner that hardly depend on the number of ranks.
+tests/buffers/test_buffers.py varies that number; here a batch with gradients runs on other numbers
+and over MPI.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from epcomm.testing import layer_suite
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# 32 tokens and 256 slots are more than any batch of the suite has on 8 ranks.
+# No batch of the suite exceeds 32 tokens and 256 slots on 8 ranks.
 CONFIGS = {
     "normal": EPConfig(mode="normal"),
     "normal_collective": EPConfig(mode="normal", backend="collective"),
@@ -32,7 +33,7 @@ VARIANTS = {
     "normal_reference": EPConfig(mode="normal", runner="reference"),
     "normal_aligned": EPConfig(mode="normal", runner="grouped_mm"),
 }
-# With replicated tokens all ranks pass the same inputs, so they need gradients alike.
+# With replicated tokens all ranks pass the same inputs, so they need the same gradients.
 GRADIENT_CASES = [
     (scenario, name)
     for scenario in layer_suite.GRADIENT_SCENARIOS
@@ -41,7 +42,7 @@ GRADIENT_CASES = [
 ]
 
 
-# Batches whose gradients cross any number of ranks, and those without a token.
+# Batches whose gradients depend on the number of ranks, and batches without tokens.
 FEW = ("uneven", "checkpointing")
 ON_FOUR = ("uneven", "holes", "empty_rank", "two_batches", "checkpointing", "frozen_experts")
 
@@ -53,7 +54,7 @@ def run(scenario: str, config: str, ep_ranks: MPI.Comm | dist.ProcessGroup | Non
 
 
 def cases_of(*scenarios: str) -> list[tuple[str, str]]:
-    """Scenarios, each with the configurations that it suits."""
+    """Return the scenarios, each with the configurations for which it tests something."""
     chosen = [(s, name) for s in scenarios if s in layer_suite.SCENARIOS for name in CONFIGS]
     return chosen + [case for case in GRADIENT_CASES if case[0] in scenarios]
 

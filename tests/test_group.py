@@ -1,4 +1,4 @@
-"""EPGroup: which objects name its ranks, who shares a buffer, and what close() ends."""
+"""EPGroup: arguments that name its ranks, shared buffers, and the effects of close()."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_mesh_dimension_numbers_ranks_inside_itself() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
-    # Rank 3 is first on the first host, but numbers and hosts go by the process group.
+    # Rank 3 is first on the first host, but the process group determines numbers and hosts.
     with EPGroup(mesh_of([3, 1], [0, 2])) as group:
         assert (group.rank, group.world_size) == (dist.get_rank(), 4)
         assert group.hosts == HostLayout(host_of_rank=(0, 1, 0, 1))
@@ -103,8 +103,8 @@ def test_two_dimensions_of_a_larger_mesh_say_where_some_of_its_ranks_run() -> No
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_mesh_of_hosts_of_some_ranks_is_part_of_a_larger_one() -> None:
-    # Ranks outside would have to help, and make no EPGroup.
-    problem = "no member" if dist.get_rank() == 1 else "3 of 4 ranks and is no part of a larger"
+    # Ranks outside the mesh would have to take part, but they make no EPGroup.
+    problem = "not a member" if dist.get_rank() == 1 else "3 of 4 ranks and is not part of a larger"
     with pytest.raises(ConfigError, match=problem):
         EPGroup(mesh_of([3], [0], [2]))
 
@@ -125,7 +125,7 @@ def test_ranks_that_disagree_on_hosts_all_hear_of_it() -> None:
 
 
 def mesh_of(*hosts: list[int] | list[list[int]]) -> DeviceMesh:
-    """Make a mesh without process groups for its dimensions, which ranks may make unalike."""
+    """Make a mesh without process groups for its dimensions; ranks may pass different meshes."""
     return DeviceMesh(EPGroup().device.type, list(hosts), _init_backend=False)
 
 
@@ -137,7 +137,7 @@ def test_a_rank_outside_is_told_that_it_is_no_member() -> None:
         if dist.get_rank() < 2:
             assert EPGroup(ranks).world_size == 2
         else:
-            with pytest.raises(ConfigError, match="this rank is no member of the process group"):
+            with pytest.raises(ConfigError, match="this rank is not a member of the process group"):
                 EPGroup(ranks)
 
 

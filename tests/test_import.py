@@ -1,4 +1,4 @@
-"""`import epcomm` works anywhere: no vendor package, no device, no look at the environment."""
+"""`import epcomm` works anywhere: no vendor package, no device, no environment variable."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ for path in sorted(folder.rglob("*.py")):
 found = sorted({name.partition(".")[0] for name in sys.modules})
 print(json.dumps({"imported": imported, "found": found}))
 """
-# Their import has effects on the process, or fails where there is no device.
+# Importing these affects the process, or fails without a device.
 NEVER_IMPORTED = {"deep_ep", "deep_gemm", "torch_npu"}
 
 

@@ -23,14 +23,14 @@ from fakes.ascend import limits, registry
 from tests.cases.blocks import BLOCKS, HIDDEN, NUM_EXPERTS, mixtral, qwen3_moe
 from tests.routing.calls import expect_gating_calls
 
-# Routed experts and nothing else; tests/integrations has all kinds of block.
+# Only routed experts; tests/integrations has all kinds of block.
 PLAIN = ["qwen3_moe", "mixtral"]
 NUM_RANKS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
 
 def tokens(rank: int, device: torch.device) -> Tensor:
-    """Make tokens [B, S, H], where B differs by rank."""
+    """Return tokens [B, S, H], where B differs by rank."""
     generator = torch.Generator().manual_seed(1 + rank)
     return torch.randn(2 + rank, 3, HIDDEN, generator=generator).to(device).requires_grad_()
 
@@ -106,18 +106,18 @@ def test_single_token_and_flat_tokens_keep_their_shape() -> None:
         assert moe(x.new_empty(0, 5, HIDDEN)).shape == (0, 5, HIDDEN)
 
 
-# Experts of each token, by rank; experts 0 to 3 live on rank 0, the others on rank 1.
+# Experts of each token, by rank; rank 0 owns experts 0 to 3, rank 1 the others.
 CHOSEN = [[(0, 1), (0, 4), (7, 4)], [(1, 5)]]
 # Rank 0 receives tokens 0 and 1 of rank 0 and the token of rank 1, with 2, 1 and 1 slots; rank 1
 # receives tokens 1 and 2 of rank 0 and its own token, with 1, 2 and 1.
 NUM_ROWS, NUM_SLOTS = (3, 3), (4, 4)
-# By expert of the rank: expert 0 has tokens 0 and 1 of rank 0, expert 1 token 0 and that of rank 1.
+# Slots by local expert: expert 0 has tokens 0 and 1 of rank 0, expert 1 token 0 and that of rank 1.
 LOADS = [[2, 2, 0, 0], [2, 1, 0, 1]]
-# Tokens that leave for the other rank, and rows of the other rank that go back.
+# Tokens sent to the other rank, and rows of the other rank that are returned.
 NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
 # Dispatch: 16 float32 elements, K ids, K weights. Combine: K scalars, and a gap up to 16 B.
 ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
-# Nine words of the call and the slots of up to 128 experts, int64.
+# A header and the slots of up to 128 experts, int64.
 HEADER_BYTES = 8 * (10 + 128)
 
 
@@ -167,7 +167,7 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
             ),
         )
         assert moe.stats().num_tokens_per_expert == tuple(2 * load for load in LOADS[rank])
-        # Not read until now, and still of the first call.
+        # Read here for the first time, but still the counts of the first call.
         assert first.num_tokens_per_expert == tuple(LOADS[rank])
         # Four slots of four experts.
         assert first.imbalance == 2.0
@@ -216,7 +216,7 @@ def test_explain_names_plan_and_runner() -> None:
         ]
 
 
-# Four experts a group, enough for the operator.
+# Four experts per group, enough for the operator.
 GATED: dict[str, Callable[[], nn.Module]] = {
     "deepseek_v3": partial(BLOCKS["deepseek_v3"], n_routed_experts=16),
     "afmoe": BLOCKS["afmoe"],
@@ -294,7 +294,7 @@ def test_auto_router_on_a_cpu_is_the_reference_and_says_nothing() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Under its own name another test of this process may have registered it.
+    # Use another name, because another test of this process may have registered the real one.
     monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")
     with EPGroup() as group:
         message = f"not on {group.device.type}; import torch_npu first, .*{group.where}"

@@ -1,4 +1,4 @@
-"""The verdicts of the outer run; tests/scripts/test_launch_multi_rank.py runs real launches."""
+"""The results of the outer run; tests/scripts/test_launch_multi_rank.py runs real launches."""
 
 import sys
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Eight-bit experts over ranks, in every mode, equal to a float64 model of them."""
+"""8-bit experts over ranks, in every mode, equal to a float64 model of them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ BLOCK_TOLERANCE = 0.035
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str) -> None:
-    """Sizes that the kernels of GPUs take, where there are GPUs."""
+    """Use sizes that the GPU kernels support, if there are GPUs."""
     spec = replace(SPECS["holes"], hidden_size=256, dtype=torch.bfloat16)
     with EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=128, device=group.device)
@@ -105,7 +105,7 @@ def test_each_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("kind", [None, *KINDS])
 def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
-    """Imitate a checkpoint that keeps matrices transposed in memory."""
+    """Imitate a checkpoint that stores matrices transposed."""
     with EPGroup() as group:
         plain = make_weights(SPECS["uneven"], 1, intermediate_size=INNER, device=group.device)
         given = plain.with_tensors(
@@ -126,7 +126,7 @@ def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Rounding:
-    """An unusual rounding: scales of the experts, or the arithmetic of INT8."""
+    """An unusual rounding: of the scales of the experts, or of the INT8 arithmetic."""
 
     id: str
     kind: str
@@ -201,7 +201,7 @@ def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case:
 
 
 def half_integers(like: Tensor) -> Tensor:
-    """Rows in the middle between INT8 codes, of which the largest is 127."""
+    """Return rows in the middle between INT8 codes, of which the largest is 127."""
     generator = torch.Generator().manual_seed(len(like))
     x = torch.randint(-4, 4, like.shape, generator=generator).to(like.dtype) + 0.5
     x[:, 0] = 127
@@ -246,7 +246,7 @@ def test_scales_come_as_the_runner_reads_them(
 def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """18 tokens of 2 ranks give an expert 36 rows: a tile of 128 would overwrite the next ones."""
+    """Send 36 rows to one expert; without whole tiles a tile of 128 would overwrite the next."""
     fake_deep_gemm.install(monkeypatch)
     monkeypatch.setattr(strict_buffer, "_check_torch_deterministic", lambda: None)
     spec = replace(SPECS["uneven"], hidden_size=2048, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Records: a handle is good for one combine, and a combine input fits its dispatch."""
+"""Records: a handle is valid for one combine, and a combine input matches its dispatch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def handle() -> Handle:
 
 
 def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatchOutput:
-    """Three rows and four slots, one of them padding; without an index a row is a slot."""
+    """Return three rows and four slots, one of them padding; without an index a row is a slot."""
     ids = torch.tensor([[0, -1], [-1, 1], [1, -1]], dtype=torch.int32)
     index = build_slot_index(ids, torch.tensor([1, 2]), [1, 2], expert_alignment=2)
     if not has_index:
@@ -45,7 +45,7 @@ def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatc
 
 
 def masked_output(who: WeightsAppliedBy) -> MaskedDispatchOutput:
-    """Two experts with capacity for three slots each."""
+    """Return two experts with capacity for three slots each."""
     rows = WireTensor(data=torch.ones(2, 3, HIDDEN), format=WireFormat.of(torch.float32))
     return MaskedDispatchOutput(
         hidden_states=rows,

@@ -1,4 +1,4 @@
-"""The registries: every name imports, an unknown one lists those that exist."""
+"""The registries: every name imports, and the error of an unknown name lists the valid ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_classes_of_a_backend_import_anywhere_and_have_its_name(name: str) -> No
             assert buffer.caps(mode).wire_dtypes
 
 
-# Between hosts low latency is of the flat exchange; exact sizes serve decode on CPU ranks.
+# Between hosts, low latency uses the flat exchange; exact sizes serve decode on CPU ranks.
 @pytest.mark.parametrize("name", sorted(set(BUFFERS) - {"hierarchical"}))
 def test_a_backend_serves_prefill_and_decode(name: str) -> None:
     served = {mode for each in class_names(name) for mode in buffer_class(each).modes}

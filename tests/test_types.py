@@ -1,4 +1,4 @@
-"""Wire formats: which are allowed and how many bytes their rows take."""
+"""Wire formats: the allowed ones, and the bytes of their rows."""
 
 from __future__ import annotations
 

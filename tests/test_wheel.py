@@ -1,7 +1,8 @@
 """Wheel and sdist contain only the package, which runs in a fresh environment outside the
 repository.
 
-The environment has the dependencies of the one that runs the tests, so nothing is downloaded.
+The environment has the dependencies of the environment that runs the tests, so nothing is
+downloaded.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ def fresh(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment
     root = tmp_path_factory.mktemp("fresh")
     _python("-m", "venv", "--without-pip", str(root), cwd=root)
     (packages,) = root.glob("lib/python*/site-packages")
-    # A folder of a .pth is searched last, and its own .pth files, as of `pip install -e`, are not
-    # read, so epcomm comes from the wheel or not at all.
+    # A folder from a .pth file is searched last, and its own .pth files, for example of `pip
+    # install -e`, are not read. So epcomm is imported from the wheel or not at all.
     origins = [str(found.origin) for name in DEPENDENCIES if (found := find_spec(name))]
     borrowed = dict.fromkeys(str(Path(origin).parents[1]) for origin in origins)
     (packages / "dependencies.pth").write_text("\n".join(borrowed), encoding="utf-8")
@@ -139,7 +140,7 @@ def files_of_the_package() -> set[str]:
     files = {
         path.relative_to(REPO).as_posix()
         for path in paths
-        # The version of the drop-in for deep_ep.
+        # The version of the replacement for deep_ep.
         if path.suffix in kinds or path.name == "METADATA"
     }
     assert any(name.endswith(".cu") for name in files)

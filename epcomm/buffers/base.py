@@ -1,4 +1,4 @@
-"""The contract of a Buffer: what moves rows, and what it can do."""
+"""The contract of a Buffer, which moves rows, and of Backend, its base."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Dispatched:
     """The result of Buffer.dispatch().
 
     rows: [R, H], or [L, R / L, H] in the layout MASKED; rows without a slot are undefined.
-    index: in MASKED, slot s is row s of the flattened rows, and each expert has capacity for R / L.
-    slot_weights: [C], float32; None where weights do not travel.
+    index: in MASKED, slot s is row s of the flattened rows, and each expert has capacity R / L.
+    slot_weights: [C], float32; None if dispatch sends no weights.
     any_flags: the flags of all ranks, or-ed.
     """
 
@@ -41,30 +41,30 @@ class Dispatched:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTopkDispatched(Dispatched):
-    """A result with what row_topk() of epcomm/ops/slots.py makes of the index.
+    """A result with the experts and weights of each row, as row_topk() of epcomm/ops/slots.py.
 
-    row_topk: expert ids [R, K], int64, of this rank, -1 for none, and weights [R, K].
+    row_topk: expert ids on this rank [R, K], int64, -1 for none, and weights [R, K].
     """
 
     row_topk: tuple[Tensor, Tensor]
 
 
 class Backend(ABC):
-    """The base of buffers and fused operators: what a plan asks of them before it chooses.
+    """The base of buffers and fused operators, with the properties that a plan needs.
 
-    name: of the registry; a backend has a class for each mode, and for exact and static sizes.
-    modes: those that this class serves.
-    int8_profile: arithmetic of INT8 where the configuration names none.
-    needs_one_host: it serves ranks that can share memory, and no others.
-    needs_host_waits: its host waits for the others, and must do so in the collectives too.
-    needs_nvlink: GPUs of its ranks write one another's memory, with atomics.
-    needs_process_group: it serves groups of torch.distributed alone.
-    serves_replicated: for tokens that all ranks share, and for no others.
-    takes_wire_tensors: rows may be quantised before they come, see DispatchCall.hidden_states.
-    needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; elsewhere
+    name: the registry name; a backend has classes for modes, and for exact and static sizes.
+    modes: the modes that this class serves.
+    int8_profile: the INT8 arithmetic if the configuration sets none.
+    needs_one_host: all ranks must be able to share memory.
+    needs_host_waits: the host must wait in the collectives of the group.
+    needs_nvlink: GPUs must be able to write one another's memory, with atomics.
+    needs_process_group: the group must be one of torch.distributed.
+    serves_replicated: it serves only tokens that all ranks share; other classes do not.
+    takes_wire_tensors: DispatchCall.hidden_states may be a WireTensor.
+    needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; otherwise
         each entry is a slot.
-    sums_row_scalars: combine adds the row scalars of all rows of a token; else it returns those of
-        the rank of the expert, and ignores the others.
+    sums_row_scalars: combine adds the row scalars of all rows of a token; otherwise it returns the
+        scalars from the rank of the expert and ignores the others.
     """
 
     needs_one_host: ClassVar[bool] = False
@@ -88,32 +88,29 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        """Return what the backend can do in `mode`. Local; allocates nothing."""
+        """Return the capabilities of the backend in `mode`. Local; allocates nothing."""
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Return the reasons against a layer, beyond caps(). Local; allocates nothing."""
+        """Return reasons against a layer that caps() does not cover. Local; allocates nothing."""
         return ()
 
     @classmethod
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        """Return the reasons why it cannot serve a layer on `machine`. Local; allocates nothing."""
+        """Return the reasons against a layer on `machine`. Local; allocates nothing."""
         return ()
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
-        """Return the reasons why it cannot serve ranks on spec.hosts, None for one host.
+        """Return the reasons against ranks on spec.hosts (None: one host).
 
-        Local; every rank gives the same answer, for nothing of this rank is looked at.
+        Local; the answer depends only on the arguments, so it is equal on all ranks.
         """
         return ()
 
     @classmethod
     def source_order(cls, spec: BufferSpec, world_size: int) -> Sequence[int]:
-        """Return the ranks in the order in which their tokens lie in an expert's slots. Local.
-
-        So it is where caps().ordered.
-        """
+        """Return the order of source ranks in an expert's slots; valid if caps().ordered. Local."""
         return range(world_size)
 
     @classmethod
@@ -121,8 +118,8 @@ class Backend(ABC):
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         """Return the memory of a call's forward pass, in order of use. Local; allocates nothing.
 
-        Regions live for different times, so their sum is an upper bound. The runner's packed slots
-        and results are among them, y is not.
+        The sum of the regions is an upper bound, because not all exist at the same time. They
+        include the runner's packed slots and results, but not y.
         """
 
     @classmethod
@@ -130,21 +127,21 @@ class Backend(ABC):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        """Return the bytes that one rank sends to others in one call: what traffic() will count.
+        """Return the bytes that one rank sends to others in one call, as traffic() counts them.
 
-        Where ranks relay rows, which the shape of a call does not say, as many as they can be.
+        If ranks relay rows, the result is the maximum, because `call` has no counts of them.
 
         Args:
             spec: as for the constructor.
-            call: this rank's part.
-            backward: of the backward of combine and dispatch, instead of dispatch and combine.
+            call: this rank's part of the call.
+            backward: count the backward of combine and dispatch instead of the forward pass.
 
         Local; allocates nothing.
         """
 
     @abstractmethod
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
-        """Keep the arguments; prepare() does the rest."""
+        """Store the arguments; prepare() allocates."""
 
     @abstractmethod
     def prepare(self) -> None:
@@ -155,9 +152,9 @@ class Backend(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise what has failed on the device since the last check; if not is_static, nothing.
+        """Raise the faults recorded on the device since the last check; none unless is_static.
 
-        Local; all ranks know the same faults.   Host sync: yes.
+        Local; all ranks have the same faults.   Host sync: yes.
         Raises:
             CapacityError, ShapeError, ConfigError, HandleError: the fault, with the ranks it names.
         """
@@ -171,24 +168,24 @@ class Backend(ABC):
         """Free what prepare() allocated. Local, idempotent."""
 
     def abandon(self) -> None:
-        """Close after an error, without other ranks; memory whose release is collective stays."""
+        """Close after an error, without other ranks; keeps memory whose release is collective."""
         self.close()
 
 
 @runtime_checkable
 class ExcludesRanks(Protocol):
-    """A backend whose calls go on without ranks that are dead."""
+    """A backend that can continue without dead ranks."""
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
-        """Wait for none of these ranks any more, and send them nothing; see EPGroup."""
+        """Stop waiting for these ranks and sending to them; see EPGroup.exclude_ranks()."""
         ...
 
 
 class Buffer(Backend):
-    """The mechanism of one backend. Calls are collective and come in one order on all ranks.
+    """The mechanism of one backend. All ranks make the same calls in the same order.
 
-    counts_calls: Calls counts a call when its ranks begin to compare it, and not before: what
-        fails on one rank until then may still be told to all.
+    counts_calls: every call starts with headers, which increment Calls.next_batch. Until then a
+        failure on one rank can still be reported to all.
     """
 
     counts_calls: bool = False
@@ -198,13 +195,13 @@ class Buffer(Backend):
         """Send one copy of each token to every rank that owns one of its experts.
 
         Collective: yes; T may differ and be 0.   Host sync: caps.host_syncs times.
-        Lifetime: caps.batches_in_flight says.
+        Lifetime: see BufferCaps.batches_in_flight.
         Raises:
             ShapeError, CapacityError, HandleError: some rank reported a fault; on every rank.
         """
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
-        """Begin a dispatch; where caps.has_receive_hook, rows are received in wait()."""
+        """Begin a dispatch; with caps.has_receive_hook, wait() receives the rows."""
         return Pending(lambda: self.dispatch(call))
 
     def combine_async(
@@ -215,7 +212,7 @@ class Buffer(Backend):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Tensor]:
-        """Begin a combine; where caps.has_receive_hook, sums are received in wait()."""
+        """Begin a combine; with caps.has_receive_hook, wait() receives the sums."""
 
         def combine() -> Tensor:
             y, _ = self.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
@@ -228,8 +225,8 @@ class Buffer(Backend):
         """Send [T, H] along an existing exchange plan and return [R, H]: the dual of combine.
 
         Collective: yes.   Host sync: none.
-        Lifetime: the caller owns the rows, unless there are caps.batches_in_flight and the dispatch
-            was made without gradients: then the rows live as long as those of a dispatch.
+        Lifetime: the caller owns the rows. If caps.batches_in_flight is set and the dispatch was
+            made without gradients, they live as long as the rows of a dispatch.
         """
 
     @abstractmethod
@@ -247,31 +244,31 @@ class Buffer(Backend):
 
         Args:
             rows: [C, H] (rows_per SLOT) or [R, H] (rows_per ROW); MASKED rows flattened.
-            exchange_plan: of the dispatch. With an error it may be None, if the batch that the
-                other ranks combine is not known; buffers whose batches have separate memory then
-                take the oldest batch.
+            exchange_plan: the plan of the dispatch. With an error it may be None if the batch is
+                unknown; buffers with separate memory for batches then use the oldest batch.
             slot_weights: [C], float32, multiplied into slot rows, or None.
-            row_scalars: [R, K], float32, sent beside the rows. Scalar (token, k) of the result is
-                the sum over all rows of the token, whichever rank has its k-th expert.
-            error: why this rank takes part without rows; its rows are [0, H], rows_per ROW.
+            row_scalars: [R, K], float32, sent with the rows. Scalar (token, k) of the result is the
+                sum over all rows of the token, whichever rank has its k-th expert.
+            error: the reason why this rank takes part without rows, or None; with an error, rows
+                are [0, H] and rows_per is ROW.
 
         Returns:
-            y: [T, H], and the scalars, [T, K], float32, where row_scalars were given. With an error
+            y: [T, H], and the scalars, [T, K], float32, if row_scalars were given. With an error
             their content is undefined.
 
         Sums are float32 in ascending (k, rank) order, cast once at each end.
-        Collective: yes.   Deterministic: yes where caps.ordered.
+        Collective: yes.   Deterministic: if caps.ordered.
         Host sync: none, unless spec.compares_calls.
         Raises:
-            HandleError, ShapeError: some rank has an error; on every rank, before rows are sent.
-                Where is_static, y is NaN instead and check() raises. Never with row_scalars, nor
-                where the host does not wait in collectives and spec.compares_calls is not set: then
-                the rank with an error is missing.
+            HandleError, ShapeError: some rank has an error; on every rank, before rows are sent. If
+                is_static, y is NaN instead and check() raises. Not raised with row_scalars, nor if
+                the host does not wait in collectives and spec.compares_calls is not set: then the
+                rank with the error does not take part.
         """
 
 
 class AddsBias(Buffer):
-    """A buffer whose combine adds what is known of a token beside its experts."""
+    """A buffer whose combine can add a bias to each token."""
 
     @abstractmethod
     def combine(
@@ -285,22 +282,22 @@ class AddsBias(Buffer):
         error: EPError | None = None,
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Combine as Buffer.combine() does, onto bias [T, H], float32, contiguous, if it is given.
+        """Combine like Buffer.combine(), and add the bias if it is given.
 
-        Bias comes first, then come the ranks in their order, and the sum is rounded once; float64
-        beside float64 rows.
+        bias: [T, H], float32 (float64 with float64 rows), contiguous. The sum starts with the bias,
+            adds the ranks in order, and is rounded once.
         """
 
 
 class ReturnsRowTopk(Buffer):
-    """A buffer whose kernels serve a RowTopkCall: they return a RowTopkDispatched.
+    """A buffer that returns a RowTopkDispatched for a RowTopkCall.
 
-    They keep to RowTopkCall.num_sms. Of other buffers, BufferSpec.num_sms alone limits the kernels.
+    RowTopkCall.num_sms limits its kernels; in other buffers only BufferSpec.num_sms does.
     """
 
 
 class ReturnsSlots(Buffer):
-    """A buffer that can return a row for each slot: it serves BufferSpec.returns_slots."""
+    """A buffer that can return one row per slot, for BufferSpec.returns_slots."""
 
     def combine_slots(
         self,
@@ -310,19 +307,19 @@ class ReturnsSlots(Buffer):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Return expert results to the rank of their token and add them up there, by weight.
+        """Return expert results to the ranks of their tokens and sum them there, by weight.
 
-        In place of combine(), where the buffer was opened with BufferSpec.returns_slots: then its
-        dispatch needs no router weights, and hands out none.
+        Replaces combine() if the buffer was opened with BufferSpec.returns_slots; its dispatch then
+        neither needs nor returns router weights.
 
         Args:
-            rows: [C, H], one a slot; MASKED rows flattened.
-            exchange_plan: of the dispatch.
-            topk_weights: [T, K], float32; those of masked entries are ignored.
-            out: [T, H], contiguous, in the dtype of y: memory for y; None: a new tensor.
+            rows: [C, H], one per slot; MASKED rows flattened.
+            exchange_plan: the plan of the dispatch.
+            topk_weights: [T, K], float32; weights of masked entries are ignored.
+            out: memory for y, [T, H], contiguous, in the dtype of y; None: a new tensor.
 
-        y is the sum over k, in order, of weight * row in float32, cast once. Rows travel as they
-        are, in the dtype of y.
+        y is the sum over k, in order, of weight * row in float32, cast once. Rows are sent in the
+        dtype of y.
         Collective: yes.   Deterministic: yes.   Host sync: none.
         Raises:
             as combine().
@@ -338,4 +335,4 @@ class ReturnsSlots(Buffer):
         *,
         out: Tensor | None = None,
     ) -> Pending[Tensor]:
-        """Begin combine_slots(); its arguments. y exists already: Pending.record has it."""
+        """Begin combine_slots() with the same arguments; Pending.record is y."""

@@ -1,7 +1,7 @@
-"""Count what one rank sends and receives in a call from the routing of all ranks.
+"""Count the rows that one rank sends and receives in a call, from the routing of all ranks.
 
-Worked example: 2 hosts of 2 ranks (0 1 | 2 3) with one expert each; of one token, on rank 0, that
-needs the experts 1, 2 and 3, rank 0 sends 3 rows, 2 of them between hosts.
+Worked example: 2 hosts of 2 ranks (0 1 | 2 3) with one expert each. If rank 0 has one token, for
+experts 1, 2 and 3, rank 0 sends 3 rows, 2 of them between hosts.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ def call_shape(
     """Return the part of `rank` in the call that dispatches and combines these tokens.
 
     Args:
-        topk_ids_of_rank: for each of W ranks [T, K], int64, -1 for no expert.
-        rank: whose part.
+        topk_ids_of_rank: topk_ids of each of the W ranks, [T, K], int64, -1 for no expert.
+        rank: the rank to count for.
         num_local_experts: L.
-        hosts: where the ranks are, if on several hosts and known.
+        hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.
 
     Local.   Host sync: yes.
     """
     world_size = len(topk_ids_of_rank)
     counts = [_count(ids, num_local_experts, world_size) for ids in topk_ids_of_rank]
-    # sent[r], received[r]: the slots of each token that goes to rank r, or comes from it.
+    # sent[r], received[r]: for each token, its slots sent to rank r, or received from it.
     sent = [counts[rank][:, other] for other in range(world_size)]
     received = [each[:, rank] for each in counts]
     others = [other for other in range(world_size) if other != rank]
@@ -52,9 +52,9 @@ def call_shape(
 
 
 def _count(topk_ids: Tensor, num_local_experts: int, world_size: int) -> Tensor:
-    """Count, for each token, its experts by rank: [T, W]."""
+    """Return the number of experts of each token on each rank, [T, W]."""
     owners = topk_ids.cpu().div(num_local_experts, rounding_mode="floor")
-    # Masked entries go to a column of their own.
+    # Count masked entries in an extra column.
     owners = torch.where(owners < 0, world_size, owners)
     counts = owners.new_zeros(len(owners), world_size + 1)
     return counts.scatter_add_(1, owners, torch.ones_like(owners))[:, :world_size]

@@ -1,4 +1,4 @@
-"""Define the contract of a fused operator: one call from tokens and routing to finished sums."""
+"""The contract of a fused operator: one call that dispatches, computes and combines."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ PackedT = TypeVar("PackedT")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FuseEPResult:
-    """The result of a call; y, [T, H], is weighted and summed over the experts of all ranks.
+    """The result of a fused call.
 
-    num_rows: received.   num_slots: computed, where the host knows, else those allocated.
-    num_tokens_per_expert: [L], int32, on the device: slots of each expert, with the substitutes of
-        weight 0 for masked entries and for calls without tokens.
-    is_reduced: y is complete; adding y up over the ranks once more would multiply it.
+    y: [T, H], weighted and summed over the experts of all ranks.
+    num_rows: received rows.   num_slots: computed slots, or allocated slots if the host does not
+        know the computed ones.
+    num_tokens_per_expert: [L], int32, on the device: slots of each expert, including the slots of
+        weight 0 that replace masked entries and calls without tokens.
+    is_reduced: y is complete and must not be summed over the ranks again.
     """
 
     y: Tensor
@@ -38,7 +40,7 @@ class FuseEPResult:
 class FusedBackend(Backend, Generic[PackedT]):
     """Dispatches, computes and combines W8A8 experts in one operation; for inference.
 
-    deprecated: why a plan should not stay on this operator; empty where it may.
+    deprecated: the reason to replace this operator; empty if there is none.
     """
 
     name: ClassVar[str]
@@ -52,37 +54,37 @@ class FusedBackend(Backend, Generic[PackedT]):
             return Availability(ok=True)
         reason = (
             f"computes W8A8 experts, Int8ChannelWeights, not {type(weights).__name__}; quantise "
-            "them, or take a mode with dispatchers"
+            "them, or use a mode with dispatchers"
         )
         return Availability(ok=False, reasons=(reason,))
 
     @classmethod
     @abstractmethod
     def pack(cls, weights: Int8ChannelWeights) -> PackedT:
-        """Convert this rank's experts to the form that run() takes. Local; pure."""
+        """Convert this rank's experts to the format of run(). Local; pure."""
 
     @abstractmethod
     def run(self, call: DispatchCall, experts: PackedT) -> FuseEPResult:
         """Compute the routed experts of this rank's tokens.
 
         Args:
-            call: T tokens; T may be 0 and differ between ranks. With an error in the call, this
-                rank takes part without tokens.
+            call: T tokens; T may be 0 and differ between ranks. If call.error is set, this rank
+                takes part without tokens.
             experts: this rank's experts from pack().
 
         Collective: yes.   Host sync: caps.host_syncs times.
         Raises:
-            TypeError: experts that were packed for another operator, or not at all.
+            TypeError: the experts were not packed by this operator.
             ShapeError, CapacityError: some rank reported a fault; with caps.is_static y is NaN
                 instead, and check() raises.
         """
 
 
 def check_packed(experts: object, wanted: type, name: str) -> None:
-    """Refuse experts that were packed for another operator, or not at all.
+    """Check that experts were packed by this operator.
 
     Raises:
-        TypeError: experts of another type, which the operator would silently misread.
+        TypeError: the experts have another type, which the operator would silently misread.
     """
     if not isinstance(experts, wanted):
         raise TypeError(

@@ -7,7 +7,7 @@ from epcomm.spec import BufferCaps, BufferSpec
 
 
 def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
-    """List the rows of a specification that a buffer does not carry."""
+    """Return the reasons why a buffer does not support the rows of a specification."""
     reasons = []
     if spec.dispatch_format.dtype not in caps.wire_dtypes:
         carried = sorted(dtype.value for dtype in caps.wire_dtypes)
@@ -15,12 +15,14 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
     if caps.max_top_k is not None and spec.top_k > caps.max_top_k:
         reasons.append(f"top_k is {spec.top_k}, at most {caps.max_top_k}")
     if spec.hidden_size % caps.hidden_multiple:
-        reasons.append(f"hidden_size {spec.hidden_size} is no multiple of {caps.hidden_multiple}")
+        reasons.append(
+            f"hidden_size is {spec.hidden_size}, expected a multiple of {caps.hidden_multiple}"
+        )
     return reasons
 
 
 def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
-    """List limits that a static buffer lacks, or that a buffer of exact sizes cannot keep."""
+    """Return the reasons why a buffer does not support the limits of a specification."""
     max_tokens, most = spec.max_tokens_per_rank, caps.max_tokens_per_rank
     reasons = batch_reasons(spec, caps)
     if max_tokens is not None and most is not None and max_tokens > most:
@@ -39,7 +41,7 @@ def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
 
 
 def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
-    """List what is wrong with the number of batches in flight that a specification asks for."""
+    """Return the reasons why a buffer does not support the number of batches in flight."""
     wanted, most = spec.batches_in_flight, caps.batches_in_flight
     if wanted is None or most is None or caps.batches_on_request or wanted <= most:
         return []
@@ -47,13 +49,13 @@ def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
 
 
 def batches_in_flight_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
-    """Return how many batches may be in flight in the end; None for any number."""
+    """Return the most batches in flight for a specification; None for no limit."""
     if spec.batches_in_flight is None or not caps.batches_on_request:
         return caps.batches_in_flight
     return spec.batches_in_flight
 
 
 def max_tokens_of(spec: BufferSpec, caps: BufferCaps) -> int | None:
-    """Return the tokens that a rank may dispatch: the lesser of what is asked and what there is."""
+    """Return the most tokens that a rank may dispatch: the smaller of both limits, or None."""
     limits = [spec.max_tokens_per_rank, caps.max_tokens_per_rank]
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,4 +1,4 @@
-"""The layout of one travelling row (elements, scales, expert ids, router weights), and memory."""
+"""The layout of one row on the wire: elements, scales, expert ids, router weights."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 class RowLayout:
     """The byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
 
-    The scalars are router weights towards the experts, their gradients in combine: float64
-    beside such elements, else float32. Rows in combine have no ids. A buffer keeps its layouts, for
-    offsets are computed once.
+    The scalars are router weights in dispatch and their gradients in combine: float64 with float64
+    elements, else float32. Rows in combine have no ids. Offsets are cached, so buffers keep their
+    layouts.
     """
 
     hidden_size: int
@@ -29,27 +29,27 @@ class RowLayout:
 
     @cached_property
     def data_end(self) -> int:
-        """The first byte behind the elements."""
+        """The offset after the elements."""
         return self.format.data_bytes(self.hidden_size)
 
     @cached_property
     def scales_at(self) -> int:
-        """The first byte of the scales."""
+        """The offset of the scales."""
         return align_up(self.data_end, 4)
 
     @cached_property
     def scales_end(self) -> int:
-        """The first byte behind the scales."""
+        """The offset after the scales."""
         return self.scales_at + self.format.scale_bytes(self.hidden_size)
 
     @cached_property
     def ids_at(self) -> int:
-        """The first byte of the ids."""
+        """The offset of the ids."""
         return align_up(self.scales_end, 4)
 
     @cached_property
     def scalars_at(self) -> int:
-        """The first byte of the scalars."""
+        """The offset of the scalars."""
         end = self.ids_at + (4 * self.top_k if self.has_ids else 0)
         return align_up(end, self.scalar_dtype.itemsize)
 
@@ -60,12 +60,12 @@ class RowLayout:
 
     @cached_property
     def scalars_end(self) -> int:
-        """The first byte behind the scalars."""
+        """The offset after the scalars."""
         return self.scalars_at + self.scalar_dtype.itemsize * self.top_k
 
     @cached_property
     def row_bytes(self) -> int:
-        """The bytes from one row to the next."""
+        """The row stride in bytes."""
         return align_up(self.scalars_end, ROW_ALIGNMENT_BYTES)
 
     def data(self, rows: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ class RowLayout:
         return rows[:, self.scalars_at : self.scalars_at + 4].view(torch.int32)[:, 0]
 
     def wire_tensor(self, rows: Tensor) -> WireTensor:
-        """Return the elements and scales of received rows, in place."""
+        """Return the elements and scales of received rows as views."""
         return WireTensor(data=self.data(rows), format=self.format, scales=self.scales(rows))
 
     def pack_tokens(
@@ -105,8 +105,9 @@ class RowLayout:
     ) -> Tensor:
         """Copy each row's token, ids and weights into one message: [N, row_bytes], uint8.
 
-        One pass over the hidden states: they are gathered straight into the message, which is
-        `out` if that is given.
+        Tokens are gathered directly into the message, in one pass.
+
+        out: memory for the message; None: a new tensor.
         """
         rows = self._allocate(token_of_row.shape[0], token_of_row.device) if out is None else out
         data, scales = hidden_states.data, hidden_states.scales
@@ -126,8 +127,9 @@ class RowLayout:
     ) -> None:
         """Write tokens, and their ids and weights [T, K], into rows [T, row_bytes] of a message.
 
-        Quantising there, and not first into memory of their own, saves a pass over them.
-        topk_ids: of the call, checked.
+        Quantising directly into the message saves a pass over the tokens.
+
+        topk_ids: checked ids, see guard_ids().
         """
         write_hidden_states(call, self.wire_tensor(rows))
         self.ids(rows).copy_(topk_ids)
@@ -145,22 +147,22 @@ class RowLayout:
 
 
 def _movable(tensor: Tensor) -> Tensor:
-    """Return a view of what torch cannot index: 8-bit floats as bytes."""
+    """Return 8-bit elements as a view of bytes, because torch cannot index 8-bit floats."""
     return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor
 
 
 class Scratch:
-    """One block of memory, as large as the largest request so far, for one caller at a time.
+    """A reusable block of memory that grows to the largest request.
 
     On a CPU new memory is expensive: the system clears each page on first access, which costs as
-    much as sending the page over loopback (13 ms for 32 MiB, seen on two hosts).
+    much as sending the page over loopback (13 ms for 32 MiB, measured on two hosts).
     """
 
     def __init__(self, device: torch.device, *, keeps: bool) -> None:
         """Make an empty block.
 
-        keeps: requests share the block, which is safe only where an exchange is complete when its
-            collective returns. False: every request gets new memory.
+        keeps: requests share the block, which is safe only if an exchange is complete when its
+            collective returns. False: every request allocates new memory.
         """
         self._device = device
         self._keeps = keeps
@@ -181,7 +183,7 @@ class Scratch:
 
 
 def wire_tensor_of(call: DispatchCall, wire_format: WireFormat) -> WireTensor:
-    """Return the hidden states of a call as they travel. Lifetime: may share memory with them."""
+    """Return the hidden states of a call in the wire format. Lifetime: may share their memory."""
     rows = call.hidden_states
     if isinstance(rows, WireTensor):
         return row_major(rows)
@@ -191,7 +193,7 @@ def wire_tensor_of(call: DispatchCall, wire_format: WireFormat) -> WireTensor:
 
 
 def write_hidden_states(call: DispatchCall, out: WireTensor) -> None:
-    """Write the hidden states of a call as they travel into `out`, of any row stride."""
+    """Write the hidden states of a call into `out` in its wire format; any row stride."""
     if isinstance(call.hidden_states, Tensor):
         call.quantize(call.hidden_states, out.format, out=out)
         return

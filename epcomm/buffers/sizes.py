@@ -1,10 +1,10 @@
-"""The size of a call: memory by region, and a rank's part of it; numbers, no tensors.
+"""The sizes of a call: memory by region, and one rank's counts of rows.
 
-Buffers answer both questions before anything is allocated (Buffer.region_bytes, Buffer.wire_bytes),
-so that a plan needs no group and no device. Worked example, rows of 144 B, W = 4, K = 2, M = 16:
+Buffer.region_bytes and Buffer.wire_bytes use them without allocation, so a plan needs no group and
+no device. Worked example, rows of 144 B, W = 4, K = 2, M = 16:
 
-    received rows: a token adds at most 2 rows somewhere, 288 B; all 64 tokens of all ranks may
-    come to one rank, 9,216 B
+    received rows: a token adds at most 2 rows in total, 288 B; one rank may receive all 64 tokens
+    of all ranks, 9,216 B
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from epcomm.ops.static_slots import max_slots
 if TYPE_CHECKING:
     from epcomm.spec import BufferSpec, HostLayout
 
-# Bytes of a slot beside its router weight: row_of_slot (int32), its place in slots_by_row (int64).
+# Bytes of a slot besides its router weight: row_of_slot (int32), its entry in slots_by_row (int64).
 SLOT_INDEX_BYTES, SLOT_MEMBER_BYTES = 4, 8
 # Bytes of a received row: an entry of slots_of_row for each k (int32), and its offset in
 # slots_by_row (int64).
@@ -28,13 +28,13 @@ ROW_SLOT_BYTES, ROW_OFFSET_BYTES = 4, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """The memory of one kind that a rank holds for one call.
+    """The memory that a rank needs for one purpose in one call.
 
-    name: what lies there.
-    bytes_per_token: most bytes that one token adds, on all ranks together; None where the size
-        does not depend on the tokens.
-    max_bytes: most bytes on one rank, and exactly these where bytes_per_token is None; None where
-        nothing limits the tokens.
+    name: the purpose, such as `received rows`.
+    bytes_per_token: most bytes that one token adds, on all ranks together; None if the size does
+        not depend on the tokens.
+    max_bytes: most bytes on one rank, or the exact size if bytes_per_token is None; None if the
+        number of tokens has no limit.
     """
 
     name: str
@@ -50,16 +50,16 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class CallShape:
-    """One rank's part of a call, as far as its bytes on the wire depend on it.
+    """The counts of one rank's part of a call that determine its bytes on the wire.
 
-    call_shape() of epcomm/buffers/call_shape.py counts it from the routing.
+    call_shape() of epcomm/buffers/call_shape.py computes it from the routing.
 
     tokens_of_rank: [W], T of each rank.
-    rows_sent: rows from this rank to other ranks, where a token goes only to those that need it.
-    rows_received: rows from other ranks to this one, likewise.
-    slots_sent, slots_received: (token, expert) pairs, likewise.
-    rows_sent_between, rows_received_between: of the rows, those to and from ranks of other hosts,
-        where hosts are known.
+    rows_sent: rows from this rank to other ranks, one for each rank that needs the token.
+    rows_received: rows from other ranks to this one.
+    slots_sent, slots_received: the slots of these rows.
+    rows_sent_between, rows_received_between: the rows to and from ranks of other hosts, if the
+        hosts are known.
     """
 
     rank: int
@@ -82,8 +82,8 @@ class CallShape:
     ) -> CallShape:
         """Return a call of T tokens on each rank, each sent to min(K, W - 1) other ranks.
 
-        hosts: where the ranks are, if on several hosts: then each token is sent to as many ranks
-            of other hosts as it can need.
+        hosts: the hosts of the ranks, or None; each token is sent to as many ranks of other hosts
+            as possible.
         """
         num_rows = num_tokens * min(top_k, world_size - 1)
         num_elsewhere = 0 if hosts is None else len(hosts.ranks_elsewhere(0))
@@ -111,8 +111,8 @@ class RowBytes:
     def of(cls, spec: BufferSpec, *, backward: bool = False) -> RowBytes:
         """Return the bytes of rows in the forward pass, or in the backward pass.
 
-        Forward, ids and weights travel with the elements, and sums travel alone. Backward,
-        gradients travel alone, and with those of the weights in combine.
+        Forward: dispatch sends elements, ids and weights; combine sends sums. Backward: dispatch
+        sends gradients; combine sends gradients of rows and weights.
         """
         layout = RowLayout(
             hidden_size=spec.hidden_size,
@@ -162,11 +162,11 @@ def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None)
 
 
 def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> tuple[Region, ...]:
-    """Return the regions that the runner makes of R rows: packed slots and a result for each.
+    """Return the regions that the runner needs for R rows: packed slots and their results.
 
     Args:
-        spec: of the buffer.
-        row_bytes: from one received row to the next; packing copies the gap between rows too.
+        spec: the specification of the buffer.
+        row_bytes: stride of received rows; packing copies the gap between rows too.
         max_rows: R, or None for no limit.
     """
     max_slots = None if max_rows is None else max_slots_of(spec, max_rows)
@@ -178,28 +178,28 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
 
 
 def most_slots_of(spec: BufferSpec, num_rows: int) -> int:
-    """Return the slots that suffice for any routing of R rows, also if it repeats experts."""
+    """Return the slots that suffice for any routing of R rows, even with repeated experts."""
     return max_slots(num_rows * spec.top_k, 1, spec.num_local_experts, spec.expert_alignment)
 
 
 def max_slots_of(spec: BufferSpec, num_rows: int) -> int:
-    """Return C, the slots that suffice for any routing of R rows."""
+    """Return C, the slots that suffice for any routing of R rows to distinct experts."""
     return max_slots(num_rows, spec.top_k, spec.num_local_experts, spec.expert_alignment)
 
 
 def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members: int) -> int:
-    """Return the bytes of SlotIndex, slot weights and each row's slots, as ops/slots.py makes them.
+    """Return the bytes of SlotIndex, slot weights and slots_by_row, as ops/slots.py makes them.
 
     Args:
-        spec: of the buffer.
+        spec: the specification of the buffer.
         num_rows: R.
         num_slots: C.
-        num_members: slots in use, or as many as the host reserves for them.
+        num_members: entries of slots_by_row: the slots in use, or the number that is reserved.
     """
     rows = num_rows * (ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES)
     weight_bytes = slot_weight_bytes(spec)
     slots = num_slots * (SLOT_INDEX_BYTES + weight_bytes) + num_members * SLOT_MEMBER_BYTES
-    # num_tokens_per_expert [L] and first_slot [L + 1], int32; an offset more than rows; a weight
-    # more than slots, which takes the entries without a slot.
+    # num_tokens_per_expert [L] and first_slot [L + 1], int32. There is one more offset than rows,
+    # and one more weight than slots, which receives the entries without a slot.
     experts = 4 * spec.num_local_experts + 4 * (spec.num_local_experts + 1)
     return rows + slots + experts + ROW_OFFSET_BYTES + weight_bytes

@@ -15,8 +15,8 @@ class BufferTraffic:
     dispatch_bytes: towards the experts, forward or backward.
     combine_bytes: of combine, forward or backward.
     control_bytes: counts, faults and flags.
-    bytes_between: of dispatch and combine together, those to ranks of other hosts; 0 where
-        BufferSpec.hosts is None, and in buffers over a package that crosses hosts by itself.
+    bytes_between: bytes of dispatch and combine to ranks of other hosts; 0 if BufferSpec.hosts is
+        None, and for vendor packages that cross hosts themselves.
     """
 
     dispatch_bytes: int = 0
@@ -34,13 +34,13 @@ class TrafficMeter:
     """Adds up BufferTraffic for one rank."""
 
     def __init__(self, rank: int, hosts: HostLayout | None = None) -> None:
-        """Count for `rank`, and with `hosts` what it sends to ranks of other hosts."""
+        """Count for `rank`; with `hosts`, also count its bytes to ranks of other hosts."""
         self._rank = rank
         self._bytes = {field.name: 0 for field in fields(BufferTraffic)}
         self._ranks_elsewhere = () if hosts is None else hosts.ranks_elsewhere(rank)
 
     def dispatch(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:
-        """Count rows on their way to the experts."""
+        """Count the rows of a dispatch."""
         self._add_rows("dispatch_bytes", rows_to_rank, row_bytes)
 
     def combine(self, rows_to_rank: Sequence[int], row_bytes: int) -> None:

@@ -1,8 +1,8 @@
-"""The part that backends on vendor kernels share: faults, traffic, the group.
+"""The base of backends on vendor kernels: faults, traffic, the group.
 
-A vendor kernel carries no fault code. A rank that finds a fault takes part with ids of -1 and
-raises, or keeps the fault for check(), alone; with spec.compares_calls the ranks spend one small
-all-gather a call, and all of them know.
+Vendor kernels send no fault code. A rank with a fault takes part with ids of -1, and it alone
+raises or records the fault for check(). With spec.compares_calls, one small all-gather per call
+reports the fault to all ranks.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from epcomm.errors import BackendUnavailable, EPError, HandleError
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.spec import BufferSpec
 
-# Places in the bytes that are counted.
+# Indices in the counted bytes.
 DISPATCH, COMBINE = 0, 1
 
 
 class VendorCalls:
-    """The base of backends over a package that owns the exchange: what they do themselves.
+    """The base of backends over a vendor package that implements the exchange.
 
-    It comes before Buffer or FusedBackend among the bases of a backend.
+    It precedes Buffer or FusedBackend among the bases of a backend.
     """
 
     name: ClassVar[str]
     needs_process_group: ClassVar[bool] = True
-    # As Backend says: kernels of some packages fail there.
+    # See Backend; kernels of some packages fail on repeated ids.
     needs_distinct_ids: ClassVar[bool] = False
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
@@ -55,12 +55,12 @@ class VendorCalls:
         self._device = collectives.device
         self._is_closed = False
         self._faults = DeviceFaults(collectives.names, collectives.device)
-        # Read after a wait of the host that the package makes anyway, so that it costs none.
+        # The fault word on the host. It is read after a host sync of the package, so it adds none.
         is_cuda = collectives.device.type == "cuda"
         self._fault_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         # Capacity in slots, for the message of check().
         self._max_slots = 0
-        # On the device: reading a count of rows would make the host wait.
+        # Kept on the device, because reading a count of rows would need a host sync.
         self._sent_bytes = torch.zeros(3, dtype=torch.int64, device=self._device)
 
     def traffic(self) -> BufferTraffic:
@@ -72,7 +72,7 @@ class VendorCalls:
         self._faults.check(self._max_slots)
 
     def close(self) -> None:
-        """Free what was allocated, once; to do so the packages wait for all ranks."""
+        """Free the memory. Collective if the package requires it. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._destroy()
@@ -82,7 +82,7 @@ class VendorCalls:
 
     @abstractmethod
     def _destroy(self) -> None:
-        """Free what the package holds. Collective, where the package makes it so."""
+        """Free the memory of the package. Collective if the package requires it."""
 
     @property
     def _num_experts(self) -> int:
@@ -108,9 +108,9 @@ class VendorCalls:
     def _guard(self, call: DispatchCall) -> tuple[Tensor, BatchFlags]:
         """Check top-k ids; return ids that are safe to send, and the flags of the batch.
 
-        _raise_own() raises the fault of this rank once it has taken part.
+        Call _raise_own() after the exchange to raise the fault of this rank.
 
-        Host sync: none, with compares_calls one.
+        Host sync: one with compares_calls, else none.
         Raises:
             EPError: with compares_calls, the fault of some rank, on every rank.
         """
@@ -127,7 +127,7 @@ class VendorCalls:
         return ids, any_flags(all_flags)
 
     def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
-        """Guard ids as _guard() does; faults stay on the device, for _record(). Host sync: none."""
+        """Check ids as _guard() does; return the fault word for _record(). Host sync: none."""
         ids, fault = self._guard_ids(call)
         return ids, fault, assume_all_need_grad(call.flags)
 
@@ -136,10 +136,10 @@ class VendorCalls:
         return guard_ids(call.topk_ids, self._num_experts, call.error, distinct=distinct)
 
     def _raise_own(self, call: DispatchCall) -> None:
-        """Raise this rank's own fault, after it has taken part and the host has waited.
+        """Raise this rank's own fault after an exchange in which the host has waited.
 
-        Host sync: none of its own. The fault was copied before the exchange was enqueued, and the
-        package has read counts of that exchange.
+        Host sync: none. The fault was copied before the exchange was enqueued, and the package has
+        read counts of that exchange.
         """
         error = self._own_error(call, int(self._fault_on_host))
         if error is not None:
@@ -155,16 +155,16 @@ class VendorCalls:
     def _record(
         self, call: DispatchCall, fault: Tensor, required: Tensor, max_slots: int
     ) -> Tensor:
-        """Keep the faults that this rank knows of: its own, with compares_calls those of all.
+        """Record this rank's fault, or with compares_calls the faults of all ranks.
 
-        required: int64 scalar, slots that this rank needs.   max_slots: what it has.
-        Returns: bool scalar on the device: the call has failed, as far as this rank knows.
+        required: int64 scalar, slots that this rank needs.   max_slots: slots that it has.
+        Returns: bool scalar on the device: whether this call has a recorded fault.
         """
         own = (pack_header(fault, call.flags), required)
         if self._spec.compares_calls:
             values = self._gather_values(*own)
         else:
-            # Nothing is known of the others, so they are taken for ranks without a fault.
+            # The faults of the other ranks are unknown; record none for them.
             header = pack_header(torch.zeros_like(fault), call.flags).to(torch.int64)
             values = torch.stack([header, header * 0]).repeat(self._world_size, 1)
             values[self._rank] = torch.stack([value.to(torch.int64) for value in own])
@@ -181,15 +181,15 @@ class VendorCalls:
     def _count_bytes(self, kind: int, rows_to_rank: Tensor, row_bytes: int) -> None:
         """Count the bytes of the rows that this rank sends to other ranks.
 
-        kind: DISPATCH or COMBINE.   rows_to_rank: [W], on the device.
+        kind: DISPATCH or COMBINE.   rows_to_rank: number of rows for each rank, [W], on the device.
         """
         num_rows = rows_to_rank.sum() - rows_to_rank[self._rank]
         self._sent_bytes[kind] += num_rows * row_bytes
 
     def _compare_combine(self, error: EPError | None) -> None:
-        """Raise on every rank if any has an error, where compares_calls is set.
+        """With compares_calls, raise on every rank if any rank has an error.
 
-        Host sync: with compares_calls, one.
+        Host sync: one with compares_calls, else none.
         """
         if not self._spec.compares_calls:
             return

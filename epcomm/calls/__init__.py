@@ -1,1 +1,1 @@
-"""The protocol of calls: every rank announces each call to all others before rows travel."""
+"""The protocol of calls: every rank announces each call to all others before rows are sent."""

@@ -1,4 +1,4 @@
-"""DispatchCall: what one rank brings to a dispatch."""
+"""DispatchCall: the input of one rank to a dispatch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epcomm.types import Int8Profile, WireFormat, WireTensor, data_of
 
 
 class RowQuantizer(Protocol):
-    """The signature of quantize() without its choices."""
+    """The signature of quantize() without its options."""
 
     def __call__(
         self, hidden_states: Tensor, wire_format: WireFormat, /, *, out: WireTensor | None = None
@@ -23,20 +23,20 @@ class RowQuantizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchCall:
-    """The part of one rank in a dispatch.
+    """The input of one rank to a dispatch.
 
-    hidden_states: [T, H], unquantised, or a WireTensor of rows that are quantised already, in the
-        dispatch format of the buffer, with scales of any layout and strides: those travel as they
-        are. Where Backend.takes_wire_tensors is not set, and with gradients, they do not.
-    topk_ids: [T, K], int64.   topk_weights: [T, K], float32; beside float64 rows this and all that
-        is float32 below is float64. Where slots come home apart, any tensor, which is not read.
-    expert_names: of the tensors of the experts whose bits `flags` has, in their order.
-    error: why this rank takes part with T = 0, if it does.
-    quantize: brings hidden states to a format, into the memory of a message where a buffer can.
-    int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
-    dispatcher: number of the dispatcher that calls, see Calls.add_dispatcher(); 0 for none.
-    size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
-        for nothing. Read where hosts compare calls.
+    hidden_states: [T, H], unquantised; or a WireTensor of quantised rows in the dispatch format of
+        the buffer, with scales of any layout and strides, which are sent unchanged. A WireTensor
+        needs Backend.takes_wire_tensors and has no gradients.
+    topk_ids: [T, K], int64.   topk_weights: [T, K], float32. With float64 rows, topk_weights and
+        all that is float32 below are float64. With BufferSpec.returns_slots, any unread tensor.
+    expert_names: names of the expert tensors that have bits in `flags`, in the order of the bits.
+    error: the reason why this rank takes part with T = 0, or None.
+    quantize: converts hidden states to a wire format; buffers that can pass the message as `out`.
+    int8_profile: the INT8 arithmetic, for buffers that quantise while they send.
+    dispatcher: number of the calling dispatcher, see Calls.add_dispatcher(); 0 for none.
+    size: a number that must be equal on all ranks, such as a limit of tokens; 0 for none. Read if
+        hosts compare calls.
     """
 
     hidden_states: Tensor | WireTensor
@@ -57,17 +57,17 @@ class DispatchCall:
 
     @property
     def unquantized(self) -> Tensor:
-        """Return the hidden states, which must be no WireTensor."""
-        assert isinstance(self.hidden_states, Tensor), "this call was to be quantised here"
+        """Return the hidden states, which must not be a WireTensor."""
+        assert isinstance(self.hidden_states, Tensor), "the hidden states are unquantised"
         return self.hidden_states
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowTopkCall(DispatchCall):
-    """A call that asks for the experts and weights of each row, as DeepEP returns them.
+    """A call that also requests the experts and weights of each row, as DeepEP returns them.
 
-    num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
-        the number that the buffer was opened for; None: that number.
+    num_sms: most SMs that kernels may use for this call and along its exchange plan, at most
+        BufferSpec.num_sms; None: BufferSpec.num_sms.
     """
 
     num_sms: int | None = None

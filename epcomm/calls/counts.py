@@ -1,8 +1,7 @@
-"""The counts message of exact-size buffers: what it holds and what a rank reads from it.
+"""The counts message of exact-size buffers: the header of a dispatch with row and slot counts.
 
-It is the header of the call, with what each rank needs to know alone: the rows and the slots of
-each of its experts. It goes out before the rows, so that sizes, faults and flags cost one small
-message and one host sync together.
+Each rank receives the number of its rows and the slots of each of its experts. The message is sent
+before the rows, so sizes, faults and flags together cost one small message and one host sync.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ from epcomm.spec import BufferSpec
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Counts:
-    """The counts of what this rank sends and receives in a dispatch.
+    """The counts of rows and slots that this rank sends and receives in a dispatch.
 
     rows_to_rank, rows_from_rank: [W].
-    tokens_per_expert: [L], and the same as an int64 tensor on the device.
+    tokens_per_expert: [L].   device_tokens_per_expert: the same, int64, on the device.
     any_flags: the flags of all ranks, or-ed.
     """
 
@@ -59,9 +58,9 @@ def any_flags(flags: Sequence[int]) -> BatchFlags:
 def guard_ids(
     topk_ids: Tensor, num_experts: int, error: EPError | None, *, distinct: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Replace all ids of a bad call by -1, and make its fault word, without a host sync.
+    """Replace all ids of a bad call by -1 and compute its fault word. Host sync: none.
 
-    distinct: whether an expert twice in a row is a fault too.
+    distinct: a row that names an expert twice is a fault too.
 
     Returns:
         topk_ids [T, K] that are safe to index with, and the fault word as an int64 scalar tensor.
@@ -72,7 +71,7 @@ def guard_ids(
     if distinct:
         has_repeated = is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
         fault = torch.where(has_repeated, int(FaultCode.REPEATED_IDS), fault)
-    # Contiguous whatever came: torch.where keeps strides, which vendor kernels do not read.
+    # torch.where keeps strides, but vendor kernels ignore them.
     return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
 
 
@@ -87,16 +86,16 @@ def make_headers(
     """Return the headers of a dispatch and the counts that do not fit. Host sync: none.
 
     Args:
-        calls: of the group.
-        sign: of the dispatch.
-        flags: of this rank's batch.
-        counts: FaultCode, a scalar; rows for each rank, [W] or one number for all; slots of all
-            experts, [P].
-        has_rest: headers have one size in every call, as where the host waits in collectives, and
-            the counts that do not fit take a second exchange; else the header is longer.
+        calls: the calls of the group.
+        sign: the sign of the dispatch.
+        flags: the flags of this rank's batch.
+        counts: the fault code, a scalar; rows for each rank, [W] or one number for all; slots of
+            all experts, [P].
+        has_rest: headers have a fixed size, and the counts that do not fit need a second exchange;
+            else the header is longer.
 
     Returns: the header for each rank with the slots of its first COUNTS_IN_HEADER experts,
-        [W, words], int64, and those of its other experts, [W, L - COUNTS_IN_HEADER].
+        [W, words], int64, and the slots of its other experts, [W, L - COUNTS_IN_HEADER].
     """
     fault, rows, slots = counts
     by_rank = slots.view(calls.world_size, -1)
@@ -111,19 +110,19 @@ def make_headers(
 
 
 def seal(header: Tensor) -> None:
-    """Write CHECK of headers [W, words] to which nothing is added later. Host sync: none."""
+    """Write CHECK of complete headers [W, words]. Host sync: none."""
     header[:, CHECK] -= header.sum(1)
 
 
 def empty_headers(calls: Calls, num_experts: int, *, has_rest: bool) -> tuple[Tensor, Tensor]:
-    """Return zeros that a kernel writes, as make_headers() returns them; num_experts is L."""
+    """Return zeroed headers and counts for a kernel to fill; see make_headers(). num_experts: L."""
     num_here = min(num_experts, COUNTS_IN_HEADER) if has_rest else num_experts
     header = calls.message((), max(MESSAGE_WORDS, HEADER_WORDS + num_here))
     return header, header.new_zeros(calls.world_size, num_experts - num_here)
 
 
 def counts_bytes(num_local_experts: int) -> int:
-    """Return the bytes of the message for one rank, in one exchange or two."""
+    """Return the bytes of the counts message for one rank, both exchanges together."""
     return MESSAGE_BYTES + 8 * max(num_local_experts - COUNTS_IN_HEADER, 0)
 
 
@@ -138,22 +137,23 @@ def exchange_counts(
     start_read: Callable[[Tensor], Callable[[], list]] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Counts:
-    """Exchange the headers of a dispatch with row and slot counts, the only host sync of it.
+    """Exchange headers with row and slot counts: the only host sync of a dispatch.
 
     Args:
-        calls: of the group.
+        calls: the calls of the group.
         call: this rank's part of the dispatch.
-        headers: of make_headers() or empty_headers().
-        spec: of the buffer.
-        rows_have_slots: a rank sends a row only where it has a slot.
-        exchange: sends header row r to rank r and returns those from all ranks; None: the calls
-            do.
-        start_read: begins to read a tensor on the host; None: tolist().
-        meanwhile: launches work that needs no answer; the device does it while the host reads.
+        headers: from make_headers() or empty_headers().
+        spec: the specification of the buffer.
+        rows_have_slots: ranks send only rows that have a slot.
+        exchange: sends header row r to rank r and returns the headers from all ranks; None:
+            calls.exchange().
+        start_read: begins to copy a tensor to the host; None: tolist().
+        meanwhile: launches work that does not depend on the received headers; it runs on the
+            device while the host reads them.
 
     Collective: yes.   Host sync: yes.
     Raises:
-        HandleError: some ranks make another call; on every rank.
+        HandleError: some ranks make a different call; on every rank.
         ShapeError, CapacityError, ConfigError, EPError: see read_counts().
     """
     sent, sent_rest = headers
@@ -190,21 +190,21 @@ def read_counts(
     *,
     rows_have_slots: bool,
 ) -> Counts:
-    """Read the headers from all ranks, which make the same call and have passed check_words().
+    """Read the headers of one call from all ranks, after check_words().
 
     Args:
-        headers: by rank, on the host; the slots behind them are those of this rank's experts.
+        headers: by rank, on the host, each followed by the slots of this rank's experts.
         device_slots: [W, L], the same slots on the device.
         call: this rank's call.
-        spec: of the buffer.
-        calls: of the group.
-        rows_to_rank: the rows that this rank sends to each.
-        rows_have_slots: a rank sends a row only where it has a slot.
+        spec: the specification of the buffer.
+        calls: the calls of the group.
+        rows_to_rank: the number of rows that this rank sends to each rank.
+        rows_have_slots: ranks send only rows that have a slot.
 
     Raises:
         ShapeError, CapacityError: some rank reported a fault; on every rank.
         ConfigError: some ranks need gradients, others run under no_grad; on every rank.
-        EPError: counts that no rank can have sent; then the group ends, see Calls.reject().
+        EPError: the counts are impossible; the group becomes unusable, see Calls.reject().
     """
     codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
     check_headers(codes, flags, call, spec.num_local_experts * calls.world_size, calls.names)
@@ -234,7 +234,9 @@ def check_headers(
     num_experts: int,
     names: RankNames,
 ) -> None:
-    """Raise what the headers of a dispatch say is wrong: a fault word and BatchFlags a rank.
+    """Raise the faults that the headers of a dispatch report.
+
+    codes, flags: the fault word and the BatchFlags of each rank.
 
     Raises:
         ShapeError, CapacityError, ConfigError: as read_counts().

@@ -1,7 +1,7 @@
-"""Report a bad call of a rank: a fault code in place of counts, so that every rank raises.
+"""Faults of a call: a rank sends a fault code in place of its counts, so that every rank raises.
 
-A rank that finds a fault takes part with no rows. All ranks read the codes with the counts, which
-they read anyway, so no extra message is spent and the group stays usable.
+The rank with the fault takes part without rows. All ranks read the codes together with the counts,
+so reporting needs no extra message and the group stays usable.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _FAULT_TEXT = {
     FaultCode.CAPACITY: "more tokens than max_tokens_per_rank",
     FaultCode.OVERFLOW: "more received slots than max_recv_slots",
     FaultCode.GRAD_MODE: "torch.no_grad() while other ranks are in grad mode",
-    FaultCode.HANDLE: "a batch combined twice, of another dispatcher, or after close()",
-    FaultCode.NO_GRADIENTS: "gradients or decode in a mode that has none",
+    FaultCode.HANDLE: "a batch combined twice, by another dispatcher, or after close()",
+    FaultCode.NO_GRADIENTS: "gradients or decode in a mode without them",
     FaultCode.ROWS: "a combine input of wrong layout, shape, dtype or device",
     FaultCode.EXPERTS: "an error while the experts computed or their results were summed",
     FaultCode.FROZEN: "an expert parameter that others train is frozen",
     FaultCode.UNREADY: "an error while tokens were routed or prepared for dispatch",
     FaultCode.CALLS: "a call that differs from that of another rank",
 }
-# What all ranks raise if there are no faults of another kind.
+# The error class if all faults have these codes; otherwise all ranks raise ShapeError.
 _ERRORS = (
     (CapacityError, {FaultCode.CAPACITY, FaultCode.OVERFLOW}),
     (ConfigError, {FaultCode.GRAD_MODE, FaultCode.NO_GRADIENTS, FaultCode.FROZEN}),
@@ -60,7 +60,7 @@ _ERRORS = (
 
 
 def is_repeated(ordered_ids: Tensor) -> Tensor:
-    """Mark entries whose next entry names the same expert, [T, K - 1]; rows of ids are ordered."""
+    """Return whether each entry equals the next, [T, K - 1], bool; rows of ids are sorted."""
     return (ordered_ids[:, 1:] == ordered_ids[:, :-1]) & (ordered_ids[:, 1:] >= 0)
 
 
@@ -76,7 +76,7 @@ def ids_error(topk_ids: Tensor, num_experts: int, names: RankNames) -> ShapeErro
 
 
 def repeated_ids_error(topk_ids: Tensor, names: RankNames) -> ShapeError:
-    """Return the detailed error of a rank that names an expert twice. Reads the ids on the host."""
+    """Return the detailed error of a rank that names an expert twice. Host sync: reads the ids."""
     ordered = topk_ids.sort(dim=1).values.cpu()
     token, place = is_repeated(ordered).nonzero()[0].tolist()
     return ShapeError(
@@ -87,11 +87,11 @@ def repeated_ids_error(topk_ids: Tensor, names: RankNames) -> ShapeError:
 
 
 def overwritten_error(backend: str, batch: int, num_batches: int, where: str) -> HandleError:
-    """Return the error of a combine whose rows lay in memory that a later batch has taken."""
+    """Return the error of a combine whose rows a later batch has overwritten."""
     return HandleError(
         f"combine: the rows of batch {batch} of {backend} were overwritten by batch "
-        f"{batch + num_batches}, as {num_batches} may be in flight ({where}); combine a batch "
-        "earlier, or set EPConfig.batches_in_flight"
+        f"{batch + num_batches}, because at most {num_batches} may be in flight ({where}); "
+        "combine a batch earlier, or set EPConfig.batches_in_flight"
     )
 
 
@@ -102,13 +102,13 @@ def raise_faults(
     *,
     function: str = "dispatch",
 ) -> None:
-    """Raise on this rank if any rank reported a fault, after all have heard of it.
+    """Raise on this rank if any rank reported a fault.
 
     Args:
-        words: a fault word a rank.
-        names: of these ranks.
-        own_error: the detailed error that this rank found, if it did.
-        function: in which the faults were found.
+        words: the fault word of each rank.
+        names: the names of these ranks.
+        own_error: the detailed error of this rank, or None.
+        function: the function that found the faults.
     """
     if not any(words):
         return
@@ -141,16 +141,16 @@ def _error_of(codes: Set[int]) -> type[EPError]:
 
 
 def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequence[str]) -> None:
-    """Refuse a batch of which ranks would train other things.
+    """Check that all ranks of a batch need the same gradients.
 
     Args:
-        flags: the BatchFlags a rank.
-        names: of these ranks.
-        expert_names: of the tensors of the experts, in the order of their bits.
+        flags: the BatchFlags of each rank.
+        names: the names of these ranks.
+        expert_names: names of the expert tensors, in the order of their bits.
 
     Raises:
-        ConfigError: on every rank. Some ranks run under no_grad, so that the backward of others
-            would wait for ever; or a tensor of the experts is frozen on some ranks alone.
+        ConfigError: on every rank. Some ranks run under no_grad, so the backward of the others
+            would hang; or an expert tensor is frozen on only some of the ranks.
     """
     needing = BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
     without_grad = [r for r, flag in enumerate(flags) if not flag & BatchFlags.GRAD_ENABLED]
@@ -158,7 +158,7 @@ def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequen
         runs = "runs" if len(without_grad) == 1 else "run"
         error = ConfigError(
             f"dispatch: {names.describe(without_grad)} {runs} under torch.no_grad() while others "
-            f"need gradients (this is {names.where}), so backward would wait for ever; use one "
+            f"need gradients (this is {names.where}), so backward would hang; use one "
             "grad mode on all ranks"
         )
         error.fault_word = pack_fault(FaultCode.GRAD_MODE, names.numbers[without_grad[0]])
@@ -179,7 +179,7 @@ def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequen
         them = "it" if sum(map(len, frozen.values())) == 1 else "them"
         error = ConfigError(
             f"dispatch: {told}, while the other ranks train {them} (this is {names.where}), so "
-            "optimizers and norms over all experts would wait for ever; call requires_grad_() "
+            "optimizers and norms over all experts would hang; call requires_grad_() "
             "with the same value on all ranks"
         )
         error.fault_word = pack_fault(FaultCode.FROZEN, faulty_rank)
@@ -187,11 +187,11 @@ def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequen
 
 
 def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
-    """Return the flags that a rank assumes of the others when it may not read theirs.
+    """Return the flags that a rank assumes for the batch if it cannot read those of other ranks.
 
-    In grad mode some rank may need any gradient, so all take part in every backward.
+    In grad mode another rank may need any gradient, so all ranks take part in every backward.
     """
-    # Decoding, whose host time counts, has none.
+    # Fast path: decoding runs without gradients.
     if flags is BatchFlags.NONE or not flags & BatchFlags.GRAD_ENABLED:
         return flags
     return flags | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
@@ -200,27 +200,27 @@ def assume_all_need_grad(flags: BatchFlags) -> BatchFlags:
 def pack_header(fault: Tensor, flags: BatchFlags) -> Tensor:
     """Return the status of a rank, one int32: the code of a fault word and the BatchFlags.
 
-    fault: scalar tensor. A status has no room for the rank that a relayed fault names.
+    fault: the fault word, a scalar tensor. A status does not carry the rank of a relayed fault.
     """
     return (fault & FAULT_MASK).to(torch.int32) | (int(flags) << FLAGS_SHIFT)
 
 
 def _codes_of(error: EPError) -> set[FaultCode]:
-    """Return the codes by which dispatch and combine report an error."""
+    """Return the codes that report an error in dispatch and in combine."""
     words = (fault_word(error), fault_word(error, in_combine=True))
     codes = {unpack_fault(word, 0)[0] for word in words}
-    # The device finds repeated ids, which the host then raises as a ShapeError.
+    # The device has a separate code for repeated ids; the host raises a ShapeError.
     return codes | {FaultCode.REPEATED_IDS} if isinstance(error, ShapeError) else codes
 
 
 class DeviceFaults:
-    """The faults that wait on the device: the first one of each rank since the last check."""
+    """The faults recorded on the device: the first one of each rank since the last check()."""
 
     def __init__(self, names: RankNames, device: torch.device) -> None:
-        """Begin without a fault, for the ranks that `names` names."""
+        """Start without faults, for the ranks of `names`."""
         self._names = names
         self._own_error: EPError | None = None
-        # [W, 2]: FaultCode, and the slots that an overflow would have needed.
+        # [W, 2]: the FaultCode of each rank, and the slots that it needed in an overflow.
         self._entries = torch.zeros(len(names.numbers), 2, dtype=torch.int64, device=device)
 
     @property
@@ -229,20 +229,20 @@ class DeviceFaults:
         return self._entries
 
     def note_own(self, error: EPError | None) -> None:
-        """Keep the detailed error of this rank, whose code a kernel notes. Local."""
+        """Keep the detailed error of this rank; a kernel records its code. Local."""
         if error is not None and (self._own_error is None or self._own_error.was_raised):
             self._own_error = error
 
     def record(
         self, headers: Tensor, overflows: Tensor, required: Tensor, own_error: EPError | None
     ) -> Tensor:
-        """Note the faults of one dispatch, and return whether it has failed, a bool scalar.
+        """Record the faults of one dispatch; return whether it has failed, a bool scalar.
 
         Args:
-            headers: [W], int32, as pack_header() made them.
-            overflows: [W], bool: the slots of a rank exceed its budget.
-            required: [W], int64: the slots it would need.
-            own_error: the detailed error of this rank, if it has one.
+            headers: [W], int32, from pack_header().
+            overflows: [W], bool: whether the slots of a rank exceed its budget.
+            required: [W], int64: the slots that each rank needs.
+            own_error: the detailed error of this rank, or None.
 
         Host sync: none.
         """
@@ -256,24 +256,24 @@ class DeviceFaults:
         return self._note(codes, required, own_error)
 
     def record_combine(self, codes: Tensor, own_error: EPError | None) -> Tensor:
-        """Note the FaultCode of each rank in one combine, [W], int64; returns as record()."""
+        """Record the fault codes of one combine, [W], int64; return whether it has failed."""
         return self._note(codes, torch.zeros_like(codes), own_error)
 
     def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
         entries, has_fault = torch.stack([codes, required], dim=1), codes != 0
         is_new = has_fault & (self._entries[:, 0] == 0)
-        # In place: a captured graph keeps writing to this memory.
+        # Write in place, because a captured graph keeps using this memory.
         self._entries.copy_(torch.where(is_new.unsqueeze(1), entries, self._entries))
         return has_fault.any()
 
     def check(
         self, max_slots: int | None, *, max_rows: int | None = None, has_budget: bool = True
     ) -> None:
-        """Raise the recorded faults and forget them. Host sync: yes.
+        """Raise the recorded faults and clear them. Host sync: yes.
 
-        max_slots, max_rows: that a rank receives, one of them None: the budget that was exceeded.
-        has_budget: max_slots can be configured; else it suffices for tokens of distinct experts.
+        max_slots, max_rows: most slots or rows that a rank receives; one of them is None.
+        has_budget: max_slots is configurable; else it is the most that distinct ids can need.
         """
         entries = self._entries.tolist()
         own_error, self._own_error = self._own_error, None
@@ -282,7 +282,7 @@ class DeviceFaults:
         self._entries.zero_()
         words = [self._fault_word(place, byte) for place, (byte, _) in enumerate(entries)]
         if own_error is not None and own_error.was_raised:
-            # The faults of other ranks remain, and an older one of this rank.
+            # Keep the faults of other ranks, and an older fault of this rank.
             place = self._names.place
             if unpack_fault(words[place], 0)[0] in _codes_of(own_error):
                 words[place], entries[place] = int(FaultCode.NONE), [0, 0]
@@ -304,8 +304,8 @@ class DeviceFaults:
             if not has_budget:
                 raise CapacityError(
                     f"dispatch: {who} received up to {required} slots, expected at most "
-                    f"{max_slots}, which hold all tokens of distinct experts (this is {where}); y "
-                    "was set to NaN; pass an expert once in each row of topk_ids"
+                    f"{max_slots}, the most that distinct experts need (this is {where}); y "
+                    "was set to NaN; name each expert at most once in a row of topk_ids"
                 )
             raise CapacityError(
                 f"dispatch: {who} received up to {required} slots, expected at most "
@@ -319,16 +319,15 @@ class DeviceFaults:
         raise_faults(words, self._names, own_error, function=function)
 
     def _fault_word(self, place: int, byte: int) -> int:
-        """Return the fault word of what a rank reported on the device.
+        """Return the fault word of a fault byte from the device.
 
         Raises:
-            EPError: no rank can have reported it.
+            EPError: the byte is not a valid fault.
         """
         if not is_fault_byte(byte):
             raise EPError(
                 f"check: the status of {self._names.describe([place])} has fault {byte}, expected "
-                f"a FaultCode (this is {self._names.where}); y was set to NaN; see whether all "
-                "ranks run one version of epcomm, and whether memory or network of the rank named "
-                "is defective"
+                f"a FaultCode (this is {self._names.where}); y was set to NaN; check that all "
+                "ranks run the same version of epcomm, and the memory and network of the rank named"
             )
         return fault_word_of_byte(byte, self._names.numbers[place])

@@ -1,4 +1,4 @@
-"""The words of a call's header, which every rank sends to every other before rows travel."""
+"""The words of a call's header, which every rank sends to every other before any rows."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import torch
 # The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
 KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
 HEADER_WORDS = 10
-# Followed by the slot counts of up to 128 experts of the receiving rank; more take a second
-# exchange. 128 experts a rank are half of the 256 of the largest models, and with the header they
-# make 1104 B, which one Ethernet packet carries.
+# The header is followed by the slot counts of up to 128 experts of the receiving rank; more need a
+# second exchange. 128 experts per rank are half of the 256 of the largest models, and with the
+# header they are 1104 B, which fit into one Ethernet packet.
 COUNTS_IN_HEADER = 128
 MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS
 # Wildcard in place of a number: a rank that refuses a combine does not know the batch.
 ANY = -1
 
-# Bits of the number that stands for a dtype in SIZE.
+# Bits of the dtype in SIZE.
 DTYPE_BITS = 16
 
 
 class CallKind(IntEnum):
-    """The call that a rank is about to make with all others.
+    """The kind of a collective call.
 
-    text: the kind in words, such as `backward of combine`, for messages.
-    phase: the name of its exchange of headers in messages about a timeout.
+    text: the kind in words for messages, such as `backward of combine`.
+    phase: the name of its header exchange in messages about a timeout.
     """
 
     text: str
@@ -44,7 +44,7 @@ class CallKind(IntEnum):
     PARAMETERS = 7, "an operation on an expert parameter"
 
     def __new__(cls, value: int, text: str, phase: str = "") -> CallKind:
-        """Make the kind `value`, whose headers travel in `phase`."""
+        """Make the kind `value`, whose headers are exchanged in `phase`."""
         kind = int.__new__(cls, value)
         kind._value_ = value
         kind.text, kind.phase = text, phase or f"{text} calls"
@@ -53,12 +53,12 @@ class CallKind(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class CallSign:
-    """The identity of a call beside its kind, which is equal on all ranks.
+    """The fields that identify a call together with its kind; equal on all ranks.
 
-    buffer, dispatcher: numbers of Calls.add_buffer() and add_dispatcher(), 0 for none.
-    batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
-    size: of the call or its rows, see DispatchCall.size and rows_size(), or the name of an
-        operation, see operation_sign(); 0 for none.
+    buffer, dispatcher: numbers from Calls.add_buffer() and add_dispatcher(), 0 for none.
+    batch: number of the call that dispatched the batch; for a dispatch, its own number.
+    size: DispatchCall.size, rows_size() of the rows, or operation_sign() of an operation; 0 for
+        none.
     """
 
     buffer: int = 0
@@ -67,9 +67,9 @@ class CallSign:
     size: int = 0
 
 
-# Of a call that belongs to no buffer.
+# The sign of a call that belongs to no buffer.
 NO_BUFFER = CallSign()
-# Of a rank that refuses a call of which it knows neither buffer nor batch.
+# The sign of a rank that refuses a call without knowing its buffer or batch.
 ANY_BATCH = CallSign(buffer=ANY, dispatcher=ANY, batch=ANY, size=ANY)
 
 
@@ -79,15 +79,15 @@ def rows_size(num_columns: int, dtype: torch.dtype) -> int:
     return num_columns << DTYPE_BITS | crc32(str(dtype).encode()) & ((1 << DTYPE_BITS) - 1)
 
 
-# Characters of the names of operations, of which a number holds twelve.
+# Characters of operation names; an int64 holds twelve of them.
 _LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789_"
 _MAX_LETTERS = 12
 
 
 def operation_sign(name: str) -> CallSign:
-    """Return the sign of an operation on an expert parameter, such as `norm`, whose size names it.
+    """Return the sign of an operation on an expert parameter; its size encodes the name.
 
-    name: lower case; its first twelve characters count.
+    name: such as `norm`, lower case; only its first twelve characters are used.
     """
     size = 0
     for letter in reversed(name[:_MAX_LETTERS]):
@@ -96,7 +96,7 @@ def operation_sign(name: str) -> CallSign:
 
 
 def operation_of(size: int) -> str:
-    """Return the name that operation_sign() wrote into the size."""
+    """Return the name that operation_sign() encoded in `size`."""
     name = ""
     while size > 0:
         size, letter = divmod(size, len(_LETTERS) + 1)

@@ -1,17 +1,18 @@
-"""Compare which call each rank makes: a header of one size goes before every call.
+"""Compare the calls of all ranks: every call starts with an exchange of headers of a fixed size.
 
-A rank that makes another call than the others, or the calls of two layers in another order, is
-named on every rank before any rows travel. Nobody waits for what never comes, and no transport
-meets messages of different lengths. Worked example, two ranks, each header its first words:
+If a rank makes a different call, or calls two layers in a different order, all ranks raise an error
+that names it before any rows are sent. So no rank waits for a message that is never sent, and no
+transport receives messages of different lengths. Worked example, two ranks, first words of their
+headers:
 
     rank 0 dispatches    kind 2, buffer 1, dispatcher 1, batch 7, call 7
     rank 1 combines      kind 3, buffer 1, dispatcher 1, batch 6, call 7
 
-Both raise HandleError; the next call of both is number 8, so the group goes on.
+Both raise HandleError; the next call of both is number 8, so the group stays usable.
 
-A rank checks every word of a header before it uses one. Only a defect of memory or of the network,
-or another version of epcomm, makes a header wrong, and the ranks may then disagree on what follows:
-a rank that reads one ends the group's waits on all ranks.
+A rank checks every word of a header before it uses any. A header can only be wrong if memory or the
+network is faulty, or if ranks run different versions of epcomm. The ranks may then disagree on what
+follows, so a rank that reads a wrong header ends the waits of all ranks.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from epcomm.protocol import (
 
 T = TypeVar("T")
 
-# What messages about faults of a call begin with; of other kinds, the name of the exchange.
+# The function named in messages about faults; for other kinds, the name of the exchange.
 _FUNCTIONS = {
     CallKind.DISPATCH: "dispatch",
     CallKind.COMBINE: "combine",
@@ -70,19 +71,19 @@ Explain = Callable[[Sequence[CallKind], EPError | None], None]
 
 
 class HeaderBoard(Protocol):
-    """A HeaderBoard carries headers in place of the transport, where there is something faster."""
+    """An exchange of headers that is faster than the transport."""
 
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:
-        """Move row r of [W, words], int64, to rank r; return the rows for this one, by source."""
+        """Send row r of [W, words], int64, to rank r; return the received rows, by source."""
         ...
 
     def close(self) -> None:
-        """Free it. Local, idempotent."""
+        """Free the memory. Local, idempotent."""
         ...
 
 
 class Calls:
-    """The calls of one rank in a group, numbered alike on all ranks, over its collectives."""
+    """The calls of one rank in a group, with numbers that are equal on all ranks."""
 
     def __init__(
         self,
@@ -91,52 +92,53 @@ class Calls:
         whole: Calls | None = None,
         counts_in_whole: bool = False,
     ) -> None:
-        """Begin without a call, over `collectives`.
+        """Start without calls, over `collectives`.
 
-        whole: the calls of a group of which these ranks are a part, whose dispatchers call here.
-        counts_in_whole: what is called here counts there too.
+        whole: the calls of the whole group, if these ranks are a part of one; its dispatchers make
+            the calls.
+        counts_in_whole: calls of this part count as calls of the whole group too.
         """
         self.collectives = collectives
         collectives.calls = self
         self.world_size = collectives.world_size
         # The numbers of the ranks for messages; in a part of a group, those in the group.
         self.names = collectives.names
-        # The host waits in the collectives, so that it can compare calls without a wait more.
+        # The host waits in collectives anyway, so comparing calls adds no host sync.
         self.waits = collectives.bounded is not None
         self._counted_in = whole if counts_in_whole else None
         self._board: HeaderBoard | None = None
         # The number of the next call, equal on all ranks.
         self.next_batch = 1
-        # Where the calls of ranks differ: raises what differs, see explain_by().
+        # The function that explains a difference between calls, see explain_by().
         self._explain: Explain | None = None
         self._buffers: list[str] = []
-        # The mode of each.
+        # The mode of each dispatcher.
         self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
         self._parts: dict[tuple[tuple[int, ...], ...], Calls] = {}
 
     @classmethod
     def of(cls, collectives: Collectives) -> Calls:
-        """Return the calls over `collectives`, which all groups on them share. Local."""
+        """Return the calls over `collectives`, shared by all groups on them. Local."""
         found = collectives.calls
         return found if isinstance(found, Calls) else cls(collectives)
 
     @property
     def has_board(self) -> bool:
-        """Return whether headers travel over a board and not as rows of the transport."""
+        """Return whether headers are exchanged over a board instead of the transport."""
         return self._board is not None
 
     def use(self, board: HeaderBoard) -> None:
-        """Send headers over `board` from now on, and close it in the end.
+        """Exchange headers over `board` from now on; close() closes it.
 
         Collective: yes, between the same calls on all ranks.
         """
         self._board = board
 
     def explain_by(self, explain: Explain) -> None:
-        """Ask `explain` what differs, where ranks make different calls, before an error is raised.
+        """Set a function that explains why ranks make different calls.
 
-        It is called on every rank with the kinds of all calls and this rank's own error, and may
-        exchange records; it raises what it finds.
+        `explain` is called on every rank before the HandleError, with the kinds of all calls and
+        this rank's own error. It may exchange records, and may raise a more specific error.
 
         Collective: yes, between the same calls on all ranks.
         """
@@ -145,14 +147,14 @@ class Calls:
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
     ) -> Calls:
-        """Return the calls of the ranks that share a part with this one.
+        """Return the calls of the part that contains this rank.
 
         Args:
             parts, scope: see Collectives.split().
-            counts_calls: calls of the part count as calls of the whole too.
+            counts_calls: calls of the part count as calls of the whole group too.
 
         Collective: yes, the first time for these parts.   Host sync: yes.
-        Lifetime: until close(); whoever asks for the same parts has the same.
+        Lifetime: until close(); the same parts return the same object.
         """
         key = tuple(map(tuple, parts))
         if key not in self._parts:
@@ -163,49 +165,49 @@ class Calls:
         return self._parts[key]
 
     def close(self) -> None:
-        """Close the board, if there is one; the collectives do it. Local, idempotent."""
+        """Close the board and the parts; called by the collectives. Local, idempotent."""
         self._parts.clear()
         if self._board is not None:
             self._board.close()
             self._board = None
 
     def add_buffer(self, name: str) -> int:
-        """Return the number of a new buffer. All ranks open the same ones in the same order."""
+        """Return the number of a new buffer. All ranks open the same buffers in the same order."""
         self._buffers.append(name)
         return len(self._buffers)
 
     def add_dispatcher(self, mode: Mode) -> int:
-        """Return the number of a new dispatcher, counted as add_buffer() counts buffers."""
+        """Return the number of a new dispatcher. All ranks make the same ones in the same order."""
         self._dispatchers.append(mode)
         return len(self._dispatchers)
 
     def header(
         self, kind: CallKind, sign: CallSign, *, flags: int = 0, num_rows: int = 0
     ) -> list[int]:
-        """Return the header of this rank's next call, without a fault and a CHECK. Local.
+        """Return the header of this rank's next call, with FAULT and CHECK 0. Local.
 
-        flags, num_rows: words that may differ between ranks.
+        flags, num_rows: the words that may differ between ranks.
         """
         who = (int(kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
         return [*who, sign.size, 0, flags, num_rows]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
-        """Return `words`, then zeros, as [W, num_words], int64, on the device. Host sync: none."""
+        """Return `words` and then zeros, [W, num_words], int64, on the device. Host sync: none."""
         device = self.collectives.device
         message = torch.zeros(self.world_size, num_words, dtype=torch.int64, device=device)
         if words:
-            # The device is named, for models are built with meta as the default one.
+            # Models may be built with meta as the default device, so name the device.
             values = torch.tensor(words, device="cpu").to(device, non_blocking=True)
             message[:, : len(words)] = values
         return message
 
     def exchange(self, message: Tensor, phase: str) -> Tensor:
-        """Send row r of [W, words] to rank r; return the rows for this one, by source.
+        """Send row r of [W, words] to rank r; return the received rows, by source.
 
-        Counts the call: what fails on this rank before can still be reported in a header.
+        Counts the call. A failure on this rank before this can still be reported in a header.
 
-        Collective: yes; of one size in all calls of the group.
-        Host sync: as a collective.
+        Collective: yes; all calls of the group use the same size.
+        Host sync: as in the collectives.
         """
         self.next_batch += 1
         if self._counted_in is not None:
@@ -227,25 +229,25 @@ class Calls:
         expert_names: Sequence[str] = (),
         phase: str | None = None,
     ) -> list[list[int]]:
-        """Begin a call that has nothing for one rank alone, and return the headers of all ranks.
+        """Send the same header to all ranks, compare the calls, and return all headers.
 
-        Local work comes before: where it fails, no rank waits for rows of this rank, and the header
-        of its next call tells the others. A rank that refuses the call passes its error, and no
-        rank sends rows.
+        The caller does its local work first: if that fails, no rank waits for its rows, and it
+        reports the failure in its next header. A rank that refuses the call passes its error; then
+        no rank sends rows.
 
         Args:
             kind, sign: the call.
-            size: of its rows, see rows_size(); None: that of the sign.
-            error: why this rank refuses it.
-            fault: the fault word of that; None: the one of the error.
-            flags: BatchFlags of this rank's batch, where ranks compare them.
-            num_rows: a word that may differ.
-            expert_names: of the tensors of the experts, in the order of their bits in the flags.
-            phase: the name of the exchange in messages about a timeout; None: as the kind says.
+            size: rows_size() of its rows; None: the size of the sign.
+            error: the reason why this rank refuses the call, or None.
+            fault: the fault word of the refusal; None: the fault word of `error`.
+            flags: BatchFlags of this rank's batch, which the ranks compare.
+            num_rows: a word that may differ between ranks.
+            expert_names: names of the expert tensors, in the order of their bits in the flags.
+            phase: the name of the exchange in messages about a timeout; None: kind.phase.
 
         Collective: yes.   Host sync: yes.
         Raises:
-            HandleError: some ranks make another call; on every rank.
+            HandleError: some ranks make a different call; on every rank.
             ConfigError: see check_gradients(); on every rank.
             EPError: some rank refuses; on every rank.
         """
@@ -270,10 +272,10 @@ class Calls:
         return headers
 
     def announced(self, call: Callable[[], T], report: Callable[[Exception], object] | None) -> T:
-        """Return `call()`; report an exception of which the other ranks do not know yet.
+        """Return `call()`; report an exception that precedes the header of the call.
 
-        report: reports it to the other ranks, which wait for this one; None: they do not, because
-            they know, or because the call has no header that the host sends.
+        report: sends the exception to the other ranks, which wait for this one. None: they do not
+            wait, because they know of it, or because the host sends no header in this call.
         """
         number = self.next_batch
         try:
@@ -288,11 +290,11 @@ class Calls:
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
     ) -> list[dict[str, Scalar]]:
-        """Return the small records of all ranks, by rank, behind a header that compares calls.
+        """Compare the calls, then return the records of all ranks, by rank.
 
         Collective: yes.   Host sync: yes.
         Raises:
-            HandleError: some ranks make another call; on every rank.
+            HandleError: some ranks make a different call; on every rank.
         """
         return self.collectives.gather_records(record, phase=self._records_phase(phase))
 
@@ -303,30 +305,30 @@ class Calls:
         what: str,
         findings: Mapping[str, Scalar] | None = None,
     ) -> list[dict[str, Scalar]]:
-        """Compare a record over all ranks; see Collectives.agree(). As gather_records()."""
+        """Compare the calls, then compare a record over all ranks; see Collectives.agree()."""
         return self.collectives.agree(
             record, what=what, findings=findings, phase=self._records_phase(what)
         )
 
     def _records_phase(self, phase: str) -> str:
-        """Compare calls where the host waits; return the name of the exchange that follows."""
+        """Compare calls if the host waits; return the name of the exchange that follows."""
         if not self.waits:
             return phase
         self.announce_to_parts(CallKind.RECORDS, phase=phase)
         return f"{phase}, records"
 
     def announce_to_parts(self, kind: CallKind, sign: CallSign = NO_BUFFER, *, phase: str) -> None:
-        """Begin a call of the whole group, with a header to the ranks of each part first.
+        """Announce a call of the whole group to the ranks of each part first.
 
-        There the ranks may be in a call of a buffer made of parts, and would wait for this one.
+        Other ranks may be in a call of a buffer that uses the parts, and wait for this rank there.
 
         Collective: yes.   Host sync: yes.
         Raises:
-            HandleError: some ranks make another call; on every rank.
+            HandleError: some ranks make a different call; on every rank.
         """
         problem: EPError | None = None
         for part in self._parts.values():
-            # As a buffer made of parts does, relay the fault of another part.
+            # Relay the fault of one part to the next, as a buffer made of parts does.
             try:
                 fault = fault_word(problem)
                 part.announce(kind, sign, fault=fault, phase=phase + part.collectives.scope)
@@ -341,14 +343,15 @@ class Calls:
     def check_words(
         self, headers: Sequence[Sequence[int]], messages: Tensor | Sequence[Sequence[int]]
     ) -> bool:
-        """Return whether all ranks make the same call; raise on a header that cannot be right.
+        """Return whether all ranks make the same call; raise if a header is invalid.
 
-        headers: by rank.
-        messages: [W, words], all words of the messages, of which those of `headers` are the first;
-            read only if a header has a sum other than zero.
+        headers: the headers, by rank.
+        messages: [W, words], the whole messages, which start with `headers`; read only if the sum
+            of a header is not zero.
 
         Raises:
-            EPError: the rank and the word that is wrong; then this group ends, see reject().
+            EPError: a header is invalid; names its rank and word. The group becomes unusable, see
+                reject().
         """
         first, are_equal = headers[0], True
         who = (first[KIND], *first[BUFFER:FAULT])
@@ -360,7 +363,7 @@ class Calls:
                 self._check_words_apart(headers)
             if not sum(words) % 2**64:
                 continue
-            # A rank in another call may have sent more words.
+            # A rank in a different call may have sent more words.
             total = sum(map(int, messages[rank])) % 2**64
             if total:
                 shown = ", ".join(map(str, words[:HEADER_WORDS]))
@@ -372,7 +375,7 @@ class Calls:
         return are_equal
 
     def _check_words_apart(self, headers: Sequence[Sequence[int]]) -> None:
-        """Raise if some rank cannot have sent its header in this rank's call; see check_words()."""
+        """Raise if a header is invalid for the current call, word by word; see check_words()."""
         number = headers[self.names.place][NUMBER]
         for rank, words in enumerate(headers):
             problem = self._wrong_word(words, number)
@@ -380,13 +383,13 @@ class Calls:
                 self.reject(rank, problem)
 
     def _wrong_word(self, words: Sequence[int], number: int) -> str | None:
-        """Name the first word that no rank can have sent in call `number`, or return None."""
+        """Return what is wrong with the first invalid word of call `number`, or None."""
         most = (
             ("kind", KIND, 1, len(CallKind)),
             ("buffer", BUFFER, ANY, len(self._buffers)),
             ("dispatcher", DISPATCHER, ANY, len(self._dispatchers)),
             ("batch", BATCH, ANY, self.next_batch - 1),
-            # Memory that grew since the headers came has counted calls of its own.
+            # next_batch may be larger by now, because growing memory makes calls too.
             ("number", NUMBER, number, number),
             ("size", SIZE, ANY, 2**63 - 1),
             ("flags", FLAGS, 0, MAX_FLAGS),
@@ -400,13 +403,14 @@ class Calls:
         return None
 
     def reject(self, rank: int, problem: str) -> NoReturn:
-        """Raise because of a wrong header of `rank`, by its position, and end this group.
+        """Raise an error for an invalid header of `rank` (a position), and end this group.
 
-        This rank cannot know which rows the others will send, so that no later call is safe. Where
-        the host waits in collectives, later calls raise the same, and ranks that wait for this one
-        raise EPTimeout with the reason; over NCCL they wait for the limit of the process group.
+        No later call is safe, because this rank does not know which rows the others will send. If
+        the host waits in collectives, later calls raise the same error, and ranks that wait for
+        this one raise EPTimeout with the reason. Over NCCL they wait until the process group times
+        out.
 
-        problem: the word that is wrong, its value and what was expected.
+        problem: the invalid word, its value and the expected values.
 
         Raises:
             EPError: always.
@@ -414,9 +418,9 @@ class Calls:
         names = self.names
         error = EPError(
             f"call {self.next_batch - 1} of the group: the header of {names.describe([rank])} has "
-            f"{problem} (this is {names.where}); see whether all ranks run one version of epcomm, "
-            "and whether memory or network of the rank named is defective, then make an EPGroup "
-            "over a new process group or communicator"
+            f"{problem} (this is {names.where}); check that all ranks run the same version of "
+            "epcomm, and the memory and network of the rank named, then make an EPGroup over a new "
+            "process group or communicator"
         )
         if self.collectives.bounded is not None:
             self.collectives.bounded.fail(error)
@@ -428,12 +432,12 @@ class Calls:
         messages: Tensor,
         error: EPError | None = None,
     ) -> None:
-        """Raise on every rank if some of them make another call: headers by rank.
+        """Raise on every rank if ranks make different calls.
 
-        messages: see check_words().
+        headers, messages: see check_words().
 
         Raises:
-            HandleError: which rank is where; or `error`, what this rank knows of its own call.
+            HandleError: the call of each rank. If `error` is given, it is raised instead.
             EPError: a header that is wrong in itself, see check_words().
         """
         if self.check_words(headers, messages):
@@ -458,7 +462,7 @@ class Calls:
         ranks_of: dict[tuple[int, ...], list[int]] = {}
         for rank, call in enumerate(calls):
             ranks_of.setdefault(call, []).append(rank)
-        # The fewest first: it is they who differ.
+        # The smallest group first, because it is the likely culprit.
         groups = sorted(ranks_of.items(), key=lambda group: len(group[1]))
         names = self.names
         parts = [
@@ -476,7 +480,7 @@ class Calls:
             )
             advice = "pass the same decode on all ranks, and " + advice
         if any(call[0] == CallKind.PARAMETERS for call in calls):
-            advice += ", or call to_local() where one rank needs a value of its experts alone"
+            advice += ", or call to_local() if one rank needs a value of its own experts only"
         return (
             f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self.next_batch - 1} of the group (this is {names.where}){decodes}; no rows were "
@@ -484,7 +488,7 @@ class Calls:
         )
 
     def _name(self, call: tuple[int, ...]) -> str:
-        """Name a call: `combine of dispatcher 2 (low_latency, buffer 2: collective, batch 5)`."""
+        """Return a call in words: `combine of dispatcher 2 (low_latency, the batch of call 5)`."""
         kind, buffer, dispatcher, batch, _, size = call
         if kind == CallKind.PARAMETERS:
             return f"{operation_of(size)} of an expert parameter"

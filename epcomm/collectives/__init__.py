@@ -1,4 +1,4 @@
-"""The three collective operations that a transport offers, and the transports."""
+"""The collective operations that every transport implements, and the transports."""
 
 from epcomm.collectives.base import Collectives
 

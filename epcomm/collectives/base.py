@@ -19,48 +19,48 @@ from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Seconds that a collective waits for other ranks until a layer says otherwise.
+# Seconds that a collective waits for other ranks until a layer sets another timeout.
 DEFAULT_TIMEOUT_S = EPConfig.timeout_s
 
 Scalar = str | int | float | bool | None
 
-# Bytes that every rank sends of its records at first, their length among them: twice what a plan in
-# mode auto needs, the longest of this package. Longer ones take a second exchange.
+# Bytes in the first exchange of records, including their length: twice the longest records of this
+# package, those of a plan in mode auto. Longer records need a second exchange.
 _FIRST_BYTES = 8192
 _LENGTH_BYTES = 8
 
 
 class Closable(Protocol):
-    """Something that holds memory until it is closed."""
+    """An object that holds memory until it is closed."""
 
     def close(self) -> None:
-        """Free it. Local, idempotent."""
+        """Free the memory. Local, idempotent."""
         ...
 
 
 class Collectives(ABC):
-    """Three collective operations over the ranks of one group.
+    """The collective operations over the ranks of one group.
 
     All ranks call the same operations in the same order. Ranks are numbered inside the group.
-    `phase` says what a collective is for, in the message of a wait that was in vain.
+    `phase` names the purpose of a collective in the message of a timeout.
 
     Raises, on every collective:
         EPTimeout: other ranks did not arrive in time; the message names them. Every later
-            collective raises the same at once. A transport without `bounded` follows its own rules.
+            collective raises the same immediately. A transport without `bounded` has its own rules.
     """
 
     rank: int
     world_size: int
     device: torch.device
-    # What packages that bring their own exchange take for the ranks; None on other transports.
+    # The process group for packages with their own exchange; None on other transports.
     process_group: dist.ProcessGroup | None = None
-    # Ends the waits of the collectives; None where the host does not wait in them.
+    # Limits the waits of the host; None if the host does not wait in collectives.
     bounded: BoundedWait | None = None
     # Seconds that kernels wait for other ranks, see limit_waits().
     kernel_timeout_s: float = DEFAULT_TIMEOUT_S
-    # What compares calls over these collectives, for all groups on them; close() ends it.
+    # The Calls of all groups on these collectives; close() closes it.
     calls: Closable | None = None
-    # What messages say behind a phase, in a part of a group: `, between hosts`.
+    # The suffix of phases in messages, in a part of a group: `, between hosts`.
     scope: str = ""
 
     @cached_property
@@ -70,12 +70,12 @@ class Collectives(ABC):
 
     @cached_property
     def streams(self) -> StreamOrder:
-        """The order of calls on the device, which all buffers of a group and its parts share."""
+        """The order of calls on the device, shared by all buffers of a group and its parts."""
         return StreamOrder()
 
     @cached_property
     def _parts(self) -> dict[tuple[tuple[int, ...], ...], Collectives]:
-        """The parts made by split(), by the division into parts."""
+        """The parts made by split(), keyed by all parts of the division."""
         return {}
 
     def limit_waits(self, timeout_s: float) -> None:
@@ -87,17 +87,17 @@ class Collectives(ABC):
             part.limit_waits(timeout_s)
 
     def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
-        """Return the collectives of the ranks that share a part with this one.
+        """Return the collectives of the part that contains this rank.
 
-        They name ranks by their numbers here, wait as long, and share what tells of lost ranks: a
-        rank that waits in one part is not taken for missing in another.
+        Messages of the part name ranks by their numbers in the whole group. A part has the same
+        timeout and failure board, so a rank that waits in one part is not missing in another.
 
         Args:
-            parts: the ranks of each part, ascending; each rank is in one.
-            scope: what messages say behind a phase, such as `, between hosts`.
+            parts: the ranks of each part, ascending; each rank is in exactly one.
+            scope: the suffix of phases in messages, such as `, between hosts`.
 
         Collective: yes, the first time for these parts.   Host sync: yes.
-        Lifetime: until these collectives are closed; whoever asks for the same parts has the same.
+        Lifetime: until these collectives are closed; the same parts return the same object.
         """
         key = tuple(map(tuple, parts))
         assert all(list(part) == sorted(part) for part in key), "ranks ascend in every part"
@@ -116,19 +116,19 @@ class Collectives(ABC):
         return self._parts[key]
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
-        """Make the collectives of a part, with the `bounded` of the whole.
+        """Make the collectives of a part, with the `bounded` of the whole group.
 
-        ranks: of the part, this one among them.
+        ranks: the ranks of the part, including this one.
 
-        Collective: yes, over all ranks, each with its part.
+        Collective: yes, over all ranks, each with its own part.
         """
         raise BackendUnavailable(
-            f"split: {type(self).__name__} does not say how its ranks are divided "
+            f"split: {type(self).__name__} does not implement the division of its ranks "
             f"({self.names.where}); pass a process group or an mpi4py communicator"
         )
 
     def close(self) -> None:
-        """Free what this object made for itself, never what it was given. Local, idempotent."""
+        """Free what this object allocated, but not what the caller passed. Local, idempotent."""
         for part in self._parts.values():
             part.close()
         self._parts.clear()
@@ -148,17 +148,17 @@ class Collectives(ABC):
         """Send consecutive rows to each rank and return the rows from all ranks, by source.
 
         Args:
-            send: [N, ...], contiguous, any dtype (bytes travel); N = sum(send_splits).
-            send_splits: rows for each rank; None: N / W each.
-            recv_splits: rows from each rank; None: N / W each.
-            out: where to put them, contiguous; None: memory of their own.
-            phase: what the exchange is for.
+            send: [N, ...], contiguous, any dtype (sent as bytes); N = sum(send_splits).
+            send_splits: number of rows for each rank; None: N / W each.
+            recv_splits: number of rows from each rank; None: N / W each.
+            out: memory for the received rows, contiguous; None: a new tensor.
+            phase: the purpose of the exchange.
 
         Returns:
             [sum(recv_splits), ...], ordered by source rank.
 
         Collective: yes; trailing shape and dtype equal on all ranks.
-        Host sync: on gloo, until the rows are here; on NCCL none.
+        Host sync: on gloo and MPI, until the rows have arrived; on NCCL none.
         Lifetime: the caller owns the result, which is `out` if that was given. On transports with
             `bounded`, `send` may be overwritten when this returns.
         """
@@ -174,7 +174,7 @@ class Collectives(ABC):
     def gather_records(
         self, record: Mapping[str, Scalar], *, phase: str = "gather_records"
     ) -> list[dict[str, Scalar]]:
-        """Return the small records of all ranks, by rank; JSON travels, never pickle.
+        """Return the small records of all ranks, by rank. They are sent as JSON, never as pickle.
 
         Collective: yes.   Host sync: yes.
         """
@@ -192,9 +192,9 @@ class Collectives(ABC):
 
         Args:
             record: names and values that must be equal everywhere.
-            what: the function and the thing compared, for the message.
-            findings: what this rank has to tell, which may differ; it takes no exchange of its own.
-            phase: of the exchange; '': `what`.
+            what: the function and the object compared, for the message.
+            findings: other values of this rank, which may differ; sent in the same exchange.
+            phase: the name of the exchange; '': `what`.
 
         Returns:
             The findings of all ranks, by rank.
@@ -229,7 +229,7 @@ class Collectives(ABC):
     def _gather_json(
         self, records: Sequence[Mapping[str, Scalar]], phase: str
     ) -> list[list[dict[str, Scalar]]]:
-        """Gather what all ranks pass, by rank; most often in one exchange."""
+        """Return the records of all ranks, by rank; usually in one exchange."""
         payload = json.dumps([dict(record) for record in records]).encode()
         message = len(payload).to_bytes(_LENGTH_BYTES, "little") + payload
         texts = self._gather_bytes(message[:_FIRST_BYTES].ljust(_FIRST_BYTES), phase)
@@ -241,14 +241,14 @@ class Collectives(ABC):
         return [json.loads(text[_LENGTH_BYTES:]) for text in texts]
 
     def _gather_bytes(self, message: bytes, phase: str) -> list[bytes]:
-        """Return the messages of all ranks, by rank, of one length."""
+        """Return the messages of all ranks, by rank; their lengths are equal."""
         mine = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
         gathered = self.all_gather(mine, phase=phase).cpu().numpy()
         return [gathered[rank].tobytes() for rank in range(self.world_size)]
 
 
 def check_sendable(tensor: Tensor, device: torch.device) -> None:
-    """Refuse what a collective cannot take.
+    """Check that a collective can send the tensor.
 
     Raises:
         ShapeError: the tensor is not contiguous, or not on the device of the group.
@@ -256,12 +256,12 @@ def check_sendable(tensor: Tensor, device: torch.device) -> None:
     if not tensor.is_contiguous() or tensor.device != device:
         raise ShapeError(
             f"collective: tensor {list(tensor.shape)} with strides {tensor.stride()} on "
-            f"{tensor.device}, expected contiguous on {device}; call .contiguous() or .to()"
+            f"{tensor.device}, expected a contiguous one on {device}; call .contiguous() or .to()"
         )
 
 
 def receiving(out: Tensor | None, send: Tensor, num_rows: int, device: torch.device) -> Tensor:
-    """Return the memory of `num_rows` rows like those of `send`: `out` if it fits, else new memory.
+    """Return `out`, or new memory if it is None, for `num_rows` rows like those of `send`.
 
     Raises:
         ShapeError: see check_sendable(); or `out` is given and has another shape or dtype.

@@ -1,9 +1,9 @@
-"""Waits that end: a deadline for every exchange, and an error that names who did not arrive.
+"""Bounded waits: a deadline for every exchange, and an error that names the missing ranks.
 
-A rank that cannot go on posts a report on a failure board, a channel that works when the transport
-does not, and reads the reports of the others; a rank that posts none within a short grace is
-missing. A rank that waits looks at the board now and then, so one that gives up brings all others
-along. An exchange that ends within the first SLICE_S never looks.
+A rank that cannot continue posts a report on a failure board, a channel that works when the
+transport does not, and reads the reports of the others; a rank that posts no report within a grace
+period is missing. A waiting rank reads the board every SLICE_S, so when one rank gives up, all
+ranks do. An exchange that ends within the first SLICE_S never reads the board.
 
     rank 0 waits ......... deadline: posts, grace ... reads 0, 1, 3: "rank 2 did not arrive"
     rank 1 waits ......... sees the report of rank 0, posts ... the same
@@ -21,28 +21,28 @@ from dataclasses import asdict, dataclass, replace
 
 from epcomm.errors import EPError, EPTimeout, describe_ranks
 
-# Waits at most so many seconds (> 0) and says whether the exchange is complete; RuntimeError: the
-# transport broke. Called again until it says True.
+# A step waits at most the given seconds (> 0) and returns whether the exchange is complete. It
+# raises RuntimeError if the transport broke. It is called until it returns True.
 Step = Callable[[float], bool]
 
-# Seconds between two looks at the failure board while an exchange waits.
+# Seconds between two reads of the failure board while an exchange waits.
 SLICE_S = 0.25
 # Seconds that the others have to report once a rank gives up: four slices.
 GRACE_S = 1.0
-# Seconds between two looks at the failure board while reports are collected.
+# Seconds between two reads of the failure board while reports are collected.
 POLL_S = 0.05
 # Seconds that one call of a failure board may take.
 LOOK_LIMIT_S = 0.5
 
 
 class FailureBoard(ABC):
-    """One short text of each rank, readable by all ranks while a rank is lost.
+    """One short text per rank, readable by all ranks while a rank is lost.
 
     post() and read() return within LOOK_LIMIT_S and never raise, whatever the other ranks do: the
-    rank that answers for the board may be the lost one.
+    rank that serves the board may be the lost one.
     """
 
-    # The rank in whose process the board lives; None: in none of the group, or not known.
+    # The rank whose process serves the board; None: no rank of the group, or unknown.
     host_rank: int | None = None
 
     @abstractmethod
@@ -53,26 +53,26 @@ class FailureBoard(ABC):
     def read(self) -> Mapping[int, str] | None:
         """Return the reports so far, by rank; None if the board does not answer. Local.
 
-        Called every SLICE_S of a wait, nearly always when there are none: make that cheap. Called
-        once after the first exchange, when every rank has constructed its board.
+        Called every SLICE_S of a wait, nearly always when there are no reports, so that case must
+        be cheap. Also called once after the first exchange, when every rank has its board.
         """
 
     @abstractmethod
     def last_known(self) -> Mapping[int, str]:
-        """Return the reports that this rank has, by rank, also of a read that broke off.
+        """Return the reports that this rank has received, by rank, also in an interrupted read.
 
-        Local; asks nobody.
+        Local; no communication.
         """
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Report:
-    """The message that a rank leaves for the others when it cannot go on.
+    """The report of a rank that cannot continue.
 
     exchange: number of collectives run so far.   call: number of those with the same phase.
-    waited_s: how long it had waited.
-    gave_up_on: ranks it names as missing, once it has given up; None: it still collects reports.
-    reason: the reason why it left without a wait; '' if it waited.
+    waited_s: seconds that the rank had waited.
+    gave_up_on: the ranks that it reports as missing; None: it still collects reports.
+    reason: the error that made it leave without waiting; '' if it waited.
     """
 
     exchange: int
@@ -95,7 +95,7 @@ class _Report:
 
 
 class BoundedWait:
-    """Runs the exchanges of one rank, each with a deadline. After a failure it refuses all."""
+    """Runs the exchanges of one rank with a deadline each; after a failure every call raises."""
 
     def __init__(
         self, failure_board: FailureBoard, *, rank: int, world_size: int, timeout_s: float
@@ -137,28 +137,28 @@ class BoundedWait:
         """Start an exchange and wait for its end.
 
         Args:
-            start: begins the exchange and returns its Step; its own errors pass through.
-            phase: what the exchange is for, as the user knows it: `dispatch counts`.
+            start: begins the exchange and returns its Step; its own errors propagate.
+            phase: the purpose of the exchange, for messages: `dispatch counts`.
 
         Collective: yes.   Host sync: yes, until the exchange is complete.
-        Lifetime: after an EPTimeout the transport may still touch the tensors of the exchange;
-            the Step must keep what it needs alive.
+        Lifetime: after an EPTimeout the transport may still access the tensors of the exchange,
+            so the Step must keep them alive.
         Raises:
             EPTimeout: the exchange did not end in time, the transport broke, or another rank gave
                 up; at most GRACE_S + 2 * LOOK_LIMIT_S after the deadline. Every later call raises
-                the same at once and starts nothing.
+                the same immediately and starts nothing.
         """
         start_s = self.begin(phase)
         self.finish(start(), phase, start_s)
 
     def begin(self, phase: str) -> float:
-        """Count an exchange that the caller starts now, and completes or hands to finish().
+        """Count an exchange that the caller starts now and then completes itself or by finish().
 
         Returns: the time on the monotonic clock.
 
-        Local, but before the second exchange, when every rank has constructed its board.
+        Local; before the second exchange it reads the failure board, which all ranks have by then.
         Raises:
-            EPTimeout: an earlier exchange ended with it.
+            EPTimeout: an earlier exchange failed.
         """
         self.check()
         if self._num_exchanges == 1:
@@ -170,7 +170,7 @@ class BoundedWait:
     def finish(self, step: Step, phase: str, start_s: float, *, has_waited: bool = False) -> None:
         """Wait for the end of the exchange that begin() counted; see run().
 
-        has_waited: the caller has waited SLICE_S already, so that it is time to look at the board.
+        has_waited: the caller has already waited SLICE_S, so the board is read first.
         """
         deadline_s = start_s + self.timeout_s
         fault = "" if has_waited and self._failure_board.read() else self._wait(step, deadline_s)
@@ -186,7 +186,7 @@ class BoundedWait:
         raise self._failure
 
     def _wait(self, step: Step, deadline_s: float) -> str | None:
-        """Return None when the exchange is complete, else what the transport says, maybe ''."""
+        """Return None if the exchange is complete, else the error of the transport or ''."""
         try:
             while (left_s := deadline_s - time.monotonic()) > 0:
                 if step(min(SLICE_S, left_s)):
@@ -198,10 +198,10 @@ class BoundedWait:
         return ""
 
     def _give_up(self, report: _Report, deadline_s: float, fault: str) -> EPTimeout:
-        """Post a report, collect those of the others, and return the error."""
+        """Post a report, collect the reports of the others, and return the error."""
         self._failure_board.post(json.dumps(asdict(report)))
         others, is_whole = self._collect(deadline_s)
-        # A rank that was faster to give up, or whose board still answered, knows better.
+        # Ranks that gave up earlier, or whose board still answered, have better information.
         blamed = {rank for other in others.values() for rank in other.gave_up_on or ()}
         if is_whole or not blamed:
             blamed.update(self._missing(others, is_whole=is_whole))
@@ -223,15 +223,15 @@ class BoundedWait:
         return error
 
     def _collect(self, deadline_s: float) -> tuple[dict[int, _Report], bool]:
-        """Return the other ranks' reports, awaited as long as it makes sense.
+        """Wait for the reports of the other ranks.
+
+        If the transport broke early, this waits until the deadline, because a rank that is busy
+        computing reports only when it arrives. It waits only GRACE_S once the deadline has passed,
+        another rank has given up, the board does not answer, or a single rank has not reported:
+        when the transport is broken, that rank is the lost one.
 
         Returns:
-            The reports, and whether those are all; else the board fell silent before it told.
-
-        After an early break of the transport that is until the deadline, since a rank that is busy
-        computing can report only when it arrives. It is only GRACE_S once the deadline has passed,
-        another rank has given up, the board is silent, or a single rank has not reported: with a
-        broken transport somebody is lost, so it is that one.
+            The reports, and whether they are complete; False if the board stopped answering.
         """
         seen: dict[int, _Report] | None = None
         end_s: float | None = None
@@ -249,8 +249,8 @@ class BoundedWait:
             ):
                 end_s = now_s + GRACE_S
             if end_s is not None and now_s >= end_s:
-                # Reports read before the board fell silent count if its host is among them: it has
-                # ended as the others do. If not, it is the one that is lost.
+                # If the board stopped answering after the rank that serves it had reported, that
+                # rank has ended like the others and the reports count. Otherwise it is lost.
                 has_host = self._failure_board.host_rank in (None, self._rank, *(seen or ()))
                 is_whole = texts is not None or (bool(seen) and has_host)
                 return (seen or {}) | self._parsed(self._failure_board.last_known()), is_whole
@@ -261,7 +261,7 @@ class BoundedWait:
         return {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
 
     def _missing(self, reports: Mapping[int, _Report], *, is_whole: bool) -> list[int]:
-        """Return the ranks without a report; of a board that fell silent the rank that holds it."""
+        """Return the ranks without a report, or the rank that serves a silent board."""
         if is_whole:
             return [r for r in range(self._world_size) if r != self._rank and r not in reports]
         host_rank = self._failure_board.host_rank
@@ -270,30 +270,30 @@ class BoundedWait:
     def _explain(
         self, own: _Report, others: Mapping[int, _Report], *, is_whole: bool
     ) -> tuple[str, str]:
-        """Return what happened and the remedy, a sentence each."""
+        """Return the cause and the remedy for the message."""
         blamed = own.gave_up_on or ()
         reasons = [f"rank {r} left: {o.reason}" for r, o in sorted(others.items()) if o.reason]
         if reasons:
-            return "; ".join(reasons), "see the rank named"
+            return "; ".join(reasons), "check the rank named"
         if self._rank in blamed:
             impatient = [r for r, other in others.items() if self._rank in (other.gave_up_on or ())]
             return (
                 f"this rank came too late: {describe_ranks(sorted(impatient))} had given up on "
                 f"{describe_ranks(blamed)}",
-                "see what kept it or raise EPConfig.timeout_s",
+                "find what delayed it or raise EPConfig.timeout_s",
             )
         if blamed:
             is_silent = not is_whole and blamed == (self._failure_board.host_rank,)
-            why = ", nor does the store in its process answer" if is_silent else ""
+            why = ", and the store in its process does not answer" if is_silent else ""
             return (
                 f"{describe_ranks(blamed)} did not arrive{why}",
-                "see what became of it, or raise EPConfig.timeout_s if it was only slow",
+                "check whether it is alive, or raise EPConfig.timeout_s if it was only slow",
             )
         if not is_whole:
             return (
-                "the exchange did not end, and who is missing cannot be told because the "
+                "the exchange did not end, and the missing ranks are unknown because the "
                 "failure board does not answer",
-                "see which processes have ended",
+                "check which processes have ended",
             )
         return (
             "no rank is missing, but the exchange did not end in time",
@@ -302,7 +302,7 @@ class BoundedWait:
 
 
 def _first_sentence(error: RuntimeError) -> str:
-    """Cut an error to `Connection closed by peer [10.0.0.1]:2000`, omit source file and advice."""
+    """Return an error without source file and advice: `Connection closed by peer [::1]:2000`."""
     line = str(error).partition("\n")[0]
     if line.startswith("[/"):
         line = line.partition("] ")[2]

@@ -1,9 +1,9 @@
-"""Wait at the end of a program until the threads of gloo have nothing left to do.
+"""Wait at the end of a program until gloo's threads are idle.
 
-A thread of gloo may be the last that holds a tensor of an exchange, and needs the interpreter to
-let go of it. A thread that asks for the interpreter while it is taken down is ended, in a
-destructor, and that aborts the process. dist.destroy_process_group() joins these threads, but not
-while anything, such as a buffer of ours, still holds the process group.
+A gloo thread may hold the last reference to a tensor of an exchange, and needs the GIL to release
+it. If the interpreter shuts down at that moment, Python ends the thread inside a destructor, which
+aborts the process. dist.destroy_process_group() joins these threads, but not while another object,
+such as one of our buffers, still holds the process group.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from contextlib import suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-# The name that torch gives to threads that run exchanges of gloo.
+# The name of torch's threads that run exchanges of gloo.
 _NAME = "pt_gloo_runloop"
-# Seconds between two looks: enough to get the interpreter, which is free meanwhile.
+# Seconds between two polls: enough for a thread to get the GIL, which is free meanwhile.
 _LOOK_S = 0.001
-# Seconds: reached only on a machine that leaves threads no core.
+# Most seconds to wait; reached only if the threads get no core.
 _LIMIT_S = 2.0
 
 
 def settle_at_exit(owner: object) -> None:
-    """Let the end of the program wait for gloo's threads, if `owner` is alive then. Local."""
+    """Call settle() at the end of the program if `owner` is still alive. Local."""
     weakref.finalize(owner, _settle_beside, weakref.ref(owner))
 
 
 def _settle_beside(owner: weakref.ref[object]) -> None:
-    # Without the owner its process group is another's to destroy.
+    # If the owner is gone, somebody else destroys its process group.
     if owner() is not None:
         settle()
 
 
 def settle() -> None:
-    """Wait until the threads sleep, and have not run between two looks. Local.
+    """Wait until the threads sleep and have not run between two polls. Local.
 
-    Where the system does not tell, one look long.
+    Without /proc it waits for one poll.
     """
     before: dict[str, str] | None = None
     deadline_s = time.monotonic() + _LIMIT_S
@@ -49,7 +49,7 @@ def settle() -> None:
 
 
 def _times_of_sleeping() -> dict[str, str] | None:
-    """Return how long each of the threads has run; None where one runs, or waits for a core."""
+    """Return the run time of each thread, or None if one is running or waits for a core."""
     found = {}
     for task in _TASKS.glob("*") if _TASKS.exists() else ():
         # A thread may end meanwhile.

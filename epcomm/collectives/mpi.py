@@ -1,12 +1,12 @@
 """Collectives over an mpi4py communicator: CPU tensors of any dtype.
 
-Every exchange is a nonblocking MPI collective that this rank polls, so that a wait can end. MPI
-cannot take such a collective back: after a timeout it may still read and write the tensors, which
-are therefore kept until the process ends.
+Every exchange is a nonblocking MPI collective that this rank polls, so that a wait can time out.
+MPI cannot cancel such a collective: after a timeout it may still read and write the tensors, so
+they are kept until the process ends.
 
-Leaving after a timeout: MPI_Finalize, which mpi4py calls at exit, waits for all ranks, those that
-never come among them. A program that gives up ends them all with `MPI.COMM_WORLD.Abort(1)`, or
-leaves by `os._exit(1)`, upon which mpirun ends the others; scripts/run_program.py does that.
+Exit after a timeout: MPI_Finalize, which mpi4py calls at exit, waits for all ranks, including lost
+ones. So call `MPI.COMM_WORLD.Abort(1)`, which ends all ranks, or `os._exit(1)`, after which mpirun
+ends the others; scripts/run_program.py does that.
 """
 
 from __future__ import annotations
@@ -31,44 +31,45 @@ from epcomm.collectives.base import (
 from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 from epcomm.errors import ConfigError, HandleError, ShapeError
 
-# The most rows, and the most bytes in a row, that an MPI call takes: both are a C int.
+# Most rows, and most bytes in a row, of an MPI call: both are a C int.
 _MAX_COUNT = 2**31 - 1
-# Seconds of polling without a pause. Small exchanges on one host end within it; a longer spin
-# would only keep the core from a rank that shares it and is waited for.
+# Seconds of polling without a pause. Small exchanges on one host end within it; a longer spin would
+# take the core from another rank that shares it.
 _SPIN_S = 100e-6
-# After that a pause lasts this part of the time waited so far, which it prolongs by no more, and at
-# most so many seconds.
+# Later pauses last this share of the time waited so far, so they add at most that share to a wait,
+# and at most _LONGEST_PAUSE_S.
 _PAUSE_SHARE = 1 / 8
 _LONGEST_PAUSE_S = 1e-3
-# Reports travel under the highest tags that every MPI has, one for each duplicate.
+# Reports use the highest tags that every MPI supports, one for each duplicate.
 _HIGHEST_TAG, _NUM_TAGS = 32767, 16384
 
-# Exchanges that MPI may still work on. In the module, because they must outlive every group.
+# Exchanges that MPI may still work on. A module variable, because they must outlive every group.
 _UNFINISHED: list[object] = []
 
 
 class MpiCollectives(Collectives):
-    """The three operations on a duplicate of a communicator that the caller owns and frees.
+    """The collective operations on a duplicate of a communicator that the caller owns and frees.
 
-    The duplicate keeps our messages apart from the caller's. The first collective makes it, so that
-    the constructor waits for no rank, and close() frees it. An EPTimeout ends it, but not the
-    caller's communicator: collectives made anew get another duplicate.
+    The duplicate separates our messages from the caller's. The first collective makes it, so the
+    constructor waits for no rank, and close() frees it. After an EPTimeout the duplicate is
+    unusable, but not the caller's communicator: new MpiCollectives make another duplicate.
 
-    Calls come from one thread at a time. Several of them over one communicator are first used in
-    one order on all ranks.
+    Call from one thread at a time. If several MpiCollectives share a communicator, all ranks must
+    use them for the first time in the same order.
     """
 
     def __init__(self, communicator: MPI.Comm, *, whole: MpiCollectives | None = None) -> None:
         """Use `communicator`, of which this rank is a member. Local.
 
-        whole: that of which they are a part; then the communicator is ours, and has no duplicate.
+        whole: the collectives of the whole group, if these are a part; then the communicator is
+            ours and is not duplicated.
 
         Raises:
             ConfigError: it is null, or connects two groups.
         """
         if communicator == MPI.COMM_NULL:
             raise ConfigError(
-                "EPGroup: the communicator is MPI.COMM_NULL, this rank is no member; "
+                "EPGroup: the communicator is MPI.COMM_NULL, this rank is not a member; "
                 "construct the EPGroup on member ranks only"
             )
         if not isinstance(communicator, MPI.Intracomm):
@@ -92,14 +93,14 @@ class MpiCollectives(Collectives):
             self._failure_board, self._wait = whole._failure_board, whole._wait
         self.bounded = self._wait
         self._duplicate: MPI.Intracomm | None = None if whole is None else communicator
-        self._requests: list[MPI.Request] = []  # of the exchange under way
+        self._requests: list[MPI.Request] = []  # requests of the current exchange
         self._is_broken = False
         self._is_closed = False
 
     def _make_part(self, ranks: Sequence[int]) -> MpiCollectives:
         phase = "splitting the communicator"
         duplicate = self._open(phase)
-        # MPI's own call waits without end, so all ranks come first.
+        # Split() has no timeout, so wait here until all ranks have arrived.
         self._finish(lambda: self._step_of(duplicate.Ibarrier()), phase)
         return MpiCollectives(duplicate.Split(min(ranks), self.rank), whole=self)
 
@@ -116,7 +117,7 @@ class MpiCollectives(Collectives):
         if sum(send_counts) != send.shape[0]:
             raise ShapeError(
                 f"all_to_all: send_splits {send_counts} sum to {sum(send_counts)}, expected the "
-                f"{send.shape[0]} rows of send ({self._where}); split all of them"
+                f"{send.shape[0]} rows of send ({self._where}); pass splits that cover all rows"
             )
         recv_counts = self._counts(recv_splits, send.shape[0])
         recv = receiving(out, send, sum(recv_counts), self.device)
@@ -153,17 +154,17 @@ class MpiCollectives(Collectives):
         if len(splits) != self.world_size:
             raise ShapeError(
                 f"all_to_all: {len(splits)} splits for {self.world_size} ranks ({self._where}); "
-                "give one a rank"
+                "pass one split per rank"
             )
         return list(splits)
 
     def _row_type(self, tensor: Tensor, num_rows: int) -> MPI.Datatype:
-        """Make the type of one row for MPI: counted in bytes, 2 GiB would be the end."""
+        """Make the MPI type of one row; counts in bytes would be limited to 2 GiB."""
         row_bytes = math.prod(tensor.shape[1:]) * tensor.itemsize
         if max(num_rows, row_bytes) > _MAX_COUNT:
             raise ShapeError(
-                f"collective: {num_rows} rows of {row_bytes} bytes, MPI takes at most "
-                f"{_MAX_COUNT} rows of as many bytes ({self._where}); send longer rows, or fewer"
+                f"collective: {num_rows} rows of {row_bytes} bytes, expected at most {_MAX_COUNT} "
+                f"of both, the limit of MPI ({self._where}); send fewer or shorter rows"
             )
         return MPI.BYTE.Create_contiguous(row_bytes).Commit()
 
@@ -174,10 +175,10 @@ class MpiCollectives(Collectives):
             duplicate = self._open(phase)
             self._finish(lambda: self._step_of(post(duplicate)), phase + self.scope)
         finally:
-            row.Free()  # an exchange that still needs it keeps it
+            row.Free()  # MPI keeps it while an exchange still uses it
 
     def _open(self, phase: str) -> MPI.Intracomm:
-        """Return the duplicate of the communicator, which the first collective makes."""
+        """Return the duplicate of the communicator; the first collective makes it."""
         if self._is_closed:
             raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
         if self._duplicate is None:
@@ -186,9 +187,9 @@ class MpiCollectives(Collectives):
         return self._duplicate
 
     def _start_duplication(self) -> Step:
-        # Open MPI's Idup goes wrong beside another one, or another collective, on the same
-        # communicator (open-mpi/ompi, issue 2025). So it starts when all ranks are there and none
-        # has given up: then it will not be left behind unfinished, in the way of the next one.
+        # Open MPI's Idup fails if it runs at the same time as another Idup or collective on the
+        # same communicator (open-mpi/ompi, issue 2025). So it starts only when all ranks have
+        # arrived and none has given up: then it is not left unfinished before the next Idup.
         self._failure_board.tag = _next_tag(self._communicator)
         arrival = self._step_of(self._communicator.Ibarrier())
         duplication: Step | None = None
@@ -211,7 +212,7 @@ class MpiCollectives(Collectives):
         except BaseException:
             if self._requests:
                 self._is_broken = True
-                # A request holds its tensors, but not the duplicate that MPI is to fill in.
+                # A request holds its tensors, but not the duplicate that MPI will fill in.
                 _UNFINISHED.append((self._requests, self._duplicate))
             raise
 
@@ -232,15 +233,15 @@ class MpiCollectives(Collectives):
 
 
 class MpiFailureBoard(FailureBoard):
-    """The reports as small messages to every rank, on the caller's communicator.
+    """A failure board that sends reports as small messages to every rank.
 
-    Not on the duplicate: a rank that never came is the reason why there is none. Messages so small
-    leave at once, without help from a receiver.
+    It uses the caller's communicator, because the duplicate does not exist if a rank never arrived.
+    Small messages are sent eagerly, without action of the receiver.
     """
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         """Use `communicator`. Local."""
-        self.tag = _HIGHEST_TAG  # set anew by the first exchange
+        self.tag = _HIGHEST_TAG  # the first exchange replaces it
         self._communicator = communicator
         self._reports: dict[int, str] = {}
 
@@ -269,22 +270,22 @@ class MpiFailureBoard(FailureBoard):
 
 @cache
 def _tag_key() -> int:
-    """Make the key under which a communicator remembers how many duplicates we made of it."""
+    """Return the attribute key of the number of duplicates that we made of a communicator."""
     return MPI.Comm.Create_keyval()
 
 
 def _next_tag(communicator: MPI.Comm) -> int:
-    """Return a tag for reports: equal on all ranks, since they make duplicates in one order."""
+    """Return a tag for reports, equal on all ranks if they make duplicates in the same order."""
     number = communicator.Get_attr(_tag_key()) or 0
     communicator.Set_attr(_tag_key(), number + 1)
     return _HIGHEST_TAG - number % _NUM_TAGS
 
 
 def _message(tensor: Tensor, counts: list[int], row: MPI.Datatype) -> list[object]:
-    """Describe consecutive rows of `tensor` to MPI, `counts` of them for each rank."""
+    """Return the MPI buffer of consecutive rows of `tensor`; counts[r] rows are for rank r."""
     return [_bytes_of(tensor), counts, [0, *accumulate(counts[:-1])], row]
 
 
 def _bytes_of(tensor: Tensor) -> object:
-    # A view. MPI takes numpy arrays, and numpy knows neither bfloat16 nor float8.
+    # A view of bytes, because numpy arrays, which MPI needs, have neither bfloat16 nor float8.
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()

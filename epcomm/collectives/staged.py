@@ -1,8 +1,8 @@
-"""Collectives for tensors on a device that the transport of the group does not move.
+"""Collectives for tensors on a device that the transport of the group does not support.
 
-Programs that launch ranks on GPUs make a group of gloo for what hosts say to one another. Memory of
-peers is mapped with the help of such a group as well as of any other, and what little travels over
-the collectives then goes through memory of the host.
+Programs with GPU ranks may have only a gloo group, for communication between hosts. Such a group
+suffices to map the memory of peers, and the few tensors that are sent over the collectives are
+copied through host memory.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from epcomm.collectives.base import Collectives, check_sendable, receiving
 
 
 class StagedCollectives(Collectives):
-    """The operations of other collectives, for tensors on `device`, through memory of the host."""
+    """The operations of other collectives for tensors on `device`, staged in host memory."""
 
     def __init__(self, over: Collectives, device: torch.device) -> None:
-        """Wrap `over`, which keeps its process group and its waits. Local."""
+        """Wrap `over`, which still owns the process group and the timeouts. Local."""
         self._over = over
         self.rank, self.world_size = over.rank, over.world_size
-        # Its number, by which kernels and streams are found.
+        # Kernels and streams need a device with an index.
         is_numbered = device.type != "cuda" or device.index is not None
         self.device = device if is_numbered else torch.device("cuda", torch.cuda.current_device())
         self.process_group = over.process_group
 
     def close(self) -> None:
-        """Close what is wrapped. Local, idempotent."""
+        """Close the wrapped collectives. Local, idempotent."""
         super().close()
         self._over.close()
         self.process_group = None
 
     def limit_waits(self, timeout_s: float) -> None:
         super().limit_waits(timeout_s)
-        # The host waits there.
+        # The host waits in the wrapped collectives.
         self._over.limit_waits(timeout_s)
 
     def split(self, parts: Sequence[Sequence[int]], *, scope: str) -> Collectives:
         found = super().split(parts, scope=scope)
         assert isinstance(found, StagedCollectives), "_make_part made it"
-        # Messages about a wait that timed out are written there.
+        # The wrapped collectives write the messages about timeouts.
         found._over.names, found._over.scope = found.names, scope
         return found
 

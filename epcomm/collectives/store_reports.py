@@ -1,7 +1,7 @@
-"""Reports of ranks in one key-value store, in calls that end although the store may be silent.
+"""Reports of ranks in one key-value store, with calls that return even if the store is lost.
 
-A call to a store whose host is stopped never returns, so every call runs in a thread that may be
-left waiting.
+A call to a store on a stopped host never returns, so every call runs in a thread that may be
+abandoned.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from ipaddress import ip_address
 
-# Documented there, though torch does not list them for type checkers.
+# Documented in this module, but torch does not export them for type checkers.
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from epcomm.collectives.bounded import LOOK_LIMIT_S
@@ -29,9 +29,9 @@ class StoreReports:
     def __init__(
         self, connect: Callable[[], Store], *, port: int | None, rank: int, world_size: int
     ) -> None:
-        """Use the store that `connect` returns, which is called within the first call. Local.
+        """Use the store that `connect` returns; the first call invokes it. Local.
 
-        port: where it is served; None: in this process.
+        port: the port of the store; None: it is in this process.
         """
         self._is_lost = False
         self._connect = connect
@@ -39,20 +39,20 @@ class StoreReports:
         self._store: Store | None = None
         self._rank = rank
         self._world_size = world_size
-        # The last report that has not reached the store; a call that ends late takes it along.
+        # The last report that is not in the store yet; a call that ends late posts it.
         self._unposted: deque[str] = deque(maxlen=1)
         self._reports: dict[int, str] = {}
         self._thread: threading.Thread | None = None
 
     def post(self, text: str) -> None:
-        """Publish this rank's report, when the store answers."""
+        """Publish this rank's report, as soon as the store answers."""
         self._unposted.append(text)
         self.run(_nothing)
 
     def read(self, look: Callable[[Store], None] | None = None) -> dict[int, str] | None:
         """Return the reports so far, by rank; None if the store does not answer.
 
-        look: what else to ask the store in the same call.
+        look: another request to the store in the same call.
         """
 
         def read(store: Store) -> None:
@@ -63,21 +63,21 @@ class StoreReports:
         return self.last_known() if self.run(read) else None
 
     def last_known(self) -> dict[int, str]:
-        """Return the reports that have been read, also by a call that broke off. Local."""
+        """Return the reports that have been read, also by an interrupted call. Local."""
         return dict(self._reports)
 
     def _read(self, store: Store) -> None:
-        # add(0) is one round trip and waits for nothing; most often there is no report at all.
+        # Fast path: add(0) is one round trip, and usually there are no reports.
         if store.add(_NUM_REPORTS, 0):
             for rank in range(self._world_size):
                 if store.check([str(rank)]):
-                    # One by one: whoever answers for the store may end before the last.
+                    # Keep each report, because the store may end before the last one is read.
                     self._reports = {**self._reports, rank: store.get(str(rank)).decode()}
 
     def run(self, call: Callable[[Store], None]) -> bool:
-        """Let `call` ask the store, and tell whether it answered.
+        """Run `call` on the store; return whether the store answered.
 
-        It does not while an earlier call still waits for it.
+        Return False if an earlier call still waits for the store.
         """
         is_waiting = self._thread is not None and self._thread.is_alive()
         if self._is_lost or is_waiting:
@@ -91,9 +91,9 @@ class StoreReports:
                 call(self._store)
                 self._post(self._store)
             except RuntimeError:
-                self._is_lost = True  # the host has ended, and connections are not made anew
+                self._is_lost = True  # the store has ended; it is not connected again
 
-        # A daemon: the interpreter does not wait for it.
+        # A daemon thread, so that the interpreter does not wait for it.
         self._thread = threading.Thread(target=ask, name="epcomm-failure board", daemon=True)
         self._thread.start()
         self._thread.join(LOOK_LIMIT_S)
@@ -109,9 +109,9 @@ class StoreReports:
             store.add(_NUM_REPORTS, 1)
 
     def _hang_up(self) -> None:
-        """End a call that still waits when the process ends.
+        """End a call that still waits when the process exits.
 
-        A thread that comes back from torch while the interpreter is torn down aborts the process.
+        A thread that returns from torch during interpreter shutdown aborts the process.
         """
         if self._thread is not None and self._thread.is_alive():
             for own in _open_sockets():
@@ -121,22 +121,22 @@ class StoreReports:
 
 
 def _nothing(_store: Store) -> None:
-    """Ask nothing: what is not posted yet is posted."""
+    """Do nothing; run() posts the pending report."""
 
 
 def port_of(store: Store) -> int | None:
-    """Return the port at which a TCPStore is served, or None for another store."""
+    """Return the port of a TCPStore, or None for another store."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return store.port if isinstance(store, TCPStore) else None
 
 
-# A store tells neither who serves it nor which connection it uses, except in its repr(), which asks
-# a name server first. The sockets of the process tell both.
+# A store reports its server and its connection only in repr(), which asks a name server first. The
+# sockets of the process show both.
 
 
 def listens_on(port: int) -> bool:
-    """Return whether this process answers for the store at `port`. Local."""
+    """Return whether this process serves the store at `port`. Local."""
     return any(
         own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and own.getsockname()[1] == port
         for own in _open_sockets()
@@ -144,10 +144,9 @@ def listens_on(port: int) -> bool:
 
 
 def address_beside(port: int) -> str | None:
-    """Return the address by which this host reaches the store at `port` on another host. Local.
+    """Return this host's address on its connection to the store at `port` on another host. Local.
 
-    None if the store is on this host: both ends of the connection have one address, or it is one
-    that no other host can reach.
+    None if the store is on this host: the address is loopback, or both ends have the same one.
     """
     for own in _open_sockets():
         address, there = _peer_of(own)
@@ -159,7 +158,7 @@ def address_beside(port: int) -> str | None:
 
 
 def _open_sockets() -> Iterator[socket.socket]:
-    """Yield each TCP socket of this process as a duplicate closed after use; none without /proc."""
+    """Yield a duplicate of each TCP socket of this process, closed after use; needs /proc."""
     with suppress(FileNotFoundError):
         for descriptor in os.listdir("/proc/self/fd"):
             with suppress(OSError), _duplicate(int(descriptor)) as own:
@@ -171,13 +170,13 @@ def _duplicate(descriptor: int) -> socket.socket:
     duplicate = os.dup(descriptor)
     try:
         return socket.socket(fileno=duplicate)
-    except OSError:  # no socket
+    except OSError:  # not a socket
         os.close(duplicate)
         raise
 
 
 def _peer_of(own: socket.socket) -> tuple[str, int]:
-    """Return address and port of the other end; no address and 0 where there is none."""
+    """Return address and port of the other end, or "" and 0 if the socket is not connected."""
     try:
         address, port = own.getpeername()[:2]
     except OSError:

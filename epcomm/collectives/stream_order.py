@@ -1,4 +1,4 @@
-"""The one order in which calls of a group run on the device, whatever streams they are made on."""
+"""A single order for the calls of a group on the device, whatever stream each call uses."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ import torch
 
 
 class StreamOrder:
-    """Makes the stream of a call wait for that of the call before, of any buffer of the group.
+    """Makes the stream of a call wait for the stream of the previous call of the group.
 
-    Kernels that wait for other ranks, on streams without an order, could fill two GPUs in different
-    orders and wait for ever.
+    Kernels wait for other ranks. On unordered streams they could occupy two GPUs in different
+    orders and deadlock.
     """
 
     def __init__(self) -> None:
-        """Begin before the first call."""
-        # Of the last call, and the driver's number of it, which takes less time to compare.
+        """Start without a previous call."""
+        # The stream of the last call and its raw handle, which is cheaper to compare.
         self._stream: torch.cuda.Stream | None = None
         self._number: int | None = None
 
     def follow(self, device: torch.device) -> None:
-        """Make the current stream of a CUDA device wait for that of the last call. Local.
+        """Make the current stream of a CUDA device wait for the stream of the last call. Local.
 
-        A stream that is captured follows nothing: a graph cannot wait for work outside it.
+        During stream capture it does nothing: a graph cannot wait for work outside it.
         """
         number = torch._C._cuda_getCurrentRawStream(device.index)
         if number == self._number or torch.cuda.is_current_stream_capturing():

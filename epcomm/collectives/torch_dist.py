@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Documented there, though torch does not list it for type checkers.
+# Documented in this module, but torch does not export it for type checkers.
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import (
     AllgatherOptions,  # type: ignore[attr-defined]
@@ -30,41 +30,41 @@ from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
 from epcomm.errors import ConfigError, HandleError
 
-# The device whose tensors a backend moves.
+# The device type that each backend supports.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
 
 # torch 2.13 renamed all_gather_into_tensor; 2.11 knows the old name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# Counts in the store of a process group how often its ranks were divided.
+# Key in the store of a process group: the number of times that split() divided its ranks.
 _NUM_DIVISIONS = "epcomm/divisions"
 
-# Seconds that gloo's own threads go on after our deadline, so that ours speaks first.
+# Seconds by which gloo's own timeout is later than ours, so that ours is reported.
 _MARGIN_S = 0.25
-# Seconds: Work.wait counts whole milliseconds, and 0 of them mean for ever.
+# Shortest timeout of Work.wait: it counts whole milliseconds, and 0 means no timeout.
 _SHORTEST_WAIT_S = 0.001
-# Seconds that the end of a program waits for gloo's threads; reached only when an exchange was in
-# vain and still is under way.
+# Most seconds that the end of a program waits for gloo's threads; reached only if an exchange timed
+# out and is still running.
 _SETTLE_LIMIT_S = 2.0
 
 
 class TorchDistCollectives(Collectives):
-    """The three operations on a process group that the caller owns and destroys.
+    """The collective operations on a process group that the caller owns and destroys.
 
     On gloo a collective waits at most `bounded.timeout_s`, whatever the timeout of the process
-    group. An EPTimeout leaves the process group broken, but it can be destroyed.
+    group. An EPTimeout leaves the process group unusable, but it can be destroyed.
 
-    On nccl and hccl a collective only enqueues work, and the host waits where it reads a result
-    (the counts of an exact-size dispatch, check()). A lost rank is then found by the watchdog of
-    the process group, after the timeout given to init_process_group: it logs the operation, names
-    no rank, and ends the process later (torch 2.11 with a timeout of 10 s: not yet after 50 s).
+    On nccl and hccl a collective only enqueues work, and the host waits when it reads a result (the
+    counts of an exact-size dispatch, check()). The watchdog of the process group detects a lost
+    rank after the timeout given to init_process_group: it logs the operation, names no rank, and
+    ends the process later (torch 2.11 with a timeout of 10 s: not yet after 50 s).
     """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         """Wrap `process_group`, of which this rank is a member.
 
         Raises:
-            ConfigError: its backend is unknown here.
+            ConfigError: its backend is not supported.
         """
         self.process_group = process_group
         self._group: dist.ProcessGroup | None = process_group
@@ -89,9 +89,10 @@ class TorchDistCollectives(Collectives):
 
     def _watch_sent(self) -> None:
         self._sent = _SentTensors()
-        # When this object is gone, and at the latest before the interpreter is taken down.
+        # settle() runs when this object is collected, and at the latest before interpreter
+        # shutdown.
         weakref.finalize(self, self._sent.settle)
-        # And for the exchanges of others on the same process group.
+        # Exchanges that others make on the same process group need the same wait.
         settle_at_exit(self)
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
@@ -100,19 +101,19 @@ class TorchDistCollectives(Collectives):
         assert whole is not None, "parts are not divided further"
         if self.bounded is not None:
             return _GlooPart(self, whole, ranks)
-        # torch names the group by its ranks and by how many groups each of them has: where those
-        # differ, ranks would wait for names that nobody else uses.
+        # torch derives the name of a group from its ranks and from the number of groups that each
+        # rank has. If those numbers differ, the ranks use different names and never meet.
         num_groups = len(dist.distributed_c10d._world.pg_names)
         self.agree({"living process groups": num_groups}, what="dividing the ranks")
         part = dist.new_group(
             [dist.get_global_rank(whole, rank) for rank in ranks],
             backend=_backend_of(whole),
-            # Ranks outside of the whole group are not there to take part.
+            # Ranks outside the group do not take part.
             use_local_synchronization=True,
         )
-        assert isinstance(part, dist.ProcessGroup), "this rank is among its ranks"
-        # It stays until the caller destroys all groups: torch makes its name of the ranks, and
-        # another of that name would find the addresses of this one.
+        assert isinstance(part, dist.ProcessGroup), "new_group() returns a group to its members"
+        # The part is not destroyed here: torch derives its name from the ranks, and a later group
+        # of the same name would use the old addresses.
         return TorchDistCollectives(part)
 
     def all_to_all(
@@ -172,9 +173,10 @@ class TorchDistCollectives(Collectives):
 
 
 class _GlooPart(TorchDistCollectives):
-    """Part of the ranks of a process group of gloo, with connections of its own.
+    """A part of the ranks of a gloo process group, with its own connections.
 
-    They are no process group of torch, whose names come again and then lead to old addresses.
+    It is not registered as a process group of torch, because torch reuses names of groups and would
+    then use old addresses.
     """
 
     process_group = None
@@ -182,11 +184,11 @@ class _GlooPart(TorchDistCollectives):
     def __init__(
         self, whole: TorchDistCollectives, process_group: dist.ProcessGroup, ranks: Sequence[int]
     ) -> None:
-        """Connect `ranks` of `process_group`, on which `whole` is.
+        """Connect `ranks` of `process_group`, the process group of `whole`.
 
-        Collective: yes, over all ranks of the process group, each with its part.
+        Collective: yes, over all ranks of the process group, each with its own part.
         Raises:
-            EPTimeout: some rank of the process group did not come.
+            EPTimeout: some rank of the process group did not arrive.
         """
         assert whole.bounded is not None, "the host waits in collectives of gloo"
         self.rank, self.world_size = list(ranks).index(whole.rank), len(ranks)
@@ -194,7 +196,7 @@ class _GlooPart(TorchDistCollectives):
         store = process_group.get_group_store()
         mine = store.add(_NUM_DIVISIONS, 1) if whole.rank == 0 else 0
         number = whole.gather_records({"number": mine}, phase="dividing the ranks")[0]["number"]
-        # Of what a process group can, it has what is called here.
+        # ProcessGroupGloo has all methods of a process group that are called here.
         self._group = dist.ProcessGroupGloo(  # type: ignore[assignment]
             PrefixStore(f"{_NUM_DIVISIONS}/{number}/{ranks[0]}", store),
             self.rank,
@@ -205,23 +207,22 @@ class _GlooPart(TorchDistCollectives):
 
 
 class _SentTensors:
-    """The tensors that threads of gloo still hold.
+    """The tensors that gloo's threads still hold.
 
-    Such a thread lets go of the tensors of an exchange some time after the exchange has ended, and
-    needs the interpreter for that. A thread that asks for it while it is taken down is ended by
-    it, in a destructor, and that aborts the process.
+    A gloo thread releases the tensors of an exchange some time after the exchange has ended, and
+    needs the GIL for that; see gloo_threads.py for what happens at interpreter shutdown.
     """
 
     def __init__(self) -> None:
         self._held: list[weakref.ref[Tensor]] = []
 
     def watch(self, *tensors: Tensor) -> None:
-        """Remember tensors of an exchange, which nobody else keeps when it has ended."""
+        """Watch tensors of an exchange that nobody else keeps after the exchange."""
         self._held = [ref for ref in self._held if ref() is not None]
         self._held += map(weakref.ref, tensors)
 
     def settle(self) -> None:
-        """Wait until gloo has let go of all of them. Local."""
+        """Wait until gloo has released all of them. Local."""
         deadline_s = time.monotonic() + _SETTLE_LIMIT_S
         while any(ref() is not None for ref in self._held) and time.monotonic() < deadline_s:
             time.sleep(_SHORTEST_WAIT_S)
@@ -233,39 +234,39 @@ def _run(
     start: Callable[[], dist.Work],
     phase: str,
 ) -> None:
-    """Begin one gloo operation, which `start` does with `options`, and wait for its end."""
-    # Without a timeout of its own the operation would keep a thread of gloo for the timeout of the
-    # process group, 30 minutes, and destroying the group, aborting it or leaving the process would
-    # wait for that thread (seen in torch 2.13).
+    """Run one gloo operation, which `start` begins with `options`, and wait for its end."""
+    # Without its own timeout the operation would occupy a gloo thread for the timeout of the
+    # process group, 30 minutes. Destroying the group, aborting it or exiting the process would wait
+    # for that thread (seen in torch 2.13).
     options.timeout = timedelta(seconds=bounded.timeout_s + _MARGIN_S)
     start_s = bounded.begin(phase)
     work, is_broken = start(), False
     try:
-        # Most exchanges end within the first look, which needs no help.
+        # Fast path: most exchanges end within the first slice.
         if _wait_for(work, min(SLICE_S, bounded.timeout_s)):
             return
     except RuntimeError:
-        # Asked again, the transport says again what broke.
+        # finish() calls the step again, which raises the same error again.
         is_broken = True
     bounded.finish(partial(_wait_for, work), phase, start_s, has_waited=not is_broken)
 
 
 def _wait_for(work: dist.Work, seconds: float) -> bool:
-    """Wait as a Step does. The work holds the tensors of the operation, also after an EPTimeout."""
+    """Implement Step. The work holds the tensors of the operation, also after an EPTimeout."""
     try:
         return work.wait(timedelta(seconds=max(seconds, _SHORTEST_WAIT_S)))
     except RuntimeError:
-        # 'Operation timed out!' of this wait, or the operation's own error: gloo has ended it, and
-        # asked again it answers at once.
+        # Either this wait timed out, or the operation failed: then it is completed, and wait()
+        # raises its error immediately.
         return work.is_completed() and work.wait()
 
 
 def _backend_of(process_group: dist.ProcessGroup) -> str:
-    """Return the group's backend; of several, as init_process_group makes, the accelerator's."""
+    """Return the backend of the group; if it has several, the backend of the accelerator."""
     backend = str(dist.get_backend(process_group))
     if backend in _DEVICE_OF_BACKEND:
         return backend
-    # `cpu:gloo,cuda:nccl`
+    # The format is `cpu:gloo,cuda:nccl`.
     of_device = dict(
         pair.split(":", 1) for pair in str(dist.get_backend_config(process_group)).split(",")
     )
@@ -286,8 +287,8 @@ def _device_of(backend: str) -> torch.device:
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:
-    # gloo refuses float8 and every backend moves bytes alike. The first dimension stays, so that
-    # splits keep counting rows.
+    # gloo does not support float8, and every backend supports bytes. Keep the first dimension, so
+    # that splits still count rows.
     if tensor.numel() == 0:
         return tensor.new_empty(tensor.shape, dtype=torch.uint8)
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Policies over the buffers: what is checked, how gradients flow, which records come back."""
+"""Dispatchers add checks, autograd and records to the buffers."""
 
 from epcomm.dispatchers.base import Dispatcher
 from epcomm.dispatchers.dispatcher import (

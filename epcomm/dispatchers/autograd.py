@@ -1,19 +1,19 @@
-"""Backward of dispatch and combine, and both as operators with names.
+"""Autograd of dispatch and combine, and both as named operators.
 
-Each is the other along the same exchange plan. With f_s the result of slot s = (t, k) and y[t] =
-sum of w_s f_s, the backward of combine sends dy along the exchange plan, and the backward of
-dispatch brings the gradients of rows and weights back as one message. Hidden states and router
-weights pass through one Function, and every rank runs the same Functions whether its own inputs
-need gradients or not, so backward issues the same two collectives in the same order everywhere.
+The backward of each is the other along the same exchange plan. With f_s the result of slot
+s = (t, k) and y[t] = sum of w_s f_s, the backward of combine sends dy along the exchange plan, and
+the backward of dispatch returns the gradients of rows and weights in one message. Hidden states and
+router weights share one Function, and every rank runs the same Functions whether or not its own
+inputs need gradients, so backward runs the same two collectives in the same order on all ranks.
 
-A policy of selective activation checkpointing chooses by name what it saves:
+A policy of selective activation checkpointing selects by name what it saves:
 
     saved = {torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.default}
 
-What is saved does not travel again when backward recomputes. An operator takes tensors and numbers
-alone, so the call of a buffer goes by a number, and so does the exchange plan of a batch: when rows
-come from the storage of a policy, that number still finds it, because the graph of the forward pass
-holds it. Only a TorchDispatchMode sees operators, so without one a call goes to its buffer.
+Saved results are not sent again when backward recomputes. An operator takes only tensors and
+numbers, so calls and exchange plans are passed by number. If a policy restores saved rows, their
+number still leads to the exchange plan, because the graph of the forward pass holds the plan. Only
+a TorchDispatchMode sees operators, so without one a call goes directly to its buffer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _CombineOn:
-    """The arguments of a combine that are no tensors of the graph."""
+    """The arguments of a combine that are not tensors."""
 
     buffer: Buffer
     exchange_plan: ExchangePlan
@@ -48,7 +48,7 @@ class _CombineOn:
 
 @dataclass(kw_only=True, eq=False)
 class _DispatchOn:
-    """A call of a buffer, which holds the exchange plan that came of it until the caller does."""
+    """A dispatch call; it holds the resulting exchange plan until the caller does."""
 
     buffer: Buffer
     call: DispatchCall
@@ -57,14 +57,14 @@ class _DispatchOn:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Arrival:
-    """The fields that a dispatch returns beside its plan and tensors; `rows` has no elements."""
+    """The results of a dispatch besides its plan and tensors; `rows` has no elements."""
 
     rows: WireTensor
     index: SlotIndex
     any_flags: BatchFlags
 
 
-# Who makes a call or has an exchange plan holds it; nothing is kept alive here.
+# Weak references: callers keep their calls and exchange plans alive.
 _numbered: WeakValueDictionary[int, object] = WeakValueDictionary()
 _arrivals: WeakKeyDictionary[ExchangePlan, _Arrival] = WeakKeyDictionary()
 _numbers = itertools.count()
@@ -77,16 +77,16 @@ def _number_of(record: object) -> int:
 
 
 class _Dispatch(torch.autograd.Function):
-    """Ties what a dispatch brought to what was sent: [T, H] and [T, K] to [R, H] and [C]."""
+    """Connects sent tensors [T, H] and [T, K] to received [R, H] and [C] in the graph."""
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, out: Dispatched
     ) -> tuple[Tensor, Tensor]:
         ctx.buffer, ctx.exchange_plan, ctx.dtype = buffer, out.exchange_plan, x.dtype  # type: ignore[attr-defined]
-        assert out.slot_weights is not None, "to a trainable buffer, weights travel"
-        # Codes have no gradient. Rows that need one are handed out dequantised, and the gradient
-        # passes the quantisation as if it were not there (straight through).
+        assert out.slot_weights is not None, "a trainable buffer sends weights"
+        # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
+        # The gradient ignores the quantisation (straight-through estimator).
         rows = out.rows
         if not rows.format.dtype.is_quantized:
             return rows.data.to(x.dtype), out.slot_weights
@@ -100,7 +100,7 @@ class _Dispatch(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, None, None]:
         exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
         slots_of_row = exchange_plan.index.slots_of_row
-        assert slots_of_row is not None, "a trainable buffer hands out an index over rows"
+        assert slots_of_row is not None, "a trainable buffer returns an index over rows"
         grad_x, grad_weights = ctx.buffer.combine(  # type: ignore[attr-defined]
             grad_rows,
             exchange_plan,
@@ -122,7 +122,7 @@ class _Combine(torch.autograd.Function):
         gradient_dtype: torch.dtype,
         lasts: bool,
     ) -> Tensor:
-        """Combine; `lasts`: rows along the exchange plan are the caller's own in backward."""
+        """Combine; `lasts`: the caller owns the rows that cached_dispatch() returns in backward."""
         ctx.buffer, ctx.exchange_plan, ctx.rows_per = buffer, exchange_plan, rows_per  # type: ignore[attr-defined]
         ctx.gradient_dtype, ctx.lasts = gradient_dtype, lasts  # type: ignore[attr-defined]
         if slot_weights is not None:
@@ -136,11 +136,11 @@ class _Combine(torch.autograd.Function):
         ctx: FunctionCtx, grad_y: Tensor
     ) -> tuple[Tensor | None, ...]:
         exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
-        # contiguous(): an expanded gradient, as sum() makes, has no rows to send.
+        # Rows that are sent must be contiguous, but sum() makes an expanded gradient.
         wire = grad_y.to(ctx.gradient_dtype).contiguous()  # type: ignore[attr-defined]
         grad_rows = ctx.buffer.cached_dispatch(wire, exchange_plan).to(grad_y.dtype)  # type: ignore[attr-defined]
         if ctx.rows_per is RowsPer.ROW:  # type: ignore[attr-defined]
-            # Autograd may keep them; slots are copied below.
+            # Autograd may keep these rows, so copy them if a later dispatch overwrites them.
             grad, grad_weights = grad_rows if ctx.lasts else grad_rows.clone(), None  # type: ignore[attr-defined]
         else:
             grad, grad_weights = gather_rows(grad_rows, exchange_plan.index), None
@@ -155,33 +155,33 @@ class _Combine(torch.autograd.Function):
 def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
     """Dispatch in grad mode; rows and weights have no history before with_history().
 
-    Collective: as Buffer.dispatch; unless a policy of checkpointing had saved the result, on all
-        ranks alike.
+    Collective: as Buffer.dispatch; not if a checkpointing policy has saved the result, which it
+        does on all ranks or none.
     """
     with torch.no_grad():
         return _dispatch_watched(buffer, call)
 
 
 def with_history(buffer: Buffer, call: DispatchCall, out: Dispatched) -> tuple[WireTensor, Tensor]:
-    """Return the rows and slot weights of a dispatch, with gradients for those of the call.
+    """Return the rows and slot weights of a dispatch, differentiable in the inputs of the call.
 
-    Backward is collective, on every rank if the inputs of any rank need gradients.
+    Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
     """
     x = call.hidden_states
-    assert isinstance(x, Tensor), "codes have no gradient, so their calls have no flags"
+    assert isinstance(x, Tensor), "quantised rows have no gradient, so their calls have no flags"
     rows, slot_weights = _Dispatch.apply(_anchored(x), call.topk_weights, buffer, out)
     return WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
 
 
 def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.dtype) -> Tensor:
-    """Combine in grad mode, with gradients for the expert rows and, if given, the slot weights.
+    """Combine in grad mode, differentiable in the expert results and the slot weights, if given.
 
     Args:
-        buffer: the buffer that dispatched.
-        rows: expert results.
-        gradient_dtype: elements on the wire in backward.
+        buffer: the buffer of the dispatch.
+        rows: the expert results.
+        gradient_dtype: dtype of the rows that backward sends.
 
-    Collective: yes, and so is its backward, on every rank if any rank needs one.
+    Collective: yes, and so is its backward, on every rank if any rank needs it.
     """
     handle, hidden_states, slot_weights = rows.handle, rows.hidden_states, rows.slot_weights
     exchange_plan, rows_per = handle.exchange_plan, rows.rows_per
@@ -203,15 +203,15 @@ def combine_rows(buffer: Buffer, rows: RowsCombineInput, gradient_dtype: torch.d
 
 
 def _anchored(tensor: Tensor) -> Tensor:
-    """Return `tensor` or an alias that requires grad, so that its Function is part of backward."""
+    """Return `tensor` or an alias that requires grad, so that its Function runs in backward."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
 def _dispatch_watched(buffer: Buffer, call: DispatchCall) -> Dispatched:
-    """Dispatch through the operator, where somebody watches.
+    """Dispatch, through the operator if a mode sees operators.
 
-    Lifetime: a policy's storage serves as long as somebody holds the exchange plan.
-    Collective: as Buffer.dispatch; unless a policy had saved it, on all ranks alike.
+    Lifetime: results saved by a policy are usable as long as the exchange plan exists.
+    Collective: see dispatch_rows().
     """
     if not _is_watched():
         return buffer.dispatch(call)
@@ -220,7 +220,7 @@ def _dispatch_watched(buffer: Buffer, call: DispatchCall) -> Dispatched:
         call.unquantized, call.topk_ids, call.topk_weights, _number_of(held)
     )
     exchange_plan = _numbered[int(number)]
-    assert isinstance(exchange_plan, ExchangePlan), "the operator returned the number of one"
+    assert isinstance(exchange_plan, ExchangePlan), "the number is that of an exchange plan"
     arrival = _arrivals[exchange_plan]
     has_scales = arrival.rows.scales is not None
     return Dispatched(
@@ -239,9 +239,10 @@ def _combine_watched(
     exchange_plan: ExchangePlan,
     rows_per: RowsPer,
 ) -> Tensor:
-    """Combine through the operator, where somebody watches: y [T, H].
+    """Combine, through the operator if a mode sees operators; return y [T, H].
 
-    Collective: as Buffer.combine; unless a policy had saved it, on all ranks alike.
+    Collective: as Buffer.combine; not if a checkpointing policy has saved the result, which it
+        does on all ranks or none.
     """
     if not _is_watched():
         y, _ = buffer.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
@@ -251,9 +252,9 @@ def _combine_watched(
 
 
 def _is_watched() -> bool:
-    """Return whether a mode sees operators that is more than one for tensors without data.
+    """Return whether a TorchDispatchMode other than FakeTensorMode is active.
 
-    A tensor without data has nothing that a policy could save, and the operators no kernel for it.
+    Fake tensors have no data to save, and the operators have no kernels for them.
     """
     keys = torch._C._TorchDispatchModeKey
     has_mode = torch._C._len_torch_dispatch_stack() > 0
@@ -264,9 +265,9 @@ def _dispatch_kernel(
     hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, call: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     held = _numbered[call]
-    assert isinstance(held, _DispatchOn), "numbers are made here"
+    assert isinstance(held, _DispatchOn), "_dispatch_watched() passes the number of a call"
     out = held.buffer.dispatch(held.call)
-    assert out.slot_weights is not None, "to a trainable buffer, weights travel"
+    assert out.slot_weights is not None, "a trainable buffer sends weights"
     rows, scales = out.rows.data, out.rows.scales
     nothing = rows.new_empty(0)
     shell = replace(out.rows, data=nothing, scales=None if scales is None else nothing)
@@ -278,7 +279,7 @@ def _dispatch_kernel(
 
 def _combine_kernel(rows: Tensor, slot_weights: Tensor | None, call: int) -> Tensor:
     held = _numbered[call]
-    assert isinstance(held, _CombineOn), "numbers are made here"
+    assert isinstance(held, _CombineOn), "_combine_watched() passes the number of a call"
     y, _ = held.buffer.combine(
         rows, held.exchange_plan, rows_per=held.rows_per, slot_weights=slot_weights
     )

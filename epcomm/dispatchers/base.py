@@ -1,4 +1,4 @@
-"""The contract of a dispatcher: dispatch a batch, combine its results, name every fault."""
+"""The contract of a dispatcher: dispatch a batch, combine its results, report every fault."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from epcomm.types import WireTensor
 DispatchT = TypeVar("DispatchT", bound=DispatchOutput)
 CombineT = TypeVar("CombineT", bound=CombineInput)
 
-# Whether the weights of a rank's experts will receive gradients: all of them, or each by name.
+# Whether the expert weights of a rank will receive gradients: one answer, or one for each name.
 NeedGrad = bool | Mapping[str, bool]
 
 
 class Dispatcher(ABC, Generic[DispatchT, CombineT]):
     """Moves the tokens of one layer to their experts and the results back.
 
-    Nothing about a batch in flight is kept here, so batches may interleave: as many as
-    BufferCaps.batches_in_flight says without gradients, and any number with them.
+    A dispatcher keeps no state of a batch, so batches may interleave: without gradients up to
+    BufferCaps.batches_in_flight, with gradients any number.
     """
 
     @abstractmethod
@@ -36,43 +36,44 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
         """Send each token to the ranks that own its experts.
 
         Args:
-            hidden_states: [T, H], the dtype given at construction, or another floating one, which
-                is cast and which y comes back in; T <= M, T = 0 is legal. Or rows that are
-                quantised already, in the dispatch format of the plan, with scales of any layout and
-                strides: they travel as they are, have no gradients, and y comes back in the dtype
-                given at construction.
+            hidden_states: [T, H], T <= M, T = 0 is legal; in the dtype given at construction, or in
+                another floating dtype, which is cast and is the dtype of y. Or quantised rows in
+                the dispatch format of the plan, with scales of any layout and strides: they are
+                sent unchanged, have no gradients, and y has the dtype given at construction.
             topk: topk_ids [T, K], int64, physical expert ids, -1 for none; topk_weights [T, K],
                 float32, or another floating dtype, which is cast.
-            experts_need_grad: this rank's expert weights will receive gradients, so combine runs
-                its backward even where no input needs one; or which of them will, by name, in one
-                order and with equal answers on all ranks.
+            experts_need_grad: whether this rank's expert weights will receive gradients, so that
+                the backward of combine runs even if no input needs gradients; or one answer for
+                each name, with equal names, order and answers on all ranks.
 
         Collective: all ranks of the group; T may differ.
-        Host sync, graph capture, lifetime of rows: as the buffer's caps say.
+        Host sync, graph capture, lifetime of rows: see BufferCaps of the buffer.
         Raises:
-            ShapeError: a tensor of some rank does not fit; on every rank, before rows are sent.
+            ShapeError: a tensor of some rank is invalid; on every rank, before rows are sent.
             CapacityError: T > M on some rank; on every rank.
-            ConfigError: some ranks need gradients while others run under torch.no_grad() or give
-                rows that are quantised already, or for other expert weights than others.
+            ConfigError: some ranks need gradients while others run under torch.no_grad(), pass
+                quantised rows, or train different expert weights.
             HandleError: the dispatcher is closed.
-            EPTimeout: other ranks did not come in time; the group is lost, close() returns.
-        A static buffer tells the first three only through check().
+            EPTimeout: other ranks did not arrive in time; the group is unusable, close() returns.
+        On a static buffer only check() raises the first three.
         """
 
     @abstractmethod
     def combine(self, combine_input: CombineT) -> Tensor:
-        """Bring the results back and add them up: [T, H] in the dtype of the rows.
+        """Return the results to the ranks of their tokens and sum them: y [T, H].
+
+        y has the dtype of the hidden states as the caller passed them.
 
         Collective: all ranks that dispatched this batch.   Host sync: none on a device.
         Lifetime: the caller owns the result.
         Raises:
             HandleError: the batch was combined before, belongs to another dispatcher, or the
                 dispatcher is closed.
-            ShapeError: the rows do not fit the batch.
+            ShapeError: the rows do not match the batch.
             EPTimeout: as in dispatch.
         The first two are raised on every rank, before rows are sent, and the batch may then be
-        combined again. On a static buffer only the rank that errs raises; the others get NaN and
-        hear of it through check(). On NCCL the others hear of it only with check_calls.
+        combined again. On a static buffer only the rank with the error raises; y is NaN on the
+        other ranks, and their check() raises. On NCCL the others only learn of it with check_calls.
         """
 
     def dispatch_async(
@@ -84,7 +85,7 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
     ) -> Pending[DispatchT]:
         """Begin a dispatch; `wait()` completes it and makes its autograd node.
 
-        This default does everything in `wait()`. Waits come in one order on all ranks.
+        This default does everything in `wait()`. All ranks call `wait()` in the same order.
         """
         return Pending(
             lambda: self.dispatch(hidden_states, topk, experts_need_grad=experts_need_grad)
@@ -96,21 +97,21 @@ class Dispatcher(ABC, Generic[DispatchT, CombineT]):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise the faults that wait on the device; call it where the host may wait.
+        """Raise the faults recorded on the device.
 
-        Static buffers (low latency, or a slot budget) cannot raise in dispatch: the y of the call
-        is NaN on every rank, and this tells why. Elsewhere it does nothing.
+        Static buffers (low latency, or a slot budget) cannot raise in dispatch: y of the call is
+        NaN on every rank, and check() raises the reason. On other buffers it does nothing.
 
-        Local; every rank raises alike.   Host sync: yes.
+        Local; every rank raises the same fault.   Host sync: yes.
         Raises:
-            CapacityError: T > M, or received slots past the budget, with the size needed.
-            ShapeError, ConfigError: another fault, with the ranks it names.
+            CapacityError: T > M, or more received slots than the budget, with the size needed.
+            ShapeError, ConfigError: another fault, with the ranks that have it.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Refuse further calls; handles in flight raise. Local, idempotent.
+        """Make further calls raise, also for batches in flight. Local, idempotent.
 
-        A refused call still tells the other ranks, which may wait in theirs; after the EPGroup is
-        closed too, calls raise at once.
+        A call on a closed dispatcher is still reported to the other ranks, which may be waiting.
+        After the EPGroup is closed too, calls raise immediately.
         """

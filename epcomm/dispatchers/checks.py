@@ -1,4 +1,4 @@
-"""Check the arguments of a call on its own rank, before anything is sent."""
+"""Local checks of the arguments of a call, before any communication."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireFormat, WireTensor, dat
 def is_plain(
     tensor: Tensor | WireTensor, dtype: torch.dtype, device: torch.device
 ) -> TypeGuard[Tensor]:
-    """Return whether a tensor is an ordinary strided one, as expected, whose shape may be asked."""
+    """Return whether `tensor` is a plain strided tensor of this dtype on this device."""
     return (
         type(tensor) is Tensor
         and tensor.dtype is dtype
@@ -47,12 +47,12 @@ def find_call_error(
     *,
     backend_limit: int | None = None,
 ) -> EPError | None:
-    """Return the first fault of a dispatch call, from shapes and dtypes alone: no host sync.
+    """Return the first fault of a dispatch call, or None. Host sync: none; only metadata is read.
 
-    A floating dtype serves where another is expected: the caller casts. Rows that are quantised
-    already must have the dispatch format of the buffer.
+    Any floating dtype is accepted where a floating one is expected, because the caller casts.
+    Quantised rows must have the dispatch format of the buffer.
 
-    where: `rank 3 of 8`, for the message.
+    where: this rank for the message, such as `rank 3 of 8`.
     backend_limit: BufferCaps.max_tokens_per_rank.
     """
     if _is_usual(hidden_states, topk, spec, dtype, device, backend_limit):
@@ -88,7 +88,7 @@ def find_call_error(
     if backend_limit is not None and num_tokens > backend_limit:
         return CapacityError(
             f"dispatch: hidden_states has {num_tokens} tokens, expected at most {backend_limit}, "
-            f"which is all that the backend takes ({where}); split the batch"
+            f"the limit of the backend ({where}); split the batch"
         )
     return None
 
@@ -101,9 +101,9 @@ def _is_usual(
     device: torch.device,
     backend_limit: int | None,
 ) -> bool:
-    """Return whether a call has no fault and needs no cast, as most calls.
+    """Return whether a call has no fault and needs no cast, like most calls.
 
-    It takes few steps, because the rest of find_call_error() costs host time in decoding.
+    A fast path: the rest of find_call_error() costs host time in decoding.
     """
     if type(topk) is not TopKOutput or not is_plain(hidden_states, dtype, device):
         return False
@@ -130,7 +130,7 @@ def find_combine_error(
     *,
     layout: Layout = Layout.ROWS,
 ) -> EPError | None:
-    """Return the first fault of a combine call: its kind, its handle, its rows. No host sync.
+    """Return the first fault of a combine call, or None: type, handle or rows. Host sync: none.
 
     owner: the dispatcher that was called.
     """
@@ -144,7 +144,7 @@ def find_combine_error(
     handle = combine_input.handle
     if not isinstance(handle, Handle):
         return HandleError(
-            f"combine: the handle is {_kind_of(handle)}, expected that of a dispatch ({where}); "
+            f"combine: the handle is {_kind_of(handle)}, expected a Handle ({where}); "
             "make the input with combine_input() of the record that dispatch returned"
         )
     try:
@@ -154,7 +154,7 @@ def find_combine_error(
     rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
     shape = _rows_expected(combine_input, spec)
     if slot_weights is None or is_plain(slot_weights, torch.float32, device):
-        # Fast path, one row per slot: the tests below take longer.
+        # Fast path: one row per slot. The checks below take longer.
         is_of_slots = layout is Layout.MASKED or combine_input.rows_per is RowsPer.SLOT  # type: ignore[union-attr]
         is_fit = is_plain(rows, dtype, device) and rows.shape == (*shape, spec.hidden_size)
         if is_of_slots and is_fit and (slot_weights is None or slot_weights.shape == (*shape,)):
@@ -169,7 +169,7 @@ def find_combine_error(
         if rows_per is RowsPer.ROW and slot_weights is not None:
             return ShapeError(
                 "combine: rows_per is ROW but combine applies the weights of each slot "
-                f"({where}); return one row a slot"
+                f"({where}); pass one row per slot"
             )
     fault = _mismatch("hidden_states", rows, [*shape, spec.hidden_size], dtype, device)
     if fault is None and slot_weights is not None:
@@ -180,7 +180,7 @@ def find_combine_error(
 def needs_gradients(
     hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
 ) -> bool:
-    """Return whether a call in grad mode needs gradients. Its faults are found elsewhere."""
+    """Return whether a call in grad mode needs gradients; its arguments may be invalid."""
     if isinstance(experts_need_grad, Mapping):
         experts_need_grad = any(experts_need_grad.values())
     inputs = (hidden_states, getattr(topk, "topk_weights", None))
@@ -188,7 +188,7 @@ def needs_gradients(
 
 
 def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan | None:
-    """Return the exchange plan of a refused combine input of `owner`, or None if unknown."""
+    """Return the exchange plan of a combine input, or None if its handle is invalid."""
     handle = getattr(combine_input, "handle", None)
     if not isinstance(handle, Handle):
         return None
@@ -200,7 +200,7 @@ def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan 
 
 
 def as_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
-    """Return `problem`, or the EPError that reports it to other ranks before rows are sent."""
+    """Return `problem` if it is an EPError, else an EPError with its text."""
     if isinstance(problem, EPError):
         return problem
     return EPError(
@@ -209,7 +209,7 @@ def as_error(problem: Exception, where: str, *, function: str = "dispatch") -> E
 
 
 def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
-    """Return the dimensions before H that the results must have."""
+    """Return the expected shape of the expert results without H."""
     exchange_plan = combine_input.handle.exchange_plan
     if isinstance(combine_input, MaskedCombineInput):
         return [spec.num_local_experts, exchange_plan.num_rows // spec.num_local_experts]
@@ -221,7 +221,7 @@ def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
 
 
 def num_tokens_of(hidden_states: Tensor | WireTensor) -> int:
-    """Return T, or 0 for what has no rows."""
+    """Return T, or 0 if the argument is not a plain tensor with rows."""
     hidden_states = data_of(hidden_states)
     is_plain = isinstance(hidden_states, Tensor) and _unusual(hidden_states) is None
     return hidden_states.shape[0] if is_plain and hidden_states.dim() > 0 else 0
@@ -232,7 +232,7 @@ def _kind_of(value: object) -> str:
 
 
 def _unusual(tensor: Tensor) -> tuple[str, str] | None:
-    """Return why a tensor is not a plain strided one, and the remedy; None for one that is."""
+    """Return the kind of a tensor that is not plain and strided, and the remedy; else None."""
     if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_nested:
         return None
     if tensor.is_nested:
@@ -251,9 +251,9 @@ def _mismatch(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[str, str] | None:
-    """Return what is wrong with a tensor, and the remedy; None if nothing is.
+    """Return what is wrong with a tensor, and the remedy; None if nothing is wrong.
 
-    shape: what is expected, with "T" for a length that is not known, which no tensor has.
+    shape: the expected shape; "T" stands for an unknown length and never matches.
     """
     if not isinstance(tensor, Tensor):
         return f"{name} is {_kind_of(tensor)}, expected a tensor {_shape_text(shape)}", "pass one"
@@ -279,11 +279,11 @@ def _mismatch(
 def _wire_mismatch(
     wire: WireTensor, shape: Sequence[int | str], wanted: WireFormat, device: torch.device
 ) -> tuple[str, str] | None:
-    """Return what is wrong with rows that are quantised already, as _mismatch() does."""
+    """Return what is wrong with quantised rows, and the remedy; None if nothing is wrong."""
     if wire.format != wanted:
         return (
             f"hidden_states are {_format_text(wire.format)}, expected {_format_text(wanted)}",
-            "quantise them to the dispatch format of the plan, or give them unquantised",
+            "quantise them to the dispatch format of the plan, or pass them unquantised",
         )
     layout = wire.scale_layout or ROW_MAJOR
     parts: list[tuple[str, Tensor | None, Sequence[int | str], torch.dtype]] = [
@@ -300,7 +300,7 @@ def _wire_mismatch(
         name = f"hidden_states.{name}"
         fault = _mismatch(name, tensor, size, dtype, device)
         if fault is None and tensor is not None and tensor.dtype is not dtype:
-            fault = f"{name} is {tensor.dtype}, expected {dtype}", "give what the format says"
+            fault = f"{name} is {tensor.dtype}, expected {dtype}", "use the dtype of the format"
         if fault is not None:
             return fault
     return None

@@ -1,4 +1,4 @@
-"""Dispatch and combine over any buffer: check, send, wrap in a record."""
+"""The dispatchers: check a call, send it through any buffer, wrap the result in a record."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ from epcomm.records import (
 from epcomm.spec import MoESpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, ScaleLayout, WireTensor, data_of, sum_dtype
 
-# Flags of which any makes all ranks run the backward of a batch.
+# If any of these flags is set, all ranks run the backward of the batch.
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
 
 
 class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
-    """A dispatcher over any buffer, in the layout that the buffer hands out."""
+    """A dispatcher over any buffer; the buffer determines the layout."""
 
     mode: ClassVar[Mode]
 
@@ -70,14 +70,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
         Args:
             group: the ranks that share the experts.
-            spec: what the layer looks like; equal on all ranks.
-            config: `mode` is this class's own, whatever the configuration says.
+            spec: the sizes of the layer; equal on all ranks.
+            config: the configuration; its `mode` is ignored, the class determines the mode.
             chosen: the part of an EPPlan for this mode, made with the same group and spec; None:
-                plan here.
+                make a plan.
 
         Collective: yes.   Host sync: yes.
         Raises:
-            ConfigError: ranks disagree, or nothing serves this configuration.
+            ConfigError: ranks disagree, or no backend supports this configuration.
         """
         config = replace(config or EPConfig(), mode=self.mode)
         self.plan: PhasePlan = chosen or plan(config, spec, group).prefill
@@ -88,7 +88,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.calls
         self._number = self._calls.add_dispatcher(self.mode)
-        # Plain torch casts; only eight bits need a kernel.
+        # Casts run in plain torch; only 8-bit formats need a kernel.
         is_quantized = self._spec.dispatch_format.dtype.is_quantized
         self._quantize = partial(
             quantizer_for(group.device) if is_quantized else quantize,
@@ -116,7 +116,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
     ) -> DispatchT:
-        """Dispatch; `refusal`, if there is one, is raised after all ranks know of it."""
+        """Dispatch, or report `refusal` to all ranks and raise it."""
         self._check_group_open("dispatch")
 
         def send() -> DispatchT:
@@ -164,14 +164,14 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         experts_need_grad: NeedGrad,
         refusal: EPError | None = None,
     ) -> tuple[DispatchCall, Handle]:
-        """Check a call and cast its tensors; a call with an error becomes one without tokens."""
+        """Check a call and cast its tensors; a call with an error gets no tokens."""
         if refusal is None and (self._is_closed or torch.is_grad_enabled()):
             refusal = self._find_refusal(hidden_states, topk, experts_need_grad)
         error = refusal or self._find_call_error(hidden_states, topk)
         if error is None:
             num_tokens = data_of(hidden_states).shape[0]
         else:
-            # Take part with no tokens, so that the other ranks learn of the fault and do not wait.
+            # Take part without tokens, so that the other ranks learn of the fault and do not wait.
             num_tokens = num_tokens_of(hidden_states)
             hidden_states, topk = self._nothing()
             error.was_raised |= refusal is not None
@@ -184,17 +184,17 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._make_call(hidden_states, topk, experts_need_grad, error), handle
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
-        """Return the hidden states and routing of a rank without tokens."""
+        """Return the hidden states and top-k entries of a rank without tokens."""
         device = self._group.device
         hidden_states = torch.empty(0, self._spec.hidden_size, dtype=self._dtype, device=device)
         return hidden_states, empty_topk(self._spec.top_k, device)
 
     def _record(self, call: DispatchCall, out: Dispatched, handle: Handle) -> DispatchT:
-        """Return the record of a batch, and open its handle.
+        """Open the handle of a batch and return its record.
 
         Raises:
-            EPError: the error of this rank's call, where a static buffer has not raised it. No
-                combine will follow, so this rank takes part in that of the other ranks first.
+            EPError: the error of this rank's call, if a static buffer has not raised it. This rank
+                first takes part in the combine of the other ranks.
         """
         if call.error is not None and call.error.was_raised:
             self.refuse_combine(call.error, out.exchange_plan)
@@ -207,7 +207,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
         if self.plan.caps.layout is Layout.MASKED:
             capacity = rows.data.shape[:2]
-            # Of W * T * K slots on W * L experts.
+            # Mean slots of an expert: W * T * K slots on W * L experts.
             mean = -(-handle.num_tokens * self._spec.top_k // self._spec.num_local_experts)
             record = MaskedDispatchOutput(
                 hidden_states=rows,
@@ -225,7 +225,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
             )
-        # Which of the two a dispatcher hands out is its buffer's choice, made once in the plan.
+        # The layout of the buffer, fixed by the plan, determines the type of the record.
         return cast(DispatchT, record)
 
     @ranged("combine", is_traced=False)
@@ -272,20 +272,20 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._finished(pending.wait(), handle)
 
     def refuse(self, problem: Exception) -> NoReturn:
-        """Take part in the dispatch of the other ranks without tokens, and report `problem` there.
+        """Report `problem` to the other ranks, in place of a dispatch; then raise it.
 
         Collective: yes, in place of dispatch(), and on a static buffer of combine() too.
         Raises:
-            EPError: always; `problem`, or for another exception one that has its text.
+            EPError: always; `problem` if it is an EPError, else an EPError with its text.
         """
         error = as_error(problem, self._where)
         self._dispatch(*self._nothing(), False, refusal=error)
         raise error
 
     def refuse_combine(self, problem: Exception, exchange_plan: ExchangePlan | None) -> NoReturn:
-        """Take part in the combine of the other ranks without rows, and report `problem` there.
+        """Report `problem` to the other ranks, in place of a combine; then raise it.
 
-        exchange_plan: of the batch that they combine; None if that is not known.
+        exchange_plan: the exchange plan of the batch; None if the batch is unknown.
 
         Collective: yes, in place of combine().
         Raises:
@@ -297,7 +297,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         try:
             self._buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
             if self._checks_calls:
-                # Faults of other ranks, which would hide that of this one.
+                # Faults of other ranks must not hide the fault of this rank.
                 with suppress(EPError):
                     self.check()
         except EPTimeout as timeout:
@@ -305,13 +305,13 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         raise error
 
     def _report_combine(self, handle: Handle) -> Callable[[Exception], object] | None:
-        """Return what reports a failure before the header of combine, where a header is sent."""
+        """Return the function that reports a failure before combine's header, if it has one."""
         if not self._buffer.counts_calls:
             return None
         return partial(self.refuse_combine, exchange_plan=handle.exchange_plan)
 
     def _check_combine(self, combine_input: CombineT) -> None:
-        """Refuse a bad call, before all ranks."""
+        """Report an invalid call to all ranks and raise its error."""
         self._check_group_open("combine")
         error = self._closed_error("combine") or find_combine_error(
             combine_input,
@@ -326,10 +326,10 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             self.refuse_combine(error, open_exchange_plan_of(combine_input, self))
 
     def _finished(self, y: Tensor, handle: Handle) -> Tensor:
-        """Return y with as many rows as the batch, and in the dtype in which the caller gave it."""
+        """Return y [T, H] in the dtype of the caller's hidden states."""
         num_tokens = handle.num_tokens
         if y.shape[0] != num_tokens:
-            # This rank's call was refused on a static buffer: it took part with no tokens.
+            # The dispatch had an error on a static buffer, so this rank took part without tokens.
             y = y.new_full((num_tokens, self._spec.hidden_size), float("nan"))
         if self._checks_calls:
             self.check()
@@ -339,7 +339,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._buffer.check()
 
     def traffic(self) -> BufferTraffic:
-        """Return the bytes that the buffer has sent to other ranks, for all layers on it."""
+        """Return the bytes that the buffer has sent to other ranks, for all of its layers."""
         return self._buffer.traffic()
 
     def close(self) -> None:
@@ -359,7 +359,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _find_refusal(
         self, hidden_states: Tensor | WireTensor, topk: TopKOutput, experts_need_grad: NeedGrad
     ) -> EPError | None:
-        """Return the error of a call in grad mode that this dispatcher cannot serve, or None."""
+        """Return the error of a closed dispatcher or of a call that needs gradients, or None."""
         if self._is_closed:
             return self._closed_error("dispatch")
         is_wire = isinstance(hidden_states, WireTensor)
@@ -369,8 +369,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return None
         if is_wire:
             return ConfigError(
-                "dispatch: hidden_states are quantised already and have no gradients, but some are "
-                f"needed ({self._where}); give them unquantised, or use torch.no_grad()"
+                "dispatch: hidden_states are quantised and have no gradients, but some are "
+                f"needed ({self._where}); pass them unquantised, or use torch.no_grad()"
             )
         what = "low latency" if self.mode is Mode.LOW_LATENCY else self.plan.backend
         other = "mode normal" if self.mode is Mode.LOW_LATENCY else "another backend"
@@ -382,11 +382,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _find_call_error(
         self, hidden_states: Tensor | WireTensor, topk: TopKOutput
     ) -> EPError | None:
-        """Return the error of tensors that no call takes, or None."""
+        """Return the error of invalid tensors, or None."""
         if isinstance(hidden_states, WireTensor) and not self._buffer.takes_wire_tensors:
             return ShapeError(
                 "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
-                f"{self.plan.backend} quantise ({self._where}); give them unquantised"
+                f"{self.plan.backend} quantise ({self._where}); pass them unquantised"
             )
         return find_call_error(
             hidden_states,
@@ -407,7 +407,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     ) -> DispatchCall:
         flags, expert_names = BatchFlags.NONE, ()
         is_tensor = isinstance(hidden_states, Tensor)
-        # Without gradients the mode does not matter, and may differ between ranks.
+        # Without gradients, ranks may differ in grad mode.
         if is_tensor and torch.is_grad_enabled() and self.plan.caps.trainable:
             inputs_need_grad = hidden_states.requires_grad or topk.topk_weights.requires_grad
             if isinstance(experts_need_grad, Mapping):
@@ -422,7 +422,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             flags=flags,
             expert_names=expert_names,
             error=error,
-            # Whatever keeps this rank from making rows, without rows it takes part.
+            # After an error use plain torch, because the kernel may be what failed.
             quantize=self._quantize if error is None else quantize,
             int8_profile=self.plan.int8_profile,
             dispatcher=self._number,
@@ -432,27 +432,28 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 class DeepEPNormalDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
     """Sends a token once to each rank that owns one of its experts: prefill and training.
 
-    A dispatch costs the host one read of the counts; combine adds nothing to it. Trainable.
+    Host sync: dispatch reads the counts once; combine none. Trainable.
     """
 
     mode: ClassVar[Mode] = Mode.NORMAL
 
 
 class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
-    """Moves at most M tokens a rank in buffers of fixed size; counts stay on the device: decode.
+    """Sends at most M tokens per rank through buffers of fixed size: decode.
 
-    Router weights travel with the tokens and combine applies them, so that a rank reduces before
-    it sends. A refused call gives NaN on every rank; check() tells why. No gradients.
-    Over shared_memory it is as normal mode: exact sizes, one read of the counts, trainable.
+    Counts stay on the device. Router weights are sent with the tokens and combine applies them, so
+    a rank sums before it sends. If a call has a fault, y is NaN on every rank and check() raises
+    the reason. No gradients.
+    Over shared_memory it works like normal mode: exact sizes, one host sync, trainable.
     """
 
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
 
 
 class StandardDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
-    """Shows every token to every rank: all-gather, local experts, reduce-scatter.
+    """Sends every token to every rank: all-gather, local experts, reduce-scatter.
 
-    Bytes do not depend on the routing, so it competes on up to about 8 ranks. Trainable.
+    Bytes do not depend on the routing; worthwhile on up to about 8 ranks. Trainable.
     """
 
     mode: ClassVar[Mode] = Mode.STANDARD
@@ -472,7 +473,7 @@ def _flags_of(inputs_need_grad: bool, experts_need_grad: bool | tuple[bool, ...]
 
 
 def _arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTensor:
-    """Arrange the scales of received rows as the runner reads them; leave rows without scales."""
+    """Return rows with scales in `layout`, which the runner reads; rows without scales as is."""
     if rows.scales is None:
         return rows
     if rows.scale_layout is layout or rows.scale_layout == layout:
@@ -485,7 +486,7 @@ def _arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTe
 
 
 def _as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:
-    """Return the results of either layout as a buffer takes them: MASKED as one row a slot."""
+    """Return the expert results as rows; those of MASKED become one row per slot."""
     if isinstance(combine_input, RowsCombineInput):
         return combine_input
     weights = combine_input.slot_weights

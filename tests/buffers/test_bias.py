@@ -1,4 +1,4 @@
-"""A bias of combine is the beginning of the sum of each token, which is rounded once."""
+"""A bias of combine is the start of the sum of each token, which is rounded once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def results_of(x: Tensor, rank: int) -> Tensor:
 
 
 def expected_y(bias: Tensor, x: Tensor, topk_ids: Tensor, num_ranks: int) -> Tensor:
-    """Bias, then the ranks of each token in their order, in float32; rounded once."""
+    """Return bias plus the ranks of each token in order, summed in float32 and rounded once."""
     total = bias.clone()
     for rank in range(num_ranks):
         is_sent = (topk_ids >= 0).logical_and(topk_ids // NUM_LOCAL == rank).any(1, keepdim=True)

@@ -1,7 +1,7 @@
 """Every buffer that runs on a CPU passes the whole buffer suite on 2 ranks.
 
-On other numbers of ranks and over MPI run the scenarios that show a fault there which 2 ranks
-cannot, and with the slow tests all of them on 4.
+Other numbers of ranks and MPI run the scenarios that can fail there but not on 2 ranks. The slow
+tests run all scenarios on 4 ranks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Case(NamedTuple):
-    """A buffer and the mode it serves."""
+    """A buffer and its mode."""
 
     backend: str
     mode: Mode
@@ -54,7 +54,7 @@ def run(scenario: str, case: str, ep_ranks: MPI.Comm | None = None) -> None:
 
 
 def cases_of(*scenarios: str) -> list[tuple[str, str]]:
-    """Scenarios, each with the buffers that it tests anything of."""
+    """Return the scenarios, each with the buffers for which it tests something."""
     return [
         (scenario, name)
         for scenario in scenarios
@@ -133,9 +133,9 @@ QUANTIZED = {
     "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES,
     "int8": INT8_PER_TOKEN,
 }
-# Shared memory carries the same messages as the collective buffer.
+# Shared memory sends the same messages as the collective buffer.
 QUANTIZED_CASES = [name for name in CASES if name != "shared_memory"]
-# Rows of several blocks, the last one short; slots that are none.
+# Rows of several scale blocks with a short last block, and padding slots.
 BLOCKS = replace(buffer_suite.BATCH_SPECS["holes"], hidden_size=300, dtype=torch.bfloat16)
 
 

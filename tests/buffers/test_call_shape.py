@@ -17,7 +17,7 @@ UNEVEN = (0, 1, 1, 1, 0, 1)
 
 
 def routing(num_ranks: int, top_k: int) -> list[Tensor]:
-    """Draw distinct experts for each token; T differs, is 0 on one rank; some entries are -1."""
+    """Return random distinct experts; T differs and is 0 on one rank; some ids are -1."""
     generator = torch.Generator().manual_seed(0)
     ids_of_rank = []
     for rank in range(num_ranks):
@@ -58,7 +58,7 @@ def test_rows_are_those_of_tokens_sent_one_by_one(host_of_rank: tuple[int, ...])
 
 
 def test_slots_are_counted_beside_rows() -> None:
-    # Rank 0 has the experts 0 and 1, rank 1 has 2 and 3; the other host has 4 to 7.
+    # Rank 0 has experts 0 and 1, rank 1 has 2 and 3; the other host has 4 to 7.
     ids_of_rank = [torch.tensor([[1, 2, 3, 4, 5, 6]]), *[torch.empty(0, 6, dtype=torch.int64)] * 3]
 
     def slots(rank: int) -> tuple[int, int]:

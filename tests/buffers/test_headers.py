@@ -1,4 +1,4 @@
-"""A header with a wrong word ends in an EPError that names the rank, before the word is used."""
+"""A header with a wrong word raises an EPError that names the rank, before the word is used."""
 
 from __future__ import annotations
 
@@ -57,11 +57,10 @@ class Paper(FailureBoard):
 
 
 class Mirror(Collectives):
-    """Rank 0 of 2, where rank 1 sends the headers that rank 0 sends, with one word changed.
+    """The collectives of rank 0 of 2; rank 1 sends the headers of rank 0 with changed words.
 
-    words: values of the words, by their number in the one or two messages, that rank 1 sends in
-        place of those of rank 0.
-    is_sealed: rank 1 itself made the word wrong, so that its sum is right.
+    words: the changed words of rank 1, by their index in the one or two messages.
+    is_sealed: rank 1 has computed CHECK over the changed words, so the sum is right.
     """
 
     rank, world_size, device = 0, 2, torch.device("cpu")
@@ -135,7 +134,7 @@ def dispatch_with(
 
 
 def word_of(kind: str, place: int) -> int:
-    """Return a word of the right header."""
+    """Return a word of the correct header."""
     seen: list[Tensor] = []
 
     class Spy(Mirror):
@@ -220,7 +219,7 @@ def test_a_status_from_the_device_that_is_no_fault_is_named(byte: int) -> None:
 class Flip:
     """A change of one word that rank 0 receives from rank 1.
 
-    number: of the exchange of headers, 0 for that of dispatch and 1 for that of combine.
+    number: index of the header exchange, 0 for dispatch and 1 for combine.
     """
 
     number: int
@@ -288,7 +287,7 @@ def test_all_ranks_raise_and_none_ends_its_process(
         assert time.monotonic() - started_s < 20.0, "no rank waits for its timeout"
         assert isinstance(caught.value, EPTimeout) == (group.rank == FAULTY)
         monkeypatch.undo()
-        # The group has ended; nothing that could not be matched is sent.
+        # The group is unusable; nothing that the other rank cannot match is sent.
         with pytest.raises(EPError, match=re.escape(str(caught.value)[:60])):
             pair()
 

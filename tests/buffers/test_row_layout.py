@@ -73,7 +73,7 @@ CASES = [
         scalars_at=20,
         row_bytes=32,
     ),
-    # Scalars of eight bytes begin at a multiple of eight.
+    # Scalars of eight bytes start at a multiple of eight.
     Case(
         id="fp64 with an odd number of ids",
         format=WireFormat.of(torch.float64),
@@ -125,7 +125,7 @@ def test_offsets_equal_those_computed_by_hand(case: Case) -> None:
 
 
 def random_bits(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Any bits, NaN among them; compared as bytes."""
+    """Return arbitrary bits, including NaN; compare them as bytes."""
     generator = torch.Generator().manual_seed(num_columns)
     shape = (num_rows, num_columns * dtype.itemsize)
     return torch.randint(0, 256, shape, generator=generator).to(torch.uint8).view(dtype)
@@ -152,7 +152,7 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     )
     assert rows.shape == (len(token_of_row), case.row_bytes)
     received = layout.wire_tensor(rows)
-    # Bytes are indexed: not every dtype of the wire can be.
+    # Index bytes, because torch cannot index every wire dtype.
     assert as_bytes(received.data) == [as_bytes(data)[token] for token in token_of_row]
     assert as_bytes(layout.scalars(rows)) == [as_bytes(weights)[token] for token in token_of_row]
     assert layout.ids(rows).tolist() == ids[picked].tolist()

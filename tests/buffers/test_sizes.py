@@ -27,7 +27,7 @@ MAX_TOKENS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A buffer, by the dispatcher and the configuration that choose it."""
+    """A buffer, given by the dispatcher and the configuration that select it."""
 
     dispatcher: type[RowsDispatcher]
     config: EPConfig
@@ -64,7 +64,7 @@ CASES = {
 def routing(
     source: int, num_tokens: int, num_experts: int, top_k: int, device: torch.device
 ) -> TopKOutput:
-    """Distinct experts a token, drawn; some entries are -1."""
+    """Return random distinct experts for each token; some entries are -1."""
     generator = torch.Generator().manual_seed(source)
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     topk_ids = scores.topk(top_k, dim=1).indices
@@ -127,7 +127,7 @@ def test_plan_counts_the_bytes_that_leave_a_rank(name: str, has_gradients: bool)
 
 
 def tensors_of(record: object) -> Iterator[Tensor]:
-    """All tensors in a record and in the records that it holds."""
+    """Return all tensors in a record and in its nested records."""
     if isinstance(record, Tensor):
         yield record
     elif is_dataclass(record):
@@ -165,7 +165,8 @@ def test_regions_are_what_the_record_of_the_largest_call_owns(
 ) -> None:
     case = CASES[name]
     with EPGroup() as group, torch.no_grad():
-        # One expert a rank and K = W: every token goes everywhere, which is the largest call.
+        # With one expert per rank and K = W, every token is sent to every rank, which is the
+        # largest call.
         spec = MoESpec(hidden_size=37, num_experts=NUM_RANKS, top_k=NUM_RANKS, dtype=dtype)
         dispatcher = case.dispatcher(group, spec, case.config)
         x = torch.zeros(MAX_TOKENS, 37, dtype=spec.dtype, device=group.device)
@@ -178,12 +179,15 @@ def test_regions_are_what_the_record_of_the_largest_call_owns(
         )
         regions = {region.name: region.max_bytes for region in dispatcher.plan.regions()}
         kept = sum(regions[region] or 0 for region in KEPT[name])
-        # Replicated rows are the caller's own.
+        # Replicated rows are the caller's tensor.
         assert owned_bytes(out) - (x.nbytes if case.is_replicated else 0) == kept
 
 
 def phase_of(case: Case, **changes: int) -> PhasePlan:
-    """W = 4, H = 64, K = 2, L = 2, A row out is 64 elements of 2 B and 2 ids and weights: 144 B."""
+    """Plan with W = 4, H = 64, K = 2, L = 2.
+
+    A row of dispatch is 64 elements of 2 B, 2 ids and 2 weights: 144 B.
+    """
     spec = MoESpec(hidden_size=64, num_experts=8, top_k=2)
     config = {"max_tokens_per_rank": 16, **changes}
     mode = case.dispatcher.mode
@@ -197,12 +201,12 @@ def phase_of(case: Case, **changes: int) -> PhasePlan:
 # One token on each rank, and the most on one rank: R = 64 rows, C = 128 slots.
 REGIONS = {
     "collective": {
-        # 4 headers out and 4 in, of 138 words.
+        # 4 headers sent and 4 received, of 138 words.
         "headers": (None, 8832),
         "send order": (56, 904),
         "sent rows": (288, 4608),
         "received rows": (288, 9216),
-        # A row: 2 x 4 + 8; a slot: 4 + 4 + 8; and 32 B of tables: 64 x 16 + 128 x 16 + 32.
+        # A row: 2 x 4 + 8; a slot: 4 + 4 + 8; tables: 32 B. Total: 64 x 16 + 128 x 16 + 32.
         "slot index": (64, 3104),
         "packed slots": (288, 18432),
         "expert results": (256, 16384),
@@ -220,11 +224,11 @@ REGIONS = {
         "partial sums": (512, 8192),
         "returned rows": (512, 8192),
     },
-    # R = 68 rows: each rank's 16 and its header.
+    # R = 68 rows: 16 rows and a header from each rank.
     "low_latency": {
         "sent message": (None, 2448),
         "received rows": (None, 9792),
-        # 68 x 16 + 128 x 16 + 32, one place and one offset more.
+        # 68 x 16 + 128 x 16 + 32, plus an extra slot and an extra offset.
         "slot index": (None, 3180),
         # A flag for each row and one for all.
         "row flags": (None, 69),
@@ -233,7 +237,7 @@ REGIONS = {
         "partial sums": (None, 8704),
         "returned rows": (None, 8704),
     },
-    # R = 16 rows, the caller's, and C = 32 slots.
+    # R = 16 rows, which are the caller's, and C = 32 slots.
     "replicated": {
         "row flags": (4, 16),
         "slot index": (96, 800),
@@ -263,14 +267,14 @@ def test_budget_bounds_the_slots() -> None:
     assert regions["slot index"] == 1772
 
 
-# T on each of 4 ranks; each rank sends 5 rows and gets 3: (forward, backward) of rank 1.
+# T on each of 4 ranks; each rank sends 5 rows and receives 3: (forward, backward) of rank 1.
 SHAPE = CallShape(rank=1, tokens_of_rank=(4, 1, 0, 2), rows_sent=5, rows_received=3)
 WIRE = {
     "collective": (
         BufferTraffic(dispatch_bytes=5 * 144, combine_bytes=3 * 128, control_bytes=3 * 1104),
         BufferTraffic(dispatch_bytes=5 * 128, combine_bytes=3 * 144),
     ),
-    # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others go back.
+    # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others are returned.
     "all_gather": (
         BufferTraffic(dispatch_bytes=12 * 144, combine_bytes=6 * 128, control_bytes=3 * 1104),
         BufferTraffic(dispatch_bytes=12 * 128, combine_bytes=6 * 144),
@@ -283,7 +287,7 @@ WIRE = {
             dispatch_bytes=48 * 128, combine_bytes=48 * 144, control_bytes=3 * (144 + 128)
         ),
     ),
-    # 1 token is padded to 4, of which this rank sums one: a part to 3 ranks, a total to 3 ranks.
+    # 1 token is padded to 4, and this rank sums one of them: a part to 3 ranks, a total to 3 ranks.
     "replicated": (
         BufferTraffic(combine_bytes=6 * 128),
         BufferTraffic(combine_bytes=6 * 144),

@@ -33,12 +33,12 @@ UNREADY = "dispatch: an error while tokens were routed or prepared for dispatch 
 FAILED_RESULTS = (
     "combine: an error while the experts computed or their results were summed on rank 1"
 )
-WRONG_HANDLE = "a batch combined twice, of another dispatcher, or after close() on rank 1"
+WRONG_HANDLE = "a batch combined twice, by another dispatcher, or after close() on rank 1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bad:
-    """A fault of rank 1.
+    """A mistake of rank 1.
 
     call: what rank 1 does.   others: what the other ranks do meanwhile.
     own: part of the message on rank 1.   told: part of it on the others.   error: on all ranks.
@@ -274,7 +274,7 @@ def training(*names: str) -> Callable[[Play], object]:
 
 
 def combine_faults() -> list[Bad]:
-    """Return the faults of the combine call."""
+    """Return the mistakes in the combine call."""
     rows = [
         Bad(
             id="a row too many",
@@ -367,7 +367,7 @@ def combine_faults() -> list[Bad]:
         Bad(
             id="no handle",
             call=combined(lambda play: replace(play.results, handle=None)),
-            own="the handle is NoneType, expected that of a dispatch",
+            own="the handle is NoneType, expected a Handle",
         ),
         Bad(
             id="a handle used twice",
@@ -453,7 +453,7 @@ def skip_combine(play: Play) -> object:
 
 
 def two_dispatchers(play: Play, other: object) -> object:
-    """Rank 1 calls the other one first."""
+    """Call both dispatchers; rank 1 calls the other one first."""
     order = [play.dispatcher, other]
     for dispatcher in order[::-1] if play.is_faulty else order:
         play.call_of(dispatcher)  # type: ignore[arg-type]
@@ -461,7 +461,7 @@ def two_dispatchers(play: Play, other: object) -> object:
 
 
 def two_batches(play: Play) -> object:
-    """Rank 1 combines them in the other order."""
+    """Combine two batches; rank 1 combines them in the opposite order."""
     outs = [play.begin(), play.begin()]
     results = [identity(out) for out in outs]
     return play.dispatcher.combine(results[play.is_faulty])
@@ -533,7 +533,7 @@ def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]
 
 
 def module_of_sums(play: Play) -> object:
-    """Return the module from which the buffer of the block takes reduce_rows()."""
+    """Return the module whose reduce_rows() the buffer of the block uses."""
     buffer = play.block.experts.phases.prefill._buffer
     # In hierarchical, the buffer inside hosts sums the results of slots.
     kinds = type(getattr(buffer, "_inner", buffer)).__mro__
@@ -542,7 +542,7 @@ def module_of_sums(play: Play) -> object:
 
 
 def without_a_header(play: Play) -> object:
-    """Call the block while a buffer fails once before it has made its first header."""
+    """Call the block while a buffer fails once before its first header."""
     header, left = Calls.header, iter([fail])
 
     def failing_once(self: Calls, *arguments: Any, **named: Any) -> list[int]:  # noqa: ANN401

@@ -11,7 +11,7 @@ from importlib import import_module
 import torch
 from torch import nn
 
-# transformers must not look for a network.
+# transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 2
@@ -19,7 +19,7 @@ HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 2
 
 @dataclass(frozen=True, kw_only=True)
 class BlockKind:
-    """A kind of block and a tiny configuration of it; sizes are those of all kinds."""
+    """A kind of block and its tiny configuration; all kinds have the same sizes."""
 
     model_type: str
     block: str
@@ -82,7 +82,8 @@ KINDS = [
             **ROUTED_EXPERTS,
             **GROUPED,
             "topk_method": "group_limited_greedy",
-            # More than groups, else the best experts are always in groups that are kept.
+            # More than the number of groups; otherwise the best experts are always in the selected
+            # groups.
             "num_experts_per_tok": 3,
             "num_attention_heads": 2,  # must divide the hidden size
         },
@@ -109,7 +110,7 @@ KINDS = [
         model_type="gpt_oss",
         block="GptOssMLP",
         config="GptOssConfig",
-        # A limit that gates and ups of a few units reach.
+        # A limit that a few of the gates and ups exceed.
         values={**LOCAL_EXPERTS, "swiglu_limit": 1.5},
     ),
     BlockKind(
@@ -159,14 +160,14 @@ VARIANTS: Mapping[str, Callable[..., nn.Module]] = {
 
 
 def seeded(block: nn.Module) -> nn.Module:
-    """Fill all parameters and buffers; the same on every rank."""
+    """Fill all parameters and buffers; equal on every rank."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        # Buffers are correction biases; at zero, routing that forgot them would pass.
+        # Buffers are correction biases; zeros would hide routing that ignores them.
         for tensor in [*block.parameters(), *block.buffers()]:
             values = torch.randn(tensor.shape, generator=generator) / 2
             if not tensor.is_floating_point():
-                # The experts of each token id, distinct.
+                # Distinct experts for each token id.
                 values = torch.rand(len(tensor), NUM_EXPERTS, generator=generator).argsort(dim=1)
                 values = values[:, : tensor.shape[1]]
             tensor.copy_(values)

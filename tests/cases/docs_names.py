@@ -17,7 +17,7 @@ Names = Mapping[str, Callable[[], object]]
 
 
 def names_of(page: str, group: EPGroup, folder: Path) -> Names:
-    """Return a constructor for each name; those of layers and models are collective."""
+    """Return a constructor for each name; the constructors of layers and models are collective."""
     model = cache(lambda: OverRanks(group))
     of_all: Names = {
         "group": lambda: group,
@@ -56,7 +56,7 @@ def names_of(page: str, group: EPGroup, folder: Path) -> Names:
 
 
 def _routing(top_k: int, num_experts: int) -> TopKOutput:
-    """Return the routing of 5 tokens, [T, K], distinct in a row."""
+    """Return the top-k entries of 5 tokens, [T, K], distinct in a row."""
     ids = (torch.arange(5)[:, None] + torch.arange(top_k)) % num_experts
     return TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 1 / top_k))
 

@@ -11,7 +11,7 @@ NUM_EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 16, 8, 2
 
 
 def expert_weights(device: torch.device | str = "cpu") -> ExpertWeights:
-    """All experts, as plain tensors, the same on every rank."""
+    """Return all experts as plain tensors, equal on every rank."""
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN, generator=generator) / 4
     second = torch.randn(NUM_EXPERTS, HIDDEN, INTERMEDIATE, generator=generator) / 4
@@ -19,17 +19,17 @@ def expert_weights(device: torch.device | str = "cpu") -> ExpertWeights:
 
 
 def tokens(number: int) -> Tensor:
-    """Make micro-batch `number`, [5, H]."""
+    """Return micro-batch `number`, [5, H]."""
     return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(100 + number))
 
 
 def chosen_experts(num_tokens: int) -> Tensor:
-    """Return fixed ids [T, K] that give every expert work."""
+    """Return fixed ids [T, K] that use every expert."""
     return (torch.arange(num_tokens * TOP_K) * 3 % NUM_EXPERTS).view(num_tokens, TOP_K)
 
 
 class OverRanks(nn.Module):
-    """A linear layer, then experts spread over a group; forward gives a loss."""
+    """A linear layer and experts of a group; forward returns a loss."""
 
     def __init__(
         self,
@@ -44,14 +44,14 @@ class OverRanks(nn.Module):
         self.experts = ExpertParallelExperts(weights, group, config, top_k=TOP_K)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute a loss, the mean over tokens, from x [T, H]."""
+        """Return a loss, the mean over tokens, for x [T, H]."""
         ids = chosen_experts(x.shape[0])
         topk = TopKOutput(topk_ids=ids, topk_weights=torch.full(ids.shape, 0.5))
         return self.experts(self.linear(x), topk).square().mean()
 
 
 class InOneProcess(nn.Module):
-    """The same as a loop over tokens, with the same names of parameters."""
+    """The same model as a loop over tokens, with the same parameter names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class InOneProcess(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute a loss, the mean over tokens, from x [T, H]."""
+        """Return a loss, the mean over tokens, for x [T, H]."""
         ys = []
         for token, ids in zip(self.linear(x), chosen_experts(x.shape[0]), strict=True):
             gates_ups = [self.experts["gate_up_proj"][expert] @ token for expert in ids]

@@ -1,4 +1,4 @@
-"""Device meshes of CPU ranks, each made once in a process."""
+"""Device meshes of CPU ranks, each made once per process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's dispatchers, layer and batch, on which tests/cases/bad_calls.py plays faults."""
+"""The dispatchers, layer and batch of one rank on which tests/cases/bad_calls.py makes mistakes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 NUM_RANKS, H, E, K, M = 2, 16, 8, 2, 5
 SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
-# The rank that errs.
+# The rank with the mistake.
 FAULTY = 1
 LAYER = BatchSpec(
     tokens_of_rank=lambda rank, size: 1,
@@ -51,9 +51,9 @@ Dispatcher = RowsDispatcher[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A backend, by the dispatcher and the configuration that choose it.
+    """A backend, given by the dispatcher and the configuration that select it.
 
-    is_static: its faults wait for check().   trains: its tests run with gradients.
+    is_static: check() raises its faults.   trains: its tests run with gradients.
     """
 
     dispatcher: type[Dispatcher]
@@ -93,7 +93,7 @@ KINDS = {
     ),
 }
 
-# On two hosts with two ranks each.
+# Two hosts with two ranks each.
 ON_HOSTS = replace(
     KINDS["collective"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
 )
@@ -101,12 +101,13 @@ ON_HOSTS = replace(
 
 @dataclass(kw_only=True)
 class Play:
-    """One rank's part. x and topk are a correct batch, of 2 and 3 tokens, or alike if replicated.
+    """The state of one rank.
 
+    x, topk: a correct batch, of 2 and 3 tokens by rank, or equal on all ranks if replicated.
     block: a whole block, whose parts may be made to fail.
-    another: a dispatcher that shares the buffer of `dispatcher`; wider: one of another shape.
+    another: a dispatcher on the buffer of `dispatcher`; wider: a dispatcher for other sizes.
     spent: results that were combined.   elsewhere: results of a batch of another group.
-    out: the batch under way.
+    out: the current batch.
     """
 
     group: EPGroup
@@ -133,7 +134,7 @@ class Play:
 
     @property
     def closing(self) -> Dispatcher:
-        """A dispatcher that may be closed. Collective."""
+        """A dispatcher that the test may close. Collective."""
         return open_dispatcher(self.kind, self.group)
 
     def begin(self) -> RowsDispatchOutput:
@@ -153,7 +154,7 @@ class Play:
         return dispatcher.combine(identity(dispatcher.dispatch(x, self.topk)))
 
     def expect_works(self) -> None:
-        """Run a correct batch, forward and backward, as if nothing had happened."""
+        """Check that a correct batch works, forward and backward."""
         x = self.x.detach().requires_grad_(self.kind.trains)
         y = self.whole_call(x=x)
         self.dispatcher.check()
@@ -165,7 +166,7 @@ class Play:
 
 
 def identity(out: RowsDispatchOutput) -> RowsCombineInput:
-    """Each slot is its row, times its weight if the runner applies it."""
+    """Return each slot as its row, times its weight if the runner applies weights."""
     rows = gather_rows(out.hidden_states.data, out.index)
     if out.weights_applied_by is WeightsAppliedBy.RUNNER:
         assert out.slot_weights is not None
@@ -174,7 +175,7 @@ def identity(out: RowsDispatchOutput) -> RowsCombineInput:
 
 
 def expected_y(x: Tensor, topk: TopKOutput) -> Tensor:
-    """Compute y of identity experts."""
+    """Return y of identity experts."""
     weights = torch.where(topk.topk_ids < 0, 0.0, topk.topk_weights)
     return (x.double() * weights.double().sum(1, keepdim=True)).float()
 
@@ -184,7 +185,7 @@ def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> Dispatc
 
 
 def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
-    """Make a block of SPEC with drawn experts."""
+    """Make a block of SPEC with random experts."""
     config = replace(kind.config, mode=kind.dispatcher.mode)
     size = group.world_size
     batches = replace(LAYER, num_local_experts=E // size)
@@ -195,7 +196,7 @@ def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
 
 
 class FirstAndLast:
-    """A routing function: experts of rank 1 and of another one for all tokens.
+    """A routing function that chooses experts of rank 1 and of another rank for all tokens.
 
     choose() may be made to fail.
     """
@@ -210,7 +211,7 @@ class FirstAndLast:
 
 
 class OwnError(Exception):
-    """An error of user code, or of torch."""
+    """An error of user code or of torch."""
 
 
 def fail(*_: object, **__: object) -> NoReturn:
@@ -274,7 +275,7 @@ class Plays:
 
     @contextmanager
     def on(self, kind: Kind, ranks: DeviceMesh | None = None) -> Iterator[Play]:
-        """Yield a play of this kind, in its grad mode. Collective: where the kind changes."""
+        """Yield a Play of this kind, in its grad mode. Collective if the kind changes."""
         if self._play is None or self._kind is not kind:
             self._open.close()
             with torch.enable_grad():

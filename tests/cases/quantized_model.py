@@ -1,4 +1,4 @@
-"""A float64 model of eight-bit experts that shares nothing with the library but stored codes.
+"""A float64 model of 8-bit experts that shares only the stored codes with the library.
 
 The library computes in float32, and rounds the same numbers to codes as the model, or the next code
 where a number is within float32 rounding of the middle between two. How far it may be off is
@@ -19,15 +19,15 @@ from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 # Other roundings: scales that are powers of two, and halves that go up.
 POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
-# INT8 of A2 and A3: scales and results of the second product in bfloat16, or of both products and
-# of the activation between them.
+# INT8 of A2 and A3: scales and results of the second product in bfloat16, or those of both products
+# and of the activation between them.
 OF_ASCEND, OF_BFLOAT16 = "int8 of Ascend", "int8 of bfloat16"
 _BFLOAT16_SCALES = {OF_ASCEND: ("down_scale",), OF_BFLOAT16: ("gate_up_scale", "down_scale")}
-# The largest step between neighbouring e4m3 numbers.
+# The largest relative step between adjacent e4m3 numbers.
 _LARGEST_FP8_STEP = 32.0
-# Half a unit in the last place of float32, relative: what one operation may be off by.
+# Half a unit in the last place of float32: the relative error of one operation.
 _ROUNDING = 2.0**-24
-# A scale is a quotient or two of a largest magnitude, and a code a product or quotient with it.
+# A scale has one or two operations on a largest magnitude, and a code has one more.
 _SCALE_ROUNDINGS = 6
 # Roundings of silu(gate) * up: exp() is good to a few units, then a sum, a quotient and a product.
 # The argument of exp may be rounded on its way to a power of two: two more for each unit of |gate|.
@@ -38,14 +38,20 @@ _SILU_SLOPE = 1.1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bounded:
-    """values: [N, *], float64.   error: the same shape, by how much the library may differ."""
+    """Values with error bounds.
+
+    values: [N, *], float64.   error: the largest difference of the library's values, same shape.
+    """
 
     values: Tensor
     error: Tensor
 
 
 def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> None:
-    """All results within their bounds; extra: what storing results may be off by, relative."""
+    """Assert that all results are within their bounds.
+
+    extra: the relative error of storing results.
+    """
     bound = expected.error + extra * (expected.values.abs() + expected.error)
     difference = (actual.detach().cpu().double() - expected.values).abs()
     # Not `any(... > ...)`, which is false for NaN.
@@ -58,7 +64,7 @@ def assert_within(actual: Tensor, expected: Bounded, *, extra: float = 0.0) -> N
 
 
 def nearest_fp8(values: Tensor) -> Tensor:
-    """Find the nearest of all e4m3 numbers, ties to the even code, by looking through the list."""
+    """Return the nearest e4m3 numbers, ties to even, by a search over all of them."""
     codes = torch.arange(127, dtype=torch.uint8)  # 127 is NaN
     numbers = codes.view(torch.float8_e4m3fn).double()
     distance = (values.abs().unsqueeze(-1) - numbers).abs()
@@ -71,7 +77,7 @@ def nearest_fp8(values: Tensor) -> Tensor:
 
 
 def rounded(x: Bounded, rounding: str) -> Bounded:
-    """Rows [N, H] as the wire carries them."""
+    """Return rows [N, H] as they are on the wire."""
     width = x.values.shape[1] if rounding.startswith("int8") else 128
     blocks = [
         _rounded_block(Bounded(values=values, error=error), rounding)
@@ -86,7 +92,7 @@ def rounded(x: Bounded, rounding: str) -> Bounded:
 
 
 def _rounded_block(x: Bounded, rounding: str) -> Bounded:
-    """Bound the library's values by the codes of the ends of the error: rounding keeps order."""
+    """Bound the library's values by the codes of both ends of the error; rounding is monotonic."""
     is_int8 = rounding.startswith("int8")
     low, found, high = (
         (x.values.abs() + sign * x.error).amax(dim=1, keepdim=True) for sign in (-1, 0, 1)
@@ -100,7 +106,7 @@ def _rounded_block(x: Bounded, rounding: str) -> Bounded:
         off = torch.where((amax == 127) & (x.error.amax(dim=1, keepdim=True) == 0), 0.0, off)
     scale, is_doubtful = amax / (127 if is_int8 else 448), torch.zeros_like(amax, dtype=torch.bool)
     if rounding == POWERS_OF_TWO:
-        # Near a power of two the library's scale may be the next one, and all codes others.
+        # Near a power of two the library may choose the next scale, and then all codes differ.
         is_doubtful = _power_above(scale * (1 + off)) != _power_above(scale * (1 - off))
         scale, off = _power_above(scale), torch.zeros_like(off)
     codes_of = {HALVES_UP: lambda numbers: (numbers + 0.5).floor()}
@@ -119,7 +125,7 @@ def _power_above(values: Tensor) -> Tensor:
 
 
 def _multiplied(x: Bounded, matrix: Tensor, num_roundings: int) -> Bounded:
-    """Compute x @ matrix.T; num_roundings: roundings of each summand before the sum."""
+    """Return x @ matrix.T; num_roundings: number of roundings of each summand before the sum."""
     magnitudes = matrix.abs().T
     error = x.error @ magnitudes + num_roundings * _ROUNDING * (x.values.abs() @ magnitudes)
     return Bounded(values=x.values @ matrix.T, error=error)
@@ -143,15 +149,15 @@ def stored(x: Bounded) -> Bounded:
 def expert_model(
     x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
 ) -> Bounded:
-    """Unweighted results [N, H] of one expert for float64 rows [N, H] that are quantised here."""
+    """Return unweighted results [N, H] of one expert for float64 rows [N, H], quantised here."""
     names, tensors = _BFLOAT16_SCALES.get(rounding, ()), weights.tensors()
     scales = {name: tensors[name].bfloat16().float() for name in names}
     weights, is_stored = weights.with_tensors(tensors | scales), rounding == OF_BFLOAT16
     gate_up, down = (
         weights.dequantized()[name][expert].double().cpu() for name in ("gate_up_proj", "down_proj")
     )
-    # Sums of FP8 products are rounded at each summand, those of INT8 codes are exact; either way
-    # codes are multiplied by scales and the sum by a router weight.
+    # Sums of FP8 products are rounded at each summand; sums of INT8 codes are exact. Both are
+    # multiplied by scales and then by a router weight.
     sums = (0, 0) if rounding.startswith("int8") else (x.shape[1], down.shape[1])
     rows = rounded(Bounded(values=x, error=torch.zeros_like(x)), rounding)
     product = _multiplied(rows, gate_up, sums[0] + 4)
@@ -171,14 +177,14 @@ def expert_model(
 def model(
     batch: RankBatch, weights: Fp8BlockWeights | Int8ChannelWeights, rounding: str
 ) -> Bounded:
-    """Compute y [T, H] from the values that codes and scales mean."""
+    """Return y [T, H] from the values that codes and scales represent."""
     return _sum(batch, weights, rounding, range(len(weights.down_proj)))
 
 
 def without_halves(batch: RankBatch) -> RankBatch:
-    """Return the batch with 0 for half of a row's largest magnitude: 63.5 may get either code.
+    """Return the batch with 0 for half of a row's largest magnitude: 63.5 may round to either code.
 
-    One such element leaves all results of its row with bounds that show little.
+    One such element would make the bounds of all results of its row useless.
     """
     is_half = 2 * batch.x.abs() == batch.x.abs().amax(dim=1, keepdim=True)
     return replace(batch, x=batch.x.masked_fill(is_half, 0))
@@ -192,9 +198,9 @@ def stored_model(
     num_parts: int = 1,
     by_runner: bool = False,
 ) -> Bounded:
-    """Compute y [T, H] in bfloat16, with bfloat16 sums from each of num_parts ranks.
+    """Return y [T, H] in bfloat16, with bfloat16 sums from each of num_parts ranks.
 
-    by_runner: slots are stored once more after router weights multiplied them.
+    by_runner: slots are stored once more after the multiplication by router weights.
     """
     num_local = len(weights.down_proj) // num_parts
     parts = [
@@ -213,7 +219,7 @@ def _sum(
     experts: range,
     by_runner: bool = False,
 ) -> Bounded:
-    """Return the weighted results of some experts, added up in float32."""
+    """Return the weighted results of some experts, summed in float32."""
     x = batch.x.double()
     y, error = torch.zeros_like(x), torch.zeros_like(x)
     magnitudes = torch.zeros_like(x)
@@ -227,6 +233,6 @@ def _sum(
         y += own.values
         error += own.error
         magnitudes += own.values.abs() + own.error
-    # Each of the K results is weighted, rounded once, and added up.
+    # Each of the K results is weighted, rounded once, and added.
     num_roundings = batch.topk_ids.shape[1] + 2
     return Bounded(values=y, error=error + num_roundings * _ROUNDING * magnitudes)

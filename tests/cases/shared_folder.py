@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """One folder for all ranks."""
+    """Return one folder for all ranks."""
     with tempfile.TemporaryDirectory() as own:
         name = [own]
         dist.broadcast_object_list(name)

@@ -1,4 +1,4 @@
-"""A wait ends, and its story is true: who is missing, late, elsewhere, or not to be told."""
+"""Waits time out, and messages name the ranks that are missing, late or in another call."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 
 TIMEOUT_S = 0.5
 LONG_S = 30.0
-# Seconds by which threads of a busy machine may miss a time.
+# Seconds by which threads of a busy machine may exceed a limit.
 SLACK_S = 1.0
 
 
@@ -33,7 +33,7 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 class Wall:
     """The reports of all ranks, in this process.
 
-    silent: it answers to nobody.   slow_rank: reads as far as the report of rank 1, and breaks off.
+    silent: it does not answer.   slow_rank: this rank reads the report of rank 1 and then stops.
     """
 
     texts: dict[int, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Wall:
 
 
 class WallFailureBoard(FailureBoard):
-    """The failure board of one rank, on the wall that all ranks share."""
+    """The failure board of one rank, over the wall that all ranks share."""
 
     def __init__(self, wall: Wall, rank: int, host_rank: int | None = None) -> None:
         self.wall, self.rank, self.host_rank = wall, rank, host_rank
@@ -61,14 +61,14 @@ class WallFailureBoard(FailureBoard):
     def last_known(self) -> Mapping[int, str]:
         if self.rank != self.wall.slow_rank:
             return {}
-        # So slowly that rank 1 has given up meanwhile.
+        # Read so slowly that rank 1 gives up in the meantime.
         while "null" in (text := self.wall.texts.get(1, "null")):
             time.sleep(bounded.POLL_S)
         return {1: text}
 
 
 class Transport:
-    """An exchange is complete when all ranks have started it; break_off() ends all at once."""
+    """An exchange is complete when all ranks have started it; break_off() fails all exchanges."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -100,7 +100,7 @@ class Transport:
 
 
 class Rank:
-    """A rank in a thread of its own."""
+    """A rank in its own thread."""
 
     def __init__(self, world: World, rank: int, timeout_s: float, host_rank: int | None) -> None:
         self.world, self.rank = world, rank
@@ -122,14 +122,17 @@ class Rank:
 
 
 class Ending(NamedTuple):
-    """message: of the EPTimeout, '' without one.   elapsed_s: since all ranks began."""
+    """The result of a rank.
+
+    message: the text of the EPTimeout, or ''.   elapsed_s: time since all ranks started.
+    """
 
     message: str
     elapsed_s: float
 
 
 class World:
-    """All ranks of a group, transport and failure board included."""
+    """All ranks of a group, with transport and failure board."""
 
     def __init__(
         self, world_size: int = 4, *, timeout_s: float = TIMEOUT_S, host_rank: int | None = None
@@ -138,7 +141,7 @@ class World:
         self.ranks = [Rank(self, rank, timeout_s, host_rank) for rank in range(world_size)]
 
     def play(self, *parts: Callable[[Rank], None] | None) -> list[Ending | None]:
-        """Run a part on each rank, None on those that are lost, and tell how each ended."""
+        """Run one function per rank (None for a lost rank); return the ending of each."""
         endings: list[Ending | None] = [None] * len(parts)
         start_s = time.monotonic()
 
@@ -215,7 +218,7 @@ def test_lost_rank_is_named_with_phase_call_and_exchange() -> None:
         assert ending.message.startswith(
             "dispatch: rank 2 did not arrive (call 2, exchange 3, waited 0."
         )
-        assert f"; this is rank {rank} of 4); see what became of it" in ending.message
+        assert f"; this is rank {rank} of 4); check whether it is alive" in ending.message
         assert ending.elapsed_s < TIMEOUT_S + bounded.GRACE_S + SLACK_S
 
 
@@ -264,7 +267,8 @@ def test_broken_transport_names_a_single_silent_rank_before_the_deadline() -> No
     for ending in endings:
         if ending is not None:
             assert ending.message.startswith("dispatch: rank 2 did not arrive")
-            assert "; the transport says: Connection closed by peer [::1]:7; see" in ending.message
+            reason = "; the transport says: Connection closed by peer [::1]:7; check"
+            assert reason in ending.message
             assert ending.elapsed_s < bounded.GRACE_S + SLACK_S
 
 
@@ -286,7 +290,7 @@ def test_ranks_in_different_exchanges_are_described() -> None:
 
     def astray(rank: Rank) -> None:
         rank.run("plan")
-        # The transport takes any two exchanges of one number for the same, as gloo would.
+        # The transport matches exchanges by their number alone, as gloo does.
         rank.num_started += 1
         rank.run("combine")
 
@@ -301,7 +305,7 @@ def test_silent_noticeboard_blames_the_rank_that_holds_it() -> None:
     world.wall.silent = True
     for message in messages(world.play(None, once, once, once)):
         assert message.startswith(
-            "dispatch: rank 0 did not arrive, nor does the store in its process answer (call 1"
+            "dispatch: rank 0 did not arrive, and the store in its process does not answer (call 1"
         )
 
 
@@ -309,7 +313,7 @@ def test_silent_noticeboard_without_a_host_blames_nobody() -> None:
     world = World()
     world.wall.silent = True
     for message in messages(world.play(once, once, None, once)):
-        assert "who is missing cannot be told because the failure board does not answer" in message
+        assert "the missing ranks are unknown because the failure board does not answer" in message
 
 
 def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> None:

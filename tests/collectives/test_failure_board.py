@@ -1,4 +1,4 @@
-"""The failure board in a store answers in time, or says that it does not, whatever happens."""
+"""The failure board in a store answers in time, or reports that it does not."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from epcomm.collectives.bounded import LOOK_LIMIT_S
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.store_reports import StoreReports
 
-# Seconds for what a busy machine may make of a program's start or end.
+# Seconds that a program may take to start or end on a busy machine.
 PATIENCE_S = 120.0
-# Seconds by which a call may miss its limit on a busy machine.
+# Seconds by which a call may exceed its limit on a busy machine.
 SLACK_S = 1.0
 
 HOST = """
@@ -35,7 +35,7 @@ HOST = """
         signal.pause()
 """
 
-# The answer comes, or the connection ends, while the interpreter is taken down.
+# The answer arrives, or the connection ends, during interpreter shutdown.
 LEAVING = """
     import os
     import signal
@@ -61,7 +61,7 @@ LEAVING = """
 
 @dataclass
 class Host:
-    """A process that answers for a store."""
+    """A process that serves a store."""
 
     process: subprocess.Popen[str]
     port: int
@@ -71,7 +71,7 @@ class Host:
         return TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to it."""
+        """Send a signal to the process."""
         os.kill(self.process.pid, number)
 
 
@@ -99,11 +99,11 @@ def test_reports_reach_all_ranks_and_the_last_counts() -> None:
 def test_rank_that_holds_the_store_is_known_to_the_others(host: Host) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert StoreFailureBoard(server, rank=1, world_size=2).host_rank == 1
-    # A process outside the group holds this one.
+    # A process outside the group serves this store.
     board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     assert board.read() == {}
     assert board.host_rank is None
-    # What another rank's board says of itself is read from the store.
+    # The host_rank of another rank's board is read from the store.
     shared = HashStore()
     boards = [StoreFailureBoard(shared, rank=rank, world_size=2) for rank in range(2)]
     assert [board.read() for board in boards] == [{}, {}]
@@ -118,7 +118,7 @@ def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
     board.post("waits")
     assert board.read() == {0: "waits"}
     host.signal(signal.SIGSTOP)
-    time.sleep(0.2)  # until it has stopped
+    time.sleep(0.2)  # wait until it has stopped
     start_s = time.monotonic()
     board.post("gave up")
     assert board.read() is None

@@ -1,4 +1,4 @@
-"""The end of a program waits for threads of gloo that run, and for none that sleep."""
+"""The end of a program waits for running gloo threads, but not for sleeping ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_thread_that_runs_is_waited_for_and_one_that_sleeps_is_not() -> None:
         begun.set()
         end_s, block = time.monotonic() + WORK_S, bytes(2**22)
         while time.monotonic() < end_s:
-            # Without the interpreter, like a thread of gloo.
+            # Runs without the GIL, like a gloo thread.
             hashlib.sha256(block).digest()
         ended.set()
         goes.wait(SLEEP_S)

@@ -1,4 +1,4 @@
-"""The three collectives over MPI: any bits, splits, sizes; bounded waits; a communicator apart."""
+"""The collectives over MPI: any bits, splits and sizes; timeouts; a separate communicator."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 LAUNCHER = Path(__file__).parents[2] / "scripts" / "launch_multi_rank.sh"
 
 NUM_RANKS = 4
-# Seconds: ranks that are waited for in vain cost each test this much and a second of grace.
+# Timeout in seconds; each test of a timeout takes this long and a second of grace.
 TIMEOUT_S = 0.3
 # The other rank receives 2.2 GB.
 HAS_MEMORY = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > 12 * 2**30
 
-# Rank 2 is stopped. The first rank to leave ends the others, so they wait until all have spoken.
+# Rank 2 is stopped. The first rank to exit ends the others, so they wait until all have printed.
 PROGRAM_THAT_LOSES_RANK_2 = """
     import os
     import signal
@@ -63,7 +63,7 @@ PROGRAM_THAT_LOSES_RANK_2 = """
 @pytest.mark.mpi_ranks(2, NUM_RANKS)
 @pytest.mark.parametrize("size_bytes", [1_500_000, 8 * 2**20 + 1], ids=["1.5 MB", "8 MiB"])
 def test_long_messages(size_bytes: int, num_ranks: int, ep_ranks: MPI.Comm) -> None:
-    # To rank d goes 1 / (d + 1) of it, so that ranks end at different times; twice in a row.
+    # Rank d receives 1 / (d + 1) of the rows, so ranks end at different times; twice in a row.
     def sent(src: int, dst: int) -> torch.Tensor:
         pattern = torch.arange(251, dtype=torch.uint8) ^ (16 * src + dst)
         return pattern.repeat(size_bytes // 251 + 1)[: size_bytes // (dst + 1)]
@@ -90,7 +90,7 @@ def test_more_than_2_gib_travel(ep_ranks: MPI.Comm) -> None:
     num_rows, row_bytes = 2**20 + 3, 2112
     assert num_rows * row_bytes > 2**31
     with EPGroup(ep_ranks) as group:
-        # Pages of zeros that nobody writes take no memory.
+        # Zero pages that nobody writes use no memory.
         send = torch.zeros(num_rows if group.rank == 0 else 1, row_bytes, dtype=torch.uint8)
         send[-1] = torch.arange(row_bytes).to(torch.uint8)
         received = group.collectives.all_to_all(
@@ -106,7 +106,7 @@ def test_more_than_2_gib_travel(ep_ranks: MPI.Comm) -> None:
 @pytest.mark.mpi_ranks(NUM_RANKS)
 def test_what_mpi_cannot_count_is_refused(ep_ranks: MPI.Comm) -> None:
     with EPGroup(ep_ranks) as group:
-        with pytest.raises(ShapeError, match="2147483648 rows of 0 bytes, MPI takes at most 21474"):
+        with pytest.raises(ShapeError, match="2147483648 rows of 0 bytes, expected at most 21474"):
             group.collectives.all_gather(torch.empty(2**31 // NUM_RANKS, 0))
         with pytest.raises(ShapeError, match=r"send_splits \[1, 1, 1, 1\] sum to 4, expected"):
             group.collectives.all_to_all(torch.empty(5), send_splits=[1] * NUM_RANKS)
@@ -132,7 +132,7 @@ def test_part_of_the_world_is_a_group_with_ranks_of_its_own(ep_ranks: MPI.Comm) 
 def test_communicators_that_are_no_group_are_refused(ep_ranks: MPI.Comm) -> None:
     from mpi4py import MPI
 
-    with pytest.raises(ConfigError, match=r"this rank is no member; construct the EPGroup on mem"):
+    with pytest.raises(ConfigError, match=r"this rank is not a member; construct the EPGroup"):
         EPGroup(MPI.COMM_NULL)
     assert isinstance(ep_ranks, MPI.Intracomm)
     between = MPI.COMM_SELF.Create_intercomm(0, ep_ranks, 1 - ep_ranks.Get_rank())
@@ -145,7 +145,7 @@ def test_communicators_that_are_no_group_are_refused(ep_ranks: MPI.Comm) -> None
 def test_messages_of_the_caller_stay_apart(ep_ranks: MPI.Comm) -> None:
     from mpi4py import MPI
 
-    # Wildcards that would catch any message of ours on this communicator.
+    # Wildcards that would receive any of our messages on this communicator.
     other, caught = 1 - ep_ranks.Get_rank(), bytearray(1)
     request = ep_ranks.Irecv([caught, MPI.BYTE], MPI.ANY_SOURCE, MPI.ANY_TAG)
     gathering = ep_ranks.Ibarrier()
@@ -168,7 +168,7 @@ def test_close_frees_what_the_group_made_and_nothing_else(ep_ranks: MPI.Comm) ->
     with EPGroup(ep_ranks) as lender:
         EPGroup(lender.collectives).close()
         assert_works(lender)
-    EPGroup(ep_ranks).close()  # never used
+    EPGroup(ep_ranks).close()  # unused
     assert ep_ranks.allgather(1) == [1, 1]
 
 
@@ -188,7 +188,7 @@ def test_late_rank_is_named_and_a_new_group_works(has_opened: bool, ep_ranks: MP
             assert message.startswith("dispatch rows")
             assert "rank 2 did not arrive" in message
             assert f"this is {group.where}" in message
-        # The collectives that nobody finished must disturb none of these.
+        # The unfinished collectives must not disturb these.
         del group
         gc.collect()
         assert_works(other)
@@ -238,7 +238,7 @@ def test_program_that_lost_a_rank_names_it_and_ends(tmp_path: Path) -> None:
 
 
 def lose_rank_2(world: MPI.Comm, collectives: Collectives) -> tuple[str, str]:
-    """Let rank 2 come when the others have given up; what this rank hears, and hears again."""
+    """Delay rank 2 until the others have given up; return the messages of this rank, twice."""
     assert collectives.bounded is not None
     collectives.bounded.timeout_s = TIMEOUT_S
     if collectives.rank == 2:
@@ -246,14 +246,14 @@ def lose_rank_2(world: MPI.Comm, collectives: Collectives) -> tuple[str, str]:
             world.recv(tag=1)
 
     def call_twice() -> None:
-        # Nobody here remembers the tensor. The call of the late rank may go well, since the others
-        # have done their part of it; to the next one nobody comes.
+        # Nobody keeps a reference to the tensor. The call of the late rank may succeed, because the
+        # others have done their part of it, but no rank joins the next one.
         collectives.all_to_all(torch.zeros(NUM_RANKS, 100_000), phase="dispatch rows")
         collectives.all_gather(torch.zeros(1))
 
     message = message_of(call_twice)
     again = message_of(lambda: collectives.all_gather(torch.zeros(1)))
-    for _ in range(collectives.rank):  # ranks may give up at different times
+    for _ in range(collectives.rank):  # Ranks may give up at different times.
         message_of(lambda: collectives.all_gather(torch.zeros(1)))
     if collectives.rank != 2:
         world.send(None, 2, tag=1)

@@ -1,4 +1,4 @@
-"""Collectives over a transport that moves tensors of another device: bytes arrive as they were."""
+"""Collectives over a transport of another device return the same bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from epcomm.collectives.torch_dist import TorchDistCollectives
 @pytest.mark.ranks(2)
 def test_rows_and_records_travel_through_the_host() -> None:
     assert dist.group.WORLD is not None
-    # The device of the transport itself: what is copied to the host is there already.
+    # The device of the transport itself, so copies to the host do nothing.
     over = TorchDistCollectives(dist.group.WORLD)
     staged = StagedCollectives(over, over.device)
     rank = staged.rank
@@ -26,7 +26,7 @@ def test_rows_and_records_travel_through_the_host() -> None:
     assert received[:, 0].tolist() == ([0.0, 1.0, 1.0] if rank == 0 else [0.0, 0.0, 1.0])
     assert staged.all_gather(torch.tensor([rank])).flatten().tolist() == [0, 1]
     assert [each["rank"] for each in staged.gather_records({"rank": rank})] == [0, 1]
-    with pytest.raises(ShapeError, match="expected contiguous"):
+    with pytest.raises(ShapeError, match="expected a contiguous"):
         staged.all_to_all(sent.T)
     staged.close()
     assert staged.process_group is None
@@ -34,7 +34,7 @@ def test_rows_and_records_travel_through_the_host() -> None:
 
 @pytest.mark.ranks(2)
 def test_waits_of_the_host_last_as_long_and_name_the_ranks_of_the_whole() -> None:
-    # One of its own: a wait in vain stays on the board of a process group.
+    # A new process group, because a timeout stays on the board of a process group.
     process_group = dist.new_group()
     assert isinstance(process_group, dist.ProcessGroup)
     over = TorchDistCollectives(process_group)

@@ -1,4 +1,4 @@
-"""The collectives over torch.distributed, and over MPI where both must do the same."""
+"""The collectives over torch.distributed, and over MPI if both must behave the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DTYPES = [
     torch.int64,
     torch.bool,
 ]
-# Rows that each rank (outer) sends to each (inner).
+# The number of rows that each rank (outer) sends to each rank (inner).
 SPLITS = {
     "even": [[2] * NUM_RANKS] * NUM_RANKS,
     "uneven": [[src + 2 * dst for dst in range(NUM_RANKS)] for src in range(NUM_RANKS)],
@@ -48,7 +48,7 @@ def world() -> TorchDistCollectives:
 
 
 def payload(seed: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Any bits, NaN among them; the same on whichever rank it is made."""
+    """Return arbitrary bits, including NaN, that are equal on every rank."""
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return (torch.rand(shape, generator=generator) < 0.5).to(device)
@@ -140,7 +140,7 @@ def test_records_of_any_length_are_gathered_by_rank() -> None:
         record(rank) for rank in range(NUM_RANKS)
     ]
     assert collectives.gather_records({}) == [{}] * NUM_RANKS
-    # All lengths around that of the first message, on one rank or another.
+    # All lengths around the length of the first message, on one rank or another.
     for length in range(8192 - 32, 8192 + 2):
         texts = ["x" * length if rank == length % NUM_RANKS else "" for rank in range(NUM_RANKS)]
         found = collectives.gather_records({"text": texts[collectives.rank]})
@@ -188,14 +188,14 @@ def test_a_closed_group_lets_go_of_its_process_group() -> None:
     group = EPGroup()
     group.calls.gather_records({})
     group.close()
-    # The caller destroys it, which ends its threads only if nobody else holds it.
+    # The caller destroys the process group, which ends its threads only if nobody else holds it.
     assert group.collectives.process_group is None
     with pytest.raises(HandleError, match="collective: the EPGroup is closed"):
         group.calls.gather_records({})
 
 
 def test_the_end_of_a_program_waits_until_gloo_has_let_go_of_tensors() -> None:
-    """A thread of gloo does so after the exchange, and aborts the process if that ends before."""
+    """Gloo threads release tensors after the exchange, and would abort a process that ends."""
     sent, held = _SentTensors(), [torch.ones(3).view(torch.uint8)]
     sent.watch(held[0])
     begin_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Backward of combine in one process, over a buffer that only shows what it is asked."""
+"""Backward of combine in one process, over a buffer that records its calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NUM_ROWS, HIDDEN = 3, 4
 
 
 class OneMemoryBuffer:
-    """Hands out rows where the next call overwrites them, as caps.batches_in_flight allows."""
+    """A buffer whose rows are overwritten by the next call, as caps.batches_in_flight allows."""
 
     def __init__(self) -> None:
         self.received = torch.full((NUM_ROWS, HIDDEN), 2.0)
@@ -46,7 +46,7 @@ def combine_input_of(rows: Tensor) -> RowsCombineInput:
     exchange_plan = NVLinkLowLatencyExchangePlan(
         index=index, num_tokens=NUM_ROWS, num_rows=NUM_ROWS, batch=0
     )
-    # Dispatched without gradients; the results of the experts have some all the same.
+    # The dispatch had no gradients, but the expert results need some.
     handle = Handle(
         owner=None, exchange_plan=exchange_plan, call=1, num_tokens=NUM_ROWS, needs_backward=False
     )

@@ -1,4 +1,4 @@
-"""What one rank gets wrong every rank hears by name, and the next call of the same group is right.
+"""A mistake of one rank is reported on every rank, and the next call of the group works.
 
 The table is in tests/cases/bad_calls.py. All its cases run in one group for each backend, one after
 another.
@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
 
 HALF = torch.full((1, K), 0.5)
-# Every rank raises within this time, unless a rank is gone.
+# Every rank raises within this time, unless a rank is lost.
 LIMIT_S = 1.0
 
 
@@ -84,7 +84,7 @@ def play(request: pytest.FixtureRequest, plays: Plays) -> Iterator[Play]:
 
 
 def refusal_of(play: Play, bad: Bad) -> EPError | OwnError:
-    """Make a call that is wrong on one rank; return what it, or check(), raises within LIMIT_S."""
+    """Make a call that is wrong on one rank; return the error of the call or of check()."""
     # The garbage collector may need a second for the objects of all tests.
     gc.disable()
     began = time.perf_counter()
@@ -102,7 +102,7 @@ def refusal_of(play: Play, bad: Bad) -> EPError | OwnError:
 
 
 def check_told(play: Play, bad: Bad) -> None:
-    """All ranks hear of it, in the call or, on a static buffer, from check()."""
+    """Check that all ranks raise, in the call or, on a static buffer, in check()."""
     found = refusal_of(play, bad)
     error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
     assert isinstance(found, error), found
@@ -112,7 +112,7 @@ def check_told(play: Play, bad: Bad) -> None:
 
 
 def check_told_on_hosts(play: Play, bad: Bad) -> None:
-    """All ranks hear of it; those of the other host by the kind of the fault and its rank."""
+    """Check that all ranks raise; on the other host the error has code and rank only."""
     others = r"rank 1|rank [023] is in|differs from that of another rank on rank [01]"
     found = refusal_of(play, bad)
     error = bad.raised if play.is_faulty and bad.raised is not None else bad.error
@@ -133,9 +133,9 @@ def cases_of(bad_calls: list[Bad], kinds: list[str]) -> list[Any]:
     ]
 
 
-# One check finds all faults and gives a code, which each buffer tells in its own way. Everything is
-# played on a kind whose faults are raised and on one where they wait on the device; on the others a
-# fault of each code, found in dispatch and in combine, and what is compared in the headers.
+# One check finds all faults and returns a code, which each buffer reports in its own manner. Run
+# all cases on a kind that raises faults and on one that keeps them on the device. On the other
+# kinds run one fault of each code in dispatch and in combine, and the comparisons in headers.
 OF_EACH_CODE = {
     "x of another H",
     "M + 1 tokens",
@@ -161,7 +161,7 @@ TOLD = [
 @pytest.mark.parametrize(("play", "bad"), TOLD, indirect=["play"])
 def test_fault_of_one_rank_is_told_to_all(play: Play, bad: Bad) -> None:
     if bad.id == "rank 1 skips backward" and play.kind.config.replicated:
-        # Its backward of combine has no exchange; that of dispatch comes first.
+        # The backward of combine has no exchange here; the backward of dispatch is the first.
         bad = replace(bad, own="rank 0 is in backward of dispatch")
     check_told(play, bad)
 
@@ -189,7 +189,7 @@ def test_fault_of_one_rank_is_told_to_all_hosts(play_on_hosts: Play, bad: Bad) -
 
 
 def backward_of_block(play: Play, fault: str) -> None:
-    """Train the block; rank 1 has nothing that trains, or runs under no_grad()."""
+    """Train the block; on rank 1 nothing trains, or it runs under no_grad()."""
     play.block.requires_grad_(not play.is_faulty or fault != "frozen")
     try:
         with torch.set_grad_enabled(not play.is_faulty or fault != "no_grad"):
@@ -203,7 +203,7 @@ def check_gradients_told(play: Play, fault: str) -> None:
     with pytest.raises(ConfigError, match=r"frozen|no_grad|gradients .* on rank|rank \d of"):
         backward_of_block(play, fault)
     play.dispatcher.check()
-    # Weights that are NaN on one rank are values as any other.
+    # NaN weights on one rank are ordinary values.
     gate = play.block.get_parameter("gate.weight").detach()
     kept = gate.clone()
     gate.fill_(float("nan") if play.is_faulty else 0.5)
@@ -229,7 +229,7 @@ def test_a_rank_that_does_not_train_is_told_to_all_hosts(play_on_hosts: Play, fa
 
 @dataclass(frozen=True, kw_only=True)
 class Odd:
-    """An unusual batch that is right: rank 1 has it, or all ranks where tokens are replicated."""
+    """An unusual but valid batch of rank 1, or of all ranks if tokens are replicated."""
 
     id: str
     make: Callable[[Tensor, TopKOutput], tuple[Tensor, TopKOutput]]
@@ -378,7 +378,7 @@ def test_decode_that_nothing_serves_is_told_to_all() -> None:
         layer = make_layer(group, EPConfig())
         x, topk = torch.ones(1, H), TopKOutput(topk_ids=torch.tensor([[0, 7]]), topk_weights=HALF)
         own = "decode=True but there is no low latency"
-        text = own if group.rank == FAULTY else "decode in a mode that has none on rank 1"
+        text = own if group.rank == FAULTY else "decode in a mode without them on rank 1"
         with pytest.raises(ConfigError, match=text):
             layer(x, topk, decode=group.rank == FAULTY)
         assert layer(x, topk).isfinite().all()
@@ -392,7 +392,7 @@ def make_layer(
     intermediate_size: int = 16,
     top_k: int = K,
 ) -> ExpertParallelExperts:
-    """Make a layer of SPEC with drawn experts."""
+    """Make a layer of SPEC with random experts."""
     weights = make_weights(batches, NUM_RANKS, intermediate_size=intermediate_size)
     return ExpertParallelExperts(weights, group, config, top_k=top_k)
 
@@ -476,7 +476,7 @@ def test_experts_that_cannot_compute_are_told_to_all(
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("name", ["collective", "shared_memory"])
 def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
-    """Use 300 experts a rank, where a header holds the counts of 128."""
+    """Use 300 experts per rank, more than the 128 counts of a header."""
     kind, num_experts = KINDS[name], 300 * NUM_RANKS
     with EPGroup() as group, torch.no_grad():
         dispatcher = open_dispatcher(kind, group, replace(SPEC, num_experts=num_experts, top_k=3))
@@ -494,7 +494,7 @@ def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
             if group.rank == 0:
                 dispatcher.dispatch(x, topk)
             else:
-                # A rank in another call sends no counts.
+                # A rank in a different call sends no counts.
                 group.calls.gather_records({})
 
         with pytest.raises(HandleError, match="rank 0 is in dispatch"):

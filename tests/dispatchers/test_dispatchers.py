@@ -1,4 +1,4 @@
-"""Dispatchers: a bad call is told on every rank, by name, and the group is usable afterwards."""
+"""Dispatchers: a bad call is reported on every rank, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from epcomm.testing.data import BatchSpec, make_weights, random_ids
 NUM_RANKS, H, E, K, M = 4, 16, 8, 2, 5
 SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
 DISPATCHERS = {"normal": DeepEPNormalDispatcher, "standard": StandardDispatcher}
-# The rank that errs.
+# The rank with the fault.
 FAULTY = 1
 
 
@@ -53,7 +53,7 @@ class Call:
 
 
 def good_call(group: EPGroup, *, num_tokens: int | None = None) -> Call:
-    """Make a good call with 2, 3, 4, 5 tokens by rank, so that T = M on the last rank."""
+    """Make a valid call with 2, 3, 4, 5 tokens by rank, so T = M on the last rank."""
     num_tokens = 2 + group.rank if num_tokens is None else num_tokens
     generator = torch.Generator().manual_seed(group.rank)
     ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
@@ -65,13 +65,13 @@ def good_call(group: EPGroup, *, num_tokens: int | None = None) -> Call:
 
 
 def identity_experts(out: RowsDispatchOutput) -> Tensor:
-    """Each slot is its row times its weight."""
+    """Return each slot as its row times its weight."""
     assert out.slot_weights is not None
     return gather_rows(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
 
 
 def check_works(dispatcher: RowsDispatcher, group: EPGroup) -> None:
-    """One correct batch, forward and backward, through identity experts."""
+    """Check one correct batch, forward and backward, with identity experts."""
     call = good_call(group)
     out = dispatcher.dispatch(call.x, call.topk)
     y = dispatcher.combine(out.combine_input(identity_experts(out)))

@@ -1,4 +1,4 @@
-"""What a rank exchanges in one call: rows, and a header where docs/failures.md says so."""
+"""The exchanges of a rank in one call: rows, and a header if docs/failures.md says so."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUM_TOKENS = 3
 
 
 class OneRank(Collectives):
-    """Writes down what each exchange is for."""
+    """Collectives of one rank that record the phase of each exchange."""
 
     def __init__(self, *, waits: bool) -> None:
         self.rank, self.world_size, self.device = 0, 1, torch.device("cpu")
@@ -58,7 +58,7 @@ class OneRank(Collectives):
 @pytest.mark.parametrize(
     ("kind", "dispatch_header"),
     [
-        # Counts travel in any case.
+        # Counts are always exchanged.
         (DeepEPNormalDispatcher, "always"),
         (DeepEPLowLatencyDispatcher, "compared"),
         (StandardDispatcher, "always"),

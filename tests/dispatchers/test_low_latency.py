@@ -1,4 +1,4 @@
-"""Low latency: faults wait on the device, every rank hears of them, and the group stays usable."""
+"""Low latency: check() raises faults on every rank, and the group stays usable."""
 
 from dataclasses import replace
 
@@ -138,7 +138,7 @@ def test_gradients_that_one_rank_asks_for_are_told_to_all(asks: str) -> None:
         dispatcher = open_dispatcher(group)
         x, topk = good_inputs(group)
         own = "low latency has no gradients, but some are needed (rank 2 of 4)"
-        others = "gradients or decode in a mode that has none on rank 2"
+        others = "gradients or decode in a mode without them on rank 2"
         mine = x.clone().requires_grad_(group.rank == 2 and asks == "inputs")
         needs = group.rank == 2 and asks == "experts"
         with pytest.raises(ConfigError) as caught:
@@ -165,7 +165,7 @@ def test_low_latency_without_a_limit_names_it() -> None:
 
 @pytest.mark.ranks(4)
 def test_decode_over_collective_has_exact_sizes_and_the_sums_of_prefill() -> None:
-    """On CPU ranks; by name the mode keeps its static sizes, see open_dispatcher()."""
+    """Check decode on CPU ranks; selected by name, the mode has static sizes: open_dispatcher()."""
     with EPGroup() as group, torch.no_grad():
         weights = make_weights(SPEC, group.world_size)
         experts = ExpertParallelExperts(weights, group, CONFIG, top_k=SPEC.top_k)
@@ -191,7 +191,7 @@ def test_auto_takes_low_latency_for_decode_alone() -> None:
         with torch.no_grad():
             assert relative_error(experts(x, topk, decode=True), expected) < 1e-5
         before = experts.phases.prefill.traffic()
-        # Prefill has no token limit, and trains.
+        # Prefill has no token limit and is trainable.
         long_x, long_topk = too_many_tokens(x, topk)
         y = experts(long_x, long_topk)
         y.sum().backward()

@@ -1,4 +1,4 @@
-"""Dispatch and combine as operators that selective activation checkpointing chooses by name."""
+"""Dispatch and combine as operators that selective activation checkpointing selects by name."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from epcomm import EPConfig, EPGroup, EPStats, ExpertParallelMoE
 from epcomm.types import WireDtype
 from tests.cases.blocks import HIDDEN, qwen3_moe
 
-# A buffer has two places for rows, so that those of the first layer are gone in backward.
+# The buffer has memory for two batches, so the rows of the first layer are overwritten in backward.
 NUM_LAYERS = 3
 DISPATCH, COMBINE = torch.ops.epcomm.dispatch.default, torch.ops.epcomm.combine.default
 
 
 def step(layers: list[ExpertParallelMoE], x: Tensor, call: Callable[..., object]) -> list[Tensor]:
-    """Return the gradients of one step through layers with residuals, each in its own region."""
+    """Return the gradients of one step through residual layers, each in its own checkpoint."""
     parameters = [parameter for layer in layers for parameter in layer.experts.parameters()]
     for parameter in parameters:
         parameter.grad = None
 
     def region(x: Tensor, layer: nn.Module) -> Tensor:
-        # The square wants y again, so that recomputation goes on past combine.
+        # The square needs y again, so recomputation continues past combine.
         return x + layer(x.tanh()).square()
 
     y = x
@@ -54,7 +54,7 @@ def test_what_a_policy_saves_does_not_travel_again() -> None:
             ExpertParallelMoE.from_transformers(qwen3_moe(), group, config)
             for _ in range(NUM_LAYERS)
         ]
-        # Then rows of the first layer need no gradient, and are saved as codes and scales.
+        # Here rows of the first layer need no gradient and are saved in quantised form.
         for layer in layers:
             layer.get_parameter("gate.weight").requires_grad_(False)
         generator = torch.Generator().manual_seed(group.rank)
@@ -64,7 +64,7 @@ def test_what_a_policy_saves_does_not_travel_again() -> None:
             before = layers[0].stats()
             gradients = step(layers, x, call)
             after = layers[0].stats()
-            # Recomputation is no forward pass.
+            # Recomputation is not counted as a forward pass.
             assert after.num_calls == before.num_calls + 1
             assert after.num_slots - before.num_slots == sum(after.num_tokens_per_expert) - sum(
                 before.num_tokens_per_expert

@@ -1,4 +1,4 @@
-"""Replicated tokens: what one rank does otherwise is told to all, and the group stays usable."""
+"""Replicated tokens: a rank that differs is reported on all ranks, and the group stays usable."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from epcomm.ops.slots import gather_rows
 NUM_RANKS, H, E, K, M = 4, 16, 8, 2, 5
 SPEC = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=torch.float32)
 CONFIG = EPConfig(replicated=True, max_tokens_per_rank=M)
-# The rank that does otherwise.
+# The rank that differs.
 FAULTY = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of a dispatch; the same on all ranks unless spoilt."""
+    """The arguments of a dispatch, equal on all ranks unless changed."""
 
     x: Tensor
     ids: Tensor
@@ -49,7 +49,7 @@ class Call:
 
 
 def run(dispatcher: StandardDispatcher, call: Call) -> Tensor:
-    """Identity experts that apply the weights."""
+    """Dispatch and combine with identity experts that apply the weights."""
     topk = TopKOutput(topk_ids=call.ids, topk_weights=call.weights)
     out = dispatcher.dispatch(call.x, topk)
     assert out.slot_weights is not None

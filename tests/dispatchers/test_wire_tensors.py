@@ -1,4 +1,4 @@
-"""Dispatch of rows that are quantised already: the record is that of rows quantised on the way."""
+"""A dispatch of quantised rows returns the same record as one that quantises the rows itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(
     x: Tensor | WireTensor,
     topk: TopKOutput,
 ) -> tuple[RowsDispatchOutput, Tensor]:
-    """Dispatch, and combine what identity experts return."""
+    """Dispatch, and combine the results of identity experts."""
     out = dispatcher.dispatch(x, topk)
     assert isinstance(out, RowsDispatchOutput)
     rows = gather_rows(dequantize(out.hidden_states, torch.float32), out.index)
@@ -64,7 +64,7 @@ def test_record_and_sums_are_those_of_rows_quantised_on_the_way(
         dispatcher = kind(group, SPEC, FP8 if is_normal else replace(FP8, backend="collective"))
         x, topk = batch_of(group)
         wanted, y = run(dispatcher, x, topk)
-        # Rows may be views, which a later dispatch overwrites.
+        # Rows may be views that a later dispatch overwrites.
         assert wanted.hidden_states.scales is not None
         rows = [part.clone() for part in (wanted.hidden_states.data, wanted.hidden_states.scales)]
         out, found = run(dispatcher, quantize(x, FP8_FLOAT32_SCALES), topk)
@@ -89,9 +89,9 @@ def test_gradients_are_refused_and_the_group_stays_usable() -> None:
         wire = quantize(x, FP8_FLOAT32_SCALES)
         trained = replace(topk, topk_weights=topk.topk_weights.clone().requires_grad_())
         for weights, experts_need_grad in ((trained, False), (topk, True)):
-            with pytest.raises(ConfigError, match="quantised already and have no gradients"):
+            with pytest.raises(ConfigError, match="quantised and have no gradients"):
                 dispatcher.dispatch(wire, weights, experts_need_grad=experts_need_grad)
-        # Whoever gives rows that have no gradient runs as under no_grad(), unlike the others.
+        # Quantised rows have no gradient, so this rank runs as under no_grad(), unlike the others.
         with pytest.raises(ConfigError):
             dispatcher.dispatch(wire if group.rank else x.clone().requires_grad_(), topk)
         run(dispatcher, wire, topk)

@@ -2,10 +2,11 @@
 
     python -m tests.failures.launch FOLDER < scenarios, one JSON a line
 
-Not torch.distributed.run: it ends all ranks when one dies. Over gloo the ranks are forked from this
-process, which has imported torch, and end like any program. Over MPI mpirun starts them, told not
-to end the others, and they end as under scripts/launch_multi_rank.sh. FOLDER gets, for each
-scenario, a folder with the outcome and the output of each rank and `ends.json`.
+torch.distributed.run is not used, because it ends all ranks when one dies. Over gloo the ranks are
+forked from this process, which has imported torch, and end like any program. Over MPI, mpirun
+starts them with the option not to end the others, and they end as under
+scripts/launch_multi_rank.sh. Each scenario gets a folder in FOLDER, with the outcome and the output
+of each rank and `ends.json`.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from tests.failures.rank import run_rank
 from tests.failures.scenario import Scenario
 from tests.hosts.network import INTERFACE, Host, make_hosts
 
-# Scenarios that run at the same time: most of their time they wait.
+# Scenarios that run in parallel; most of the time they wait.
 NUM_AT_ONCE = 4
-# Seconds for one scenario; what has not ended by then hangs, and is ended. On a busy machine mpirun
-# alone was seen to take more than 90 until its ranks start.
+# Time limit of one scenario in seconds. A process that has not ended by then hangs and is killed.
+# On a busy machine mpirun alone took more than 90 s to start its ranks.
 SCENARIO_LIMIT_S = 300.0
-# Seconds that mpirun has for ending its ranks.
+# Seconds that mpirun has to end its ranks.
 MPIRUN_LIMIT_S = 20.0
-# Runs a rank of MPI; $0 is the folder.
+# Runs one MPI rank; $0 is the folder.
 MPI_SHELL = """
     rank=$OMPI_COMM_WORLD_RANK
     "$@" > "$0/rank$rank.log" 2>&1
@@ -67,7 +68,7 @@ class Run(ABC):
     ends: dict[int, End] = field(default_factory=dict)
 
     def poll(self) -> bool:
-        """Look which ranks have ended; whether all that should have, or the time is up."""
+        """Poll the ranks; return whether all that should end have ended, or the time is up."""
         is_over = time.monotonic() - self.start_s > SCENARIO_LIMIT_S
         for rank in self.waiting:
             code = self.exit_code(rank)
@@ -85,21 +86,25 @@ class Run(ABC):
 
     @property
     def waiting(self) -> list[int]:
-        """Ranks that have not ended."""
+        """Return the ranks that have not ended."""
         return [rank for rank in range(self.scenario.num_ranks) if rank not in self.ends]
 
     @abstractmethod
     def exit_code(self, rank: int) -> int | None:
-        """Return the exit code of a rank that had not ended before; None if it still runs."""
+        """Return the exit code of a rank at its first call after the end; None if it still runs."""
 
     @abstractmethod
     def end_all(self) -> None:
-        """End every process that is left."""
+        """Kill every remaining process."""
 
 
 @dataclass(kw_only=True)
 class GlooRun(Run):
-    """ranks, store: process ids.   hosts: to be removed at the end; none: this machine is one."""
+    """A scenario over gloo.
+
+    ranks, store: process ids.   hosts: hosts to remove at the end; empty: the ranks are on this
+        machine.
+    """
 
     ranks: list[int]
     store: int | None
@@ -140,7 +145,8 @@ class MpiRun(Run):
         return int(code) if code.endswith("\n") else None
 
     def end_all(self) -> None:
-        # mpirun ends its ranks, stopped ones too. The shells of stopped ranks would wait on.
+        # mpirun ends its ranks, even stopped ones, but the shells of stopped ranks would keep
+        # waiting.
         self.mpirun.terminate()
         try:
             self.mpirun.wait(MPIRUN_LIMIT_S)
@@ -152,7 +158,8 @@ class MpiRun(Run):
 def main() -> None:
     """Run the scenarios of standard input."""
     torch.set_num_threads(1)
-    # A rank that ends need not look through the objects of all modules: two thirds of its time.
+    # A rank that ends must not collect the objects of all modules, which takes two thirds of its
+    # time.
     gc.freeze()
     todo = [Scenario.loads(line) for line in sys.stdin]
     running: list[Run] = []
@@ -268,7 +275,7 @@ def _fork_rank(
         if host is not None:
             host.take_name()
         os.environ.update(env, RANK=str(rank))
-        # Up to the end of the interpreter, as in any program: that must not hang either.
+        # Run to the end of the interpreter, as any program does, because that must not hang either.
         sys.exit(run_rank(scenario, folder))
     return pid
 

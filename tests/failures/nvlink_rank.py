@@ -1,13 +1,13 @@
-"""A rank between GPUs that are joined by NVLink, one of which is killed or stopped in a loop.
+"""Kill or stop one of several GPU ranks connected by NVLink, in a loop of calls.
 
     scripts/launch_multi_rank.sh 4 ... would end all ranks when one dies; so, on a host with 4 GPUs:
 
     python -m tests.failures.nvlink_rank --ranks 4
 
-It starts its ranks itself and prints what each survivor heard, and when; then the survivors exclude
-the lost rank and go on. Ranks share GPUs where there are fewer. It needs GPUs and is no test of the
-suite; that on CPU ranks, whose kernels are interpreted, is in tests/kernels and
-test_excluded_ranks.py.
+The program starts its ranks itself and prints the message of each survivor and its time; then the
+survivors exclude the lost rank and continue. Ranks share GPUs if there are too few. It needs GPUs
+and is not part of the suite; the tests on CPU ranks, whose kernels are interpreted, are in
+tests/kernels and test_excluded_ranks.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from epcomm.testing.oracle import relative_error
 from tests.multi_rank import SHARED_GPUS, take_device
 
 Dispatcher = DeepEPNormalDispatcher | DeepEPLowLatencyDispatcher
-# Dispatcher and tokens of a rank; few tokens of low latency travel in lines, others in bulk.
+# Dispatcher and number of tokens; few tokens of low latency are sent in lines, more in bulk.
 MODES: dict[str, tuple[type[Dispatcher], int]] = {
     "normal": (DeepEPNormalDispatcher, 64),
     "bulk": (DeepEPLowLatencyDispatcher, 64),
@@ -50,21 +50,21 @@ LOST_ROUND = 200
 ROUNDS_AFTER = 50
 TIMEOUT_S = 5.0
 HIDDEN, TOP_K, LOCAL_EXPERTS = 2048, 4, 4
-# Seconds from the end of a wait until its message.
+# Seconds from the timeout until its message.
 NAMING_LIMIT_S = 1.0
-# Seconds for one mode: kernels are compiled first.
+# Seconds for one mode, including the compilation of kernels.
 LIMIT_S = 240
-# Each rank's sum is rounded, and the sum of those.
+# Tolerance: each rank's sum is rounded, and the total is rounded.
 TOLERANCE = 2 * torch.finfo(torch.bfloat16).eps
 
 
 def lost_rank(num_ranks: int) -> int:
-    """Return the rank that is lost: not rank 0, with which the store lives."""
+    """Return the rank that is lost; not rank 0, which serves the store."""
     return num_ranks // 2
 
 
 def exchange(dispatcher: Dispatcher, x: Tensor, topk: TopKOutput) -> Tensor:
-    """Dispatch to experts that return what they receive, and combine."""
+    """Dispatch to identity experts, and combine."""
     out = dispatcher.dispatch(x, topk)
     assert isinstance(out, RowsDispatchOutput)
     y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))
@@ -105,15 +105,15 @@ def run_rank(mode: str, loss: str) -> int:
         print(f"{mode}, {loss}, rank {rank}, {waited_s:.2f} s: {error}", flush=True)
         is_named = f"rank {lost} did not arrive" in str(error)
         is_in_time = waited_s <= TIMEOUT_S + NAMING_LIMIT_S
-        # Another survivor's own wait may end a little later: exclude_ranks() waits for it.
+        # Another survivor may time out a little later; exclude_ranks() waits for it.
         is_well = go_on(group, dispatcher, x, topk, lost)
-        # Not by the interpreter: NCCL would wait for the rank that is gone.
+        # Do not exit through the interpreter, because NCCL would wait for the lost rank.
         os._exit(0 if is_named and is_in_time and is_well else 1)
     return 1
 
 
 def go_on(group: EPGroup, dispatcher: Dispatcher, x: Tensor, topk: TopKOutput, lost: int) -> bool:
-    """Exclude the lost rank and exchange on; whether every sum lacks its experts and no other."""
+    """Exclude the lost rank; return whether later sums lack exactly its experts."""
     group.exclude_ranks([lost])
     num_left = (topk.topk_ids // LOCAL_EXPERTS != lost).sum(dim=1, keepdim=True)
     worst = 0.0
@@ -126,7 +126,7 @@ def go_on(group: EPGroup, dispatcher: Dispatcher, x: Tensor, topk: TopKOutput, l
 
 
 def run_case(mode: str, loss: str, num_ranks: int) -> bool:
-    """Start the ranks of one case and lose one; whether every other rank did as it should."""
+    """Run one case, losing one rank; return whether the other ranks behaved as expected."""
     lost = lost_rank(num_ranks)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -2,8 +2,8 @@
 
     mpirun --continuous -n 4 python -m tests.failures.rank --scenario JSON --folder FOLDER
 
-tests/failures/launch.py starts it. Over gloo it forks the ranks; RANK, WORLD_SIZE, MASTER_ADDR
-and MASTER_PORT say the rest.
+tests/failures/launch.py starts it. Over gloo, launch.py forks the ranks and sets RANK, WORLD_SIZE,
+MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from epcomm.types import RowsPer
 from tests.failures.scenario import EXIT_CODE, SETUP_TIMEOUT_S, Outcome, Scenario
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
-# Seconds before a fault, in which the others receive what this rank has sent.
+# Seconds before a fault, so that the others receive the messages of this rank.
 SETTLE_S = 0.3
 
 
@@ -121,7 +121,7 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
 
 def _meet_fault(scenario: Scenario, folder: Path) -> None:
     if scenario.loses_hosts:
-        # The launcher ends the whole host, or unplugs it, when all its ranks have come here.
+        # The launcher kills or unplugs the whole host when all its ranks have arrived here.
         (folder / f"lost{os.environ['RANK']}").touch()
         while True:
             signal.pause()
@@ -131,12 +131,12 @@ def _meet_fault(scenario: Scenario, folder: Path) -> None:
             assert time.monotonic() < end_s, "the others never gave up"
             time.sleep(0.02)
     else:
-        # Returns from neither: a stopped rank is never continued.
+        # Neither returns, because a stopped rank is never continued.
         os.kill(os.getpid(), signal.SIGKILL if scenario.fault == "killed" else signal.SIGSTOP)
 
 
 def _starved_s() -> float:
-    """Seconds that the threads of this process waited for a core; where Linux does not tell, 0."""
+    """Return the seconds that threads of this process waited for a core; 0 if unknown."""
     starved_ns = 0
     for file in Path("/proc/self/task").glob("*/schedstat"):
         # A thread may end at any time.
@@ -154,7 +154,7 @@ def _message_of(call: Callable[[], None]) -> str:
 
 
 def main() -> int:
-    """Run the rank that the command line and the environment describe."""
+    """Run the rank given by the command line and the environment."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenario", type=Scenario.loads, required=True)
     parser.add_argument("--folder", type=Path, required=True)

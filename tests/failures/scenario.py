@@ -28,7 +28,7 @@ EXIT_CODE = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One group of ranks, of which some are lost in their second call.
+    """A group of ranks, some of which are lost in their second call.
 
     transport: what the ranks exchange over. Over MPI, ranks of a hierarchical exchange are said to
         be on two hosts.
@@ -53,7 +53,7 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """A test id and the name of a folder: `gloo-killed-dispatch-rank2`."""
+        """The test id and the name of a folder: `gloo-killed-dispatch-rank2`."""
         ranks = "".join(map(str, self.lost_ranks))
         host = "" if self.store_host is None else f"-store{self.store_host}"
         end = "" if self.destroys else "-undestroyed"
@@ -61,7 +61,7 @@ class Scenario:
         return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}{on_hosts}"
 
     def host_of(self, rank: int) -> int:
-        """Return the number of the host of `rank`."""
+        """Return the host number of `rank`."""
         return rank * self.num_hosts // self.num_ranks
 
     @property
@@ -81,7 +81,7 @@ class Scenario:
 
     @property
     def loses_hosts(self) -> bool:
-        """Return whether all ranks of some host are lost, and with them the host."""
+        """Return whether all ranks of some host are lost, and the host with them."""
         living = {self.host_of(rank) for rank in self.survivors}
         return self.num_hosts > 1 and not living & {self.host_of(rank) for rank in self.lost_ranks}
 
@@ -107,12 +107,12 @@ class Scenario:
         return list(range(self.num_ranks)) if self.fault == "late" else self.survivors
 
     def dumps(self) -> str:
-        """Return the scenario as text, for a command line."""
+        """Return the scenario as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Scenario:
-        """Read a scenario that dumps() wrote."""
+        """Read a scenario from dumps()."""
         values = json.loads(text)
         return cls(**{**values, "lost_ranks": tuple(values["lost_ranks"])})
 
@@ -123,9 +123,9 @@ class Outcome:
 
     message: text of the EPTimeout.   elapsed_s: time from the call until the EPTimeout was raised.
     again: text of the EPTimeout of the next call.   again_s: time that the next call took.
-    starved_s: how long threads of the rank had work and no core meanwhile, added up.
+    starved_s: total time in which threads of the rank had work but no core.
     close_s: time of EPGroup.close() and of destroying the process group.
-    left_at_s: when the program was done, on the clock of all processes.
+    left_at_s: time of the end of the program, on the clock of all processes.
     """
 
     message: str
@@ -137,7 +137,7 @@ class Outcome:
     left_at_s: float
 
     def write(self, folder: Path, rank: int) -> None:
-        """Leave it for the test."""
+        """Write the outcome for the test."""
         (folder / f"outcome{rank}.json").write_text(json.dumps(asdict(self)))
 
     @classmethod

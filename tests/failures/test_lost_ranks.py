@@ -27,9 +27,8 @@ REPO = Path(__file__).parents[2]
 # Seconds for all scenarios together; they take 35 s on two idle cores and 300 s on busy ones. Each
 # scenario has its own limit too.
 LAUNCH_LIMIT_S = 1800
-# Seconds without a core, of all threads of a rank together, after which it may miss the grace in
-# which others wait for its report. On two idle cores it is at most 1.9, and 15.5 over MPI, whose
-# ranks poll.
+# Seconds without a core, of all threads of a rank together, after which the rank may miss the grace
+# period for its report. On two idle cores it is at most 1.9, and 15.5 over MPI, whose ranks poll.
 STARVED_S, STARVED_OVER_MPI_S = 5.0, 30.0
 
 PHASE_NAMES = {
@@ -52,7 +51,7 @@ OTHERS = [
     Scenario(fault="late", phase="backward"),
     Scenario(fault="stopped", phase="combine", lost_ranks=(1,), destroys=False),
     Scenario(fault="killed", phase="combine", lost_ranks=(1, 3)),
-    # The store of the process group is lost with the rank, or stays with a survivor.
+    # The store of the process group is lost with the rank, or a survivor serves it.
     Scenario(fault="killed", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="dispatch", lost_ranks=(0,), store_host=0),
     Scenario(fault="stopped", phase="combine", store_host=0),
@@ -60,7 +59,7 @@ OTHERS = [
     Scenario(transport="hierarchical_mpi", fault="killed", phase="dispatch", lost_ranks=(2, 3)),
     Scenario(transport="hierarchical_mpi", fault="stopped", phase="combine", lost_ranks=(0, 1)),
 ]
-# A host of two or four is lost with all its ranks: the one with the store, which a process or a
+# A host of two or four is lost with all its ranks: the host with the store, which a process or a
 # rank serves, or another one.
 HOSTS = [
     Scenario(fault="killed", phase="dispatch", lost_ranks=(2, 3), num_hosts=2),
@@ -74,7 +73,7 @@ HOSTS = [
         num_ranks=8,
         num_hosts=4,
     ),
-    # Ranks of a host also wait for one another, of which some wait for the lost host.
+    # Ranks of a host also wait for one another, and some of them wait for the lost host.
     Scenario(
         transport="hierarchical",
         fault="killed",
@@ -86,7 +85,7 @@ HOSTS = [
     Scenario(
         transport="hierarchical", fault="killed", phase="combine", lost_ranks=(0, 1), num_hosts=2
     ),
-    # A single rank: one waits for it between hosts, two wait for others inside.
+    # A single rank: one rank waits for it between hosts, two wait for others inside.
     Scenario(
         transport="hierarchical", fault="killed", phase="dispatch", lost_ranks=(2,), num_hosts=2
     ),
@@ -178,7 +177,8 @@ def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
 def test_next_call_repeats_the_story_at_once(run: Played) -> None:
     for rank in run.scenario.ending:
         outcome = run.outcome(rank)
-        # Call and exchange in it are those of the first message: nothing was exchanged again.
+        # The second message has the call and exchange of the first, because nothing was exchanged
+        # again.
         assert outcome.again == outcome.message
         assert outcome.again_s < run.scenario.timeout_s
 
@@ -187,7 +187,7 @@ def test_close_and_exit_do_not_wait(run: Played) -> None:
     for rank in run.scenario.ending:
         assert run.outcome(rank).close_s < CLOSE_LIMIT_S
         assert run.exit_codes[rank] == EXIT_CODE + rank
-        # The interpreter ends too: no thread of the transport or the failure board holds it.
+        # The interpreter ends too: no thread of the transport or the failure board blocks it.
         assert run.ended_at_s[rank] - run.outcome(rank).left_at_s < EXIT_LIMIT_S
 
 
@@ -195,7 +195,7 @@ def test_close_and_exit_do_not_wait(run: Played) -> None:
 def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name: str) -> None:
     scenario, outcome = played[name].scenario, played[name].outcome(2)
     starved_s = sum(played[name].outcome(rank).starved_s for rank in scenario.ending)
-    # On a busy machine a survivor may not have posted that it gave up within LOOK_LIMIT_S.
+    # On a busy machine a survivor may not have posted its report within LOOK_LIMIT_S.
     given_up = r"this rank came too late: ranks? [013](, [13])* had given up on ranks? ([013], )*2"
     # In other cases the others have finished the first exchange, and the rank misses them later.
     phase = PHASE_NAMES[scenario.phase] if scenario.transport == "gloo" else ""

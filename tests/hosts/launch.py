@@ -82,7 +82,7 @@ def _stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> int:
-    """Make the hosts that the command line asks for, and launch on them."""
+    """Make the hosts of the command line and launch on them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--hosts", type=int, required=True, help="how many")
     parser.add_argument("--ranks", type=int, required=True, help="on each host")

@@ -25,22 +25,23 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 
-# The interface of a host to the others, for GLOO_SOCKET_IFNAME and the like.
+# The interface of a host to the others, for example for GLOO_SOCKET_IFNAME.
 INTERFACE = "eth0"
 # Burst and latency of a token bucket filter.
 SHAPE = ("burst", "256kb", "latency", "100ms")
 _NAME = re.compile(r"epcomm-(\d+)-[\w-]+")
-# Runs a command with the name $0 of its host.
+# Runs a command with $0 as the host name.
 _FURNISH = 'hostname "$0" && mount -t tmpfs shm /dev/shm && exec "$@"'
-# The kernel would announce addresses of IPv6, and those bytes count too. Without IPv6 no such file.
+# Disable IPv6, because the kernel would send IPv6 announcements, which would be counted. The file
+# is missing without IPv6.
 _WITHOUT_IPV6 = (
     "for it in /proc/sys/net/ipv6/conf/*/disable_ipv6; do [ ! -w $it ] || echo 1 >$it; done"
 )
-# Flags of clone(2): the network and the name of a host.
+# Flags of clone(2) for the network and the host name.
 _CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000
-# Seconds for one command of `ip` or `tc`: they take milliseconds.
+# Seconds for one command of `ip` or `tc`, which take milliseconds.
 _COMMAND_LIMIT_S = 20
-# Seconds until processes that were killed are gone.
+# Seconds until killed processes are gone.
 _KILL_LIMIT_S = 10
 
 
@@ -50,7 +51,10 @@ class HostsError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One namespace.   address: that of its interface, by which the other hosts reach it."""
+    """A simulated host.
+
+    address: the address of its interface, by which the other hosts reach it.
+    """
 
     number: int
     namespace: str
@@ -63,7 +67,7 @@ class Host:
 
     @property
     def name(self) -> str:
-        """The name that processes on this host find."""
+        """The host name that processes on this host see."""
         return f"host{self.number}"
 
     @property
@@ -99,7 +103,7 @@ class Host:
 
 @cache
 def missing() -> str:
-    """Return what keeps this machine from making hosts; empty if nothing does."""
+    """Return the reason why this machine cannot make hosts, or ''."""
     absent = [tool for tool in ("ip", "tc", "nsenter", "unshare") if shutil.which(tool) is None]
     if absent:
         return f"no program {', '.join(absent)} (packages iproute2 and util-linux)"
@@ -115,14 +119,14 @@ def missing() -> str:
 
 @contextmanager
 def make_hosts(num_hosts: int, *, rate: str | None = None) -> Iterator[list[Host]]:
-    """Make hosts that reach each other, and remove them with all their processes at the end.
+    """Make hosts that reach each other; remove them and all their processes at the end.
 
     Args:
         num_hosts: how many.
         rate: the bandwidth of each, such as `1gbit`; None: as fast as the machine.
 
     Raises:
-        HostsError: a command failed, with what it said.
+        HostsError: a command failed; the message has its output.
     """
     _remove_leftovers()
     maker = os.getpid()
@@ -173,7 +177,7 @@ def _join(host: Host, bridge: str) -> None:
 
 
 def _call_libc(name: str, *arguments: int) -> None:
-    # os.setns() and os.unshare() are there from Python 3.12 on.
+    # os.setns() and os.unshare() exist since Python 3.12.
     libc = ctypes.CDLL(None, use_errno=True)
     if getattr(libc, name)(*arguments) != 0:
         code = ctypes.get_errno()
@@ -210,7 +214,7 @@ def _remove(namespace: str) -> None:
 
 def _kill_all(namespace: str) -> None:
     end_s = time.monotonic() + _KILL_LIMIT_S
-    # Again, for processes that were being made.
+    # Repeat, because processes may have been forked in the meantime.
     while pids := _run(["ip", "netns", "pids", namespace]).split():
         for pid in pids:
             with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""The table of the benchmark between hosts, and the program end to end on two of them."""
+"""The table of the benchmark between hosts, and its program on two simulated hosts."""
 
 import json
 import os

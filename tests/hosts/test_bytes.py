@@ -21,12 +21,12 @@ from tests.hosts.test_suites import hosts_of
 pytestmark = pytest.mark.slow
 
 HIDDEN_SIZE, TOP_K = 1024, 8
-# Bytes beside those of a row's elements, for each top-k entry, at most: its id and its weight.
+# Most bytes of a row besides its elements, per top-k entry: its id and its weight.
 ENTRY_BYTES = 16
 # The call of rows; the calls whose bytes are distinguished.
 LEAST_BYTES, NUM_CALLS = 20e6, 2
 TOLERANCE = 0.03
-# Tokens of a rank, by the number of ranks: they make LEAST_BYTES from each host.
+# Tokens of a rank, by the number of ranks, so that each host sends LEAST_BYTES.
 NUM_TOKENS = {4: 1536, 8: 640}
 
 
@@ -86,7 +86,7 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str) -> N
 
 
 def _sent_of_host() -> int:
-    """Return the bytes so far, read while no rank sends any. Collective: yes."""
+    """Return the bytes sent so far, read while no rank sends. Collective: yes."""
     dist.barrier()
     found = sent_bytes()
     dist.barrier()
@@ -94,7 +94,7 @@ def _sent_of_host() -> int:
 
 
 def pairs_between(ids: Tensor, num_local: int, hosts: HostLayout, rank: int) -> int:
-    """Count the pairs of a token and another host that has some of its experts."""
+    """Return the number of pairs of a token and another host with some of its experts."""
     own = hosts.host_of_rank[rank]
     return sum(
         len({hosts.host_of_rank[expert // num_local] for expert in token} - {own})

@@ -26,14 +26,14 @@ def _hosts_can_be_made() -> None:
 
 
 def on(host: Host, program: str) -> str:
-    """Run Python on a host and return what it prints."""
+    """Run Python code on a host and return its output."""
     command = host.command([sys.executable, "-c", program])
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     return done.stdout.strip()
 
 
 def sleeper_on(host: Host) -> subprocess.Popen[bytes]:
-    """Start a process that does nothing, and return when it is on the host."""
+    """Start a process that sleeps, and return when it is on the host."""
     process = subprocess.Popen(
         host.command([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]),
         stdout=subprocess.PIPE,

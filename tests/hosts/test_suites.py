@@ -11,8 +11,8 @@ from tests.multi_rank import RANKS_PER_HOST
 
 pytestmark = pytest.mark.slow
 
-# The flat way crosses a network as it crosses one host; a few scenarios prove the hosts.
-# Four hosts run what differs with the number of hosts.
+# The flat exchange behaves the same over a network, so a few scenarios suffice. Four hosts run the
+# scenarios that depend on the number of hosts.
 ON_FOUR_HOSTS = ("uneven", "holes", "faults", "traffic", "checkpointing")
 BUFFERS = {
     ("CollectiveBuffer", Mode.NORMAL): ("uneven", "faults", "traffic"),
@@ -28,7 +28,7 @@ LAYERS = {
 
 
 def hosts_of(group: EPGroup) -> HostLayout:
-    """Return where the ranks of the launcher are."""
+    """Return the host of each rank of the launcher."""
     return HostLayout(
         host_of_rank=tuple(rank // RANKS_PER_HOST for rank in range(group.world_size))
     )

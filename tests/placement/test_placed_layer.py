@@ -165,7 +165,7 @@ def test_ranks_with_the_same_tokens_cannot_prefer_near_copies() -> None:
     with EPGroup() as group:
         layer = placed_layer(group, config_of("replicated", 2)).layer
         assert layer.placement is not None
-        with pytest.raises(ConfigError, match="expected False where ranks have the same tokens"):
+        with pytest.raises(ConfigError, match="expected False if all ranks have the same tokens"):
             layer.rebalance(replace(layer.placement, prefers_near=True))
 
 

@@ -1,9 +1,9 @@
 """Gather every token on every rank: the buffer of StandardDispatcher.
 
-A dispatch is one small exchange of headers with counts and one all-gather of tokens with their ids
-and weights; then local experts compute all rows. A combine is one all-to-all of partial sums, added
-up in float32 (a reduce-scatter). Bytes do not depend on the routing; at 8 ranks and top-8 they are
-1.5 times the bytes of one copy per destination, but no rows must be numbered and sorted.
+A dispatch is a small exchange of headers with counts and an all-gather of tokens with their ids and
+weights. A combine is an all-to-all of partial sums, which are added in float32 (a reduce-scatter).
+Bytes do not depend on the routing; at 8 ranks and top-8 they are 1.5 times the bytes of one copy
+per destination, but no rows need to be numbered and sorted.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from epcomm.types import RowsPer, WireTensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GatheredExchangePlan(ExchangePlan):
-    """The plan of a gathered dispatch: which rows are tokens.
+    """The plan of a gathered dispatch: the rows that are tokens.
 
     tokens_of_rank: [W], T of each rank.
-    max_tokens: rows that each rank occupies, padding last.
-    row_of_token: [sum T], int64, the gathered row of each rank's tokens, without padding.
-    call: the sign of the dispatch that all ranks compare.
+    max_tokens: gathered rows per rank, padding last.
+    row_of_token: [sum T], int64, the gathered row of each token, by rank, then token.
+    call: the sign of the dispatch.
     """
 
     num_tokens: int
@@ -67,7 +67,7 @@ class AllGatherExchangePlan(GatheredExchangePlan):
     """The plan of a gathered dispatch, with the slots of each row.
 
     slots_by_row: the slots of each gathered row, in k order.
-    has_no_slot: [R], bool, rows that no expert of this rank computes.
+    has_no_slot: [R], bool, rows without an expert on this rank.
     """
 
     slots_by_row: AnyMembers
@@ -76,12 +76,12 @@ class AllGatherExchangePlan(GatheredExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Gathered:
-    """The tokens of all ranks; rows of W * max T without a token have ids of -1 alone.
+    """The tokens of all ranks; padding rows have only ids of -1.
 
     rows: [W * max T, H].   topk_ids: [W * max T, K], int32.   topk_weights: [W * max T, K],
         float32. All three are views of one message.
     row_of_token: [sum T], int64, the rows of tokens.   batch: the sign of this dispatch.
-    counts: counts of all ranks.
+    counts: the counts from the headers.
     """
 
     batch: CallSign
@@ -97,7 +97,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
-    # Every call has a header, because it brings the counts.
+    # Every dispatch has a header, because it has the counts.
     counts_calls = True
     _rows_have_slots: ClassVar[bool] = False
 
@@ -175,7 +175,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         message = torch.empty(
             topk_ids.shape[0], layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
         )
-        # Packing comes before the header, which can tell other ranks of a failure.
+        # Pack before the header is sent, so that the header can report a failure of packing.
         layout.write_tokens(message, call, topk_ids)
         headers = make_headers(
             self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
@@ -214,7 +214,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
-            # Rows without a slot are undefined, and here all of them travel.
+            # Rows without a slot are undefined, but all rows are sent.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             return self._sum_returned(rows, exchange_plan), None
@@ -234,14 +234,14 @@ class AllGatherBuffer(OverCollectives, Buffer):
         world_size = self._world_size
         if rows.shape[0] < max_tokens:
             padding = rows.new_empty(max_tokens - rows.shape[0], rows.shape[1])
-            # In a message, these are ids of -1.
+            # In a message, these bytes are ids of -1.
             padding.view(torch.uint8).fill_(255)
             rows = torch.cat([rows, padding])
         self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
     def _sum_returned(self, rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
-        """Reduce partial sums [W * max T, H] of each rank to this rank's totals [T, H]."""
+        """Exchange partial sums [W * max T, H]; return the totals of this rank's tokens [T, H]."""
         rows = _tokens_of(rows, exchange_plan).contiguous()
         self._announce(CallKind.COMBINE, exchange_plan.call)
         returned = self._send_sums(rows, exchange_plan, phase="combine")

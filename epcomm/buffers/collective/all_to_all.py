@@ -1,15 +1,15 @@
 """Send one copy of a token per destination rank: the buffer over plain collectives.
 
 A call has two messages: the header (in a dispatch with the counts), then the rows (in a dispatch
-with their ids and weights). Both run on any transport with an all-to-all, so this buffer is also
-the reference for other buffers. Worked example, 2 ranks, 1 expert each, on rank 0:
+with their ids and weights). Both need only an all-to-all, so this buffer runs on any transport and
+is the reference for other buffers. Worked example, 2 ranks, 1 expert each, on rank 0:
 
     topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
-    row_of_topk [[0, 1], [2, -1]]   rows leave by rank, then token: 1 row to rank 0, 2 to rank 1
+    row_of_topk [[0, 1], [2, -1]]   rows are sent by rank, then token: 1 to rank 0, 2 to rank 1
 
-A SendPlan counts, orders and packs the rows of one dispatch, RowsBuffer indexes what it receives,
-and a RowMover moves rows and sums: CollectiveMover by collectives, HostMover of shared_memory
-through memory.
+A SendPlan counts, orders and packs the rows of one dispatch. RowsBuffer indexes the received rows.
+A RowMover moves rows and sums: CollectiveMover by collectives, HostMover of shared_memory through
+memory.
 """
 
 from __future__ import annotations
@@ -69,17 +69,17 @@ if TYPE_CHECKING:
 
 # The number of rows from each rank to each rank, [W][W].
 RowTable = tuple[tuple[int, ...], ...]
-# Writes the range of the rows that a rank sends into given memory.
+# A function that writes a range of the rows that this rank sends into the given memory.
 WriteRows = Callable[[slice, Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SendOrder:
-    """The N rows that leave this rank, by destination rank, then token.
+    """The N rows that this rank sends, by destination rank, then token.
 
-    token_of_row: [N], int64; None where kernels read rows_of_token instead.
-    rows_of_token: the rows that carry each token, by rank.
-    row_of_topk: [T, K], the row that carries (t, k), or -1.
+    token_of_row: [N], int64; None if kernels read rows_of_token instead.
+    rows_of_token: the rows of each token, by rank.
+    row_of_topk: [T, K], the row that is sent for (t, k), or -1.
     """
 
     token_of_row: Tensor | None
@@ -87,36 +87,36 @@ class SendOrder:
     row_of_topk: Tensor
 
     def copy_tokens(self, hidden_states: Tensor, rows: slice, out: Tensor) -> None:
-        """Write the tokens [T, H] of a range of the rows; without token_of_row, of all."""
+        """Write the tokens [T, H] of a range of rows; without token_of_row, of all rows."""
         assert self.token_of_row is not None, "an order in plain torch"
         torch.index_select(hidden_states, 0, self.token_of_row[rows], out=out)
 
 
 class SendPlan(ABC):
-    """The sends of one dispatch while they are planned; the calls below come in their order."""
+    """Plans the rows that one dispatch sends; its methods are called in the order below."""
 
     def __init__(self, call: DispatchCall, layout: RowLayout, num_local: int) -> None:
-        """Begin with what this rank sends, `call`, laid out as `layout`; L is num_local."""
+        """Plan the rows of `call` in the layout `layout`; num_local is L."""
         self._call, self._layout, self._num_local = call, layout, num_local
 
     @abstractmethod
     def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
-        """Count, and make the headers of the dispatch, see make_headers(), without a host sync.
+        """Count the rows and slots and return the headers; see make_headers(). Host sync: none.
 
-        Memory is allocated and tokens are converted here, before the header, which can tell other
-        ranks of a failure.
+        Memory is allocated and tokens are converted here, before the headers are sent, so that they
+        can report a failure.
         """
 
     def run_ahead(self) -> None:  # noqa: B027 - plain torch has nothing to do
-        """Launch what needs no answer of other ranks."""
+        """Launch work that does not depend on the headers of other ranks."""
 
     @abstractmethod
     def order(self, num_sends: int) -> SendOrder:
-        """Order the rows, whose number the host knows now."""
+        """Return the order of the rows; num_sends is their number, known after the headers."""
 
     @abstractmethod
     def packed(self, order: SendOrder) -> Tensor | WriteRows:
-        """Return all rows as they are sent, or what writes a range of them where it is told."""
+        """Return all packed rows, or a function that writes a range of them."""
 
 
 class PlainSendPlan(SendPlan):
@@ -128,7 +128,7 @@ class PlainSendPlan(SendPlan):
         self._topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
         self._destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
         self._needed = _ranks_needed(self._destination, calls.world_size)
-        # Each token is converted once, not once a copy: rows are gathered from the result.
+        # Convert each token once, not once per copy; rows are gathered from the result.
         self._wire = wire_tensor_of(call, self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
         return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
@@ -153,7 +153,7 @@ class PlainSendPlan(SendPlan):
 
 
 class KernelSendPlan(SendPlan):
-    """Plans by kernels: rows are numbered and packed while headers travel and the host reads."""
+    """Plans by kernels, which number and pack rows during the exchange of headers."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class KernelSendPlan(SendPlan):
         ops: TritonRowOps,
         memory: Scratch,
     ) -> None:
-        """Plan a call as SendPlan does; rows are packed by `ops` into `memory`."""
+        """Plan a call as SendPlan does; the kernels of `ops` pack rows into `memory`."""
         super().__init__(call, layout, num_local)
         self._ops, self._memory = ops, memory
 
@@ -173,7 +173,7 @@ class KernelSendPlan(SendPlan):
         self._topk_ids = call.topk_ids.contiguous()
         num_tokens, top_k = self._topk_ids.shape
         self._wire = wire_tensor_of(call, self._layout.format)
-        # The most rows that there can be: how many are sent is known when they are packed.
+        # Allocate for the most rows; their number is known only after packing.
         most = num_tokens * min(top_k, calls.world_size)
         self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)
         words = calls.header(CallKind.DISPATCH, sign, flags=int(call.flags))[:ROWS]
@@ -221,7 +221,7 @@ class KernelSendPlan(SendPlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class KernelSendOrder(SendOrder):
-    """An order that kernels made, and read."""
+    """An order made and read by kernels."""
 
     ops: TritonRowOps
 
@@ -238,11 +238,11 @@ class CollectiveExchangePlan(ExchangePlan):
     """The rows that this rank sends and receives in one dispatch.
 
     send_splits, recv_splits: [W], number of rows to and from each rank.
-    slots_by_row: the slots of each row, in k order; None where the rows are not computed here.
-    table: number of rows from each rank to each rank, where all ranks see all headers.
-    views_epoch: epoch of the exchange that brought the rows, where they are views that a later
-        exchange overwrites.
-    call: the sign of the dispatch that all ranks compare.
+    slots_by_row: the slots of each row, in k order; None if this buffer makes no slots.
+    table: number of rows from each rank to each rank; None unless all ranks receive all headers.
+    views_epoch: the epoch of the exchange if the rows are views that a later exchange overwrites;
+        else None.
+    call: the sign of the dispatch.
     """
 
     num_tokens: int
@@ -271,12 +271,12 @@ class RowMover(ABC):
 
     @property
     def table(self) -> RowTable | None:
-        """The rows between ranks from the last headers, where all ranks see all headers."""
+        """CollectiveExchangePlan.table from the last headers."""
         return None
 
     @property
     def epoch(self) -> int | None:
-        """The epoch of the last rows, where they are views that a later exchange overwrites."""
+        """The epoch of the last rows if they are views that a later exchange overwrites."""
         return None
 
     def prepare(self) -> None:  # noqa: B027 - collectives are open
@@ -290,7 +290,7 @@ class RowMover(ABC):
         return None
 
     def exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
-        """Return what exchanges the headers of a dispatch in place of the calls, or None."""
+        """Return a function that exchanges the headers of a dispatch, or None for the default."""
         return None
 
     @abstractmethod
@@ -304,17 +304,16 @@ class RowMover(ABC):
         phase: str,
         is_kept: bool,
     ) -> Tensor:
-        """Send rows to the ranks of experts, and return those from all ranks, by source.
+        """Send rows to the ranks of their experts; return the received rows, by source.
 
         Args:
-            rows: all rows, by rank, then token, or what writes a range of them into the memory that
-                they are sent from.
+            rows: all rows, by rank, then token; or a function that writes a range of them.
             table: see CollectiveExchangePlan.
             splits: number of rows to each rank, and from each rank.
             shape: number of elements of a row, and their dtype.
             phase: name of the exchange, for errors.
-            is_kept: the caller owns the rows; else they may be views that a later exchange
-                overwrites.
+            is_kept: the caller owns the received rows; otherwise they may be views that a later
+                exchange overwrites.
         """
 
     @abstractmethod
@@ -324,13 +323,13 @@ class RowMover(ABC):
         exchange_plan: CollectiveExchangePlan,
         shape: tuple[int, torch.dtype],
     ) -> Callable[[str], Tensor]:
-        """Compute the sums that go back to the sources of rows, and return what exchanges them.
+        """Compute the sums of received rows; return a function that exchanges them.
 
-        Ranks compare the call between the two. The exchange takes its name, for errors, and returns
-        the sums from all ranks, by rank of the experts.
+        The caller compares the call before the exchange. The returned function takes the name of
+        the exchange, for errors, and returns the sums from all ranks, by rank of the experts.
 
         Args:
-            make: computes a range of the sums, numbered as the rows arrived.
+            make: computes a range of the sums, in the order of received rows.
             exchange_plan: the plan of the dispatch.
             shape: number of elements of a row, and their dtype.
         """
@@ -344,7 +343,7 @@ class CollectiveMover(RowMover):
     """Moves rows by one all-to-all."""
 
     def __init__(self, collectives: Collectives, *, waits: bool) -> None:
-        """Move rows over `collectives`; waits: the host waits in them."""
+        """Move rows over `collectives`; waits: whether the host waits in them."""
         self.has_rest = waits
         self._collectives = collectives
         self._sent = Scratch(collectives.device, keeps=waits)
@@ -393,9 +392,9 @@ class CollectiveMover(RowMover):
 
 
 class RowsBuffer(OverCollectives, AddsBias):
-    """Serves exact sizes with one host sync a dispatch; its mover moves the rows."""
+    """Serves exact sizes with one host sync per dispatch; its mover moves the rows."""
 
-    # Every call has a header, because it brings the counts.
+    # Every dispatch has a header, because it has the counts.
     counts_calls = True
 
     @classmethod
@@ -436,11 +435,11 @@ class RowsBuffer(OverCollectives, AddsBias):
         )
 
     def __init__(self, calls: Calls, spec: BufferSpec, mover: RowMover) -> None:
-        """Keep the arguments; prepare() does the rest."""
+        """Store the arguments; prepare() allocates."""
         super().__init__(calls, spec)
         self._mover = mover
         self._has_rest = mover.has_rest
-        # Kernels pack rows here while the headers travel.
+        # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
 
     def prepare(self) -> None:
@@ -454,7 +453,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         send_splits = counts.rows_to_rank
         sends = sending.order(sum(send_splits))
         self._traffic.dispatch(send_splits, layout.row_bytes)
-        # Autograd keeps rows beyond the life of a receive buffer.
+        # Autograd keeps rows longer than the lifetime of a receive buffer.
         is_kept = bool(call.flags & BatchFlags.GRAD_ENABLED)
         received = self._mover.send_rows(
             sending.packed(sends),
@@ -488,7 +487,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         return self._with_topk(out, received)
 
     def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
-        """Make the index over received rows, and bring their weights into its order."""
+        """Return the index over received rows, and their weights by slot."""
         layout = self._dispatch_layout
         return index_slots(
             layout.ids(received),
@@ -500,7 +499,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         )
 
     def _with_topk(self, out: Dispatched, received: Tensor) -> Dispatched:
-        """Add the experts and weights of each row, if the caller reads these and no index."""
+        """Return `out`; a subclass without an index adds the experts and weights of each row."""
         return out
 
     def _send_plan(self, call: DispatchCall) -> SendPlan:
@@ -540,14 +539,14 @@ class RowsBuffer(OverCollectives, AddsBias):
             return rows, None
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
         if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
-            # A rank in grad mode owns its rows, and learns of the error by this header.
+            # Announce, because ranks in grad mode own their rows and do not have this error.
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
         def sums(part: slice) -> Tensor:
             if rows_per is RowsPer.ROW:
                 return rows[part].contiguous()
-            assert exchange_plan.slots_by_row is not None, "slots are of this rank"
+            assert exchange_plan.slots_by_row is not None, "results of slots need an index"
             return reduce_rows(rows, exchange_plan.slots_by_row.part(part), slot_weights)
 
         rows_of_token = exchange_plan.sends.rows_of_token
@@ -572,9 +571,9 @@ class RowsBuffer(OverCollectives, AddsBias):
         shape: tuple[int, torch.dtype],
         kind: CallKind,
     ) -> Tensor:
-        """Send the sums for received rows back; see RowMover.write_sums().
+        """Return the sums of received rows to their source ranks; see RowMover.write_sums().
 
-        kind: the kind of the call, which ranks compare between the local work and the exchange.
+        kind: the kind of the call, which is announced between computation and exchange.
         """
         exchange = self._mover.write_sums(make, exchange_plan, shape)
         self._announce(kind, exchange_plan.call)
@@ -609,7 +608,7 @@ def _summed(rows: Tensor, members: AnyMembers, bias: Tensor | None) -> Tensor:
 
 def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
     """Return whether token t goes to rank d, [T, W], bool; destination [T, K] has ranks or -1."""
-    # One more column takes the -1 entries and is cut off.
+    # An extra column receives the -1 entries.
     needed = torch.zeros(
         destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
     )

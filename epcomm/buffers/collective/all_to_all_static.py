@@ -2,10 +2,10 @@
 
 The host reads nothing that depends on the routing, so the buffer runs under FakeTensorMode and in
 captured graphs. A dispatch is one all-gather of [1 + M, row_bytes], a combine one all-to-all of
-[W * (1 + M)] partial sums; the first row of each rank is a header that goes to no expert, so
-received rows are used where they lie. Every rank sees all ids, so each computes the slot totals of
-all ranks: an overflow or a fault is known everywhere without a message of its own, makes the y of
-the call NaN everywhere, and waits on the device for check().
+[W * (1 + M)] partial sums. The first row of each rank is a header, with ids of -1, so received rows
+are used in place. Every rank receives all ids and computes the slot totals of all ranks, so
+overflows and faults need no extra message: every rank sets y of the call to NaN and records the
+fault on the device for check().
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from epcomm.types import RowsPer
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StaticExchangePlan(ExchangePlan):
-    """The plan of W * (1 + M) received rows: headers, tokens and padding alike.
+    """The plan of W * (1 + M) received rows: headers, tokens and padding.
 
     slots_by_row: the slots of each row, in k order.
-    has_no_slot: [R], bool, rows that no expert of this rank computes.
-    has_failed: bool scalar on the device; the call was refused, on every rank.
-    call: the sign of the dispatch that all ranks compare.
+    has_no_slot: [R], bool, rows without an expert on this rank.
+    has_failed: bool scalar on the device: whether the dispatch has a fault, equal on every rank.
+    call: the sign of the dispatch.
     """
 
     num_tokens: int
@@ -64,7 +64,7 @@ class StaticExchangePlan(ExchangePlan):
 
 
 class StaticCollectiveBuffer(OverCollectives, AddsBias):
-    """Sends M rows to every rank, whatever the routing, without host sync."""
+    """Sends M rows to every rank, independent of the routing, without host sync."""
 
     name: ClassVar[str] = "collective"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL, Mode.LOW_LATENCY})
@@ -86,8 +86,8 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         sizes = {
             "sent message": (1 + max_tokens) * row.dispatch,
             "received rows": num_rows * row.dispatch,
-            # One more slot (4 B) takes entries without a slot, and one more offset (8 B) closes the
-            # tail.
+            # An extra slot (4 B) receives the entries without a slot, and an extra offset (8 B)
+            # ends the tail.
             "slot index": index + 4 + 8,
             "row flags": num_rows + 1,
             "packed slots": num_slots * row.dispatch,
@@ -126,11 +126,11 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         num_local = self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        # Packing comes before the header, which can tell other ranks of a failure.
+        # Pack before the header is sent, so that the header can report a failure of packing.
         message = self._message(layout, call, topk_ids, fault)
         batch = self._new_batch(call)
-        # An error that this call raises is raised on all ranks: else the others would go on to a
-        # combine and a backward that this rank does not make.
+        # If this rank raises in dispatch, all ranks must, because it will not take part in the
+        # combine and the backward.
         error = call.error if call.error is not None and call.error.was_raised else None
         if self._compares_calls:
             self._calls.announce(
@@ -187,7 +187,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         if error is not None:
-            # Header rows with the code of the error travel, and rows of zeros.
+            # Send rows of zeros, with the code of the error in the header rows.
             code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
             rows = rows.new_zeros(self._num_rows, rows.shape[1])
             rows[:: self._rows_per_rank, :1] = int(code)
@@ -197,11 +197,11 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             return rows[:0], None
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        # Either way header rows become zeros, which say that this rank has no fault.
+        # Header rows have no slot, so both branches set them to zero: no fault on this rank.
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
-            # Rows without a slot are undefined, and here all of them travel.
+            # Rows without a slot are undefined, but all rows are sent.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
@@ -229,7 +229,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
     ) -> Tensor:
-        """Pack header, tokens and padding rows without expert into [1 + M, row_bytes], uint8."""
+        """Pack the header, the tokens and padding into [1 + M, row_bytes], uint8."""
         end = 1 + topk_ids.shape[0]
         message = torch.empty(
             self._rows_per_rank, layout.row_bytes, dtype=torch.uint8, device=topk_ids.device
@@ -241,7 +241,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         return message
 
     def _slots_required(self, all_ids: Tensor) -> Tensor:
-        """Return the slots that each rank needs for this call, [W], int64, with alignment."""
+        """Return the aligned slots that each rank needs for this call, [W], int64."""
         counts = count_experts(all_ids, self._num_experts)
         occupied = aligned_counts(counts, self._spec.expert_alignment)
         return occupied.view(self._world_size, -1).sum(1)
@@ -265,7 +265,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
 def _read_codes(returned: Tensor) -> Tensor:
     """Return the FaultCode of each rank, [W], int64, from the header rows of sums [W, 1 + M, H].
 
-    Every dtype of sums holds these small whole numbers exactly.
+    Every dtype of sums represents these small integers exactly.
     """
     return returned[:, 0, 0].long()
 
@@ -279,7 +279,7 @@ def _sum_returned(
 
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:
-    """Return C: the budget, or the slots that any routing of M tokens a rank needs."""
+    """Return C: the budget, or the slots that suffice for any routing of M tokens per rank."""
     return spec.max_recv_slots or max_slots_of(spec, _max_tokens(spec) * world_size)
 
 

@@ -1,4 +1,4 @@
-"""Share memory for rows, and the comparison of calls, among the buffers over plain collectives."""
+"""The common base of the buffers over plain collectives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, WireDtype, WireFormat
 
-# The capabilities that every buffer over collectives has.
+# The capabilities of every buffer over collectives.
 COLLECTIVE_CAPS = BufferCaps(
     layout=Layout.ROWS,
     trainable=True,
@@ -30,7 +30,7 @@ COLLECTIVE_CAPS = BufferCaps(
 
 
 class OverCollectives:
-    """The base of buffers that need nothing but `Collectives`, and serve wherever a group does."""
+    """The base of buffers that need only `Collectives`, so they serve any group."""
 
     name: ClassVar[str]
     # See Buffer.
@@ -52,21 +52,21 @@ class OverCollectives:
         self._traffic = TrafficMeter(collectives.rank, spec.hosts)
         self._waits = calls.waits
         self._number = self._calls.add_buffer(self.name)
-        # Where the host does not wait in collectives, a header of its own would make it wait.
+        # If the host does not wait in collectives, comparing calls would add a host sync.
         self._compares_calls = self._waits or spec.compares_calls
         self.counts_calls |= self._compares_calls
-        # Headers have one size in every call, and the rest of the counts takes a second message,
-        # where two ranks in different calls would break the transport.
+        # If the host waits in collectives, ranks in different calls must send equal lengths. So
+        # headers have a fixed size, and the other counts need a second message.
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
         self._scalar_layouts: dict[torch.dtype, RowLayout] = {}
 
     def prepare(self) -> None:
-        """Allocate nothing: sizes are known only with the calls."""
+        """Allocate nothing, because sizes are known only in the calls."""
 
     def _new_batch(self, call: DispatchCall) -> CallSign:
-        """Return the sign that all ranks give this dispatch and the calls along its plan."""
+        """Return the sign of this dispatch and of the calls along its plan, equal on all ranks."""
         return CallSign(
             buffer=self._number,
             dispatcher=call.dispatcher,
@@ -82,12 +82,12 @@ class OverCollectives:
         rows: Tensor | None = None,
         error: EPError | None = None,
     ) -> None:
-        """Compare the call on all ranks before rows travel; see Calls.announce().
+        """Compare the call on all ranks before rows are sent; see Calls.announce().
 
-        Where the host does not wait in collectives, and spec.compares_calls is not set, it returns:
-        the header would make the host wait. These headers are not counted as traffic.
+        It does nothing if the host does not wait in collectives and spec.compares_calls is not set,
+        to avoid a host sync. Traffic does not count these headers.
 
-        rows: that will travel, whose columns and dtype are compared too.
+        rows: the rows that will be sent, to compare their columns and dtype too; or None.
         """
         if self._compares_calls:
             size = None if rows is None else rows_size(rows.shape[1], rows.dtype)
@@ -114,20 +114,20 @@ class OverCollectives:
         )
 
     def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
-        """Return what exchanges the headers of a dispatch in place of the calls, if anything."""
+        """Return a function that exchanges the headers of a dispatch, or None for the default."""
         return None
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()
 
     def check(self) -> None:
-        """Do nothing: the calls raise all faults themselves."""
+        """Do nothing, because the calls raise all faults."""
 
     def close(self) -> None:
-        """Free nothing: calls allocate what they need."""
+        """Do nothing, because calls allocate their memory."""
 
     def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
-        """Return the layout of the rows of a combine that bring scalars of `dtype` along."""
+        """Return the layout of combine's rows with elements of `dtype` and row scalars."""
         layout = self._scalar_layouts.get(dtype)
         if layout is None:
             layout = self._row_layout(WireFormat.of(dtype), has_ids=False)

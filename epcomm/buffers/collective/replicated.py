@@ -1,9 +1,10 @@
-"""Serve tokens that every rank holds: gather nothing, and sum results over the ranks.
+"""The buffer for tokens that every rank has: a dispatch sends nothing, combine sums over the ranks.
 
-StandardDispatcher uses this buffer with `replicated=True`, as after tensor-parallel attention. A
-rank computes its experts on all tokens; combine scatters the partial sums over the ranks, adds them
-in float32 by ascending rank and gathers the totals, so y is bit-equal on all ranks. dy is equal on
-all ranks too, so backward of combine is the identity, and backward of dispatch a sum over ranks.
+StandardDispatcher uses this buffer with `replicated=True`, for example after tensor-parallel
+attention. A rank computes its experts on all tokens. Combine scatters the partial sums over the
+ranks, adds them in float32 by ascending rank and gathers the totals, so y is bit-equal on all
+ranks. dy is equal on all ranks too, so the backward of combine is the identity, and the backward of
+dispatch is a sum over the ranks.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from epcomm.types import RowsPer, align_up
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ReplicatedExchangePlan(ExchangePlan):
-    """The plan of a dispatch of replicated tokens, in which row t is token t.
+    """The plan of a dispatch of replicated tokens; row t is token t.
 
     slots_by_row: the slots of each token on this rank, in k order.
-    has_no_slot: [T], bool, tokens that no expert of this rank computes.
-    call: the sign of the dispatch that all ranks compare.
+    has_no_slot: [T], bool, tokens without an expert on this rank.
+    call: the sign of the dispatch.
     """
 
     num_tokens: int
@@ -82,7 +83,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
         hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
-        # Rows take no memory: they are the caller's hidden states. Every rank holds every token.
+        # Rows need no memory, because they are the caller's hidden states.
         return (
             rows_region("row flags", 1, per_token=world_size, max_rows=max_tokens),
             index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
@@ -97,7 +98,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
-        # Every rank sends its share of the partial sums to each other rank, then of the totals.
+        # Every rank sends each other rank one share of the partial sums and one of the totals.
         share_bytes = 2 * share * RowBytes.of(spec, backward=backward).combine
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),
@@ -110,7 +111,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         local_ids = localize(topk_ids, self._first_expert, num_local).to(torch.int32)
         counts = count_experts(local_ids, num_local)
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
-        # Conversion comes before the header, which can tell other ranks of a failure.
+        # Convert before the header is sent, so that the header can report a failure.
         rows = wire_tensor_of(call, self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
@@ -137,10 +138,10 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     def _compare_dispatches(
         self, call: DispatchCall, batch: CallSign, code: FaultCode
     ) -> BatchFlags:
-        """Return the flags of all ranks, or raise on every rank if some call is bad or differs.
+        """Return the flags of all ranks, or raise on every rank if a call is bad or differs.
 
-        Where the host does not wait in collectives, and spec.compares_calls is not set, a rank
-        checks its own call alone: all ranks hold the same tokens, and find the same fault.
+        If the host does not wait in collectives and spec.compares_calls is not set, a rank checks
+        only its own call: all ranks have the same tokens, so they find the same faults.
         """
         names = self._collectives.names
         own_error = call.error
@@ -183,7 +184,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         if rows_per is RowsPer.SLOT:
             rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
         else:
-            # Rows without a slot are undefined, and here all of them are summed.
+            # Rows without a slot are undefined, but all rows are summed.
             rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
         if row_scalars is None:
             rows = rows.contiguous()
@@ -207,9 +208,9 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         return self._gather(share, phase="combine")[: rows.shape[0]]
 
     def _scatter(self, rows: Tensor, *, phase: str) -> Tensor:
-        """Scatter [T, ...] over the ranks; return all ranks' parts of this rank's share.
+        """Scatter [T, ...] over the ranks; return this rank's share of each rank's rows.
 
-        The parts are [W, T' / W, ...], where T' is T rounded up to a multiple of W.
+        Returns: [W, T' / W, ...], where T' is T rounded up to a multiple of W.
         """
         world_size = self._world_size
         padding = align_up(rows.shape[0], world_size) - rows.shape[0]
@@ -232,5 +233,5 @@ def _check_same_tokens(tokens_of_rank: Sequence[int], rank: int) -> None:
         raise ShapeError(
             f"dispatch: ranks pass {', '.join(map(str, tokens_of_rank))} tokens, expected the same "
             f"tokens on all of them, because EPConfig.replicated is set (this is rank {rank} of "
-            f"{len(tokens_of_rank)}); pass one batch, or leave replicated out"
+            f"{len(tokens_of_rank)}); pass the same batch on all ranks, or do not set replicated"
         )

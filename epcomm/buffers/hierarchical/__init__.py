@@ -1,1 +1,1 @@
-"""Buffers made of two: one between hosts, and one inside each host."""
+"""The backend hierarchical: one buffer between hosts and one inside each host."""

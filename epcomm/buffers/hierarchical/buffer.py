@@ -1,15 +1,15 @@
 """Move tokens between hosts once for each host that needs them, and then inside the hosts.
 
-The outer buffer joins the ranks that have the same place in their hosts, and a host counts as one
-of them. The inner buffer joins the ranks of a host; its tokens are the rows that the outer buffer
-brought. The way of a token of rank 0 that needs experts of ranks 1, 2 and 3, hosts 0 1 and 2 3:
+The outer buffer connects the ranks with the same place in their hosts; each rank stands for its
+host. The inner buffer connects the ranks of a host; its tokens are the rows received by the outer
+buffer. Example: rank 0 has a token for experts of ranks 1, 2 and 3, with hosts 0 1 and 2 3:
 
     dispatch    outer: one row to rank 0 itself, one to rank 2     inner: 0 to 1; 2 to itself and 3
     combine     inner: 1 to 0; 3 to 2, which adds its own          outer: 2 to 0, which adds its own
 
-A rank that hears of a fault in one exchange takes part in the other without rows and passes it on,
-so that all ranks raise and none waits for a message that never comes; a lost rank ends both. After
-the inner combine, a failure reaches only the ranks of the outer exchange.
+A rank that learns of a fault in one exchange takes part in the other without rows and relays the
+fault, so all ranks raise and none waits for a message that is never sent. A lost rank ends both.
+After the inner combine, a failure reaches only the ranks of the outer exchange.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ T = TypeVar("T")
 class HierarchicalExchangePlan(ExchangePlan):
     """The plans of the two exchanges of a dispatch.
 
-    num_tokens: T of this rank.   num_rows, index: of the rows that its experts read.
+    num_tokens: T of this rank.   num_rows, index: those of the inner exchange.
     """
 
     num_tokens: int
@@ -67,7 +67,7 @@ class HierarchicalExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True)
 class _TwoExchangesCaps(BufferCaps):
-    """The capabilities of two exchanges of exact sizes, whose counts the host reads in turn."""
+    """The capabilities of two exact-size exchanges, each with host syncs for its counts."""
 
     @property
     def host_syncs(self) -> int:
@@ -75,10 +75,10 @@ class _TwoExchangesCaps(BufferCaps):
 
 
 class HierarchicalBuffer(Buffer):
-    """Serves normal mode on several hosts with as many ranks each, with exact sizes.
+    """Serves normal mode on several hosts of equal size, with exact sizes.
 
-    Slots come in the order (expert, place in the host, host, token). A sum of a host is rounded to
-    the dtype of the rows before it travels, once more than without hosts.
+    Slots are in the order (expert, place in the host, host, token). The sums of a host are rounded
+    to the dtype of the rows before they are sent, one rounding more than in a flat exchange.
     """
 
     name: ClassVar[str] = "hierarchical"
@@ -91,7 +91,7 @@ class HierarchicalBuffer(Buffer):
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
-        # In shared memory, rows are views that few batches may hold at once.
+        # In shared memory, rows are views, so the number of batches in flight is limited.
         views = SharedMemoryBuffer.caps(mode).batches_in_flight
         caps = replace(COLLECTIVE_CAPS, batches_in_flight=views, batches_on_request=True)
         return _TwoExchangesCaps(**vars(caps))
@@ -116,10 +116,10 @@ class HierarchicalBuffer(Buffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        """Return the bytes of tokens that need as many hosts and ranks as they can.
+        """Return the most bytes for the number of tokens in `call`.
 
-        A token needs min(K, hosts - 1) other hosts, and on all hosts together min(K, W - hosts)
-        ranks beside those that receive it between hosts. `call` has the number of tokens.
+        A token is sent to at most min(K, hosts - 1) other hosts, and inside all hosts together to
+        at most min(K, W - hosts) more ranks.
         """
         hosts, num_tokens = hosts_of(spec), call.tokens_of_rank[call.rank]
         num_hosts, top_k = hosts.num_hosts, spec.top_k
@@ -140,7 +140,7 @@ class HierarchicalBuffer(Buffer):
         self._expert_places = _expert_places(spec, calls.collectives.device)
 
     def prepare(self) -> None:
-        """Divide the ranks, and open a buffer between hosts and one inside each host.
+        """Split the ranks, and open a buffer between hosts and one inside each host.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -159,7 +159,7 @@ class HierarchicalBuffer(Buffer):
         self._prepare_inside()
 
     def _prepare_inside(self) -> None:
-        """Prepare the buffer inside the host, and close all of it if some host could not."""
+        """Prepare the inner buffer; close both buffers on all ranks if that fails on any host."""
         problem: EPError | None = None
         try:
             self._inner.prepare()
@@ -173,7 +173,7 @@ class HierarchicalBuffer(Buffer):
         if problem is not None or failed:
             self.close()
             raise problem or BackendUnavailable(
-                f"open_buffer: {describe_ranks(failed)} cannot open what moves rows inside a host "
+                f"open_buffer: {describe_ranks(failed)} cannot open the buffer inside the host "
                 f"(this is {self._collectives.names.where}): {found[failed[0]]['error']}"
             )
 
@@ -187,8 +187,8 @@ class HierarchicalBuffer(Buffer):
         try:
             inner = self._dispatch_inside(_call_inside(call, came))
         except Exception as problem:
-            # What ranks heard between hosts, they pass on in every host. Of what is wrong in this
-            # one the others hear in the combine to which they go on.
+            # All hosts already know of a fault that was relayed from the outer exchange. Report any
+            # other fault of this host in the outer combine, where the other hosts are next.
             if not (isinstance(problem, EPError) and problem.was_passed_on):
                 self._refuse_between(problem)
             raise
@@ -202,7 +202,7 @@ class HierarchicalBuffer(Buffer):
         return replace(inner, exchange_plan=exchange_plan)
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
-        """Dispatch inside the host; report to its ranks what fails before the header."""
+        """Dispatch inside the host; report a failure before the header to its ranks."""
 
         def report(problem: Exception) -> None:
             if isinstance(problem, EPError):
@@ -252,14 +252,14 @@ class HierarchicalBuffer(Buffer):
                 row_scalars=row_scalars,
             )
         except Exception as problem:
-            # Before any rank knows of the call, the dispatcher refuses it, here and between hosts.
+            # If the header was not sent yet, the dispatcher reports the failure in both exchanges.
             is_untold = self._inner.counts_calls and self._calls_inside.next_batch == number
             if isinstance(problem, EPError) or not is_untold:
                 self._refuse_between(problem)
             raise
 
         def report(problem: Exception) -> None:
-            # The ranks of this host have combined.
+            # The inner combine is complete, so only the outer exchange needs the report.
             if not isinstance(problem, EPError):
                 self._refuse_between(problem)
 
@@ -286,17 +286,17 @@ class HierarchicalBuffer(Buffer):
         self._inner.abandon()
 
     def _call_between(self, call: DispatchCall) -> DispatchCall:
-        """Return the call between hosts: experts of a host get neighbouring numbers."""
+        """Return the call for the outer buffer, in which experts of a host are contiguous."""
         if self._expert_places is None:
             return call
         ids = call.topk_ids
-        # What is out of range stays so, and is told with its rank.
+        # Keep ids that are out of range, so that the outer dispatch reports them.
         is_expert = (ids >= 0) & (ids < self._expert_places.shape[0])
         places = self._expert_places[torch.where(is_expert, ids, 0)]
         return replace(call, topk_ids=torch.where(is_expert, places, ids))
 
     def _refuse_between(self, problem: Exception) -> None:
-        """Report a problem to the ranks of other hosts, in their combine, unless ranks are lost."""
+        """Report a problem in the outer combine, unless it is an EPTimeout."""
         if not isinstance(problem, EPTimeout):
             error = _as_error(problem, "combine", self._collectives)
             # The caller raises the problem.
@@ -308,7 +308,7 @@ class HierarchicalBuffer(Buffer):
 
 
 def _tried(function: Callable[[], T]) -> T | EPError:
-    """Return a result or what all ranks of an exchange have heard of; an EPTimeout ends it."""
+    """Return the result or the EPError that all ranks of an exchange raise; raise EPTimeout."""
     try:
         return function()
     except EPTimeout:
@@ -318,19 +318,19 @@ def _tried(function: Callable[[], T]) -> T | EPError:
 
 
 def _as_error(problem: Exception, function: str, collectives: Collectives) -> EPError:
-    """Return what other ranks are told of a problem that is no error of theirs."""
+    """Return `problem` if it is an EPError, else an EPError with its text."""
     if isinstance(problem, EPError):
         return problem
-    return EPError(f"{function}: {problem} ({collectives.names.where}); see this error")
+    return EPError(f"{function}: {problem} ({collectives.names.where}); correct this error")
 
 
 def _call_inside(call: DispatchCall, came: Dispatched) -> DispatchCall:
-    """Return the call that brings the rows of an outer dispatch to the ranks of their experts."""
-    assert isinstance(came, RowTopkDispatched), "as HostRowsBuffer makes it"
+    """Return the call for the inner buffer, with the rows of an outer dispatch as its tokens."""
+    assert isinstance(came, RowTopkDispatched), "HostRowsBuffer makes it"
     topk_ids, topk_weights = came.row_topk
     flags = came.any_flags
     if not call.flags & BatchFlags.GRAD_ENABLED:
-        # That this rank runs under no_grad is for the others of its host to hear.
+        # The ranks of this host must learn that this rank runs under no_grad.
         flags &= ~BatchFlags.GRAD_ENABLED
     return replace(
         call,
@@ -342,7 +342,7 @@ def _call_inside(call: DispatchCall, came: Dispatched) -> DispatchCall:
 
 
 def _without_tokens(call: DispatchCall, error: EPError, spec: BufferSpec) -> DispatchCall:
-    """Return the call by which the ranks of this host hear of an error between hosts."""
+    """Return an inner call without tokens that reports an error of the outer exchange."""
     ids = call.topk_ids.new_empty(0, spec.top_k)
     dtype = spec.hidden_format.dtype
     return replace(
@@ -355,7 +355,7 @@ def _without_tokens(call: DispatchCall, error: EPError, spec: BufferSpec) -> Dis
 
 
 def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
-    """Return the number of each expert, [P], with those of a host together; None: as they are."""
+    """Return new expert numbers, [P], contiguous on each host; None if they already are."""
     hosts, num_local = hosts_of(spec), spec.num_local_experts
     in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
     if in_order == sorted(in_order):

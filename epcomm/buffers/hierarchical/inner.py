@@ -1,4 +1,4 @@
-"""Choose what moves rows inside a host: its memory, NVLink, or plain collectives."""
+"""Choose the buffer inside a host: shared memory, NVLink, or plain collectives."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from epcomm.platforms.host import host_of_this_process
 from epcomm.platforms.nvlink import PeerReach, reach_of, reach_reasons
 from epcomm.spec import BufferSpec, HostLayout
 
-# What a rank tells of itself: where it runs, and the GPUs that its own one reaches.
+# Keys of a rank's record: its host, and the GPUs that its own GPU reaches.
 _HOST, _REACH = "host", "reach"
 
 
 def inner_buffer_class(
     calls: Calls, inside: Calls, hosts: HostLayout, spec: BufferSpec
 ) -> type[Buffer]:
-    """Return the fastest buffer that serves every host, so that all ranks open the same.
+    """Return the fastest buffer class that serves every host, equal on all ranks.
 
-    calls: of all ranks.   inside: of this host's.   spec: of the buffer inside a host.
+    calls: the calls of all ranks.   inside: the calls of the ranks of this host.
+    spec: the specification of the buffer inside a host.
 
     Collective: yes.   Host sync: yes.
     """
@@ -33,19 +34,19 @@ def inner_buffer_class(
     if collectives.device.type == "cuda":
         reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
         joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]
-        # Memory of peers is mapped with the help of a process group, which parts of gloo lack.
+        # Mapping the memory of peers needs a process group, which parts of gloo groups lack.
         is_mapped = inside.collectives.process_group is not None and not any(
             map(reach_reasons, joined)
         )
         return _over_nvlink(spec) if is_mapped else CollectiveBuffer
-    # Ranks said to share a host may not see one another's memory, as in two containers.
+    # Ranks of one host may be unable to share memory, for example in two containers.
     shared = [{found[rank][_HOST] for rank in ranks} for ranks in hosts.ranks_of_host]
     shares = all(len(each) == 1 and "" not in each for each in shared)
     return SharedMemoryBuffer if shares and calls.waits else CollectiveBuffer
 
 
 def _over_nvlink(spec: BufferSpec) -> type[Buffer]:
-    """Return the buffer over NVLink if it carries such rows. Imports Triton."""
+    """Return the NVLink buffer if it supports the rows, else CollectiveBuffer. Imports Triton."""
     from epcomm.buffers.nvlink.normal import NVLinkBuffer
 
     is_carried = not carrying_reasons(spec, NVLinkBuffer.caps(Mode.NORMAL))

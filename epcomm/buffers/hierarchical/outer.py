@@ -1,4 +1,4 @@
-"""Bring the rows of other hosts to this one: a token crosses once for each host that needs it."""
+"""The buffer between hosts: it sends a token once to each host that needs it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from epcomm.ops.slots import localize
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 
-# What a rank makes of received rows for experts of its own, and this buffer has none.
+# Regions for local experts, which this buffer does not have.
 _OF_SLOTS = ("slot index", "packed slots", "expert results")
 
 
 class HostRowsBuffer(CollectiveBuffer):
-    """Sends tokens between ranks that have one place in their hosts; each stands for its host.
+    """Sends tokens between ranks with the same place in their hosts; each stands for its host.
 
-    Its experts are those of the whole host. It returns rows with their expert ids in the host and
-    their weights (RowTopkDispatched). The ranks of the host exchange these next, so that an index
-    over the rows would only be undone.
+    A rank has the experts of its whole host here. A dispatch returns rows with their expert ids in
+    the host and their weights (RowTopkDispatched), as input of the inner buffer. It makes no index
+    over the rows, because the inner buffer would not use it.
     """
 
     @classmethod
@@ -36,7 +36,7 @@ class HostRowsBuffer(CollectiveBuffer):
         )
 
     def _index_rows(self, received: Tensor, counts: Counts) -> tuple[SlotIndex, Tensor | None]:
-        """Return an index without slots: _with_topk() adds what is read here."""
+        """Return an index without slots; the inner buffer reads _with_topk() instead."""
         nothing = torch.empty(0, dtype=torch.int64, device=received.device)
         index = SlotIndex(
             row_of_slot=None,
@@ -51,6 +51,6 @@ class HostRowsBuffer(CollectiveBuffer):
         """Add the ids in the host and the weights of each row, [R, K]."""
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts
         ids = localize(layout.ids(received), self._first_expert, num_local).long()
-        # A token that needs several hosts brings weights of the other hosts too.
+        # A token for several hosts has the weights of all its experts; clear those of other hosts.
         row_topk = ids, layout.scalars(received).masked_fill(ids < 0, 0)
         return RowTopkDispatched(**vars(out), row_topk=row_topk)

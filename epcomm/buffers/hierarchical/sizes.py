@@ -1,4 +1,4 @@
-"""Make the specifications of the two buffers of which a hierarchical one consists."""
+"""The specifications of the outer and the inner buffer of a hierarchical buffer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from epcomm.spec import BufferSpec, HostLayout
 
 
 def hosts_of(spec: BufferSpec) -> HostLayout:
-    """Return where the ranks run, which a plan has found."""
-    assert spec.hosts is not None, "lacks() refuses ranks whose hosts are not known"
+    """Return the hosts of a specification that hosts_lack() has checked."""
+    assert spec.hosts is not None, "lacks_between() rejects ranks whose hosts are unknown"
     return spec.hosts
 
 
@@ -19,9 +19,9 @@ def num_places(hosts: HostLayout) -> int:
 
 
 def outer_spec(spec: BufferSpec) -> BufferSpec:
-    """Return the specification between hosts, where a rank has the experts of its whole host.
+    """Return the specification of the outer buffer: W is the number of hosts.
 
-    Each of its ranks is on another host.
+    A rank has the experts of its whole host, and each rank is on another host.
     """
     hosts = hosts_of(spec)
     return replace(
@@ -34,7 +34,7 @@ def outer_spec(spec: BufferSpec) -> BufferSpec:
 
 
 def inner_spec(spec: BufferSpec) -> BufferSpec:
-    """Return the specification inside a host, whose tokens are rows that came from all hosts."""
+    """Return the specification of the inner buffer, whose tokens are rows from all hosts."""
     most = spec.max_tokens_per_rank
     return replace(
         spec,
@@ -44,20 +44,18 @@ def inner_spec(spec: BufferSpec) -> BufferSpec:
 
 
 def hosts_lack(spec: BufferSpec) -> tuple[str, ...]:
-    """Return the reasons why hosts do not allow a hierarchical exchange; none if they do."""
+    """Return the reasons why spec.hosts does not allow a hierarchical exchange."""
     hosts = spec.hosts
     if hosts is None or hosts.num_hosts == 1:
         return (
-            "needs ranks on several hosts, and these are on one or it is not known; give an "
-            "EPGroup a two-dimensional DeviceMesh of (hosts, ranks of a host)",
+            "needs ranks on several hosts, but they are on one host or their hosts are unknown; "
+            "pass EPGroup a two-dimensional DeviceMesh of (hosts, ranks of a host)",
         )
     if not hosts.is_even:
         sizes = " and ".join(str(len(ranks)) for ranks in hosts.ranks_of_host)
         return (f"hosts have {sizes} ranks, expected the same number on each",)
     if any(list(ranks) != sorted(ranks) for ranks in zip(*hosts.ranks_of_host, strict=True)):
-        return (
-            f"needs hosts whose ranks of one local index are in the order of hosts, not {hosts}",
-        )
+        return (f"needs ranks of equal local index in the order of their hosts, not {hosts}",)
     if num_places(hosts) == 1:
         return ("hosts have one rank each, so relaying saves no rows",)
     return ()

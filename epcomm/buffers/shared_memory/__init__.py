@@ -1,1 +1,1 @@
-"""Move tokens between ranks that share the memory of a host."""
+"""The backend shared_memory: moves tokens between CPU ranks of one host."""

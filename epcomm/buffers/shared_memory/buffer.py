@@ -1,17 +1,17 @@
-"""Move tokens between CPU ranks of one host: rows are written where the receiver reads them.
+"""Move tokens between CPU ranks of one host: a rank writes rows into the receiver's memory.
 
-The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks see, receive
-buffers used in turn. RowsBuffer plans, packs and indexes, as over collectives; HostMover moves: a
-row crosses memory once, from the token to the expert's rank, and a sum once in combine.
+The protocol is that of symmetric memory in normal mode: epochs, headers that all ranks receive, and
+receive buffers used in turn. RowsBuffer plans, packs and indexes, as over collectives. HostMover
+copies each row once, from the token to the expert's rank, and each sum once in combine.
 
-Rows and sums have capacity for the largest call so far: with the headers every rank knows the
-capacity that every rank needs, and all ranks grow alike.
+Rows and sums have capacity for the largest call so far. The headers show every rank the capacity
+that all ranks need, so all ranks grow by the same amount.
 
-Two receive buffers alternate. Writing epoch e is safe because every rank has reached e - 1, so
-nobody reads e - 2 any more. Rows that were handed to the caller live longer: one receive buffer for
-each batch in flight. A rank that writes rows first waits for the headers of the call, which every
-rank exchanges before anything else. Every rank counts alike, so all ranks refuse a batch whose
-receive buffer was used again.
+Two receive buffers alternate. Writing epoch e is safe because every rank has reached e - 1, so no
+rank reads e - 2. Rows that were returned to the caller live longer, so there is one receive buffer
+for each batch in flight. A rank writes rows only after it has received the headers of the call from
+all ranks. All ranks have the same epochs, so all of them raise for a batch whose receive buffer was
+reused.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from epcomm.spec import Availability, BufferCaps, BufferSpec
 _NUM_BUFFERS = 2
 # Default number of batches in flight.
 _NUM_BATCHES = 2
-# Sums are computed in pieces of this many bytes and copied while they are in the cache: torch
-# cannot sum into given memory, and malloc asks the system for memory as large as all sums.
+# Bytes of the pieces in which sums are computed, and copied while they are in the cache. torch
+# cannot sum into given memory, and memory for all sums would come from the system each time.
 _PART_BYTES = 2**21
 
 
 class HostMover(RowMover):
-    """Moves rows through the memory of the host: a rank writes them where the receiver reads."""
+    """Moves rows through shared memory: a rank writes them into the receiver's block."""
 
     def __init__(self, calls: Calls, spec: BufferSpec, name: str) -> None:
-        """Keep the arguments; name: of the buffer, for messages."""
-        # Headers in shared memory hold all counts, so that no second message carries the rest.
+        """Store the arguments. name: the name of the buffer, for messages."""
+        # Headers in shared memory have all counts, so no second message is needed.
         self.has_rest = False
         self._calls, self._spec, self._name = calls, spec, name
         self._rank, self._world_size = calls.collectives.rank, calls.world_size
@@ -84,7 +84,7 @@ class HostMover(RowMover):
         return self._signals.coming_epoch(Signal.ROWS_READY) - 1
 
     def prepare(self) -> None:
-        """Attach the signals and headers of all ranks.
+        """Map the signals and headers of all ranks.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -132,14 +132,14 @@ class HostMover(RowMover):
         buffer_index = (self._num_dispatches + 1) % _NUM_BUFFERS
         for table in self._headers:
             table[buffer_index, self._rank] = header[:, : table.shape[-1]]
-        # A rank that has sent its header has written its counts before, and is done with the rows
-        # of the batch before the last.
+        # A rank writes its counts before it sends its header, and no longer reads the rows of the
+        # batch before the last.
         of_call = self._calls.message(())
         of_call[:, :HEADER_WORDS] = header[:, :HEADER_WORDS]
         seal(of_call)
         call_headers = self._calls.exchange(of_call, CallKind.DISPATCH.phase)
         self._calls.compare(call_headers[:, :HEADER_WORDS].tolist(), call_headers, call.error)
-        # A refused call leaves the receive buffer to the next call, which writes the same memory.
+        # After an error above, the next call writes the same header memory.
         self._num_dispatches += 1
         headers = self._headers[self._rank][buffer_index].clone()
         self._table = self._table_of(headers)
@@ -149,7 +149,7 @@ class HostMover(RowMover):
         return headers[:, self._rank].contiguous()
 
     def _table_of(self, headers: Tensor) -> RowTable:
-        """Read the number of rows from each rank to each rank in all headers [W, W, words]."""
+        """Return the number of rows from each rank to each rank, from all headers [W, W, words]."""
         table = tuple(tuple(rows) for rows in headers[:, :, ROWS].tolist())
         most = self._spec.max_tokens_per_rank
         for source, totals in enumerate(headers.sum(2).tolist()):
@@ -173,8 +173,8 @@ class HostMover(RowMover):
         phase: str,
         is_kept: bool,
     ) -> Tensor:
-        assert table is not None, "headers brought it"
-        assert not isinstance(rows, Tensor), "on a CPU, rows are written where they are read"
+        assert table is not None, "the headers have it"
+        assert not isinstance(rows, Tensor), "on a CPU, a function writes the rows"
         epoch, sent = self._signals.next_epoch(Signal.ROWS_READY), 0
         for destination, num_rows in enumerate(splits[0]):
             first = sum(sends[destination] for sends in table[: self._rank])
@@ -194,8 +194,8 @@ class HostMover(RowMover):
         exchange_plan: CollectiveExchangePlan,
         shape: tuple[int, torch.dtype],
     ) -> Callable[[str], Tensor]:
-        assert exchange_plan.table is not None, "headers brought it"
-        # A refused call leaves the epoch to the next call, which writes the same memory again.
+        assert exchange_plan.table is not None, "the headers have it"
+        # If the call is refused before the exchange, the next call uses the same epoch and memory.
         epoch, first = self._signals.coming_epoch(Signal.SUMS_READY), 0
         for destination, num_rows in enumerate(exchange_plan.recv_splits):
             # In the destination's block, sums are ordered by the rank of their experts.
@@ -226,8 +226,7 @@ class HostMover(RowMover):
 class SharedMemoryBuffer(RowsBuffer):
     """Serves both phases through shared memory; under no_grad rows are views of it.
 
-    Decode needs no static sizes here: on a CPU no graph is captured, and no device runs ahead of
-    the host.
+    Decode needs no static sizes, because on a CPU there are no graphs and no asynchronous device.
     """
 
     name: ClassVar[str] = "shared_memory"
@@ -240,7 +239,7 @@ class SharedMemoryBuffer(RowsBuffer):
         reason = "the system does not report which processes can share memory, or hides /proc"
         return Availability.judge(
             absent=[] if machine.host() else [reason],
-            needs="Linux, with /proc in which a user sees the own processes",
+            needs="Linux, with a /proc that shows the user's own processes",
         )
 
     @classmethod
@@ -259,7 +258,7 @@ class SharedMemoryBuffer(RowsBuffer):
         block += num_batches(spec) * (rows or MIN_CAPACITY_BYTES) + _NUM_BUFFERS * (
             sums or MIN_CAPACITY_BYTES
         )
-        # All ranks take their blocks from the memory of one host.
+        # All ranks allocate their blocks on one host.
         if left is None or world_size * block <= left:
             return ()
         return (
@@ -283,26 +282,26 @@ class SharedMemoryBuffer(RowsBuffer):
 
 
 def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
-    """Cut num_rows into ranges of neighbouring rows of at most _PART_BYTES."""
+    """Yield ranges of rows of at most _PART_BYTES each."""
     step = max(_PART_BYTES // row_bytes, 1)
     return (slice(at, min(at + step, num_rows)) for at in range(0, num_rows, step))
 
 
 def num_batches(spec: BufferSpec) -> int:
-    """Return how many batches may be in flight."""
+    """Return the most batches in flight."""
     number = batches_in_flight_of(spec, SharedMemoryBuffer.caps(Mode.NORMAL))
     assert number is not None, "rows are views"
     return number
 
 
 def _widest_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Return the bytes of the widest row in dispatch and in combine, of forward and backward."""
+    """Return the bytes of the widest row in dispatch and in combine, forward or backward."""
     ways = [RowBytes.of(spec), RowBytes.of(spec, backward=True)]
     return max(way.dispatch for way in ways), max(way.combine for way in ways)
 
 
 def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | None]:
-    """Return the most bytes of received rows and of returned sums of a rank, if M is known."""
+    """Return the most bytes of received rows and of returned sums of a rank; None without M."""
     if spec.max_tokens_per_rank is None:
         return None, None
     widest_row, widest_sum = _widest_bytes(spec)
@@ -313,7 +312,7 @@ def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | No
 
 
 def _table_shape(spec: BufferSpec, world_size: int) -> tuple[int, int, int, int]:
-    """Return the shape of the headers from every rank to every rank, in words."""
+    """Return the shape of the headers from every rank to every rank, int64 words."""
     return (_NUM_BUFFERS, world_size, world_size, HEADER_WORDS + spec.num_local_experts)
 
 

@@ -1,4 +1,4 @@
-"""A region of shared memory that grows: some receive buffers in each rank's block."""
+"""A growable region of shared memory: receive buffers in each rank's block."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from epcomm.types import align_up
 
 _logger = logging.getLogger(__name__)
 
-# Receive buffers begin at cache lines.
+# Receive buffers start at cache lines.
 LINE_BYTES = 64
-# Bytes of the smallest capacity, which then doubles, so that few calls wait for new memory.
+# Smallest capacity in bytes. It doubles when it is exceeded, so few calls allocate memory.
 MIN_CAPACITY_BYTES = 2**20
 
 
@@ -25,10 +25,10 @@ class HostRegion:
     def __init__(
         self, calls: Calls, name: str, num_buffers: int, most_bytes: int | None = None
     ) -> None:
-        """Make a region without memory.
+        """Make an empty region.
 
         num_buffers: number of receive buffers, used in turn; equal on all ranks.
-        most_bytes: most bytes that a receive buffer can need, if known; equal on all ranks.
+        most_bytes: most bytes that a receive buffer can need, or None; equal on all ranks.
         """
         self._calls, self._name = calls, name
         self._num_buffers, self._most_bytes = num_buffers, most_bytes
@@ -41,7 +41,7 @@ class HostRegion:
         Collective: yes, if the capacity is smaller; num_bytes is equal on all ranks.
         Raises:
             BackendUnavailable: not enough shared memory on some rank; on every rank, and the
-                region is as before.
+                region is unchanged.
         """
         if num_bytes <= self._capacity:
             return
@@ -56,7 +56,7 @@ class HostRegion:
         memory.close()
         self._memory, self._capacity = memory, capacity
         _logger.debug(
-            "rank %d: %s has %d B a receive buffer now",
+            "rank %d: %s now has %d B per receive buffer",
             self._calls.collectives.rank,
             self._name,
             capacity,
@@ -70,7 +70,7 @@ class HostRegion:
         num_rows, row_bytes = rows.stop - rows.start, width * dtype.itemsize
         if num_rows == 0:
             return torch.empty(0, width, dtype=dtype, device="cpu")
-        assert self._memory is not None, "required before"
+        assert self._memory is not None, "call require() first"
         start = (epoch % self._num_buffers) * self._capacity + rows.start * row_bytes
         block = self._memory.blocks[rank][start : start + num_rows * row_bytes]
         return block.view(dtype).view(num_rows, width)

@@ -1,11 +1,11 @@
-"""Share memory among the ranks of one host: each rank has a block that all ranks attach.
+"""Shared memory of the ranks of one host: each rank has a block that all ranks map.
 
-The memory has no name: other ranks open it in the system's list of the owner's open files, which
-the system allows to processes of the same user. However a process ends, no file stays behind.
-Memory lasts as long as a process holds a view of it.
+The files have no name (memfd). Other ranks open them in /proc/PID/fd of the owner, which processes
+of the same user may read. So no file remains, however a process ends. Memory lasts as long as a
+process holds a view of it.
 
-Each rank keeps a lock on its own file, which the system releases when the rank's processes have
-ended: so other ranks can tell an ended rank from a busy one.
+Each rank keeps a lock on its own file. The system releases the lock when the rank's processes have
+ended, so other ranks can distinguish an ended rank from a busy one.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from epcomm.calls.order import Calls
 from epcomm.errors import BackendUnavailable
 from epcomm.platforms.host import memory_left
 
-# Bytes that are allocated between two checks of how much memory is left.
+# Bytes to allocate between two checks of the available memory.
 _PIECE_BYTES = 2**24
-# MFD_NOEXEC_SEAL of linux/memfd.h asks for memory that cannot be executed, as some systems demand.
+# MFD_NOEXEC_SEAL of linux/memfd.h: some systems require memory that cannot be executed.
 # Python 3.11 does not know the flag, nor does Linux before 6.3.
 _NEVER_EXECUTED = 8
 
@@ -32,22 +32,22 @@ _NEVER_EXECUTED = 8
 class HostMemory:
     """The blocks of shared memory of all ranks.
 
-    names: of the ranks, for messages.
-    blocks: one uint8 tensor [num_bytes] for each rank, page-aligned, zero at first.
+    names: the names of the ranks, for messages.
+    blocks: one uint8 tensor [num_bytes] for each rank, page-aligned, initially zero.
     """
 
     def __init__(self, calls: Calls, num_bytes: int, *, phase: str) -> None:
-        """Allocate this rank's block and attach all others.
+        """Allocate this rank's block and map all others.
 
         Collective: yes; num_bytes is equal on all ranks.   Host sync: yes.
         Raises:
-            BackendUnavailable: some rank has not enough memory, or cannot attach; on every rank.
+            BackendUnavailable: some rank lacks memory or cannot map a block; on every rank.
         """
         self.num_bytes = max(num_bytes, mmap.PAGESIZE)
         self._rank, self._world_size = calls.collectives.rank, calls.world_size
         self.names = calls.names
-        # Descriptors of the files of all ranks, and of this rank's locked one. Nobody may come to
-        # close a buffer, and descriptors are few.
+        # Descriptors of the files of all ranks, and of this rank's locked file. Closed by a
+        # finalizer too, because the caller may never call close() and descriptors are limited.
         self._files: list[int] = []
         self._own_files: list[int] = []
         finalizer = weakref.finalize(self, _close_all, self._own_files, self._files)
@@ -55,7 +55,7 @@ class HostMemory:
         place, error = self._create()
         places = self._agree(calls, place, error, phase)
         maps, error = self._attach(places)
-        # No rank closes its file before all ranks have attached it.
+        # No rank closes its file before all ranks have mapped it.
         self._agree(calls, "", error, phase)
         self.maps: tuple[mmap.mmap, ...] = tuple(maps)
         self.blocks: tuple[Tensor, ...] = tuple(
@@ -63,7 +63,7 @@ class HostMemory:
         )
 
     def ended_ranks(self) -> list[int]:
-        """List the ranks whose processes have ended, or have closed their memory. Local."""
+        """Return the ranks whose processes have ended or have closed their memory. Local."""
         return [
             rank for rank, file in enumerate(self._files) if rank != self._rank and _is_free(file)
         ]
@@ -73,15 +73,15 @@ class HostMemory:
         _close_all(self._own_files, self._files)
 
     def _create(self) -> tuple[str, str]:
-        """Allocate the block; return its place for other ranks, and an error; one is empty."""
+        """Allocate the block; return its path and inode, and an error; one of them is empty."""
         try:
             file = _unnamed_file()
             self._own_files.append(file)
             fcntl.flock(file, fcntl.LOCK_EX)
-            # Pages are allocated now; otherwise a missing page would kill the process on access.
+            # Allocate the pages now, because without memory a first access would kill the process.
             for begin in range(0, self.num_bytes, _PIECE_BYTES):
                 piece, left = min(_PIECE_BYTES, self.num_bytes - begin), memory_left()
-                # All ranks are about to allocate a piece.
+                # All ranks allocate a piece at the same time.
                 if left is not None and left < piece * self._world_size:
                     return "", f"{self.num_bytes} B of shared memory: {left} B are left"
                 os.posix_fallocate(file, begin, piece)
@@ -94,12 +94,12 @@ class HostMemory:
         for place in places:
             path, number = place.split()
             try:
-                # The owner opens its file anew too, because a lock belongs to one opening.
+                # The owner opens its own file again too, because a lock belongs to one open file.
                 self._files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                 if os.fstat(self._files[-1]).st_ino != int(number):
                     return (
                         [],
-                        f"{path}: not the file of its rank, which numbers processes otherwise",
+                        f"{path}: not the file of its rank, which is in another PID namespace",
                     )
                 maps.append(mmap.mmap(self._files[-1], self.num_bytes))
             except OSError as error:
@@ -130,7 +130,7 @@ def _close_all(*files: list[int]) -> None:
 
 
 def _unnamed_file() -> int:
-    """Create a file in memory, which only this process has."""
+    """Create an unnamed file in memory and return its descriptor."""
     try:
         return os.memfd_create("epcomm", os.MFD_CLOEXEC | _NEVER_EXECUTED)
     except OSError:

@@ -1,12 +1,12 @@
-"""Signals in shared memory, by which ranks of one host wait for one another, and headers of calls.
+"""Signals between the ranks of one host in shared memory, and a board for the headers of calls.
 
 A signal belongs to a kind and a source; each rank has the signals of all ranks in its own block.
-The source writes its epoch there after its data, and the owner polls. Epochs only grow, and are
-compared by `<`, because a fast rank may be one epoch ahead.
+The source writes its epoch there after its data, and the owner polls it. Epochs only increase and
+are compared by `<`, because a fast rank may be one epoch ahead.
 
 Every buffer has its own memory, so ranks in calls of different buffers would wait for different
-signals. A group has one HostBoard: in every call a rank first writes its header there, and waits
-for the headers of the other ranks.
+signals. Therefore a group has one HostBoard: in every call a rank first writes its header there and
+waits for the headers of the other ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from epcomm.calls.header import MESSAGE_WORDS
 from epcomm.calls.order import Calls
 from epcomm.collectives.bounded import BoundedWait, Step
 
-# A signal has a cache line of its own, because ranks that share a line slow each other down.
+# Each signal has its own cache line, because ranks that write to one line slow each other down.
 SIGNAL_BYTES = 64
 _INT64S_PER_SIGNAL = SIGNAL_BYTES // 8
-# A wait polls this many times and lets other processes run in between, then it naps for 50 us to
-# 1 ms: there may be more ranks than cores, and waiting ranks must not slow a computing one down.
+# A wait polls this many times and yields to other processes in between; then it sleeps for 50 us to
+# 1 ms. There may be more ranks than cores, and waiting ranks must not slow down a computing one.
 _NUM_YIELDS = 10
 _SHORTEST_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 
-# Two places alternate. Writing the header of call e is safe because every rank has reached call
-# e - 1, so nobody reads headers of call e - 2 any more.
+# Two sets of headers alternate. Writing the header of call e is safe because every rank has reached
+# call e - 1, so no rank reads headers of call e - 2.
 _NUM_PLACES = 2
 
 
@@ -69,12 +69,12 @@ class HostSignals:
         self._fence = threading.Lock()
 
     def next_epoch(self, kind: Signal) -> int:
-        """Begin an epoch of this kind; all ranks begin the same epochs in the same order."""
+        """Start the next epoch of this kind; all ranks start the same epochs in the same order."""
         self._epochs[kind] += 1
         return self._epochs[kind]
 
     def coming_epoch(self, kind: Signal) -> int:
-        """Return the epoch that next_epoch() will begin."""
+        """Return the epoch that next_epoch() will start."""
         return self._epochs[kind] + 1
 
     def publish(self, kind: Signal) -> None:
@@ -105,9 +105,9 @@ class HostSignals:
         return (kind * self._world_size + source) * _INT64S_PER_SIGNAL
 
     def _order(self) -> None:
-        """Fence loads and stores of this process, by two rounds of a lock.
+        """Fence loads and stores of this process by acquiring and releasing a lock twice.
 
-        With one round, accesses from before and after could both move inside the round.
+        With one round, accesses from before and after it could both move inside and be reordered.
         """
         for _ in range(2):
             with self._fence:
@@ -118,7 +118,7 @@ class HostBoard:
     """A HeaderBoard in shared memory."""
 
     def __init__(self, calls: Calls) -> None:
-        """Attach the boards of all ranks.
+        """Map the boards of all ranks.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -142,7 +142,7 @@ class HostBoard:
 
         message: [W, MESSAGE_WORDS].
         """
-        # check() comes first, because a late rank still finds headers of ranks that have given up.
+        # Call check() first, because a late rank could still read headers of ranks that gave up.
         self._bounded.check()
         place = self._signals.next_epoch(Signal.HEADER_READY) % _NUM_PLACES
         for headers, words in zip(self._headers, message, strict=True):

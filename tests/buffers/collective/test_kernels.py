@@ -1,7 +1,7 @@
-"""The buffers over collectives with kernels in place of plain torch, interpreted between CPU ranks.
+"""The buffers over collectives with interpreted kernels in place of plain torch, on CPU ranks.
 
-Plain torch is what the other tests of these buffers run; the contract is the same. On GPUs these
-kernels are the only ones, and the suite of buffers runs them there.
+The other tests of these buffers run plain torch; the contract is the same. On GPUs these
+buffers use only kernels, and the buffer suite runs them there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODES = {
 
 @pytest.fixture
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let CPU tensors have the kernels that CUDA tensors have."""
+    """Use the kernels of CUDA tensors for CPU tensors."""
     monkeypatch.setitem(kernels_by_device._LOADERS, "cpu", kernels_by_device._LOADERS["cuda"])
 
 
@@ -39,7 +39,7 @@ def env_of(group: EPGroup, backend: str) -> buffer_suite.BufferEnv:
 
 
 def normal_mode_cases() -> list[object]:
-    """Scenarios in which kernels differ most from one another, and slowly all the others."""
+    """Return the scenarios in which kernels differ most, and all others as slow tests."""
     few = ("uneven", "aligned_holes", "stand_alone", "ids_out_of_range")
     return [
         name if name in few else pytest.param(name, marks=pytest.mark.slow)

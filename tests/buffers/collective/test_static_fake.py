@@ -1,4 +1,4 @@
-"""Low latency reads nothing on the host: it runs on tensors without data, where a read raises."""
+"""Low latency reads nothing on the host: it runs on fake tensors, where a read raises."""
 
 import os
 import subprocess
@@ -9,8 +9,8 @@ import pytest
 
 REPO = Path(__file__).parents[3]
 
-# A process of its own: the fake process group must not meet the one of other tests. bfloat16,
-# because grouped_mm knows no other dtype on tensors without data.
+# Run in a subprocess, so that the fake process group does not conflict with that of other tests.
+# Use bfloat16, because grouped_mm supports no other dtype on fake tensors.
 PROGRAM = """
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ dist.destroy_process_group()
 
 @pytest.fixture(scope="module")
 def lines() -> list[str]:
-    """Return the output of the program, a line for each config."""
+    """Return the output of the program, one line per config."""
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
         capture_output=True,

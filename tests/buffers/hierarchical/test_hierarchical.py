@@ -1,4 +1,4 @@
-"""The buffer made of two keeps the contract of a Buffer, on ranks that are said to be on hosts."""
+"""The hierarchical buffer keeps the contract of a Buffer on ranks of simulated hosts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LAYOUTS = MappingProxyType(
 
 
 def env_of(group: EPGroup, layout: str) -> buffer_suite.BufferEnv:
-    # Between GPUs NVLink carries no other rows inside a host.
+    # Between GPUs, NVLink supports no other rows inside a host.
     dtype = torch.bfloat16 if group.device.type == "cuda" else None
     return buffer_suite.BufferEnv(
         group=group,
@@ -44,7 +44,7 @@ def test_two_hosts_over_mpi_keep_the_contract(scenario: str, ep_ranks: MPI.Comm)
         buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
 
 
-# A plan predicts the bytes of the largest call, and "traffic" sends another.
+# A plan predicts the bytes of the largest call, but the scenario "traffic" sends another one.
 SCENARIOS = tuple(name for name in buffer_suite.SCENARIOS if name != "traffic")
 
 
@@ -57,7 +57,7 @@ def test_two_hosts_of_two_ranks_keep_the_contract(scenario: str) -> None:
 
 
 def on_every_rank(num_tokens: int, top_k: int, num_experts: int, _: torch.Generator) -> Tensor:
-    """Choose the first expert of each of K ranks, for all tokens."""
+    """Return ids that choose the first expert of each of K ranks, for all tokens."""
     ids = torch.arange(0, num_experts, num_experts // top_k, device="cpu")
     return ids.repeat(num_tokens, 1)
 

@@ -1,4 +1,4 @@
-"""Rows inside a host of GPUs take NVLink if its ranks can map one another's memory."""
+"""The inner buffer on GPU hosts is NVLink if the ranks can map one another's memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPEC = BufferSpec(
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: object) -> type[Any]:
-    """Return what four GPUs on two hosts take, of which the first reaches these."""
+    """Return the inner buffer of four GPUs on two hosts; `reach` is the reach of the first."""
     found = [{"reach": PeerReach(device=each, reached=("a", "b")).as_text()} for each in "abab"]
     found[0]["reach"] = PeerReach(device="a", reached=tuple(reached)).as_text()
     whole = SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Layers on a mesh of hosts take the buffer made of two, and equal the oracle."""
+"""Layers on a mesh of hosts use the hierarchical buffer and equal the oracle."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_layer_on_two_hosts_equals_the_oracle(scenario: str) -> None:
     with two_hosts() as group:
         chosen = plan(CONFIG, SPEC, group=group)
         assert chosen.prefill.backend == "hierarchical", chosen.explain()
-        # Sizes are read between hosts and inside.
+        # Counts are read between hosts and inside hosts.
         assert "host syncs a dispatch: 2" in chosen.explain()
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, CONFIG))
 

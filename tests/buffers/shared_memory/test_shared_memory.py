@@ -1,4 +1,4 @@
-"""Shared memory between ranks: room, growth, lifetimes, hosts, and ranks that are gone."""
+"""Shared memory between ranks: capacity, growth, lifetimes, hosts, and ended ranks."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(BackendUnavailable, match=wanted):
             HostMemory(group.calls, 100, phase="test")
         monkeypatch.undo()
-        # Beyond the limit of a container the kernel would end a rank.
+        # Beyond the memory limit of a container the kernel would kill a rank.
         monkeypatch.setattr(host_memory, "memory_left", lambda: 2**25 - group.rank)
         with pytest.raises(BackendUnavailable, match=rf"rank 1: .* memory: {2**25 - 1} B are left"):
             HostMemory(group.calls, 2**24, phase="test")
@@ -99,7 +99,7 @@ def test_a_rank_without_room_is_named_on_all(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_the_memory_of_another_process_is_not_attached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Imitate ranks that number processes in different ways."""
+    """Imitate ranks in different PID namespaces."""
     with EPGroup() as group:
         pids = [each["pid"] for each in group.calls.gather_records({"pid": os.getpid()})]
         if group.rank == 1:
@@ -133,7 +133,7 @@ def many_tokens(rank: int, world_size: int) -> int:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_calls_of_any_size_follow_one_another() -> None:
-    """Capacity for the first is 1 MiB; the second takes 5000 rows of 256 B from each rank."""
+    """Need 1 MiB in the first call, and 5000 rows of 256 B from each rank in the second."""
     with EPGroup() as group:
         env = env_of(group)
         few = BatchSpec(tokens_of_rank=some_tokens, choose_ids=random_ids, hidden_size=64)
@@ -174,7 +174,7 @@ def test_a_failed_growth_leaves_the_buffer_as_it_was(monkeypatch: pytest.MonkeyP
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize("part_bytes", [1, 300], ids=["a row at once", "some rows at once"])
 def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests of all buffers have less than one part; rows here take 128 B."""
+    """Send enough rows of 128 B for several parts; other tests need less than one."""
     monkeypatch.setattr(shared_memory, "_PART_BYTES", part_bytes)
     with EPGroup() as group:
         check_batch(env_of(group), BATCH_SPECS["uneven"])
@@ -191,8 +191,8 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
         dispatcher = DeepEPNormalDispatcher(group, SPEC, config)
         outs = [dispatcher.dispatch(x + number, topk) for number in range(4)]
         wanted = (
-            r"rows of batch 1 of shared_memory were overwritten by batch 4, as 3 may be in flight "
-            r"\(rank 0 of 2\)"
+            r"rows of batch 1 of shared_memory were overwritten by batch 4, because at most 3 may "
+            r"be in flight \(rank 0 of 2\)"
             if group.rank == 0
             else "a batch combined twice, .* on rank 0"
         )
@@ -203,7 +203,7 @@ def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_t
         for out in outs[1:]:
             rows = out.combine_input(out.hidden_states.data.clone(), rows_per=RowsPer.ROW)
             y.append(dispatcher.combine(rows))
-    # Experts that change nothing, on one or two ranks.
+    # Identity experts, on one or two ranks.
     num_ranks_of_token = torch.tensor([len({int(i) // 4 for i in row}) for row in ids])
     for number, found in enumerate(y, start=1):
         assert torch.equal(found, (x + number) * num_ranks_of_token.unsqueeze(1))
@@ -240,8 +240,8 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(monkeypatch: pytest.Mon
         assert chosen.backend == "shared_memory"
         assert chosen.limits()["batches in flight"] == "at most 3"
         regions = {region.name: region.max_bytes for region in chosen.regions()}
-        # A row of 16 floats with 2 ids and 2 weights is 80 bytes, and home, in backward, with 2
-        # weights it is 72, up to a multiple of 16.
+        # A row of 16 floats with 2 ids and 2 weights is 80 bytes. In the backward of dispatch, a
+        # row with 2 gradients of weights is 72 bytes, padded to a multiple of 16.
         assert regions["received rows"] == 3 * NUM_RANKS * 1024 * 80
         assert regions["returned rows"] == 2 * NUM_RANKS * 1024 * 80
         needed = NUM_RANKS * (regions["received rows"] + regions["returned rows"])

@@ -427,12 +427,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     // Whoever has nothing more to send helps.
     reduce(a, ring, epoch, failed != 0);
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();
-        if (atomicAdd(a.state + COMBINE_LEFT, 1) == gridDim.x - 1) {
-            a.state[COMBINE_LEFT] = 0;
-            a.state[COMBINE_TOKENS] = 0;
-            a.state[COMBINE_EPOCH] = epoch;
-        }
+    if (threadIdx.x == 0 && arrive_here(a.state + COMBINE_LEFT) == (int)gridDim.x - 1) {
+        a.state[COMBINE_LEFT] = 0;
+        a.state[COMBINE_TOKENS] = 0;
+        a.state[COMBINE_EPOCH] = epoch;
     }
 }

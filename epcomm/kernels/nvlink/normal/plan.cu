@@ -65,12 +65,12 @@ __device__ void mark(const Arguments& a, Plan& plan, int start, int end) {
     for (int turn = 0; turn < PLAN_TURNS; ++turn) {
         const int i = threadIdx.x + turn * 32 * PLANNERS, token = i / TOP_K;
         const int expert = expert_of(plan, ids[turn]);
-        if (ids[turn] < -1 || ids[turn] >= EXPERTS) plan.is_bad = 1;
+        if (ids[turn] < -1 || ids[turn] >= EXPERTS) atomicOr(&plan.is_bad, 1);
         if (i < num_entries) plan.experts[i] = expert;
         if (expert < 0) continue;
         const u32 bit = 1u << token % 32;
         if (atomicOr(plan.bits + expert * GROUP_WORDS + token / 32, bit) & bit) {
-            plan.has_repeats = 1;
+            atomicOr(&plan.has_repeats, 1);
             // Of the first pass; the second one counts in count_repeats().
             atomicAdd(plan.own + expert, 1);
         }
@@ -149,7 +149,7 @@ __device__ void sum_earlier(const Arguments& a, Plan& plan) {
             sum += __ldcg(a.scratch + (i64)other * SCRATCH_WORDS + i);
         }
         if (i < COUNTERS) plan.before[i] = sum;
-        else if (sum) plan.is_bad = 1;
+        else if (sum) atomicOr(&plan.is_bad, 1);
     }
 }
 

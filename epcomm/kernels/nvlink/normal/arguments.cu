@@ -1,4 +1,4 @@
-// The arguments of dispatch.cu, and what its parts all know.
+// The arguments of dispatch.cu, and constants of all its parts.
 
 constexpr int EXPERTS = WORLD * LOCAL;
 constexpr int WARPS = COPIERS + HELPERS;

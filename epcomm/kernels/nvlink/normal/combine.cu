@@ -7,24 +7,24 @@
 // wire is busy.
 //
 // Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
-// previous one. A rank that has that signal stores there, and releases the number of the combine into
+// previous one. A rank that has this signal stores there, and releases the number of the combine into
 // the signal of the item, which the reducer acquires.
 //
 // The warps of a block have three roles. Senders take the rows of an item in turn. A releaser sets the
 // signals of items that all senders of its block have sent: its fence waits for the wire, and senders
 // need not. Reducers take a token each, acquire the signals of the items that hold its sums, and add
-// them up. Senders wait for no reducer, and all reduce when all is sent. No more blocks than SMs: every
-// rank would wait for one that does not run yet.
+// them up. Senders wait for no reducer, and become reducers when all is sent. A launch has no more blocks
+// than SMs: otherwise ranks would wait for a block that does not run yet.
 //
-// The copy engine brings pieces of rows into a ring of shared memory that each warp has for itself:
-// the bytes in flight decide how fast a few SMs read, and registers would hold less. Pieces of a
-// sender's next row are in flight before its last one is summed.
+// Each warp has a ring of shared memory into which the copy engine brings pieces of rows: bytes in flight
+// decide how fast a few SMs read, and registers would hold fewer. Pieces of a sender's next row are in
+// flight before the current row is summed.
 //
 // Comes after ptx.cu and peers.cu. Constants besides those of peers.cu: ROW_KIND (of the numbers in a
 // row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers in a row of a multiple of 16 bytes), TOP_K and
 // WORLD (at most 32), K_LANES, MAX_TOKENS, ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES,
 // PIECE (bytes, a multiple of 512), the offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT,
-// RETURNED_AT, RETURNED_SCALARS_AT, the places in the state that common/epochs.py has, and waits of
+// RETURNED_AT, RETURNED_SCALARS_AT, the positions in the state of exchange.py, and waits of
 // epcomm/protocol.py.
 
 constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
@@ -32,11 +32,11 @@ constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
 constexpr int NUMBERS = 16 / NUMBER_BYTES;
 constexpr int ROW_BYTES = NUMBER_BYTES * HIDDEN;
 constexpr int PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
-// No more than a row has, so that those in flight are of one row and of the next.
+// At most the pieces of a row, so that pieces in flight are of one row and of the next.
 constexpr int RING = STAGES < PIECES ? STAGES : PIECES;
-// Vectors of 16 bytes that a lane has of a piece.
+// Vectors of 16 bytes that a lane adds of a piece.
 constexpr int UNROLL = PIECE / 512;
-// A releaser, too.
+// One warp is the releaser.
 constexpr int WARPS = SENDERS + 1 + REDUCERS;
 #define NOT_A_NUMBER __int_as_float(0x7fc00000)
 
@@ -115,8 +115,7 @@ __device__ void load_bias(float (&sum)[NUMBERS], const float* from) {
     }
 }
 
-// Rows that are added up: those of the lanes in `mask`, each of which holds where its row begins, and
-// its weight.
+// Rows that are added up: one of each lane in `mask`, with its address and its weight.
 struct Rows {
     u64 from;
     float weight;
@@ -130,8 +129,8 @@ struct Ring {
     int stage;     // of the next piece to be read
     u32 parity;
     bool is_begun;  // pieces of the row that comes next are under way
-    u32 left;       // of the row that is brought in: lanes that its piece is still to come from
-    int piece;
+    u32 left;       // lanes whose rows' current piece is not brought in yet
+    int piece;      // that is brought in
 };
 
 // Begin to bring in the next piece of `rows`, into a stage that was read.
@@ -150,8 +149,8 @@ __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     }
 }
 
-// Add up a row of `bias`, where there is one, and rows, in the order of lanes, into `to`; meanwhile
-// begin with those of `next`, if it has any. All lanes of the warp take part.
+// Store at `to` the sum of `bias`, where there is one, and of `rows` in the order of lanes. Begin to bring
+// in the rows of `next`, if there are any, at the same time. By all lanes of the warp.
 template <bool HAS_WEIGHTS>
 __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const float* bias,
                          char* to) {
@@ -215,7 +214,7 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
     ring.is_begun = rows.mask ? next.mask != 0 : ring.is_begun;
 }
 
-// Write a row of numbers that are none.
+// Write a row of NaN.
 __device__ void write_void(char* to) {
     const u32 both = ROW_KIND == FLOAT32 ? 0x7fc00000u : ROW_KIND == FLOAT16 ? 0x7e007e00u : 0x7fc07fc0u;
 #pragma unroll 1
@@ -224,7 +223,7 @@ __device__ void write_void(char* to) {
     }
 }
 
-// The rows of one warp of senders: of items p, p + P, ... of block p, each SENDERS-th.
+// A row of a warp of senders, which sends each SENDERS-th row of items p, p + P, ... of block p.
 struct Cursor {
     int number;  // of the item, over all sources
     int place;   // among the rows of the source
@@ -232,7 +231,7 @@ struct Cursor {
     int source;
 };
 
-// Each rank begins elsewhere, so that they do not all store to the same one.
+// Each rank begins with itself, so that not all store to the same rank.
 __device__ int source_of(const Arguments& a, int number) { return (number + a.rank) % WORLD; }
 
 __device__ bool is_sent(const Arguments& a, int number) {
@@ -240,7 +239,7 @@ __device__ bool is_sent(const Arguments& a, int number) {
     return number / WORLD * ITEM_ROWS < a.rows_from[source] && takes_part(a, source);
 }
 
-// Go on to the next row, or behind the last.
+// Go to the next row, or past the last one.
 __device__ void advance(const Arguments& a, Cursor& at, int num_items) {
     at.place += SENDERS;
     while (at.place >= at.end && at.number < num_items) {
@@ -254,7 +253,7 @@ __device__ void advance(const Arguments& a, Cursor& at, int num_items) {
     }
 }
 
-// The slot of each lane, -1 for none; of a cursor behind the last row none.
+// The slot of each lane, or -1: no slot, or the cursor is past the last row.
 __device__ int slot_at(const Arguments& a, const Cursor& at, int num_items) {
     const int lane = threadIdx.x % 32;
     if (at.number >= num_items) return -1;
@@ -270,8 +269,8 @@ __device__ Rows rows_of(const Arguments& a, int slot) {
     return rows;
 }
 
-// Items p, p + P, ... of block p: the sums of ITEM_ROWS rows of one source each.
-__device__ void send(const Arguments& a, Ring& ring, u32* num_left_behind, int num_items) {
+// Send items p, p + P, ... of block p: sums of ITEM_ROWS rows of one source each.
+__device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num_items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     u64 num_sent = 0;
     // Slots are looked up two rows ahead, weights one.
@@ -303,23 +302,23 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_left_behind, int n
         }
         __syncwarp();
         // Acquired by the releaser.
-        if (lane == 0) release_in_block(num_left_behind + warp, ++num_items_done);
+        if (lane == 0) release_in_block(num_completed + warp, ++num_items_done);
     }
     if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
 }
 
-// Set the signals of items that all senders of this block have left behind, in their order.
-__device__ void release_items(const Arguments& a, const u32* num_left_behind, int epoch,
+// Set the signals of items that all senders of this block have completed, in order.
+__device__ void release_items(const Arguments& a, const u32* num_completed, int epoch,
                               int num_items) {
     const int lane = threadIdx.x % 32;
     const int num_own = num_items <= (int)blockIdx.x
         ? 0 : (num_items - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
     int num_released = 0;
     while (num_released < num_own) {
-        const u32 mine = lane < SENDERS ? acquired_in_block(num_left_behind + lane) : ALL_LANES;
+        const u32 mine = lane < SENDERS ? acquired_in_block(num_completed + lane) : ALL_LANES;
         const int num_done = (int)__reduce_min_sync(ALL_LANES, mine);
         __syncwarp();
-        // A fence for up to 32 items.
+        // One fence covers up to 32 items.
         const int own = num_released + lane;
         const int number = (int)blockIdx.x + own * (int)gridDim.x;
         if (own < num_done && is_sent(a, number)) {
@@ -333,19 +332,20 @@ __device__ void release_items(const Arguments& a, const u32* num_left_behind, in
     }
 }
 
-// The next token that no warp of this rank has taken; in order, as their sums come.
+// Take the next token that no warp of this rank has taken: sums arrive in the order of tokens. Returns it
+// on lane 0.
 __device__ int take_token(const Arguments& a) {
     int token = 0;
     if (threadIdx.x % 32 == 0) token = atomicAdd(a.state + COMBINE_TOKENS, 1);
     return token;
 }
 
-// One token a warp: the sums of all ranks, in their order.
+// Add up the sums of all ranks for a token a warp, in the order of ranks.
 __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_failed) {
     const int lane = threadIdx.x % 32;
     int token = __shfl_sync(ALL_LANES, take_token(a), 0);
     while (token < a.num_tokens) {
-        // Known by the time that this one is done.
+        // Taken before this token is reduced, which hides the latency of the addition.
         const int next = take_token(a);
         int place = -1;
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
@@ -380,21 +380,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_rows(const Arguments a) {
     __shared__ int failed;
     __shared__ int most;
-    __shared__ u32 num_left_behind[SENDERS];
+    __shared__ u32 num_completed[SENDERS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const u32 pieces = dynamic_memory();
     Ring ring = {pieces + warp * (RING * PIECE), pieces + WARPS * RING * PIECE + warp * (RING * 8),
                  0, 0, false, 0, 0};
     if (lane < RING) begin_barrier(ring.barriers + 8 * lane);
     publish_barriers();
-    if (threadIdx.x < SENDERS) num_left_behind[threadIdx.x] = 0;
+    if (threadIdx.x < SENDERS) num_completed[threadIdx.x] = 0;
     const int epoch = a.state[COMBINE_EPOCH] + 1;
     // Ranks may be one combine apart.
     const u64 combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (4 * WORLD);
     if (warp == 0) {
         if (blockIdx.x == 0 && takes_part(a, lane)) {
-            // Another dispatch took the receive buffer, such as that of a graph: the host of a replay
-            // counts nothing.
+            // Whether another dispatch took the receive buffer. The host cannot know of the replay of a
+            // graph.
             const bool is_overwritten = !a.status && a.buffer_index >= 0
                 && a.state[BUFFER_MARKS + a.buffer_index] != a.has_failed[1];
             store_far((int*)(a.table[lane] + combine_status_at + 4 * a.rank),
@@ -402,12 +402,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         }
         __syncwarp();
         if (blockIdx.x == 0 && takes_part(a, lane)) {
-            // Awaited below, on every rank: this one has done with the sums of its last combine.
+            // Awaited below on every rank: this rank no longer reads the sums of the last combine.
             add_released(a.table[lane] + COMBINE_BEGIN_AT + 4 * a.rank, 1);
         }
         const u64 word = takes_part(a, lane) ? a.own + COMBINE_BEGIN_AT + 4 * lane : 0;
         bool is_there = wait(a, word, epoch, WAIT_COMBINE_BEGIN);
-        // As in dispatch: where others have given up, this rank must not disturb them.
+        // As in dispatch: ranks that ended their wait may have excluded this one.
         const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
         if (is_there && aborted) abort_ranks(a, 0, aborted, WAIT_COMBINE_BEGIN, epoch);
         is_there = is_there && !aborted;
@@ -422,9 +422,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     }
     __syncthreads();
     const int num_items = failed ? 0 : (most + ITEM_ROWS - 1) / ITEM_ROWS * WORLD;
-    if (warp < SENDERS) send(a, ring, num_left_behind, num_items);
-    else if (warp == SENDERS) release_items(a, num_left_behind, epoch, num_items);
-    // Whoever has nothing more to send helps.
+    if (warp < SENDERS) send(a, ring, num_completed, num_items);
+    else if (warp == SENDERS) release_items(a, num_completed, epoch, num_items);
+    // Warps that have sent their rows reduce, too.
     reduce(a, ring, epoch, failed != 0);
     __syncthreads();
     if (threadIdx.x == 0 && arrive_here(a.state + COMBINE_LEFT) == (int)gridDim.x - 1) {

@@ -1,20 +1,24 @@
-// Dispatch of normal mode over NVLink: what normal_dispatch_send.py and normal_dispatch_recv.py do, in
-// one launch, with the same signals and places.
+// Dispatch of normal mode over NVLink, in one launch: each token is stored once in the receive buffer of
+// each rank that has one of its experts, and the rank writes an expert-major index over the rows.
 //
-// All warps of a block but the last plan its tokens, while the last waits for all ranks to begin. Then
-// copiers push rows, and helpers send metadata, which is counted as ready on its own, scales, and write
-// the index over what all ranks send here, while rows are on the wire. Block 0 waits for the rows of all
-// ranks in the end. No more blocks than SMs: they wait for one another.
+// While the last warp of a block waits for all ranks to begin, the other warps plan its tokens. Then
+// copiers push rows. Helpers send metadata, signal that it is there, send scales, and write the index over
+// the rows that come to this rank, while rows are on the wire. Block 0 waits for the rows of all ranks in
+// the end. A launch has no more blocks than SMs, because blocks wait for one another.
 //
-// A cached dispatch plans and indexes nothing: rows alone travel.
+// Memory order: a rank signals that it has begun a dispatch, so it no longer reads the receive buffer.
+// A rank that has this signal stores there. Each block releases its rows, once the copy engine has stored
+// them, by an addition to the signal of its rank; block 0 of the receiver acquires the sum. Metadata has a
+// signal of its own, which the last block to send any releases.
 //
-// Behind peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu.
+// A cached dispatch has a plan already: it sends rows alone, and writes no index.
 //
-// Defined before, beside what peers.cu wants: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED,
-// COPIERS, HELPERS, SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and
-// strides of scales), IS_PLANNED, LOCAL, TOP_K (at most 32), K_LANES, MAX_TOKENS, ALIGNMENT,
-// SCRATCH_WORDS, the offsets and strides of common/layout.py, the places in the state of
-// common/epochs.py, and waits, codes and flags of epcomm/protocol.py.
+// Comes after ptx.cu, peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu. Constants besides
+// those of peers.cu: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED, COPIERS, HELPERS,
+// SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and strides of scales),
+// IS_PLANNED, LOCAL, TOP_K (at most 32), K_LANES, MAX_TOKENS, ALIGNMENT, SCRATCH_WORDS, the offsets and
+// strides of common/layout.py, the positions in the state of exchange.py, and waits, codes and flags of
+// epcomm/protocol.py.
 
 // Wait for all ranks to begin; by the last warp of a block.
 __device__ bool begin(const Arguments& a, int epoch) {
@@ -24,17 +28,17 @@ __device__ bool begin(const Arguments& a, int epoch) {
     if (blockIdx.x == 0 && takes) add_released(a.table[lane] + DISPATCH_BEGIN_AT + 4 * a.rank, 1);
     const u64 word = takes ? a.own + DISPATCH_BEGIN_AT + 4 * lane : 0;
     if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;
-    // Where others have given up, they may have gone on without this rank, which must not disturb them,
-    // though they had begun.
+    // Ranks that ended their wait may have excluded this one, which must not store to them, although
+    // they had begun.
     const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
     if (aborted) abort_ranks(a, 0, aborted, WAIT_DISPATCH_BEGIN, epoch);
     return !aborted;
 }
 
-// All rows and scales of this block are stored: add it to the signals of all ranks.
+// Add this block, whose rows and scales are all stored, to the signals of all ranks.
 __device__ void publish_rows(const Arguments& a) {
     const int lane = threadIdx.x % 32;
-    // A rank of fewer SMs than programs has fewer blocks.
+    // A launch may have fewer blocks than receivers count; block 0 adds the others.
     const int amount = blockIdx.x == 0 ? a.num_senders - (int)gridDim.x + 1 : 1;
     if (takes_part(a, lane)) add_released(a.table[lane] + ROWS_READY_AT + 4 * a.rank, amount);
 }
@@ -116,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
         if (is_last) {
             a.state[DISPATCH_LEFT] = 0;
             a.state[DISPATCH_EPOCH] = epoch;
-            // Read by combine, of this dispatch and of the one before in this receive buffer.
+            // Combine compares it: a batch whose receive buffer a later dispatch took has another mark.
             a.state[BUFFER_MARKS + a.buffer_index] = mark_of(epoch);
         }
         empties = is_last && atomicOr(a.state + DISPATCH_LOST, 0) != 0;

@@ -1,5 +1,5 @@
-// The expert-major index over rows that come: what normal_dispatch_recv.py does, from headers and
-// metadata that are here before the rows, so that it is written while rows are on the wire.
+// Write the expert-major index over the rows that come to this rank. Headers and metadata arrive before the
+// rows, so it is written while rows are on the wire.
 
 struct Index {
     int counts[EXPERTS];         // slots of each expert, of all ranks
@@ -34,7 +34,8 @@ __device__ int header_of(u64 headers, int source, int word) {
     return (int)watched(headers + (u64)source * HEADER_BYTES + 4 * word);
 }
 
-// The fault code of the rank of each lane, as _codes() of normal_dispatch_recv.py.
+// The fault code of the rank of each lane: its own code, or that of a call that differs from the others or
+// needs more slots than there are. All ranks compute the same codes.
 __device__ int code_of(const Arguments& a, u64 headers, bool takes, int needed) {
     const int lane = threadIdx.x % 32;
     const int status = takes ? header_of(headers, lane, 0) : 0;
@@ -142,7 +143,7 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     helpers_meet();
 }
 
-// The entries of all rows, by all helpers of all blocks.
+// Write the entries of all rows, by all helpers of all blocks.
 __device__ void index_entries(const Arguments& a, const Index& index, u64 metadata, int helper) {
     constexpr int BATCH = 4;
     const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
@@ -184,7 +185,7 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
     }
 }
 
-// Rows that nobody sent, where M have memory and fewer came.
+// Write the entries of rows that no rank sent, where there is a budget of rows.
 __device__ void pad_rows(const Arguments& a, const Index& index, int helper) {
     const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
     const int num_rows = index.row_bases[WORLD - 1] + index.rows_from[WORLD - 1];
@@ -197,7 +198,7 @@ __device__ void pad_rows(const Arguments& a, const Index& index, int helper) {
     }
 }
 
-// Slots that no row has: behind those of an expert, and behind the last where there is a budget.
+// Write the slots without a row: after those of each expert, and after the last one with a budget.
 __device__ void pad(const Arguments& a, const Index& index, int helper) {
     const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
     if (ALIGNMENT > 1) {
@@ -218,7 +219,7 @@ __device__ void pad(const Arguments& a, const Index& index, int helper) {
     }
 }
 
-// Take back all that was indexed, where some block was lost: it has not written its entries. By all
+// Write an empty index, because a block whose wait ended by a timeout has not written its entries. By all
 // threads of the last block to leave.
 __device__ void empty_index(const Arguments& a) {
     const int rows = a.has_row_budget ? MAX_TOKENS : WORLD * MAX_TOKENS;

@@ -1,10 +1,10 @@
-// What travels beside the rows: metadata and scales of tokens, and the header of a rank.
+// Send what belongs to the rows: metadata and scales of tokens, and the header of this rank.
 
-// Tokens whose words a helper has under way at once.
+// Tokens whose words a helper warp loads before it stores any.
 constexpr int TOKENS = 4;
 constexpr int METADATA_TURNS = (3 * K_LANES + 31) / 32;
 
-// A word of the metadata, of the expert before it is known whose it is.
+// A word of the metadata of a token. That of an expert is its global id.
 __device__ int metadata_word(const Arguments& a, int token, int word) {
     const int k = word % K_LANES;
     const i64 at = (i64)token * TOP_K + k;
@@ -16,7 +16,7 @@ __device__ int metadata_word(const Arguments& a, int token, int word) {
     return word < 2 * K_LANES ? a.positions[at] : __float_as_int(a.weights[at]);
 }
 
-// Each token of the block to the ranks that it goes to: by all helpers.
+// Send the metadata of each token of the block to the ranks of its experts, by all helpers.
 __device__ void send_metadata(const Arguments& a, int first, int end, u64 buffer_at, int helper) {
     const int lane = helper % 32;
     const u64 home = takes_part(a, lane)
@@ -64,7 +64,7 @@ typedef unsigned short Scale;
 typedef unsigned char Scale;
 #endif
 
-// The same with scales.
+// Send the scales of each token of the block to the ranks of its experts, by all helpers.
 __device__ void send_scales(const Arguments& a, int first, int end, u64 buffer_at, int helper) {
     constexpr int UNITS = SCALE_ROW_BYTES / SCALE_UNIT;
     const int lane = helper % 32;
@@ -100,8 +100,8 @@ __device__ void send_scales(const Arguments& a, int first, int end, u64 buffer_a
 }
 #endif
 
-// Tell every rank what this one sends to all of them: all ranks see the same totals. By all helpers of
-// the last block.
+// Send the counts of this rank for all ranks to each of them, so that all compute the same totals. By all
+// helpers of the last block.
 __device__ void send_headers(const Arguments& a, const Plan& plan, u64 buffer_at, int helper) {
     int status = a.status;
     if ((status & FAULT_MASK) == 0 && plan.is_bad) status += FAULT_IDS;
@@ -114,27 +114,27 @@ __device__ void send_headers(const Arguments& a, const Plan& plan, u64 buffer_at
             store_far(header + 1, a.wanted_tokens);
         }
         for (int i = helper; i < COUNTERS; i += 32 * HELPERS) {
-            // Rows for each rank are in front.
+            // Counts of rows for each rank come first.
             const int word = i < EXPERTS ? WORLD + i : i - EXPERTS;
             store_far(header + HEADER_WORDS + word, is_sent ? plan.before[i] : 0);
         }
     }
 }
 
-// For the count of what was sent, as its host reads it. By one thread.
+// Count the headers sent, for BufferTraffic. By one thread.
 __device__ void count_headers(const Arguments& a) {
     u64 num_notified = 0;
     for (int peer = 0; peer < WORLD; ++peer) num_notified += peer != a.rank && takes_part(a, peer);
     atomicAdd(a.counters, num_notified);
 }
 
-// Whoever comes last of the blocks of this rank says that headers and metadata are there. By one warp.
+// The last block of this rank to arrive signals all ranks that headers and metadata are there. By one warp.
 __device__ void publish_counts(const Arguments& a) {
     const int lane = threadIdx.x % 32;
     int before = 0;
     if (lane == 0) before = arrive_here(a.state + DISPATCH_COUNTED);
     if (__shfl_sync(ALL_LANES, before, 0) != (int)gridDim.x - 1) return;
-    // What lane 0 has acquired, the other lanes release.
+    // The other lanes release what lane 0 has acquired.
     __syncwarp();
     if (lane == 0) a.state[DISPATCH_COUNTED] = 0;
     // Read in index_rows() of every rank.

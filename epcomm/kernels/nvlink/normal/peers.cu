@@ -1,15 +1,15 @@
-// What the kernels in CUDA C++ of a rank share: how they wait for other ranks as common/signals.py does,
-// with the same words and the same bits, and how the copy engine brings rows into shared memory.
+// How dispatch and combine wait for other ranks, and report a timeout. Words and bits are those of
+// common/signals.py in low latency.
 //
 // Arguments of a kernel have `own` (the address of this rank's block), `table` and `excluded` of
 // PeerBlocks, `report`, `rank` and `max_polls`.
 //
-// Defined before: WORLD (at most 32), the places in a report that epcomm/protocol.py has, and
-// LOOKS_PER_TICK and POLL_BITS of common/signals.py.
+// Comes after ptx.cu. Constants: WORLD (at most 32), the positions in a report of epcomm/protocol.py, and
+// LOOKS_PER_TICK and POLL_BITS of common/exchange.py.
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 
-// What words hold that are written in some epochs alone: never 0, which words hold at first.
+// The value of a word that is written only in some epochs: never 0, the value before the first.
 __device__ int mark_of(int epoch) { return epoch ? epoch : (int)0x80000000u; }
 
 template <class A>
@@ -17,7 +17,8 @@ __device__ bool takes_part(const A& a, int rank) {
     return rank < WORLD && (a.excluded == nullptr || a.excluded[rank] == 0);
 }
 
-// Report that the lanes in `missing` wait in vain, or that some rank did before; tell all ranks.
+// Report to the host that the signals of the lanes in `missing` did not come, and end the waits of all
+// ranks; or report that another rank has ended them.
 template <class A>
 __device__ void abort_ranks(const A& a, u32 missing, u32 aborted, int phase, int epoch) {
     const int lane = threadIdx.x % 32;
@@ -33,12 +34,12 @@ __device__ void abort_ranks(const A& a, u32 missing, u32 aborted, int phase, int
     if (lane == 0) a.report[REPORT_WAIT] = phase;
     __syncwarp();
     // Watched by wait(), on every rank. Its bits are those of abort_if_missing() in common/signals.py.
-    const u32 told = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
-    if (takes_part(a, lane)) release(a.table[lane], told + a.rank + 1);
+    const u32 reported = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
+    if (takes_part(a, lane)) release(a.table[lane], reported + a.rank + 1);
 }
 
-// The polls that are left after this look, of `polls` before it, as polls_spent() of common/signals.py
-// counts them. By a whole warp, whose lanes may read the clock at other times.
+// The polls that are left after this look, of `polls` before it: one for each 2**POLL_BITS nanoseconds.
+// Called by a whole warp, which uses the clock of lane 0.
 __device__ int polls_left(int polls, u32 looks, u64& end_ns) {
     if (looks % LOOKS_PER_TICK != 0) return polls;
     const u64 now_ns = __shfl_sync(ALL_LANES, clock_ns(), 0);
@@ -49,15 +50,15 @@ __device__ int polls_left(int polls, u32 looks, u64& end_ns) {
     return over < (u64)polls ? polls - (int)over : 0;
 }
 
-// Whether a signal is not there yet. EXACT: it is a mark, which the next epoch does not overtake and
-// which does not grow with each epoch; else a signal that does, and may be ahead.
+// Whether a signal is not there yet. EXACT: the word is a mark, which is not written in each epoch and
+// never ahead of this one. Otherwise it is a number that grows with each epoch, and may be ahead.
 template <bool EXACT>
 __device__ bool is_behind(u32 word, int epoch) {
     return EXACT ? (int)word != mark_of(epoch) : (int)(word - (u32)epoch) < 0;
 }
 
-// Wait until the signals of the lanes that have one are `epoch`; whether they are, for all lanes.
-// What their ranks had stored before can be loaded then, by all lanes.
+// Wait until the signal of each lane that has one is `epoch`. Returns whether all are, on all lanes: these
+// may then load what the ranks stored before their signals.
 template <bool EXACT = false, class A>
 __device__ bool wait(const A& a, u64 word, int epoch, int phase) {
     u32 missing = ALL_LANES, aborted = 0;

@@ -1,14 +1,15 @@
-// Plan where the tokens of a rank go: what normal_plan.py does, with bits in shared memory.
+// Plan where the tokens of a rank go: the place of a token among the rows for each rank, and the position
+// of an entry among the slots of its expert, in the order of tokens.
 //
-// The warps of a block but the last plan its run of tokens. They count, tell the later blocks, sum up
-// what the earlier ones told, and write places and positions. All blocks run at once, so the wait for
-// the earlier ones is short.
+// All warps of a block except the last one plan its run of tokens. They count tokens, release the counts
+// to later blocks, add up the counts of earlier blocks, and write places and positions. All blocks run at
+// the same time, so the wait for earlier blocks is short.
 //
-// A token is a bit of each of its experts. Where a token names an expert twice, which the bit does not
-// show, the entries of a group are compared with one another instead.
+// Counts are bits in shared memory: each expert has a bit for each token of a group. The bit does not show
+// that a token names an expert twice; then the entries of the group are compared with one another.
 
 constexpr int GROUP = 128, GROUP_WORDS = GROUP / 32;
-// Of each expert and, behind them, of each rank.
+// Counters of experts, followed by those of ranks.
 constexpr int COUNTERS = EXPERTS + WORLD;
 constexpr int GROUP_ENTRIES = GROUP * TOP_K;
 constexpr int PLAN_TURNS = (GROUP_ENTRIES + 32 * PLANNERS - 1) / (32 * PLANNERS);
@@ -17,11 +18,11 @@ struct Plan {
     u32 bits[COUNTERS * GROUP_WORDS];  // of the tokens of a group
     short experts[GROUP_ENTRIES];      // of the entries of a group, -1 for none
     int own[COUNTERS];                 // of this block
-    int before[COUNTERS];              // of earlier blocks and groups; in the end of this block, too
+    int before[COUNTERS];              // of earlier blocks and groups; of this block, too, in the end
     bool takes[WORLD];
     bool is_lost;      // the counts of an earlier block did not come
-    int has_repeats;  // some token of this block names an expert twice
-    int is_bad;  // this block or an earlier one has met an id out of range
+    int has_repeats;  // a token of this block names an expert twice
+    int is_bad;       // an id of this block or of an earlier one is out of range
 };
 
 __device__ void planners_meet() { meet<1, 32 * PLANNERS>(); }
@@ -135,12 +136,12 @@ __device__ bool await_earlier(const Arguments& a, int epoch) {
             polls = polls_left(polls, looks, end_ns);
         }
     }
-    // This rank itself is late: its blocks do not run at the same time.
+    // The rank that is missing is this one: its blocks do not run at the same time.
     if (is_missing) abort_ranks(a, 1u << a.rank, 0, WAIT_DISPATCH_BEGIN, epoch);
     return !is_missing;
 }
 
-// Sum up what the earlier blocks have counted.
+// Add up the counts of earlier blocks.
 __device__ void sum_earlier(const Arguments& a, Plan& plan) {
     for (int i = threadIdx.x; i <= COUNTERS; i += 32 * PLANNERS) {
         int sum = 0;
@@ -153,7 +154,8 @@ __device__ void sum_earlier(const Arguments& a, Plan& plan) {
     }
 }
 
-// Plan the tokens from `first` to `end`. By all planners; the last block needs the sums in any case.
+// Plan the tokens from `first` to `end`, by all planners. The last block needs the sums even if it has no
+// tokens.
 __device__ void plan_tokens(const Arguments& a, Plan& plan, int first, int end, int epoch) {
     for (int i = threadIdx.x; i < WORLD; i += 32 * PLANNERS) plan.takes[i] = takes_part(a, i);
     for (int i = threadIdx.x; i < COUNTERS; i += 32 * PLANNERS) plan.own[i] = 0;
@@ -184,7 +186,7 @@ __device__ void plan_tokens(const Arguments& a, Plan& plan, int first, int end, 
     sum_earlier(a, plan);
     planners_meet();
     for (int start = first; start < end; start += GROUP) {
-        // The bits of a run of one group are there still.
+        // A run of one group still has its bits.
         if (end - first > GROUP) mark(a, plan, start, end);
         place(a, plan, start, end);
         planners_meet();

@@ -1,12 +1,13 @@
-// Push the rows of a block's tokens, each to all ranks that it goes to, by the copy engine.
+// Store the rows of a block's tokens on all ranks of their experts, by the copy engine.
 //
-// A copier is a warp with a ring of pieces in shared memory: a piece is brought in once, and stored in
-// the memory of every rank from there. A stage is filled again when the stores of its piece have read
-// it. The first pieces are brought in while places are planned.
+// A copier is a warp with a ring of pieces in shared memory. A piece is brought in once, and stored from
+// there in the memory of each rank. A stage is filled again once the stores of its piece have read it. The
+// first pieces are brought in while places are planned.
 
 constexpr int PIECES = (ROW_BYTES + MAX_PIECE - 1) / MAX_PIECE;
 constexpr int PIECE = (ROW_BYTES / 16 + PIECES - 1) / PIECES * 16;
-// From the stage of a piece to the one that is filled again then: the last STORED pieces may be unread.
+// Distance from the stage of a piece to the stage that is filled next: the stores of the last STORED pieces
+// may not have read theirs.
 constexpr int AHEAD = STAGES - STORED;
 
 struct Ring {
@@ -18,7 +19,7 @@ struct Ring {
 
 __device__ u32 bytes_of(int piece) { return min(PIECE, ROW_BYTES - piece * PIECE); }
 
-// Begin to bring in the piece `item` of this warp; by one lane.
+// Begin to bring in piece `item` of this warp, by one lane.
 __device__ void bring(const Arguments& a, const Ring& ring, int item, int stage) {
     const int piece = item % PIECES;
     const i64 token = ring.first + item / PIECES * COPIERS;
@@ -42,7 +43,7 @@ __device__ Ring begin_ring(const Arguments& a, u32 memory, int first, int end) {
     return ring;
 }
 
-// Wait for what begin_ring() has begun, and nothing else: a block must not end before.
+// Wait for the pieces of begin_ring(): a block must not end before they are in shared memory.
 __device__ void leave_ring(const Ring& ring) {
     for (int item = 0; item < min(STAGES, ring.num_items); ++item) {
         while (!has_ended(ring.barriers + 8 * item, 0)) {
@@ -55,10 +56,10 @@ __device__ int place_of(const Arguments& a, int token, int end, bool takes) {
     return token < end && takes ? a.places[(i64)token * WORLD + threadIdx.x % 32] : -1;
 }
 
-// Push the rows of this warp's tokens; they are there when it returns.
+// Store the rows of this warp's tokens on all ranks; they are stored when it returns.
 __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_at) {
     const int lane = threadIdx.x % 32;
-    // A dispatch leaves excluded ranks out; a cached plan may be older than the exclusion.
+    // Not every place is of a rank that takes part: a cached plan may be older than an exclusion.
     const bool takes = takes_part(a, lane);
     const u64 home = takes
         ? a.table[lane] + buffer_at + DATA_AT + (u64)a.rank * MAX_TOKENS * DATA_BYTES : 0;
@@ -75,7 +76,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
         for (int piece = 0; piece < PIECES; ++piece, ++item) {
             while (!has_ended(ring.barriers + 8 * stage, parity)) {
             }
-            // Each rank begins elsewhere, so that they do not all store to the same one.
+            // Each rank begins with the next one, so that not all store to the same rank.
             u32 above = mask & ~((2u << a.rank) - 1), below = mask & ((2u << a.rank) - 1);
             while (above | below) {
                 const int peer = __ffs(above ? above : below) - 1;
@@ -87,7 +88,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
                 }
             }
             if (lane == 0) {
-                // An empty group, too: they are counted as pieces are.
+                // Also of a piece without stores: groups are counted as pieces are.
                 end_group();
                 await_read<STORED>();
                 const int read = item - STORED;
@@ -103,7 +104,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
         }
     }
     if (lane == 0) {
-        // Not only read: what this thread releases afterwards covers them.
+        // Stored, not only read, so that a later release covers them.
         await_stored();
         atomicAdd(a.counters + (IS_PLANNED ? 1 : 2), num_sent);
     }

@@ -90,6 +90,9 @@ FAULTS = {
         old="* GROUP_WORDS + token / 32, bit);\n    }\n    planners_meet();",
         new="* GROUP_WORDS + token / 32, bit);\n    }",
     ),
+    "blocks do not wait for the counts of earlier ones": Fault(
+        old="acquired_here(a.counted + other) != mark_of(epoch)", new="false"
+    ),
     "rows are sent before all ranks have begun": Fault(
         old="if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;", new=""
     ),

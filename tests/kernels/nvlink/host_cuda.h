@@ -11,6 +11,10 @@
 // runs next is random. A release of the system covers the stores of its own thread, and those that
 // barriers, __syncwarp() or words among blocks have ordered before it: each thread has a vector clock of
 // them. What it does not model: loads that are late, the order of plain stores within a rank, and proxies.
+//
+// HOST_CUDA_WATCHED: ThreadSanitizer watches the kernels, which are compiled for it, as this runtime is
+// not. It learns from the functions below that each fiber is a thread, what barriers and __syncwarp() order
+// (shuffles and ballots order nothing), and what the copy engine and store_far() access.
 #pragma once
 
 typedef unsigned int u32;
@@ -94,7 +98,6 @@ inline u32 __reduce_min_sync(u32, u32 value) {
 inline void __syncwarp() { host::synchronize_warp(); }
 inline void __syncthreads() { host::meet(0, blockDim.x, true); }
 inline void __nanosleep(u32) { host::yield(); }
-inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_system() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 
 template <class T, class U>
@@ -223,10 +226,33 @@ inline float of_float16(u16 bits) { return (float)as_bits<_Float16>(bits); }
 
 __thread Index3 threadIdx, blockIdx, blockDim, gridDim;
 
+#ifdef HOST_CUDA_WATCHED
+extern "C" {
+void* __tsan_get_current_fiber();
+void* __tsan_create_fiber(unsigned flags);
+void __tsan_switch_to_fiber(void* fiber, unsigned flags);
+void __tsan_acquire(void* object);
+void __tsan_release(void* object);
+void __tsan_read_range(void* begin, unsigned long num_bytes);
+void __tsan_write_range(void* begin, unsigned long num_bytes);
+}
+#else
+inline void* __tsan_get_current_fiber() { return nullptr; }
+inline void* __tsan_create_fiber(unsigned) { return nullptr; }
+inline void __tsan_switch_to_fiber(void*, unsigned) {}
+inline void __tsan_acquire(void*) {}
+inline void __tsan_release(void*) {}
+inline void __tsan_read_range(void*, unsigned long) {}
+inline void __tsan_write_range(void*, unsigned long) {}
+#endif
+
 namespace host {
 namespace {
 
-constexpr size_t STACK_BYTES = 64 * 1024;
+// A report of ThreadSanitizer needs more than a kernel does.
+constexpr size_t STACK_BYTES = 256 * 1024;
+// A switch from fiber to fiber orders nothing.
+constexpr unsigned WITHOUT_ORDER = 1;
 constexpr int MAX_BARRIERS = 16;
 
 [[noreturn]] void fail(const char* what) {
@@ -301,6 +327,7 @@ struct Load {
 struct Fiber {
     jmp_buf place;
     ucontext_t start;
+    void* watched = nullptr;
     bool is_begun = false;
     int writer = -1;
     u32 num_stores = 0;
@@ -351,6 +378,7 @@ struct Block {
     std::vector<char> shared;
     u32 num_left, num_rests = 0;
     jmp_buf end;
+    void* watched;  // the thread of the system
 };
 
 thread_local Block* block;
@@ -369,6 +397,7 @@ void begin_fiber();
     block->ready.pop_front();
     threadIdx.x = next;
     Fiber& fiber = block->fibers[next];
+    __tsan_switch_to_fiber(fiber.watched, WITHOUT_ORDER);
     if (fiber.is_begun) _longjmp(fiber.place, 1);
     fiber.is_begun = true;
     setcontext(&fiber.start);
@@ -381,8 +410,13 @@ void leave() {
 }
 
 void begin_fiber() {
+    __tsan_acquire(block);
     block->kernel(block->arguments);
-    if (--block->num_left == 0) _longjmp(block->end, 1);
+    __tsan_release(block);
+    if (--block->num_left == 0) {
+        __tsan_switch_to_fiber(block->watched, WITHOUT_ORDER);
+        _longjmp(block->end, 1);
+    }
     block->num_rests = 0;
     go_on();
 }
@@ -421,8 +455,15 @@ void read(Piece& piece) {
     if (piece.bytes.empty()) piece.bytes.assign(piece.from, piece.from + piece.num_bytes);
 }
 
+void copy(char* to, const char* from, u32 num_bytes) {
+    __tsan_read_range((void*)from, num_bytes);
+    __tsan_write_range(to, num_bytes);
+    memcpy(to, from, num_bytes);
+}
+
 void complete(const Load& load) {
-    memcpy(load.to, load.from, load.num_bytes);
+    copy(load.to, load.from, load.num_bytes);
+    __tsan_release(load.barrier);
     *load.barrier -= load.num_bytes;
     if ((u32)*load.barrier == 0) *load.barrier ^= 1ull << 32;
 }
@@ -431,7 +472,6 @@ void run_block(Block& mine, u32 index, u32 blocks, u32 threads, u32 shared_bytes
     block = &mine;
     blockIdx.x = index, gridDim.x = blocks, blockDim.x = threads;
     mine.shared.assign(shared_bytes + 16, (char)0xff);
-    mine.fibers.resize(threads);
     mine.warps.resize((threads + 31) / 32);
     mine.num_left = threads;
     char* stacks = take_stacks(threads * STACK_BYTES);
@@ -444,7 +484,10 @@ void run_block(Block& mine, u32 index, u32 blocks, u32 threads, u32 shared_bytes
         makecontext(&start, begin_fiber, 0);
         mine.ready.push_back(i);
     }
+    mine.watched = __tsan_get_current_fiber();
+    __tsan_release(block);
     if (_setjmp(mine.end) == 0) go_on();
+    __tsan_acquire(block);
     std::lock_guard<std::mutex> lock(stacks_mutex);
     spare_stacks.emplace(threads * STACK_BYTES, stacks);
 }
@@ -477,7 +520,9 @@ void synchronize_warp() {
         if (warp.num_arrived == 0) warp.clock.clear();
         join(warp.clock, self().clock);
     }
+    __tsan_release(&warp);
     exchange(-1, 0);
+    __tsan_acquire(&warp);
     if (block->memory) join(self().clock, warp.clock);
 }
 
@@ -488,12 +533,15 @@ void meet(int id, int threads, bool waits) {
     if (barrier.num_arrived == 0) barrier.threads = threads;
     if (barrier.threads != threads) fail("threads expect different numbers at a barrier");
     barrier.arrived.push_back(threadIdx.x);
+    __tsan_release(&barrier);
     if (++barrier.num_arrived < threads) {
         if (!waits) return;
         barrier.waiting.push_back(threadIdx.x);
         leave();
+        __tsan_acquire(&barrier);
         return;
     }
+    if (waits) __tsan_acquire(&barrier);
     if (block->memory) {
         Clock all;
         for (u32 each : barrier.arrived) join(all, block->fibers[each].clock);
@@ -528,6 +576,7 @@ u64 now_ns() {
 
 void store_far(void* to, const void* value, int num_bytes) {
     if (!block->memory) {
+        __tsan_write_range(to, num_bytes);
         memcpy(to, value, num_bytes);
         return;
     }
@@ -568,7 +617,7 @@ void after_local_acquire(const void* word) {
 
 void store_piece(char* to, const char* from, u32 num_bytes) {
     if (block->memory) self().open_group.push_back({to, from, num_bytes, {}});
-    else memcpy(to, from, num_bytes);
+    else copy(to, from, num_bytes);
 }
 
 void end_group() {
@@ -605,12 +654,16 @@ bool has_ended(const u64* barrier, u32 parity) {
         loads.pop_back();
     }
     const bool ended = (*barrier >> 32 & 1) != parity;
-    if (!ended) yield();
+    if (ended) __tsan_acquire((void*)barrier);
+    else yield();
     return ended;
 }
 
 void run(void (*kernel)(const void*), const void* arguments, u32 blocks, u32 threads, u32 shared_bytes,
          u32 seed) {
+    // Kept for the next launch of this rank, which follows this one: they are slow to create.
+    thread_local std::vector<void*> watched;
+    while (watched.size() < blocks * threads) watched.push_back(__tsan_create_fiber(0));
     Memory memory;
     memory.random.seed(seed);
     memory.rarity = 1u << memory.random() % 20;
@@ -621,6 +674,8 @@ void run(void (*kernel)(const void*), const void* arguments, u32 blocks, u32 thr
         each[index].arguments = arguments;
         each[index].memory = seed ? &memory : nullptr;
         each[index].random.seed(seed + index);
+        each[index].fibers.resize(threads);
+        for (u32 i = 0; i < threads; ++i) each[index].fibers[i].watched = watched[index * threads + i];
         running.emplace_back(run_block, std::ref(each[index]), index, blocks, threads, shared_bytes);
     }
     for (std::thread& one : running) one.join();

@@ -44,10 +44,15 @@ def compiler() -> str | None:
 
 
 class HostKernel:
-    """A kernel that runs to its end in each launch, weakly ordered by `seed` unless that is 0."""
+    """A kernel that runs to its end in each launch, weakly ordered by `seed` unless that is 0.
 
-    def __init__(self, program: Program, path: Path, seed: int = 0) -> None:
-        _runtime()
+    options: of the compiler, for the runtime.
+    """
+
+    def __init__(
+        self, program: Program, path: Path, *, seed: int = 0, options: tuple[str, ...] = ()
+    ) -> None:
+        _runtime(*options)
         self._launch = ctypes.CDLL(str(path)).launch
         self._launch.argtypes = [c_void_p, *(c_uint32,) * 4]
         self._program, self._seed = program, seed
@@ -89,9 +94,9 @@ def build(source: str, *options: str) -> Path:
 
 
 @cache
-def _runtime() -> ctypes.CDLL:
+def _runtime(*options: str) -> ctypes.CDLL:
     source = f'#define HOST_CUDA_RUNTIME\n#include <algorithm>\n#include "{HEADER}"\n'
-    return ctypes.CDLL(str(build(source)), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(build(source, *options)), mode=ctypes.RTLD_GLOBAL)
 
 
 def install() -> None:

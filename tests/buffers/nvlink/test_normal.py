@@ -40,11 +40,11 @@ from tests.buffers.nvlink.test_low_latency import (
     spec_of,
 )
 
-INTERPRETED = {
+ON_CPUS = {
     "NVLinkBuffer": ("empty_rank", "more_in_flight", "traffic", "repeated_ids"),
     "NVLinkStaticBuffer": ("holes", "faults", "budget", "repeated_ids"),
 }
-# Long under an interpreter, or the host does what it does in the other backend, or in those above.
+# Slow on CPUs, or the host runs the code that the scenarios above run.
 SLOW = ("odd_hidden", "aligned_holes", "stand_alone", "ids_out_of_range", "combine_faults")
 WIRES = {"plain": None, "fp8": FP8_FLOAT32_SCALES, "int8": INT8_PER_TOKEN}
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
@@ -52,7 +52,7 @@ TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPE
 
 def scenarios_of(backend: str, group: EPGroup) -> tuple[str, ...]:
     on_gpus = group.device.type == "cuda"
-    return tuple(buffer_suite.SCENARIOS) if on_gpus else INTERPRETED[backend]
+    return tuple(buffer_suite.SCENARIOS) if on_gpus else ON_CPUS[backend]
 
 
 @pytest.mark.ranks(2)
@@ -274,7 +274,7 @@ def test_rank_that_misses_a_combine_is_named() -> None:
         buffer = ImpatientBuffer(group.calls, spec_of())
         buffer.prepare()
         impatient = buffer._exchange
-        # An interpreter may need longer than its patience until the first kernel runs on both.
+        # On CPUs the first kernel may be compiled for longer than a rank waits.
         buffer._exchange = replace(impatient, peers=replace(impatient.peers, max_polls=100_000))
         out = buffer.dispatch(call_of(2, group.rank, group.world_size, group.device))
         buffer._exchange = impatient

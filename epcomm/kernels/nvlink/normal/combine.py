@@ -31,7 +31,7 @@ from epcomm.kernels.nvlink.normal.exchange import (
 from epcomm.kernels.nvlink.normal.program import Program, in_vectors
 from epcomm.platforms.cuda import on_device
 
-# Warps of a block, beside one that releases. Senders share the rows of an item evenly.
+# Warps of a block, besides the releaser. Senders share the rows of an item evenly.
 SENDERS, REDUCERS = 16, 3
 # Bytes that are brought in at a time, and how many of these a warp has in flight.
 PIECE, STAGES = 2048, 3
@@ -72,7 +72,7 @@ class _CombineArguments(ctypes.Structure):
 
 
 class SumForm(NamedTuple):
-    """Says which rows a compiled kernel combines, beside a layout.
+    """The rows that a kernel is compiled for; a layout is the rest of its constants.
 
     dtype: of rows and sums.   hidden_size: columns of a row of a multiple of 16 bytes.
     """
@@ -127,7 +127,7 @@ def combine_rows(
 ) -> Tensor:
     """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
 
-    Sums of excluded ranks are left out, though the plan may have sent tokens there.
+    Sums of excluded ranks are left out, although the plan may have sent tokens there.
 
     Args:
         exchange: the memory of all ranks.

@@ -1,4 +1,4 @@
-"""What the launchers of normal mode over NVLink share: memory of all ranks, and loaded kernels."""
+"""The memory of all ranks and the loaded kernels, which the launchers of normal mode share."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.normal.program import LoadedKernel
 
-# Places in the state of a rank: the number of the last dispatch and of the last combine, which
+# Positions in the state of a rank: the number of the last dispatch and of the last combine, which
 # kernels count themselves, so that a graph may be replayed; blocks that have left each; tokens that
 # reducers have taken; blocks that have sent metadata; whether a block of the dispatch timed out.
 DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS = 0, 1, 2, 3, 4
 DISPATCH_COUNTED, DISPATCH_LOST = 5, 6
 STATE_WORDS = 8
-# From there on the mark of the dispatch that each receive buffer holds, see mark_of() of peers.cu.
+# From here on, the mark of the dispatch that each receive buffer holds, see mark_of() of peers.cu.
 BUFFER_MARKS = STATE_WORDS
 
 
 def scratch_words(layout: MemoryLayout) -> int:
-    """Return what a block reports to later ones: counts of experts and ranks, and of bad ids."""
+    """Return the words that a block releases to later blocks: counts, and whether ids are bad."""
     return layout.world_size * layout.num_local_experts + layout.world_size + 1
 
 
@@ -38,7 +38,7 @@ class PreparedKernel:
     arguments: ctypes.Structure
 
     def blocks(self, num_sms: int | None) -> int:
-        """Return the blocks of a call that may take so many SMs, None for no limit of its own."""
+        """Return the blocks of a call that may take num_sms SMs; None: no limit for this call."""
         return min(num_sms or self.num_blocks, self.num_blocks)
 
 
@@ -48,7 +48,7 @@ class NormalExchange:
 
     peers: with the counters [5]: headers, rows of dispatches and of cached dispatches, sums, sums
         with scalars.
-    state: [STATE_WORDS + N], int32, whose places are named above.
+    state: [STATE_WORDS + N], int32, whose positions are named above.
     scratch: [P, scratch_words()], int32, in which blocks report counts to later blocks.
     counted: [P], int32: the dispatch of which a block has reported.
     launches: prepared, by kernel and by all that its constants depend on.

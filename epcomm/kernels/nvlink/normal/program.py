@@ -17,7 +17,7 @@ from epcomm.kernels.cuda_jit import CudaError, CudaModule, compile_to_cubin, nvr
 from epcomm.kernels.nvlink.common.exchange import LOOKS_PER_TICK, POLL_BITS
 from epcomm.platforms.cuda import COPY_ENGINE, compute_capability, num_sms_of, shared_bytes_of
 
-# What the copy engine moves, and a thread at a time.
+# The unit of the copy engine, and the widest access of a thread.
 COPY_BYTES = 16
 # Each lane of a warp holds one rank, or one entry of a token.
 LANES = 32
@@ -42,7 +42,7 @@ _NUMBERS = {
 class Program:
     """A kernel before it is compiled.
 
-    entry: the name of the kernel in the last file.   files: beside this one, in order.
+    entry: the name of the kernel in the last file.   files: of this folder, in order.
     constants: defined before them.   threads: of a block.
     shared_bytes: of dynamic shared memory of a block.
     is_cooperative: blocks wait for one another, so all of them must run at the same time.
@@ -69,7 +69,7 @@ class LoadedKernel(Protocol):
     """A kernel of a device."""
 
     def launch(self, blocks: int, *arguments: ctypes.Structure) -> None:
-        """Run so many blocks on the current stream, with copies of the arguments."""
+        """Launch `blocks` blocks on the current stream, with copies of the arguments."""
         ...
 
 

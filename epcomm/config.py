@@ -61,44 +61,44 @@ def environment() -> Mapping[str, str]:
 class EPConfig:
     """Every choice of one expert-parallel layer; equal on all ranks.
 
-    mode: how tokens travel; `auto` takes normal, or low latency where the caller says so (on CPU
-        ranks with exact sizes); in `fuseep` one operator computes the experts too.
+    mode: how tokens travel; `auto` takes normal, or low latency if the caller passes decode=True
+        (with exact sizes on CPU ranks); in `fuseep` one operator also computes the experts.
     backend: `collective`, `shared_memory`, `hierarchical`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`,
         `deep_ep` for whichever of the two is installed, `ascend`, or `auto`; it serves every phase
-        of the mode. In mode fuseep a name of the fused operators, or `auto`.
-    measurements: a file that `epcomm bench --output FILE` wrote: `auto` takes the backend that was
-        fastest there in the phase's mode, at the T nearest to max_tokens_per_rank, or at the
-        largest without such a limit. Ranks may keep it in different places; its contents are
-        compared. None: `auto` takes the first backend that serves, in the order of the registry.
-    runner: a name of the runner registry, or `auto`.
-    router: `reference` is epcomm.routing.route; `ascend` the gating operator of torch_npu, and the
-        reference where it cannot say the routing or gradients are needed; `triton` one kernel for
-        all of it, and the reference where it cannot say the routing; `auto` is ascend on NPUs that
-        have the operator, and triton on GPUs. Only ExpertParallelMoE reads it; elsewhere the caller
-        routes.
-    dispatch_dtype: elements on the wire towards the experts; None: what the expert weights want.
-        One that is not quantised is that of all rows, also in combine and in backward.
-    dispatch_scales: scales of FP8 rows towards the experts; None: what the expert weights want.
+        of the mode. In mode fuseep, a fused operator, or `auto`.
+    measurements: a file written by `epcomm bench --output FILE`: `auto` takes the backend that was
+        fastest in the mode of the phase, at the T nearest to max_tokens_per_rank, or at the largest
+        T without such a limit. Its path may differ between ranks; its contents are compared. None:
+        `auto` takes the first backend that serves, in the order of the registry.
+    runner: a runner of the registry, or `auto`.
+    router: `reference` is epcomm.routing.route; `ascend` is the gating operator of torch_npu, or
+        the reference if it does not support the routing or gradients are needed; `triton` is a
+        single kernel, or the reference if it does not support the routing; `auto` is ascend on NPUs
+        that have the operator, and triton on GPUs. Only ExpertParallelMoE reads it; otherwise the
+        caller routes.
+    dispatch_dtype: elements of rows in dispatch; None: those that the expert weights need. If it is
+        not quantised, rows of combine and backward have it too.
+    dispatch_scales: scales of FP8 rows in dispatch; None: those that the expert weights need.
     int8_profile: arithmetic of INT8, before the experts and between their products; None: rint127.
-        Nothing else is rounded by it, and where nothing is INT8 it is refused.
-    max_tokens_per_rank: M, most tokens a rank dispatches in one call; None: no limit, which only
-        buffers of exact size allow.
-    max_recv_slots: most slots a rank receives in one call of normal mode; None: exact sizes.
+        It is refused if nothing is INT8.
+    max_tokens_per_rank: M, the limit of the tokens of a rank in one call; None: no limit, which
+        only buffers of exact size allow.
+    max_recv_slots: limit of the slots of a rank in one call of normal mode; None: exact sizes.
     replicated: every rank passes the same tokens and the same gradients; standard mode only.
-    num_sms: SMs of a GPU that each kernel of normal mode over NVLink that waits for other ranks may
-        take, so that others compute meanwhile; copies of what came may take all. None: the buffer's
-        own choice. Other buffers do not look at it.
-    redundant_experts: physical experts of all ranks beyond the E of the model: copies of loaded
-        experts, which ExpertParallelExperts.rebalance() places. 0: experts can be placed, and have
-        one copy each. None: they lie in their order, and stay there.
-    batches_in_flight: dispatches without gradients that may wait for their combine, at a cost of
-        memory; None: the buffer's own choice, which explain() tells. Where rows are copied any
-        number may; a backend that cannot keep so many is refused.
-    timeout_s: longest wait for another rank, in seconds; a group waits as long as its most patient
-        layer. NCCL and HCCL follow the timeout of the process group instead.
-    check_calls: find faults in the call they belong to, at a cost: static buffers run check() in
-        each combine; where the host does not wait in collectives (NCCL), and with vendor kernels,
-        the ranks compare their calls in one small exchange.
+    num_sms: limit of the SMs of each kernel of normal mode over NVLink that waits for other ranks,
+        so that other kernels run at the same time; copies of received rows may take all SMs. None:
+        the choice of the buffer. Other buffers ignore it.
+    redundant_experts: physical experts of all ranks in addition to the E of the model: copies of
+        loaded experts, placed by ExpertParallelExperts.rebalance(). 0: experts can be placed, with
+        one copy each. None: experts are in the order of their ids and do not move.
+    batches_in_flight: dispatches without gradients that may be in flight, which costs memory; None:
+        the choice of the buffer, see explain(). If rows are copied there is no limit; a backend
+        that does not support this number is refused.
+    timeout_s: longest wait for another rank, in seconds; a group uses the largest value of its
+        layers. NCCL and HCCL have the timeout of the process group instead.
+    check_calls: raise faults in the call in which they occur, at the cost of host syncs: static
+        buffers run check() in each combine; if the host does not wait in collectives (NCCL), and
+        with vendor kernels, the ranks compare their calls in a small exchange.
     deterministic: refuse backends whose sums depend on arrival order.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.

@@ -10,24 +10,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched
 from epcomm.calls.call import DispatchCall
-from epcomm.config import Mode
-from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, combine_error
+from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
-# What the copy engine of a GPU moves.
-_VECTOR_BYTES = 16
+XTensors = Tensor | tuple[Tensor, Tensor]
+
+# The copy engine of a GPU moves multiples of it.
+VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,14 +41,14 @@ class Rows:
     def row_bytes(self) -> int:
         """The bytes of a row with its scales."""
         scale_bytes = 0 if self.scales is None else self.scales.shape[1] * self.scales.itemsize
-        return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
+        return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, VECTOR_BYTES)
 
     @classmethod
-    def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
+    def of(cls, x: XTensors) -> Rows:
         """Read the argument `x` of deep_ep."""
         if isinstance(x, tuple) and len(x) == len(("rows", "scales")):
             return cls(x=x[0], scales=x[1])
-        # The checks of the call report what is no tensor.
+        # The checks of the call report other types.
         return cls(x=cast("Tensor", x))
 
     @property
@@ -57,7 +57,7 @@ class Rows:
         num_scales = None if self.scales is None else self.scales.shape[1]
         return self.x.dtype, self.x.shape[1], num_scales
 
-    def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
+    def as_given(self) -> XTensors:
         """Return them in the form of deep_ep."""
         return self.x if self.scales is None else (self.x, self.scales)
 
@@ -66,9 +66,8 @@ class Rows:
 class RowExchange:
     """What a handle of deep_ep stands for: the exchange plan of one dispatch, and its buffer.
 
-    buffer, spec: that carried the rows, and its specification.   rank: this rank.
-    num_tokens: T of this rank.   num_rows: R, rows that this rank received.
-    device: of the ranks.
+    spec: of the buffer.   num_tokens: T of this rank.
+    num_rows: R, rows that this rank received; max_rows: the length of the tensors of the caller.
     """
 
     buffer: Buffer
@@ -77,12 +76,13 @@ class RowExchange:
     rank: int
     num_tokens: int
     num_rows: int
+    max_rows: int
     device: torch.device
 
     @property
     def row_bytes(self) -> int:
         """The most bytes of a row, for which there is memory."""
-        return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
+        return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), VECTOR_BYTES)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -148,7 +148,7 @@ def spec_of(
 
 
 def scale_block(hidden_size: int, num_scales: int) -> int | None:
-    """Return the columns of a scale, where each has as many but the last; else None."""
+    """Return the columns of a scale, where all scales but the last have as many; else None."""
     block = -(-hidden_size // max(num_scales, 1))
     return block if -(-hidden_size // max(block, 1)) == num_scales else None
 
@@ -156,59 +156,55 @@ def scale_block(hidden_size: int, num_scales: int) -> int | None:
 def detached(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory without its history: autograd belongs to the callers.
 
-    In place of torch.no_grad(), which takes 3 us of the host even if no tensor has a history.
+    torch.no_grad() takes 3 us of the host even if no tensor has a history.
     """
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def dispatch_rows(
     ranks: Ranks,
+    service: Service,
     rows: Rows,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk: tuple[Tensor, Tensor],
     spec: BufferSpec,
     *,
     options: Options = NO_OPTIONS,
-    error: EPError | None = None,
 ) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
 
     Args:
-        ranks: who takes part.
+        ranks: of the buffer.   service: normal mode, or low latency of single pairs.
         rows: [T, H]; quantised rows come with their scales.
-        topk_ids: [T, K], int64, -1 for none.
-        topk_weights: [T, K], float32.
+        topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of(); exact sizes, or static.
         options: what hosts compare on CPUs in addition to the specification.
-        error: why this rank takes part without rows, if it does; every rank raises, or has NaN for
-            its sums where sizes are static.
 
     Collective: yes.   Host sync: one, none where sizes are static.
     Lifetime: the caller owns all tensors.
     Raises:
-        ShapeError: the call of some rank cannot be; on every rank.
+        EPError: some rank refuses its call; on every rank.
     """
-    buffer, sent = ranks.open(Mode.NORMAL, spec, options), detached(rows.x)
+    buffer, sent = ranks.open(service, spec, options), detached(rows.x)
     if rows.scales is not None:
         # Four bytes of scale travel as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
+    topk_ids, topk_weights = topk
     call = DispatchCall(
         hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
-        error=error,
         num_sms=spec.num_sms,
         size=options.as_word(),
         wants_row_topk=True,
     )
     out = buffer.dispatch(call)
-    topk = out.row_topk
-    if topk is None:
+    received_topk = out.row_topk
+    if received_topk is None:
         assert out.slot_weights is not None, "weights travel in normal mode"
-        topk = row_topk(out.index, out.slot_weights)
+        received_topk = row_topk(out.index, out.slot_weights)
     data, scales = _dense(out.rows.data), out.rows.scales
     if scales is not None and rows.scales is not None:
         scales = _as_dtype(_dense(scales), rows.scales.dtype)
@@ -216,8 +212,8 @@ def dispatch_rows(
     assert counts is not None or spec.max_tokens_per_rank is not None, "sizes are exact"
     return ReceivedRows(
         rows=Rows(x=data, scales=scales),
-        topk_ids=topk[0],
-        topk_weights=topk[1],
+        topk_ids=received_topk[0],
+        topk_weights=received_topk[1],
         dispatched=out,
         num_tokens_per_expert=counts or (),
         exchange=RowExchange(
@@ -226,7 +222,8 @@ def dispatch_rows(
             exchange_plan=out.exchange_plan,
             rank=ranks.rank,
             num_tokens=topk_ids.shape[0],
-            num_rows=out.rows.data.shape[0],
+            num_rows=data.shape[0],
+            max_rows=data.shape[0],
             device=ranks.device,
         ),
     )
@@ -242,7 +239,7 @@ def send_along(exchange: RowExchange, rows: Rows) -> Rows:
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
-    gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
+    gap = x.new_empty(x.shape[0], -end % VECTOR_BYTES)
     received = send_columns(exchange, torch.cat([x, scales, gap], dim=1))
     return Rows(
         x=received[:, :width].contiguous().view(rows.x.dtype),
@@ -259,55 +256,6 @@ def send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
     """
     received = exchange.buffer.cached_dispatch(detached(columns), exchange.exchange_plan)
     return received[: exchange.num_rows]
-
-
-def refuse_along(
-    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
-) -> NoReturn:
-    """Take part in send_along() of the other ranks without rows, so that they learn of `error`.
-
-    Over NVLink no host reads what others say: they receive NaN from this rank.
-
-    has_weights: weights [T, K], float32, are sent before the rows.
-
-    Collective: in place of send_along().
-    Raises:
-        error: always.
-    """
-    _refuse_on_hosts(ranks, exchange, error)
-    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-    # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
-    for num_bytes in (*weight_bytes, exchange.row_bytes):
-        shape = (exchange.num_tokens, num_bytes)
-        send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
-    raise error
-
-
-def _refuse_on_hosts(ranks: Ranks, exchange: RowExchange, error: EPError) -> None:
-    """Raise `error` on every rank, whichever call it makes, where hosts compare calls."""
-    if exchange.buffer.needs_nvlink:
-        return
-    if exchange.spec.max_tokens_per_rank is None:
-        # In the group of the handle, which may be of an earlier Buffer.
-        combine_error(exchange.buffer, exchange.spec.hidden_size, exchange.device, error)
-    ranks.refuse_combine(Mode.NORMAL, error)
-
-
-def refuse_return(
-    ranks: Ranks, exchange: RowExchange, error: EPError, *, num_combines: int = 1
-) -> NoReturn:
-    """Take part in return_rows() of the other ranks without rows, so that they learn of `error`.
-
-    Over NVLink no host reads what others say: their sums are NaN.
-
-    Collective: in place of this number of return_rows().
-    Raises:
-        error: always.
-    """
-    _refuse_on_hosts(ranks, exchange, error)
-    for _ in range(num_combines):
-        combine_error(exchange.buffer, exchange.spec.hidden_size, exchange.device, error)
-    raise error
 
 
 def return_rows(
@@ -332,14 +280,22 @@ def return_rows(
     weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
     plan, buffer = exchange.exchange_plan, exchange.buffer
     if bias is None:
-        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
+        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
     else:
         assert isinstance(buffer, AddsBias), "those of normal mode do"
-        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
-    return _dense(y), None if scalars is None else _dense(scalars)
+        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
+    scalars = combined.scalars
+    return _dense(combined.y), None if scalars is None else _dense(scalars)
 
 
-def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
+def biases_of(bias: XTensors | None) -> tuple[Tensor, ...]:
+    """Read the argument `bias` of combine: none, one or two tensors."""
+    if bias is None:
+        return ()
+    return bias if isinstance(bias, tuple) else (bias,)
+
+
+def sum_of_biases(biases: Sequence[Tensor]) -> Tensor | None:
     """Return the sum of biases [T, H] of combine in float32, contiguous; None where there are none.
 
     Combine of deep_ep adds up biases first, then the rows of ranks, and rounds once.
@@ -351,7 +307,7 @@ def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
 
 
 def _dense(rows: Tensor) -> Tensor:
-    """Return rows [N, C] with strides (C, 1), which one row or column may lack and not show."""
+    """Return rows [N, C] with strides (C, 1); is_contiguous() ignores those of a single row."""
     if rows.stride() == (rows.shape[1], 1):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from epcomm import EPError
 from epcomm.calls.call import DispatchCall
-from epcomm.config import Mode
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.ranks import Options, Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks, Service
 from epcomm.integrations.deep_ep.v1.handle import UNKNOWN
 from epcomm.spec import BufferSpec
 from tests.integrations.deep_ep.devices import here, on_gpus
@@ -120,7 +119,7 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.Monk
                 use(handle)
         tensors = [each.clone() for each in handle]
         assert buffer._saved_handles.find(tensors) is None
-        assert buffer._saved_handles.find(list(handle)) is handle.batch  # type: ignore[attr-defined]
+        assert buffer._saved_handles.find(list(handle)) is handle.exchange  # type: ignore[attr-defined]
     y, _, _ = buffer.combine(rows, handle)
     assert torch.equal(y, batch.x * num_ranks)
 
@@ -373,8 +372,8 @@ def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return checked
 
-    def open_watched(ranks: Ranks, mode: Mode, spec: BufferSpec, *options: Options) -> object:
-        buffer = opened(ranks, mode, spec, *options)
+    def open_watched(ranks: Ranks, service: Service, spec: BufferSpec, *options: Options) -> object:
+        buffer = opened(ranks, service, spec, *options)
         for name in ("dispatch", "cached_dispatch", "combine"):
             if hasattr(buffer, name):
                 monkeypatch.setattr(buffer, name, watched(getattr(buffer, name)))
@@ -595,7 +594,7 @@ def test_what_a_handle_stands_for_is_freed_with_its_tensors() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
     handle = batch.dispatch(buffer)[2]
-    tensors, plan = tuple(handle), weakref.ref(handle.batch.exchange.exchange_plan)  # type: ignore[attr-defined]
+    tensors, plan = tuple(handle), weakref.ref(handle.exchange.exchange_plan)  # type: ignore[attr-defined]
     del handle
     batch.dispatch(buffer)
     assert plan() is not None

@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.collectives.torch_dist import TorchDistCollectives
-from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError
 from epcomm.integrations.deep_ep import Buffer, ranks
 from tests.integrations.deep_ep.devices import here, on_gpus
@@ -55,8 +54,9 @@ LOST = 3
 GOING_ON = timedelta(seconds=60)
 
 CLASSES = {
-    ("cpu", Mode.NORMAL): ("NVLinkBuffer",),
-    ("cpu", Mode.LOW_LATENCY): ("NVLinkMaskedBuffer",),
+    ranks.Service.NORMAL: "NVLinkBuffer",
+    ranks.Service.LOW_LATENCY: "NVLinkMaskedBuffer",
+    ranks.Service.ROW_BUDGET: "NVLinkRowBudgetBuffer",
 }
 
 
@@ -64,8 +64,7 @@ CLASSES = {
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
     if not on_gpus():
-        monkeypatch.setattr(ranks, "_CLASSES", CLASSES)
-        monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, mode, names: names[0])
+        monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, service: CLASSES[service])
 
 
 # An interpreter takes seconds for a slab, so not every format with every case.
@@ -144,7 +143,7 @@ def host_reads(over_nvlink: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Take static sizes on CPU ranks too; what the host asks of other ranks is listed."""
     asked: list[str] = []
     if not on_gpus():
-        monkeypatch.setattr(ranks, "_ROW_BUDGET_CLASSES", {"cpu": ("NVLinkRowBudgetBuffer",)})
+        monkeypatch.setattr(ranks.Ranks, "has", lambda self, service: True)
     for kind, name in (
         (NVLinkNormal, "_read_counts"),
         (TorchDistCollectives, "all_gather"),

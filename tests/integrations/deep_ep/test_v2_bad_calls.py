@@ -82,7 +82,7 @@ DISPATCHES = {
     "event_of_int": Case(
         wrong=lambda b: {"previous_event": 3},
         kind=ConfigError,
-        words="previous_event is int, expected EventHandle or None",
+        words="previous_event is int, expected EventHandle, EventOverlap or None",
     ),
     "limit_of_63_bits": Case(
         wrong=lambda b: {"num_max_tokens_per_rank": 2**62},
@@ -125,7 +125,7 @@ DISPATCHES = {
     "scales_of_two_bytes": Case(
         wrong=lambda b: {"x": (b.codes()[0], b.codes()[1].half())},
         kind=ShapeError,
-        words=r"x\[1\] is \[4, 2\] torch.float16 .*expected \[any, any\] torch.float32 or",
+        words=r"x\[1\] is \[4, 2\] torch.float16 .*expected \[4, any\] torch.float32 or",
     ),
     "scales_of_other_rows": Case(
         wrong=lambda b: {"x": (b.codes()[0], b.codes()[1][1:])},
@@ -143,7 +143,7 @@ DISPATCHES = {
     "topk_idx_vector": Case(
         wrong=lambda b: {"topk_idx": b.topk_idx[0]},
         kind=ShapeError,
-        words=r"topk_idx is \[2\] .*expected \[any, any\]",
+        words=r"topk_idx is \[2\] .*expected \[4, any\]",
     ),
     "topk_idx_int32": Case(
         wrong=lambda b: {"topk_idx": b.topk_idx.int()},
@@ -252,7 +252,7 @@ DISPATCHES = {
     "handle_of_nothing": Case(
         wrong=lambda b: {"handle": (b.x,), "topk_idx": None},
         kind=HandleError,
-        words="handle is tuple, expected the EPHandle",
+        words=r"handle is tuple, expected what dispatch\(\)",
     ),
 }
 
@@ -260,7 +260,7 @@ ALONG = {
     "event_of_int": Case(
         wrong=lambda b: {"previous_event_before_epilogue": 3},
         kind=ConfigError,
-        words="previous_event_before_epilogue is int, expected EventHandle or None",
+        words="previous_event_before_epilogue is int, expected EventHandle, EventOverlap",
     ),
     "topk_idx": Case(
         wrong=lambda b: {"topk_idx": b.topk_idx},
@@ -323,7 +323,7 @@ COMBINES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[EPErr
     "event_of_int": (
         lambda a: {"previous_event": 3},
         ConfigError,
-        "previous_event is int, expected EventHandle or None",
+        "previous_event is int, expected EventHandle, EventOverlap or None",
     ),
     "sms_of_text": (lambda a: {"num_sms": "a"}, ConfigError, "num_sms is 'a', expected"),
     "x_none": (lambda a: {"x": None}, ShapeError, "x is NoneType, expected"),

@@ -1,13 +1,12 @@
-"""The handle of a normal dispatch of V1: six tensors, and the exchange of its rows of the dispatch.
+"""The handle of a normal dispatch of V1: six tensors, and the exchange of the rows.
 
 A program may keep the six tensors in place of the handle, for instance by
-`ctx.save_for_backward(*handle)`. `SavedHandles` finds the exchange of its rows by their memory.
+`ctx.save_for_backward(*handle)`. `SavedHandles` finds the exchange by their memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NoReturn, Self, SupportsIndex
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from epcomm.errors import HandleError
-from epcomm.integrations.deep_ep.normal import ReceivedRows, RowExchange
+from epcomm.integrations.deep_ep.normal import RowExchange
 
 _NUM_TENSORS = 6
 # The position of the tensor whose memory stands for the handle.
@@ -25,48 +24,37 @@ _CHANNEL_PREFIX = 1
 UNKNOWN = torch.iinfo(torch.int32).min
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class NormalBatch:
-    """What combine, and dispatch along a handle, need of the dispatch that made the handle.
-
-    num_rows: R with rows that nobody sent.
-    """
-
-    exchange: RowExchange
-    num_rows: int
-
-
 class SavedHandles:
-    """Finds the batch of a plain tuple or list of the six tensors of a handle.
+    """Finds the exchange of a plain tuple or list of the six tensors of a handle.
 
     The key is the memory of channel_prefix_matrix, which a handle allocates: autograd may return
-    other tensor objects in the same memory. An entry is removed, and its batch freed, by the first
-    call after the program has freed this memory.
+    other tensor objects in the same memory. An entry is removed, and its exchange freed, by the
+    first call after the program has freed this memory.
     """
 
     def __init__(self) -> None:
-        self._batches: dict[StorageWeakRef, NormalBatch] = {}
+        self._exchanges: dict[StorageWeakRef, RowExchange] = {}
 
-    def keep(self, channel_prefix: Tensor, batch: NormalBatch) -> None:
-        """Keep the batch for as long as the memory of channel_prefix_matrix exists."""
+    def keep(self, channel_prefix: Tensor, exchange: RowExchange) -> None:
+        """Keep the exchange for as long as the memory of channel_prefix_matrix exists."""
         self.drop_freed()
-        self._batches[StorageWeakRef(channel_prefix.untyped_storage())] = batch
+        self._exchanges[StorageWeakRef(channel_prefix.untyped_storage())] = exchange
 
     def drop_freed(self) -> None:
-        """Free the batches whose tensors the program has freed."""
-        for key in [key for key in self._batches if key.expired()]:
-            del self._batches[key]
+        """Free the exchanges whose tensors the program has freed."""
+        for key in [key for key in self._exchanges if key.expired()]:
+            del self._exchanges[key]
 
-    def find(self, handle: object) -> NormalBatch | None:
-        """Return the batch of a handle or of its six tensors, or None if there is none."""
+    def find(self, handle: object) -> RowExchange | None:
+        """Return the exchange of a handle or of its six tensors, or None if there is none."""
         if isinstance(handle, NormalHandle):
-            return handle.batch
+            return handle.exchange
         if not isinstance(handle, tuple | list) or len(handle) != _NUM_TENSORS:
             return None
         prefix = handle[_CHANNEL_PREFIX]
         if not isinstance(prefix, Tensor):
             return None
-        return self._batches.get(StorageWeakRef(prefix.untyped_storage()))
+        return self._exchanges.get(StorageWeakRef(prefix.untyped_storage()))
 
 
 class NormalHandle(tuple[Tensor, ...]):
@@ -88,40 +76,35 @@ class NormalHandle(tuple[Tensor, ...]):
         tensors.
     """
 
-    batch: NormalBatch
+    exchange: RowExchange
     is_in_rank: Tensor
     channels: int
     _saved: SavedHandles
 
     @classmethod
     def of(
-        cls,
-        received: ReceivedRows,
-        is_in_rank: Tensor,
-        saved: SavedHandles,
-        channels: int,
+        cls, exchange: RowExchange, is_in_rank: Tensor, saved: SavedHandles, channels: int
     ) -> Self:
         """Make the handle of a dispatch of V1 with this number of channels. Local.
 
-        saved: of the Buffer that will get the handle back.
+        saved: of the Buffer whose calls will take the handle.
         """
         handle = cls()
-        num_rows = received.rows.x.shape[0]
-        handle.batch = NormalBatch(exchange=received.exchange, num_rows=num_rows)
-        handle.is_in_rank, handle.channels, handle._saved = is_in_rank, channels, saved
+        handle.exchange, handle.is_in_rank = exchange, is_in_rank
+        handle.channels, handle._saved = channels, saved
         return handle
 
     @cached_property
     def tensors(self) -> tuple[Tensor, ...]:
         """The six tensors. Local."""
-        exchange, is_in_rank = self.batch.exchange, self.is_in_rank
+        exchange, is_in_rank = self.exchange, self.is_in_rank
         num_ranks = is_in_rank.shape[1]
         rank_prefix = is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
         rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
         prefix, send_head = _channels(is_in_rank, self.channels)
         before = torch.full_like(prefix, UNKNOWN)
-        src_idx = is_in_rank.new_full((self.batch.num_rows,), UNKNOWN, dtype=torch.int32)
-        self._saved.keep(prefix, self.batch)
+        src_idx = is_in_rank.new_full((exchange.max_rows,), UNKNOWN, dtype=torch.int32)
+        self._saved.keep(prefix, exchange)
         return rank_prefix, prefix, before, src_idx, is_in_rank, send_head
 
     def __len__(self) -> int:
@@ -143,8 +126,8 @@ class NormalHandle(tuple[Tensor, ...]):
         return self is not other
 
     def __repr__(self) -> str:
-        exchange = self.batch.exchange
-        sizes = (self.batch.num_rows, exchange.spec.hidden_size, exchange.num_tokens)
+        exchange = self.exchange
+        sizes = (exchange.max_rows, exchange.spec.hidden_size, exchange.num_tokens)
         return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.rank}>"
 
     def __reduce__(self) -> NoReturn:

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from epcomm.errors import CapacityError, EPError, ShapeError
-from epcomm.integrations.deep_ep.checks import IDS, Check, Dtypes
+from epcomm.errors import CapacityError, ShapeError
+from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
 from epcomm.integrations.deep_ep.normal import ReceivedRows, Rows, dispatch_rows, spec_of
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks
+from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, Service
 from epcomm.spec import BufferSpec
 
 # The dtypes of x without scales, and with scales.
@@ -22,8 +22,8 @@ QUANTIZED: Dtypes = (torch.float8_e4m3fn, torch.int8)
 class NormalRequest(NamedTuple):
     """One dispatch of V1 on new routes; see Buffer.dispatch().
 
-    num_sms: see spec_of().   is_static: sizes are static: num_worst_tokens rows, and no host sync.
-        T is at most as much then. Without ids V1 has no such dispatch.
+    num_sms: see spec_of().
+    service: ROW_BUDGET: num_worst_tokens rows, at most as many tokens, and no host sync.
     """
 
     rows: Rows
@@ -33,59 +33,39 @@ class NormalRequest(NamedTuple):
     per_expert: Tensor | None
     num_worst_tokens: int
     num_sms: int | None
-    is_static: bool
+    service: Service
 
-    def check(self, check: Check) -> None:
-        """Raise what is wrong with the tensors, as Check does."""
-        rows, ids, num_ranks = self.rows, self.topk_idx, check.ranks.size
-        _check_rows(check, rows)
-        num_tokens = rows.x.shape[0]
-        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), (torch.bool,))
+    def checked_spec(self, check: Check) -> BufferSpec:
+        """Check the arguments that a buffer depends on; without ids a rank is one expert."""
+        num_ranks = check.ranks.size
+        check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
         check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
         assert self.per_expert is not None, "just checked"
         num_experts = self.per_expert.shape[0]
-        if ids is not None or self.topk_weights is not None:
-            check.tensor("topk_idx", ids, (num_tokens, None), IDS)
-            assert ids is not None, "just checked"
-            check.tensor("topk_weights", self.topk_weights, ids.shape, (torch.float32,))
         if num_experts < 1 or num_experts % num_ranks:
             fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
             raise check.error(ShapeError, f"{fault} {num_ranks} ranks")
-        if ids is not None:
-            if ids.shape[1] == 0:
-                fault = f"topk_idx is {list(ids.shape)}, expected at least one expert a token"
-                raise check.error(ShapeError, fault)
-            check.ids(ids, num_experts)
-        if self.is_static and num_tokens > self.num_worst_tokens:
-            fault = f"x has {num_tokens} tokens, expected at most num_worst_tokens"
-            remedy = "pass a larger number on all ranks"
-            raise check.error(CapacityError, f"{fault} = {self.num_worst_tokens}", remedy)
-
-    def spec(self, num_ranks: int) -> BufferSpec:
-        """Return the specification of the buffer; without ids a rank is one expert."""
         top_k, num_local = num_ranks, 1
-        if self.topk_idx is not None and self.per_expert is not None:
-            top_k, num_local = self.topk_idx.shape[1], self.per_expert.shape[0] // num_ranks
-        most = self.num_worst_tokens if self.is_static else None
-        return spec_of(self.rows.form, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
+        if self.topk_idx is not None or self.topk_weights is not None:
+            check.topk_idx(self.topk_idx, self.rows.x.shape[0])
+            assert self.topk_idx is not None, "just checked"
+            top_k, num_local = self.topk_idx.shape[1], num_experts // num_ranks
+        most = self.num_worst_tokens if self.service.is_static else None
+        form = self.rows.form
+        return spec_of(form, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
 
-    def known_spec(self, check: Check) -> BufferSpec | None:
-        """Return the specification of a refused call; None if its tensors do not tell."""
-        try:
-            _check_rows(check, self.rows)
-        except EPError:
-            return None
-        ids, per_expert, num_ranks = self.topk_idx, self.per_expert, check.ranks.size
-        if ids is not None:
-            if not isinstance(ids, Tensor) or not isinstance(per_expert, Tensor):
-                return None
-            if (ids.dim(), per_expert.dim()) != (2, 1):
-                return None
-            if per_expert.shape[0] == 0 or per_expert.shape[0] % num_ranks:
-                return None
-        return self.spec(num_ranks)
+    def check(self, check: Check) -> None:
+        """Check the other arguments."""
+        num_tokens, ids = self.rows.x.shape[0], self.topk_idx
+        shape = (num_tokens, check.ranks.size)
+        check.tensor("is_token_in_rank", self.is_in_rank, shape, (torch.bool,))
+        if ids is not None and self.per_expert is not None:
+            check.tensor("topk_weights", self.topk_weights, ids.shape, FLOAT32)
+            check.ids(ids, self.per_expert.shape[0])
+        if self.service.is_static:
+            check.num_tokens(num_tokens, "num_worst_tokens", self.num_worst_tokens)
 
-    def send(self, ranks: Ranks) -> ReceivedRows:
+    def send(self, ranks: Ranks, spec: BufferSpec) -> ReceivedRows:
         """Dispatch; ids are those of is_in_rank where there are none.
 
         Collective: yes.   Host sync: one, none where sizes are static.
@@ -102,52 +82,61 @@ class NormalRequest(NamedTuple):
             everyone = torch.arange(ranks.size, device=self.is_in_rank.device)
             ids = torch.where(self.is_in_rank, everyone, -1)
             weights = torch.ones_like(ids, dtype=torch.float32)
-        spec = self.spec(ranks.size)
-        received = dispatch_rows(ranks, self.rows, ids.long(), weights, spec, options=options)
-        if self.is_static:
+        topk = ids.long(), weights
+        received = dispatch_rows(ranks, self.service, self.rows, topk, spec, options=options)
+        if self.service.is_static:
             if ranks.reads_faults:
                 received.exchange.buffer.check()
             return received
         if self.topk_idx is None and self.per_expert is not None:
-            counts = ranks.sum_of_counts(self.per_expert)
+            counts = _sum_of_counts(ranks, self.per_expert)
             received = replace(received, num_tokens_per_expert=counts)
         return _with_worst_rows(ranks, received, most) if most else received
 
 
-def _check_rows(check: Check, rows: Rows) -> None:
-    num_tokens = rows.x.shape[0] if isinstance(rows.x, Tensor) and rows.x.dim() else None
-    shape = (None if rows.scales is None else num_tokens, None)
-    check.rows(rows, shape, PLAIN, QUANTIZED)
+def _sum_of_counts(ranks: Ranks, counts: Tensor) -> tuple[int, ...]:
+    """Return the sum over ranks of this rank's part of counts [W * L]: [L], on the host.
+
+    Collective: yes.   Host sync: yes.
+    """
+    everyone = ranks.gather_counts({"counts": " ".join(map(str, counts.tolist()))})
+    counts_of_rank = [list(map(int, str(each["counts"]).split())) for each in everyone]
+    num_local = counts.shape[0] // ranks.size
+    own = slice(ranks.rank * num_local, (ranks.rank + 1) * num_local)
+    return tuple(sum(column) for column in zip(*(c[own] for c in counts_of_rank), strict=True))
 
 
 def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> ReceivedRows:
     """Lengthen what came to `most` rows.
 
-    Collective: yes.
+    Collective: yes.   Host sync: yes.
     Raises:
         CapacityError: some rank received more; on every rank.
     """
-    largest = ranks.largest(received.rows.x.shape[0])
+    num_rows = received.exchange.num_rows
+    largest = max(int(each["rows"] or 0) for each in ranks.gather_counts({"rows": num_rows}))
     if largest > most:
         raise CapacityError(
             f"dispatch: some rank received {largest} rows, expected at most num_worst_tokens = "
             f"{most} ({ranks.where}); pass as many as all ranks can send to one"
         )
     ids, weights = (_lengthened(each, most) for each in (received.topk_ids, received.topk_weights))
-    ids[received.topk_ids.shape[0] :] = -1
-    rows = with_length(received.rows, most)
-    return replace(received, rows=rows, topk_ids=ids, topk_weights=weights)
+    ids[num_rows:] = -1
+    return replace(
+        received,
+        rows=with_length(received.rows, most),
+        topk_ids=ids,
+        topk_weights=weights,
+        exchange=replace(received.exchange, max_rows=most),
+    )
 
 
 def with_length(rows: Rows, length: int) -> Rows:
     """Return rows with undefined ones after them, as many as a handle has. Local."""
     if rows.x.shape[0] == length:
         return rows
-    scales = rows.scales
-    return Rows(
-        x=_lengthened(rows.x, length),
-        scales=None if scales is None else _lengthened(scales, length),
-    )
+    scales = None if rows.scales is None else _lengthened(rows.scales, length)
+    return Rows(x=_lengthened(rows.x, length), scales=scales)
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:

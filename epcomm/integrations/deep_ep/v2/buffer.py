@@ -9,24 +9,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.config import Mode
-from epcomm.errors import ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.checks import Absent, Check, Dtypes
+from epcomm.errors import EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.checks import FLOAT32, Absent, Check
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
     Rows,
-    bias_of,
+    XTensors,
+    biases_of,
     detached,
-    refuse_along,
-    refuse_return,
     return_rows,
     send_along,
+    sum_of_biases,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
+from epcomm.integrations.deep_ep.refusals import refuse_along, refuse_dispatch, refuse_unknown
 from epcomm.integrations.deep_ep.v2 import sizes
 from epcomm.integrations.deep_ep.v2.exchange import (
+    PLAIN,
+    QUANTIZED,
     Arrived,
     DispatchRequest,
+    check_shape,
     send_request,
     send_weights,
 )
@@ -47,13 +50,10 @@ _QPS_HYBRID, _QPS_DIRECT = 129, 17
 # Of each SM, and the most without hybrid mode.
 _QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
 
-# Of x without scales, and with scales.
-_DTYPES: tuple[Dtypes, Dtypes] = (torch.bfloat16,), (torch.float8_e4m3fn,)
 _PEERS = "use torch.distributed.isend and irecv"
 _GATHER = "use torch.distributed.all_gather_into_tensor"
 _ENGRAM = "use the deep_ep package itself, on hosts with RDMA"
 
-XTensors = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[XTensors, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
@@ -272,44 +272,18 @@ class ElasticBuffer:
                 destroyed.
         """
         ranks, rows = self._ranks, Rows.of(x)
-        check = Check.begin("dispatch", ranks, rows.x)
+        check = Check("dispatch", ranks, rows.x)
         max_tokens = _or(num_max_tokens_per_rank, self.num_max_tokens_per_rank)
-        events = _events(previous_event, previous_event_before_epilogue)
+        alignment, has_weights = _or(expert_alignment, 1), topk_weights is not None
+        events = (previous_event, previous_event_before_epilogue)
+        request, spec, num_combines = None, None, 1
         if isinstance(handle, EPHandle):
             ranks.compare_owner("dispatch", handle.exchange.buffer)
         try:
-            _check_options(check, num_sms, num_qps, events)
+            _check_launch(check, num_sms, num_qps, events)
             if handle is None:
-                self._check_request(check, rows, topk_idx, num_experts)
-                check.size("num_max_tokens_per_rank", max_tokens)
-                check.size("expert_alignment", _or(expert_alignment, 1))
-            else:
-                given = {
-                    "num_experts": num_experts,
-                    "expert_alignment": expert_alignment,
-                    "num_max_tokens_per_rank": num_max_tokens_per_rank,
-                }
-                forbidden = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
-                known = _check_handle(check, handle, given, forbidden, do_expand=do_expand)
-                exchange = known.exchange
-                check.rows_along(rows, exchange, *_DTYPES)
-                if topk_weights is not None:
-                    shape = (exchange.num_tokens, exchange.spec.top_k)
-                    check.tensor("topk_weights", topk_weights, shape, (torch.float32,))
-        except EPError as error:
-            if isinstance(handle, EPHandle):
-                has_weights = topk_weights is not None
-                refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
-            if handle is not None:
-                ranks.refuse_combine(Mode.NORMAL, error)
-            ranks.refuse(Mode.NORMAL, error, is_static=do_cpu_sync is False)
-        is_async, positions = async_with_compute_stream, None
-        with self._comm_stream.call(
-            rows.x.device, list(events.values()), is_async=is_async
-        ) as call:
-            if handle is None:
+                check_shape(check, rows, topk_idx, num_experts, max_tokens, alignment)
                 experts, topk = cast("int", num_experts), cast("Tensor", topk_idx)
-                sms = num_sms or self.get_theoretical_num_sms(experts, topk.shape[1])
                 request = DispatchRequest(
                     rows=rows,
                     topk_idx=topk,
@@ -317,19 +291,58 @@ class ElasticBuffer:
                     recv_stats=cumulative_local_expert_recv_stats,
                     num_experts=experts,
                     max_tokens=max_tokens,
-                    expert_alignment=_or(expert_alignment, 1),
-                    num_sms=sms,
+                    expert_alignment=alignment,
+                    num_sms=num_sms or self.get_theoretical_num_sms(experts, topk.shape[1]),
                     asked_sms=num_sms or None,
                     do_handle_copy=do_handle_copy,
                     do_cpu_sync=do_cpu_sync is not False,
                     do_expand=do_expand,
                 )
-                handle, received, weights = self._send(check, request)
+                spec = request.spec(ranks.size)
+                num_combines = self._num_combines(spec.top_k, do_expand=do_expand)
+                request.check(check)
             else:
+                given = {
+                    "num_experts": num_experts,
+                    "expert_alignment": expert_alignment,
+                    "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                    "do_expand": do_expand or None,
+                }
+                absent = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
+                _check_along(check, handle, given, absent)
+                check.rows_along(rows, handle.exchange, PLAIN, QUANTIZED)
+                if topk_weights is not None:
+                    shape = (handle.exchange.num_tokens, handle.exchange.spec.top_k)
+                    check.tensor("topk_weights", topk_weights, shape, FLOAT32)
+        except EPError as error:
+            if isinstance(handle, EPHandle):
+                refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
+            if handle is not None:
+                refuse_unknown(ranks, Service.NORMAL, error)
+            refuse_dispatch(
+                ranks,
+                Service.STATIC if do_cpu_sync is False else Service.NORMAL,
+                error,
+                spec,
+                has_words=has_weights and not do_expand,
+                num_combines=num_combines,
+            )
+        with self._comm_stream.call(
+            rows.x.device, *events, is_async=async_with_compute_stream
+        ) as call:
+            if request is not None and spec is not None:
+                arrived = send_request(ranks, request, spec)
+                handle = self._handle_of(request, arrived)
+                received, weights = arrived.received.rows, arrived.weights
+                if cumulative_local_expert_recv_stats is not None:
+                    counts = handle.num_unaligned_recv_tokens_per_expert
+                    cumulative_local_expert_recv_stats.add_(counts)
+            else:
+                assert handle is not None, "one of both is there"
                 received, weights = self._send_along(handle, rows, topk_weights, do_expand)
-                if handle.do_expand and not do_expand:
-                    positions = handle.positions_of(do_expand=False)
-            positions = positions or handle.positions
+            positions = handle.positions
+            if handle.do_expand and not do_expand:
+                positions = handle.positions_of(do_expand=False)
             weights = None if weights is None else positions.from_elements(weights)
             out = handle.place_rows(
                 received,
@@ -379,68 +392,38 @@ class ElasticBuffer:
                 others are NaN, or, where the handle is no EPHandle, they raise EPTimeout.
             HandleError: the buffer is destroyed.
         """
-        ranks = self._ranks
-        check = Check.begin("combine", ranks)
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        events = _events(previous_event, previous_event_before_epilogue)
+        ranks, biases = self._ranks, biases_of(bias)
+        check, events = (
+            Check("combine", ranks),
+            (previous_event, previous_event_before_epilogue),
+        )
+        if not isinstance(handle, EPHandle):
+            error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
+            refuse_unknown(ranks, Service.NORMAL, error)
+        exchange, has_weights = handle.exchange, topk_weights is not None
+        ranks.compare_owner("combine", exchange.buffer)
         try:
-            _known(check, handle)
-        except HandleError as error:
-            ranks.refuse_combine(Mode.NORMAL, error)
-        ranks.compare_owner("combine", handle.exchange.buffer)
-        try:
-            _check_options(check, num_sms, num_qps, events)
+            _check_launch(check, num_sms, num_qps, events)
             _check_combine(check, x, handle, topk_weights)
-            shape = (handle.topk_idx.shape[0], handle.exchange.spec.hidden_size)
-            check.biases(biases, shape, torch.bfloat16)
+            check.biases(biases, exchange)
         except EPError as error:
-            exchange = handle.exchange
             times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
-            refuse_return(ranks, exchange, error, num_combines=times)
-        is_async = async_with_compute_stream
-        with self._comm_stream.call(x.device, list(events.values()), is_async=is_async) as call:
-            ranks.go_along("combine", x, has_weights=topk_weights is not None)
+            refuse_along(ranks, exchange, error, num_combines=times)
+        ranks.go_along("combine", x.shape[1], x.dtype, has_weights=has_weights)
+        with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
             if handle.do_expand:
-                combined, weights = self._sum_slots(x, topk_weights, handle, bias_of(biases))
+                combined, weights = self._sum_slots(x, topk_weights, handle, sum_of_biases(biases))
             else:
                 elements, weights = handle.positions.to_elements(x), topk_weights
                 if weights is not None:
                     # Only the rank of an expert has a say about its weight.
                     weights = handle.positions.to_elements(weights)
                     weights = weights.masked_fill(handle.local_ids < 0, 0.0)
-                combined, weights = return_rows(handle.exchange, elements, weights, bias_of(biases))
+                combined, weights = return_rows(exchange, elements, weights, sum_of_biases(biases))
             if handle.is_row is not None and ranks.reads_faults:
-                handle.exchange.buffer.check()
+                exchange.buffer.check()
             event = self._event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
-
-    def _check_request(
-        self, check: Check, rows: Rows, topk_idx: Tensor | None, num_experts: int | None
-    ) -> None:
-        """Raise why no rank could say how large the rows of a dispatch are."""
-        check.rows(rows, (None, None), *_DTYPES)
-        dtype = topk_idx.dtype if isinstance(topk_idx, Tensor) else torch.int64
-        check.tensor("topk_idx", topk_idx, (None, None), (dtype,))
-        if topk_idx is not None and topk_idx.shape[1] == 0:
-            fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
-            raise check.error(ShapeError, fault)
-        check.experts(num_experts, ConfigError)
-
-    def _send(self, check: Check, request: DispatchRequest) -> tuple[EPHandle, Rows, Tensor | None]:
-        """Send tokens on new routes; return the handle, rows and weights. Collective: yes."""
-        fault = None
-        try:
-            request.check(check)
-        except EPError as error:
-            fault = error
-            is_static = not request.do_cpu_sync
-            self._ranks.refuse_on_hosts(Mode.NORMAL, error, is_static=is_static)
-        num_combines = self._num_combines(request.topk_idx.shape[1], do_expand=request.do_expand)
-        arrived = send_request(self._ranks, request, fault, num_combines=num_combines)
-        handle = self._handle_of(request, arrived)
-        if request.recv_stats is not None:
-            request.recv_stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-        return handle, arrived.received.rows, arrived.weights
 
     def _send_along(
         self, handle: EPHandle, rows: Rows, topk_weights: Tensor | None, do_expand: bool
@@ -449,8 +432,10 @@ class ElasticBuffer:
 
         Collective: yes; with weights or without them on all ranks.
         """
-        has_weights, weights = topk_weights is not None, None
-        self._ranks.go_along("dispatch along a handle", rows.x, has_weights=has_weights)
+        weights, has_weights = None, topk_weights is not None
+        self._ranks.go_along(
+            "dispatch along a handle", rows.x.shape[1], rows.x.dtype, has_weights=has_weights
+        )
         if topk_weights is not None:
             weights = send_weights(handle.exchange, topk_weights)
         received = send_along(handle.exchange, rows)
@@ -535,47 +520,34 @@ def _without_unknown(rows: Tensor, named: Tensor | None, x: Tensor) -> Tensor:
     return rows.masked_fill((named >= x.shape[0]).any(1, keepdim=True), float("nan"))
 
 
-def _check_options(
-    check: Check, num_sms: object, num_qps: object, events: Mapping[str, object]
+def _check_launch(
+    check: Check, num_sms: object, num_qps: object, events: tuple[object, object]
 ) -> None:
     check.number("num_sms", num_sms)
     check.number("num_qps", num_qps)
-    for name, event in events.items():
-        check.event(name, event, EventHandle)
+    check.event("previous_event", events[0])
+    check.event("previous_event_before_epilogue", events[1])
 
 
-def _known(check: Check, handle: object) -> EPHandle:
-    """Return a handle of this drop-in, or raise that it is something else."""
-    if isinstance(handle, EPHandle):
-        return handle
-    fault = f"handle is {type(handle).__name__}, expected the EPHandle that dispatch() returned"
-    raise check.error(HandleError, fault, "pass it as it is")
+def _check_along(
+    check: Check, handle: object, given: Mapping[str, object], absent: Mapping[str, object]
+) -> None:
+    """Raise if a dispatch along a handle asks for something else than the handle has.
 
-
-def _check_handle(
-    check: Check,
-    handle: object,
-    given: Mapping[str, object],
-    forbidden: Mapping[str, object],
-    *,
-    do_expand: bool,
-) -> EPHandle:
-    """Return the handle; raise if a dispatch along it asks for something else than it has.
-
-    given: arguments by name, which are None or as the handle has them.   forbidden: arguments by
-        name, which are None or False.   do_expand: the rows are to be returned by expert.
+    given: arguments by name, which are None or as the handle has them.
+    absent: arguments by name, which are None or False.
     """
-    known = _known(check, handle)
-    for name, value in {**given, "do_expand": do_expand or None}.items():
-        kept = getattr(known, name)
+    if not isinstance(handle, EPHandle):
+        raise check.handle_error(handle, "dispatch() of an ElasticBuffer")
+    for name, value in given.items():
+        kept = getattr(handle, name)
         if value is not None and value != kept:
             fault = f"{name} is {value}, expected {kept} as in the dispatch that made the handle"
             raise check.error(HandleError, fault, "pass the same")
-    for name, value in forbidden.items():
+    for name, value in absent.items():
         if value is not None and value is not False:
             fault = f"{name} came with a handle, expected {name}=None: the handle has routes and"
             raise check.error(HandleError, f"{fault} waits for no counts", "leave it out")
-    return known
 
 
 def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:
@@ -600,18 +572,7 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
                 raise check.error(ShapeError, fault, "pass a result for each row that it names")
     if weights is not None:
         shape = (x.shape[0],) if handle.do_expand else (x.shape[0], top_k)
-        check.tensor("topk_weights", weights, shape, (torch.float32,))
-
-
-def _events(
-    first: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None
-) -> dict[str, EventHandle | None]:
-    """Return the events that a call waits for, by the names of its arguments."""
-    given = {"previous_event": first, "previous_event_before_epilogue": before_epilogue}
-    return {
-        name: event.event if isinstance(event, EventOverlap) else event
-        for name, event in given.items()
-    }
+        check.tensor("topk_weights", weights, shape, FLOAT32)
 
 
 def _or(value: int | None, default: int) -> int:

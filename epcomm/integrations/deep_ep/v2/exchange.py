@@ -8,20 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.errors import CapacityError, EPError
-from epcomm.integrations.deep_ep.checks import SCALES, Check
+from epcomm.errors import ConfigError
+from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
     detached,
     dispatch_rows,
-    return_rows,
     send_columns,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import Options, Ranks
+from epcomm.integrations.deep_ep.ranks import Options, Ranks, Service
+from epcomm.spec import BufferSpec
 
+# The dtypes of x without scales, and with scales.
+PLAIN: Dtypes = (torch.bfloat16,)
+QUANTIZED: Dtypes = (torch.float8_e4m3fn,)
 # 16 B, in words of an int32.
 _VECTOR_WORDS = 4
 
@@ -30,7 +33,7 @@ _VECTOR_WORDS = 4
 class DispatchRequest:
     """One dispatch of T tokens on new routes; see ElasticBuffer.dispatch.
 
-    max_tokens: M.   do_cpu_sync: sizes are exact, and the host waits for them.
+    max_tokens: M.
     num_sms: that the handle has.   asked_sms: that the caller asks for, None for any number.
     """
 
@@ -47,22 +50,53 @@ class DispatchRequest:
     do_cpu_sync: bool
     do_expand: bool
 
+    @property
+    def service(self) -> Service:
+        """NORMAL where sizes are exact, and the host waits for them."""
+        return Service.NORMAL if self.do_cpu_sync else Service.STATIC
+
+    @property
+    def has_words(self) -> bool:
+        """Whether weights, and sources with them, travel in an exchange of their own.
+
+        These are weights of experts of other ranks, with which rows that do not expand return.
+        """
+        return self.topk_weights is not None and not self.do_expand
+
+    def spec(self, num_ranks: int) -> BufferSpec:
+        """Return the specification of the buffer."""
+        return spec_of(
+            self.rows.form,
+            self.topk_idx.shape[1],
+            self.num_experts // num_ranks,
+            expert_alignment=self.expert_alignment,
+            max_tokens=None if self.do_cpu_sync else self.max_tokens,
+            num_sms=self.asked_sms,
+        )
+
     def check(self, check: Check) -> None:
-        """Raise why this rank must take part without its tokens, whose sizes are known."""
-        num_tokens, num_ranks = self.rows.x.shape[0], check.ranks.size
-        if num_tokens > self.max_tokens:
-            fault = f"x has {num_tokens} tokens, expected at most num_max_tokens_per_rank"
-            remedy = "make it larger on all ranks"
-            raise check.error(CapacityError, f"{fault} = {self.max_tokens}", remedy)
-        if self.rows.scales is not None:
-            check.tensor("x[1]", self.rows.scales, (num_tokens, None), SCALES)
-        check.tensor("topk_idx", self.topk_idx, (num_tokens, None), (torch.int64,))
+        """Check the arguments that the buffer does not depend on."""
+        check.num_tokens(self.rows.x.shape[0], "num_max_tokens_per_rank", self.max_tokens)
         check.ids(self.topk_idx, self.num_experts)
         if self.topk_weights is not None:
-            check.tensor("topk_weights", self.topk_weights, self.topk_idx.shape, (torch.float32,))
-        if self.recv_stats is not None:
-            name, shape = "cumulative_local_expert_recv_stats", (self.num_experts // num_ranks,)
-            check.tensor(name, self.recv_stats, shape, (torch.int32,))
+            check.tensor("topk_weights", self.topk_weights, self.topk_idx.shape, FLOAT32)
+        check.recv_stats(self.recv_stats, self.num_experts // check.ranks.size)
+
+
+def check_shape(
+    check: Check,
+    rows: Rows,
+    topk_idx: Tensor | None,
+    num_experts: int | None,
+    max_tokens: int,
+    expert_alignment: int,
+) -> None:
+    """Check the arguments of a dispatch on new routes that its buffer depends on."""
+    check.rows(rows, (None, None), PLAIN, QUANTIZED)
+    check.topk_idx(topk_idx, rows.x.shape[0], (torch.int64,))
+    check.experts(num_experts, ConfigError)
+    check.size("num_max_tokens_per_rank", max_tokens)
+    check.size("expert_alignment", expert_alignment)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,7 +105,8 @@ class Arrived:
 
     weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand;
         None where none were given.
-    sources: source rank * M + token of each row, [R], int32, where the dispatch brought them.
+    sources: source rank * M + token of each row, [R], int32; None: they are sent when they are
+        read.
     """
 
     received: ReceivedRows
@@ -79,58 +114,29 @@ class Arrived:
     sources: Tensor | None
 
 
-def send_request(
-    ranks: Ranks, request: DispatchRequest, error: EPError | None, *, num_combines: int
-) -> Arrived:
+def send_request(ranks: Ranks, request: DispatchRequest, spec: BufferSpec) -> Arrived:
     """Send the tokens of a request.
-
-    Weights of experts of other ranks, which rows that do not expand are returned with, come in an
-    exchange of their own, and sources with them; else sources come when they are read.
-
-    error: why this rank takes part without tokens, if it does.   num_combines: of the buffer, by
-        which the other ranks return the results of this dispatch, if they do nothing else.
 
     Collective: yes.   Host sync: one with do_cpu_sync, else none.
     Raises:
-        ShapeError, CapacityError: the call of some rank cannot be; on every rank with do_cpu_sync
-            and on CPUs, else there alone, and the other ranks get NaN from combine.
+        ShapeError, CapacityError: some rank refuses its call; on every rank with do_cpu_sync and on
+            CPUs, else there alone, and the other ranks get NaN from combine.
     """
-    rows, topk_idx, weights = request.rows, request.topk_idx, request.topk_weights
-    if error is not None:
-        scales = None if rows.scales is None else rows.scales[:0]
-        rows, topk_idx, weights = Rows(x=rows.x[:0], scales=scales), topk_idx[:0].long(), None
-    is_static = not request.do_cpu_sync
-    spec = spec_of(
-        rows.form,
-        topk_idx.shape[1],
-        request.num_experts // ranks.size,
-        expert_alignment=request.expert_alignment,
-        max_tokens=request.max_tokens if is_static else None,
-        num_sms=request.asked_sms,
-    )
+    topk_idx, weights = request.topk_idx, request.topk_weights
     options = Options(
         num_max_tokens_per_rank=request.max_tokens,
-        has_topk_weights=request.topk_weights is not None,
+        has_topk_weights=weights is not None,
         do_expand=request.do_expand,
     )
-    sent = topk_idx.new_zeros(topk_idx.shape, dtype=torch.float32) if weights is None else weights
-    received = dispatch_rows(ranks, rows, topk_idx, sent, spec, options=options, error=error)
-    exchange, brings_weights = received.exchange, options.has_topk_weights and not request.do_expand
-    if is_static and ranks.reads_faults:
+    sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
+    topk = topk_idx, sent
+    received = dispatch_rows(ranks, request.service, request.rows, topk, spec, options=options)
+    exchange = received.exchange
+    if request.service.is_static and ranks.reads_faults:
         exchange.buffer.check()
-    elif is_static and error is not None:
-        # No host of the others learns of it: they go on, to sums of NaN, and wait for this rank.
-        if brings_weights:
-            _send_words(exchange, torch.zeros(0, 1, dtype=torch.int32, device=ranks.device))
-        shape = (exchange.num_rows, spec.hidden_size)
-        zeros = received.rows.x.new_zeros(shape, dtype=torch.bfloat16)
-        for _ in range(num_combines):
-            return_rows(exchange, zeros)
-    if error is not None:
-        raise error
-    if weights is None or not brings_weights:
-        returned = None if weights is None else received.dispatched.slot_weights
-        return Arrived(received=received, weights=returned, sources=None)
+    if weights is None or not request.has_words:
+        weights = None if weights is None else received.dispatched.slot_weights
+        return Arrived(received=received, weights=weights, sources=None)
     words = [_own_sources(exchange, request.max_tokens), weights.contiguous().view(torch.int32)]
     columns = _send_words(exchange, torch.cat(words, dim=1))
     return Arrived(

@@ -26,7 +26,7 @@ from epcomm.integrations.deep_ep.normal import (
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.integrations.deep_ep.refusals import refuse_along, refuse_dispatch, refuse_unknown
-from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes, recommended_config
+from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes
 from epcomm.integrations.deep_ep.v1.handle import NormalHandle, SavedHandles
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
@@ -36,7 +36,6 @@ from epcomm.integrations.deep_ep.v1.low_latency import (
     slots_spec,
 )
 from epcomm.integrations.deep_ep.v1.normal import PLAIN, QUANTIZED, NormalRequest, with_length
-from epcomm.registry import buffer_class
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -83,7 +82,7 @@ _COMBINE_ADVICE = MappingProxyType(
 )
 
 # A configuration costs as much as a small call.
-_usual_config = lru_cache(recommended_config)
+_config_of = lru_cache(Config)
 
 
 class Buffer:
@@ -167,32 +166,14 @@ class Buffer:
         return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     @staticmethod
-    def get_low_latency_memory_bytes(
-        num_max_dispatch_tokens_per_rank: int,
-        hidden: int,
-        num_ranks: int,
-        num_experts: int,
-        num_topk: int = 8,
-        use_fp8: bool = True,
-    ) -> int:
-        """Return the bytes that low latency takes here on a GPU; V1 has no such call. Local.
-
-        get_low_latency_rdma_size_hint() is what programs size their buffers of V1 with.
-        """
-        most = num_max_dispatch_tokens_per_rank
-        shape = LowLatencyShape(hidden, num_topk, most, num_experts, num_ranks, use_fp8)
-        regions = buffer_class("NVLinkMaskedBuffer").region_bytes(slots_spec(shape), num_ranks)
-        return sum(region.max_bytes or 0 for region in regions)
-
-    @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Return the Config that V1 recommends for a number of ranks."""
-        return recommended_config(Buffer.num_sms, num_ranks, for_combine=False)
+        """Return a Config of Buffer.num_sms SMs; num_ranks does not matter."""
+        return _config_of(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """Return the Config that V1 recommends for a number of ranks."""
-        return recommended_config(Buffer.num_sms, num_ranks, for_combine=True)
+        """Return the Config of get_dispatch_config()."""
+        return _config_of(Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
         """Return the stream of asynchronous calls."""
@@ -267,7 +248,7 @@ class Buffer:
         rows = Rows.of(x)
         check = self._begin("dispatch", rows.x)
         self._saved_handles.drop_freed()
-        config = config or _usual_config(self.num_sms, self.group_size, for_combine=False)
+        config = config or _config_of(self.num_sms)
         exchange = None if handle is None else self._exchange_of(check, handle)
         service, request, spec = Service.NORMAL, None, None
         if num_worst_tokens and topk_idx is not None and self._ranks.has(Service.ROW_BUDGET):

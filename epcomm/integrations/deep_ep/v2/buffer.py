@@ -29,7 +29,6 @@ from epcomm.integrations.deep_ep.v2.exchange import (
     QUANTIZED,
     Arrived,
     DispatchRequest,
-    check_shape,
     send_request,
     send_weights,
 )
@@ -273,34 +272,29 @@ class ElasticBuffer:
         """
         ranks, rows = self._ranks, Rows.of(x)
         check = Check("dispatch", ranks, rows.x)
-        max_tokens = _or(num_max_tokens_per_rank, self.num_max_tokens_per_rank)
-        alignment, has_weights = _or(expert_alignment, 1), topk_weights is not None
         events = (previous_event, previous_event_before_epilogue)
-        request, spec, num_combines = None, None, 1
+        request = DispatchRequest(
+            rows=rows,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            recv_stats=cumulative_local_expert_recv_stats,
+            num_experts=num_experts,
+            max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
+            expert_alignment=_or(expert_alignment, 1),
+            num_sms=num_sms,
+            do_handle_copy=do_handle_copy,
+            do_cpu_sync=do_cpu_sync is not False,
+            do_expand=do_expand,
+        )
+        spec, num_combines = None, 1
         if isinstance(handle, EPHandle):
             ranks.compare_owner("dispatch", handle.exchange.buffer)
         try:
             _check_launch(check, num_sms, num_qps, events)
             if handle is None:
-                check_shape(check, rows, topk_idx, num_experts, max_tokens, alignment)
-                experts, topk = cast("int", num_experts), cast("Tensor", topk_idx)
-                request = DispatchRequest(
-                    rows=rows,
-                    topk_idx=topk,
-                    topk_weights=topk_weights,
-                    recv_stats=cumulative_local_expert_recv_stats,
-                    num_experts=experts,
-                    max_tokens=max_tokens,
-                    expert_alignment=alignment,
-                    num_sms=num_sms or self.get_theoretical_num_sms(experts, topk.shape[1]),
-                    asked_sms=num_sms or None,
-                    do_handle_copy=do_handle_copy,
-                    do_cpu_sync=do_cpu_sync is not False,
-                    do_expand=do_expand,
-                )
-                spec = request.spec(ranks.size)
+                spec = request.checked_spec(check)
                 num_combines = self._num_combines(spec.top_k, do_expand=do_expand)
-                request.check(check)
+                request.check(check, spec)
             else:
                 given = {
                     "num_experts": num_experts,
@@ -316,21 +310,16 @@ class ElasticBuffer:
                     check.tensor("topk_weights", topk_weights, shape, FLOAT32)
         except EPError as error:
             if isinstance(handle, EPHandle):
+                has_weights = topk_weights is not None
                 refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
             if handle is not None:
                 refuse_unknown(ranks, Service.NORMAL, error)
-            refuse_dispatch(
-                ranks,
-                Service.STATIC if do_cpu_sync is False else Service.NORMAL,
-                error,
-                spec,
-                has_words=has_weights and not do_expand,
-                num_combines=num_combines,
-            )
+            follow_up = {"has_words": request.has_words, "num_combines": num_combines}
+            refuse_dispatch(ranks, request.service, error, spec, **follow_up)
         with self._comm_stream.call(
             rows.x.device, *events, is_async=async_with_compute_stream
         ) as call:
-            if request is not None and spec is not None:
+            if spec is not None:
                 arrived = send_request(ranks, request, spec)
                 handle = self._handle_of(request, arrived)
                 received, weights = arrived.received.rows, arrived.weights
@@ -393,10 +382,8 @@ class ElasticBuffer:
             HandleError: the buffer is destroyed.
         """
         ranks, biases = self._ranks, biases_of(bias)
-        check, events = (
-            Check("combine", ranks),
-            (previous_event, previous_event_before_epilogue),
-        )
+        check = Check("combine", ranks)
+        events = (previous_event, previous_event_before_epilogue)
         if not isinstance(handle, EPHandle):
             error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
             refuse_unknown(ranks, Service.NORMAL, error)
@@ -445,7 +432,10 @@ class ElasticBuffer:
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""
-        return EPHandle(request, arrived, self.num_ranks)
+        exchange = arrived.received.exchange
+        num_experts = exchange.spec.num_local_experts * self.num_ranks
+        num_sms = self.get_theoretical_num_sms(num_experts, exchange.spec.top_k)
+        return EPHandle(request, arrived, request.num_sms or num_sms, self.num_ranks)
 
     def _finish(
         self,

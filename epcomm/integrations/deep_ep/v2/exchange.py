@@ -33,19 +33,17 @@ _VECTOR_WORDS = 4
 class DispatchRequest:
     """One dispatch of T tokens on new routes; see ElasticBuffer.dispatch.
 
-    max_tokens: M.
-    num_sms: that the handle has.   asked_sms: that the caller asks for, None for any number.
+    max_tokens: M.   num_sms: the number that the caller asks for, 0 for any.
     """
 
     rows: Rows
-    topk_idx: Tensor
+    topk_idx: Tensor | None
     topk_weights: Tensor | None
     recv_stats: Tensor | None
-    num_experts: int
+    num_experts: int | None
     max_tokens: int
     expert_alignment: int
     num_sms: int
-    asked_sms: int | None
     do_handle_copy: bool
     do_cpu_sync: bool
     do_expand: bool
@@ -63,40 +61,38 @@ class DispatchRequest:
         """
         return self.topk_weights is not None and not self.do_expand
 
-    def spec(self, num_ranks: int) -> BufferSpec:
-        """Return the specification of the buffer."""
+    def checked_spec(self, check: Check) -> BufferSpec:
+        """Check the arguments that a buffer depends on."""
+        check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
+        check.topk_idx(self.topk_idx, self.rows.x.shape[0], (torch.int64,))
+        check.experts(self.num_experts, ConfigError)
+        check.size("num_max_tokens_per_rank", self.max_tokens)
+        check.size("expert_alignment", self.expert_alignment)
+        assert self.topk_idx is not None, "just checked"
+        assert self.num_experts is not None, "just checked"
         return spec_of(
             self.rows.form,
             self.topk_idx.shape[1],
-            self.num_experts // num_ranks,
+            self.num_experts // check.ranks.size,
             expert_alignment=self.expert_alignment,
             max_tokens=None if self.do_cpu_sync else self.max_tokens,
-            num_sms=self.asked_sms,
+            num_sms=self.num_sms or None,
         )
 
-    def check(self, check: Check) -> None:
-        """Check the arguments that the buffer does not depend on."""
+    def check(self, check: Check, spec: BufferSpec) -> None:
+        """Check the other arguments."""
+        topk_idx = self.routes
         check.num_tokens(self.rows.x.shape[0], "num_max_tokens_per_rank", self.max_tokens)
-        check.ids(self.topk_idx, self.num_experts)
+        check.ids(topk_idx, spec.num_local_experts * check.ranks.size)
         if self.topk_weights is not None:
-            check.tensor("topk_weights", self.topk_weights, self.topk_idx.shape, FLOAT32)
-        check.recv_stats(self.recv_stats, self.num_experts // check.ranks.size)
+            check.tensor("topk_weights", self.topk_weights, topk_idx.shape, FLOAT32)
+        check.recv_stats(self.recv_stats, spec.num_local_experts)
 
-
-def check_shape(
-    check: Check,
-    rows: Rows,
-    topk_idx: Tensor | None,
-    num_experts: int | None,
-    max_tokens: int,
-    expert_alignment: int,
-) -> None:
-    """Check the arguments of a dispatch on new routes that its buffer depends on."""
-    check.rows(rows, (None, None), PLAIN, QUANTIZED)
-    check.topk_idx(topk_idx, rows.x.shape[0], (torch.int64,))
-    check.experts(num_experts, ConfigError)
-    check.size("num_max_tokens_per_rank", max_tokens)
-    check.size("expert_alignment", expert_alignment)
+    @property
+    def routes(self) -> Tensor:
+        """topk_idx, which was checked."""
+        assert self.topk_idx is not None, "it was checked"
+        return self.topk_idx
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,7 +118,7 @@ def send_request(ranks: Ranks, request: DispatchRequest, spec: BufferSpec) -> Ar
         ShapeError, CapacityError: some rank refuses its call; on every rank with do_cpu_sync and on
             CPUs, else there alone, and the other ranks get NaN from combine.
     """
-    topk_idx, weights = request.topk_idx, request.topk_weights
+    topk_idx, weights = request.routes, request.topk_weights
     options = Options(
         num_max_tokens_per_rank=request.max_tokens,
         has_topk_weights=weights is not None,

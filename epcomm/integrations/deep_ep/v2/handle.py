@@ -82,22 +82,21 @@ class EPHandle:
     positions: of what came.
     """
 
-    def __init__(self, request: DispatchRequest, arrived: Arrived, num_ranks: int) -> None:
+    def __init__(
+        self, request: DispatchRequest, arrived: Arrived, num_sms: int, num_ranks: int
+    ) -> None:
         """Describe what arrived. Host sync: none."""
         received = arrived.received
         self.exchange, self.index = received.exchange, received.dispatched.index
-        self.local_ids, self._sources, self._num_ranks = (
-            received.topk_ids,
-            arrived.sources,
-            num_ranks,
-        )
+        self.local_ids, self._sources = received.topk_ids, arrived.sources
+        self._num_ranks = num_ranks
         self.is_row = None if request.do_cpu_sync else (received.topk_ids >= 0).any(1)
         self.do_expand = request.do_expand
-        self.num_experts = request.num_experts
+        self.num_experts = self.exchange.spec.num_local_experts * num_ranks
         self.expert_alignment = request.expert_alignment
         self.num_max_tokens_per_rank = request.max_tokens
-        self.num_sms = request.num_sms
-        self.topk_idx = request.topk_idx.clone() if request.do_handle_copy else request.topk_idx
+        self.num_sms = num_sms
+        self.topk_idx = request.routes.clone() if request.do_handle_copy else request.routes
         # With static sizes the most that can come.
         most = num_ranks * request.max_tokens
         self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most

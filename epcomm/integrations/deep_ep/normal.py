@@ -3,6 +3,11 @@
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
 and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
 it is held, and rows travel along it any number of times, in both directions.
+
+A rank refuses a call so that the others, which make it, learn of the error. Where hosts compare
+calls, on CPUs and where buffers open, every rank raises the error, whichever call it makes. Over
+NVLink no host reads what other ranks report. There a rank that refuses takes part in the kernels of
+the call without rows, and the others receive NaN.
 """
 
 from __future__ import annotations
@@ -10,13 +15,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Dispatched
+from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots
 from epcomm.calls.call import DispatchCall
+from epcomm.errors import EPError
 from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
@@ -27,7 +33,7 @@ from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 XTensors = Tensor | tuple[Tensor, Tensor]
 
 # The copy engine of a GPU moves multiples of it.
-VECTOR_BYTES = 16
+_VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +47,7 @@ class Rows:
     def row_bytes(self) -> int:
         """The bytes of a row with its scales."""
         scale_bytes = 0 if self.scales is None else self.scales.shape[1] * self.scales.itemsize
-        return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, VECTOR_BYTES)
+        return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
 
     @classmethod
     def of(cls, x: XTensors) -> Rows:
@@ -82,7 +88,7 @@ class RowExchange:
     @property
     def row_bytes(self) -> int:
         """The most bytes of a row, for which there is memory."""
-        return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), VECTOR_BYTES)
+        return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -239,7 +245,7 @@ def send_along(exchange: RowExchange, rows: Rows) -> Rows:
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
-    gap = x.new_empty(x.shape[0], -end % VECTOR_BYTES)
+    gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
     received = send_columns(exchange, torch.cat([x, scales, gap], dim=1))
     return Rows(
         x=received[:, :width].contiguous().view(rows.x.dtype),
@@ -304,6 +310,123 @@ def sum_of_biases(biases: Sequence[Tensor]) -> Tensor | None:
         return None
     first, *others = (detached(each) for each in biases)
     return sum(others, first.float()).contiguous()
+
+
+def refuse_dispatch(
+    ranks: Ranks,
+    service: Service,
+    error: EPError,
+    spec: BufferSpec | None = None,
+    *,
+    has_words: bool = False,
+    num_combines: int = 1,
+) -> NoReturn:
+    """Refuse a dispatch on new routes.
+
+    Over NVLink the others make a dispatch of the same shape, and have NaN in its sums in low
+    latency and with static sizes; with exact sizes they raise. In any other call they, and this
+    rank if the shape of its call is new, wait until the timeout.
+
+    Args:
+        ranks: of the buffer.   service: of the dispatch.
+        error: the reason.
+        spec: of the call, if its tensors tell: the others may open such a buffer now. None: that of
+            the last call.
+        has_words, num_combines: with static sizes, whether the others send words along the
+            dispatch, and the combines that they make.
+
+    Collective: in place of a dispatch, and of what follows it.
+    Raises:
+        error: always.
+    """
+    ranks.refuse_on_hosts(service, error)
+    if spec is not None:
+        try:
+            ranks.open(service, spec)
+        except EPError as problem:
+            raise error from problem
+    if service not in ranks.last:
+        raise error
+    buffer, spec = ranks.last[service]
+    call = _call_without_rows(spec, ranks.device, error)
+    out = buffer.dispatch(call)
+    if isinstance(buffer, ReturnsSlots) and spec.returns_slots:
+        # The others combine what they received, and wait for every rank. This rank does not: its
+        # next batch may have to come first.
+        hidden_dtype = spec.hidden_format.dtype.torch_dtype
+        no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=ranks.device)
+        buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
+    elif service.is_static and ranks.reads_faults:
+        buffer.check()
+    elif service.is_static:
+        if has_words:
+            words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
+            buffer.cached_dispatch(words, out.exchange_plan)
+        for _ in range(num_combines):
+            buffer.refuse_combine(error)
+    raise error
+
+
+def refuse_along(
+    ranks: Ranks,
+    exchange: RowExchange,
+    error: EPError,
+    *,
+    has_weights: bool = False,
+    num_combines: int = 0,
+) -> NoReturn:
+    """Refuse a dispatch along an exchange, or a combine.
+
+    has_weights: weights [T, K], float32, are sent before the rows.
+    num_combines: the combines of the buffer that the others make; 0: a dispatch.
+
+    Collective: in place of these calls.
+    Raises:
+        error: always.
+    """
+    buffer = exchange.buffer
+    if not buffer.needs_nvlink:
+        if exchange.spec.max_tokens_per_rank is None:
+            # In the group of the handle, which may be of an earlier Buffer.
+            buffer.refuse_combine(error)
+        ranks.refuse_on_hosts(Service.NORMAL, error)
+    for _ in range(num_combines):
+        buffer.refuse_combine(error)
+    if not num_combines:
+        weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+        # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
+        for num_bytes in (*weight_bytes, exchange.row_bytes):
+            shape = (exchange.num_tokens, num_bytes)
+            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device)
+            send_columns(exchange, nans)
+    raise error
+
+
+def refuse_unknown(ranks: Ranks, service: Service, error: EPError) -> NoReturn:
+    """Refuse a call along an exchange that this rank does not know.
+
+    Over NVLink the others are assumed to combine the oldest batch in low latency, and their sums
+    are NaN; in normal mode they wait until the timeout.
+
+    Collective: in place of a combine, or a dispatch along an exchange.
+    Raises:
+        error: always.
+    """
+    ranks.refuse_on_hosts(service, error)
+    if service is Service.LOW_LATENCY and service in ranks.last:
+        ranks.last[service].buffer.refuse_combine(error)
+    raise error
+
+
+def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:
+    hidden_dtype = spec.hidden_format.dtype.torch_dtype
+    return DispatchCall(
+        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
+        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
+        flags=BatchFlags.GRAD_ENABLED,
+        error=error,
+    )
 
 
 def _dense(rows: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
 from epcomm.integrations.deep_ep.checks import Absent
 from epcomm.integrations.deep_ep.normal import RowExchange, send_columns
-from epcomm.integrations.deep_ep.v2 import exchange
+from epcomm.integrations.deep_ep.v2 import handle as handles
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
@@ -259,7 +259,7 @@ def test_sources_are_sent_when_they_are_read(
         sent.append(columns.shape[1])
         return send_columns(exchange_of_rows, columns)
 
-    monkeypatch.setattr(exchange, "send_columns", counted)
+    monkeypatch.setattr(handles, "send_columns", counted)
     buffer = make_buffer()
     no_weights = {} if has_weights else {"topk_weights": None}
     *_, handle, _ = dispatch(buffer, do_expand=do_expand, **no_weights)

@@ -20,14 +20,15 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     XTensors,
     biases_of,
+    refuse_along,
+    refuse_dispatch,
+    refuse_unknown,
     return_rows,
     send_along,
     sum_of_biases,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
-from epcomm.integrations.deep_ep.refusals import refuse_along, refuse_dispatch, refuse_unknown
 from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes
-from epcomm.integrations.deep_ep.v1.handle import NormalHandle, SavedHandles
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
     LowLatencyHandle,
@@ -35,7 +36,14 @@ from epcomm.integrations.deep_ep.v1.low_latency import (
     refuse_low_latency_combine,
     slots_spec,
 )
-from epcomm.integrations.deep_ep.v1.normal import PLAIN, QUANTIZED, NormalRequest, with_length
+from epcomm.integrations.deep_ep.v1.normal import (
+    PLAIN,
+    QUANTIZED,
+    NormalHandle,
+    NormalRequest,
+    SavedHandles,
+    with_length,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -31,11 +31,12 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     detached,
     dispatch_rows,
+    refuse_dispatch,
+    refuse_unknown,
     return_rows,
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Options, Ranks, Service
-from epcomm.integrations.deep_ep.refusals import refuse_dispatch, refuse_unknown
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -17,22 +18,25 @@ from epcomm.integrations.deep_ep.normal import (
     XTensors,
     biases_of,
     detached,
+    refuse_along,
+    refuse_dispatch,
+    refuse_unknown,
     return_rows,
     send_along,
     sum_of_biases,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
-from epcomm.integrations.deep_ep.refusals import refuse_along, refuse_dispatch, refuse_unknown
 from epcomm.integrations.deep_ep.v2 import sizes
-from epcomm.integrations.deep_ep.v2.exchange import (
+from epcomm.integrations.deep_ep.v2.handle import (
     PLAIN,
     QUANTIZED,
     Arrived,
     DispatchRequest,
+    EPHandle,
+    Positions,
     send_request,
     send_weights,
 )
-from epcomm.integrations.deep_ep.v2.handle import EPHandle, Positions
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
@@ -42,7 +46,7 @@ from epcomm.ops.slots import (
     row_ops_for,
     spread_to_slots,
 )
-from epcomm.types import RowsPer
+from epcomm.types import RowsPer, align_up
 
 # Queue pairs that the package allocates on its own, in hybrid mode and without it.
 _QPS_HYBRID, _QPS_DIRECT = 129, 17
@@ -152,14 +156,19 @@ class ElasticBuffer:
     ) -> int:
         """Return the bytes that V2 would allocate, a multiple of 2 MB; num_topk 0 means 32."""
         del allow_hybrid_mode  # One host: there is nothing to be hybrid between.
-        return sizes.buffer_bytes(
-            group.size(),
-            num_max_tokens_per_rank,
-            hidden,
-            num_topk,
-            use_fp8_dispatch=use_fp8_dispatch,
-            allow_multiple_reduction=allow_multiple_reduction,
+        num_ranks, top_k = group.size(), num_topk or sizes.MAX_TOPK
+        row = (
+            (hidden, -(-hidden // sizes.HIDDEN_PER_SCALE_WORD))
+            if use_fp8_dispatch
+            else (2 * hidden, 0)
         )
+        largest = max(
+            sizes.dispatch_bytes(num_ranks, num_max_tokens_per_rank, *row, top_k),
+            sizes.combine_bytes(
+                num_ranks, num_max_tokens_per_rank, hidden, top_k, allow_multiple_reduction
+            ),
+        )
+        return align_up(largest, sizes.BUFFER_ALIGNMENT_BYTES)
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -196,17 +205,22 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the SMs whose memory traffic keeps NVLink busy, even. Local."""
+        """Return the SMs whose memory traffic keeps NVLink busy with balanced routing, even. Local.
+
+        nvlink_gbs: GB/s of one direction, 0 for those of an H200.
+        """
         del num_scaleout_topk, rdma_gbs  # Of several hosts.
-        return sizes.theoretical_num_sms(
-            self.num_ranks,
-            num_experts,
-            num_topk,
-            nvlink_gbs=nvlink_gbs,
-            sm_read_gbs=sm_read_gbs,
-            sm_write_gbs=sm_write_gbs,
-            is_alone=not self.prefer_overlap_with_compute,
-        )
+        others = num_experts - num_experts // self.num_ranks
+        missed = math.comb(others, num_topk) / math.comb(num_experts, num_topk)
+        num_expected_ranks = self.num_ranks * (1 - missed)
+        remote_share = 1 - 1 / self.num_ranks
+        num_sms = float(sizes.NUM_DEVICE_SMS)
+        if remote_share > 0 and num_expected_ranks > 0:
+            rows_gbs = (nvlink_gbs or sizes.NVLINK_GBS) / remote_share
+            num_sms = max(rows_gbs / num_expected_ranks / sm_read_gbs, rows_gbs / sm_write_gbs)
+        least = sizes.MIN_SMS if self.prefer_overlap_with_compute else sizes.MIN_SMS_ALONE
+        wanted = align_up(max(least, math.ceil(num_sms * sizes.SMS_MARGIN)), 2)
+        return min(wanted, sizes.NUM_DEVICE_SMS)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return the queue pairs that V2 would use, at most those allocated. Local."""

@@ -4,17 +4,18 @@ Rows are in the order of (source rank, token), once for each rank that owns an e
 and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
 it is held, and rows travel along it any number of times, in both directions.
 
-A rank refuses a call so that the others, which make it, learn of the error. Where hosts compare
-calls, on CPUs and where buffers open, every rank raises the error, whichever call it makes. Over
-NVLink no host reads what other ranks report. There a rank that refuses takes part in the kernels of
-the call without rows, and the others receive NaN.
+A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and where
+buffers open, every rank raises the error, whichever call it makes. Over NVLink no host reads what
+other ranks report. There a rank that refuses takes part in the kernels of the call without rows,
+and the others receive NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NoReturn, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Record, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
@@ -32,6 +33,7 @@ from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
 XTensors = Tensor | tuple[Tensor, Tensor]
 
+NO_OPTIONS: Record = MappingProxyType({})
 # The copy engine of a GPU moves multiples of it.
 _VECTOR_BYTES = 16
 
@@ -174,7 +176,7 @@ def dispatch_rows(
     topk: tuple[Tensor, Tensor],
     spec: BufferSpec,
     *,
-    options: Options = NO_OPTIONS,
+    options: Record = NO_OPTIONS,
 ) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
 
@@ -183,14 +185,18 @@ def dispatch_rows(
         rows: [T, H]; quantised rows come with their scales.
         topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of(); exact sizes, or static.
-        options: what hosts compare on CPUs in addition to the specification.
+        options: arguments that hosts compare on CPUs in addition to the specification.
 
     Collective: yes.   Host sync: one, none where sizes are static.
     Lifetime: the caller owns all tensors.
     Raises:
         EPError: some rank refuses its call; on every rank.
     """
-    buffer, sent = ranks.open(service, spec, options), detached(rows.x)
+    over_nvlink = ranks.is_over_nvlink(service)
+    # Ranks may take other numbers of SMs.
+    shape = {} if over_nvlink else replace(spec, num_sms=None).as_record()
+    ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
+    buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
         # Four bytes of scale travel as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
@@ -203,7 +209,6 @@ def dispatch_rows(
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
         num_sms=spec.num_sms,
-        size=options.as_word(),
         wants_row_topk=True,
     )
     out = buffer.dispatch(call)
@@ -233,6 +238,24 @@ def dispatch_rows(
             device=ranks.device,
         ),
     )
+
+
+def announce_along(
+    ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
+) -> None:
+    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights travel.
+
+    A program may replace its Buffer between forward and backward. Then all ranks pass handles of
+    the previous Buffer.
+
+    Collective: on CPU ranks.   Host sync: likewise.
+    """
+    if exchange.buffer.needs_nvlink:
+        return
+    if not ranks.owns(exchange.buffer):
+        function = f"{function}, with a handle of another Buffer"
+    arguments = {"x": f"[rows, {x.shape[1]}] {x.dtype}", "has_topk_weights": has_weights}
+    ranks.announce(function, arguments, over_nvlink=False)
 
 
 def send_along(exchange: RowExchange, rows: Rows) -> Rows:
@@ -339,7 +362,7 @@ def refuse_dispatch(
     Raises:
         error: always.
     """
-    ranks.refuse_on_hosts(service, error)
+    ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
     if spec is not None:
         try:
             ranks.open(service, spec)
@@ -385,11 +408,7 @@ def refuse_along(
         error: always.
     """
     buffer = exchange.buffer
-    if not buffer.needs_nvlink:
-        if exchange.spec.max_tokens_per_rank is None:
-            # In the group of the handle, which may be of an earlier Buffer.
-            buffer.refuse_combine(error)
-        ranks.refuse_on_hosts(Service.NORMAL, error)
+    ranks.announce("", {}, error, over_nvlink=buffer.needs_nvlink)
     for _ in range(num_combines):
         buffer.refuse_combine(error)
     if not num_combines:
@@ -412,7 +431,7 @@ def refuse_unknown(ranks: Ranks, service: Service, error: EPError) -> NoReturn:
     Raises:
         error: always.
     """
-    ranks.refuse_on_hosts(service, error)
+    ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
     if service is Service.LOW_LATENCY and service in ranks.last:
         ranks.last[service].buffer.refuse_combine(error)
     raise error

@@ -20,7 +20,7 @@ from epcomm import EPError
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import HandleError
 from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.ranks import Options, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.integrations.deep_ep.v1.normal import UNKNOWN
 from epcomm.spec import BufferSpec
 from tests.integrations.deep_ep.devices import here, on_gpus

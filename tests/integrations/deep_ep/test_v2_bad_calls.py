@@ -507,7 +507,7 @@ def test_other_calls_are_an_error_of_their_order(make_buffer: BufferMaker) -> No
             return buffer.combine(**given)
         return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
 
-    check_refused(call, HandleError, "rank 0 is in backward of combine", buffer)
+    check_refused(call, HandleError, "rank 0 is in dispatch along a handle", buffer)
     check_serves(buffer, batch)
 
 
@@ -520,13 +520,13 @@ def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
     own, foreign = state_of(buffer, batch), state_of(earlier, batch)
     given = foreign if buffer.rank_idx == FAULTY else own
     check_refused(
-        lambda: buffer.combine(**given), HandleError, "handle is of another Buffer", buffer
+        lambda: buffer.combine(**given), HandleError, "handle of another Buffer", buffer
     )
 
     def dispatch_along() -> object:
         return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
 
-    check_refused(dispatch_along, HandleError, "handle is of another Buffer", buffer)
+    check_refused(dispatch_along, HandleError, "handle of another Buffer", buffer)
     wrong = foreign | ({"x": foreign["x"][1:]} if buffer.rank_idx == FAULTY else {})
     check_refused(lambda: buffer.combine(**wrong), ShapeError, r"x is .*expected \[", buffer)
     assert torch.equal(buffer.combine(**foreign)[0], buffer.combine(**own)[0])

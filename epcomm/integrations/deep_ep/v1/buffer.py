@@ -19,6 +19,7 @@ from epcomm.integrations.deep_ep.normal import (
     RowExchange,
     Rows,
     XTensors,
+    announce_along,
     biases_of,
     refuse_along,
     refuse_dispatch,
@@ -288,8 +289,8 @@ class Buffer:
             refuse_dispatch(self._ranks, service, error, spec)
         call = self._comm_stream.call(rows.x.device, previous_event, is_async=async_finish)
         if exchange is not None:
-            self._ranks.go_along("dispatch along a handle", rows.x.shape[1], rows.x.dtype)
             with call as under_way:
+                announce_along(self._ranks, exchange, "dispatch along a handle", rows.x)
                 along = with_length(send_along(exchange, rows), exchange.max_rows)
                 event = under_way.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
@@ -346,7 +347,7 @@ class Buffer:
         except EPError as error:
             refuse_along(self._ranks, exchange, error, num_combines=1)
         has_weights = topk_weights is not None
-        self._ranks.go_along("combine", x.shape[1], x.dtype, has_weights=has_weights)
+        announce_along(self._ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, previous_event, is_async=async_finish) as call:
             combined, weights = return_rows(exchange, x, topk_weights, sum_of_biases(biases))
             event = call.event([x, topk_weights, *biases, combined, weights])
@@ -547,7 +548,6 @@ class Buffer:
         if exchange is None:
             error = check.handle_error(handle, "dispatch() of this Buffer")
             refuse_unknown(self._ranks, Service.NORMAL, error)
-        self._ranks.compare_owner(check.function, exchange.buffer)
         return exchange
 
     def _is_own(self, handle: object) -> TypeGuard[LowLatencyHandle]:

@@ -36,7 +36,7 @@ from epcomm.integrations.deep_ep.normal import (
     return_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import Options, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales
@@ -319,7 +319,7 @@ def _dispatch_pairs(
             sent,
             (pairs.experts[:, None], sources[:, None]),
             spec_of(sent.form, 1, num_local),
-            options=Options(num_max_tokens_per_rank=shape.max_tokens),
+            options={"num_max_tokens_per_rank": shape.max_tokens},
         )
         pairs.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
 
@@ -375,6 +375,7 @@ def _combine_pairs(
     def receive() -> None:
         if not pending:
             raise HandleError(f"low_latency_combine: the hook was called twice ({where})")
+        handle.ranks.announce("low_latency_combine", {}, over_nvlink=False)
         returned, _ = return_rows(pending.pop(), rows)
         weights, is_chosen = detached(topk_weights), pairs.is_chosen
         pair_of_entry = is_chosen.flatten().cumsum(0).view(is_chosen.shape) - 1

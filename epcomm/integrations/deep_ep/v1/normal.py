@@ -25,7 +25,7 @@ from epcomm.integrations.deep_ep.normal import (
     dispatch_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.spec import BufferSpec
 
 # The dtypes of x without scales, and with scales.
@@ -93,9 +93,7 @@ class NormalRequest(NamedTuple):
                 static sizes on a GPU sums are NaN instead, on every rank.
         """
         ids, weights, most = self.topk_idx, self.topk_weights, self.num_worst_tokens
-        options = NO_OPTIONS
-        if most or ids is None:
-            options = Options(num_worst_tokens=most, has_topk_weights=ids is not None)
+        options = {"num_worst_tokens": most, "has_topk_weights": ids is not None}
         if ids is None or weights is None:
             assert self.is_in_rank is not None, "just checked"
             everyone = torch.arange(ranks.size, device=self.is_in_rank.device)
@@ -118,7 +116,7 @@ def _sum_of_counts(ranks: Ranks, counts: Tensor) -> tuple[int, ...]:
 
     Collective: yes.   Host sync: yes.
     """
-    everyone = ranks.gather_counts({"counts": " ".join(map(str, counts.tolist()))})
+    everyone = ranks.gather("dispatch", {"counts": " ".join(map(str, counts.tolist()))})
     counts_of_rank = [list(map(int, str(each["counts"]).split())) for each in everyone]
     num_local = counts.shape[0] // ranks.size
     own = slice(ranks.rank * num_local, (ranks.rank + 1) * num_local)
@@ -133,7 +131,8 @@ def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> Receive
         CapacityError: some rank received more; on every rank.
     """
     num_rows = received.exchange.num_rows
-    largest = max(int(each["rows"] or 0) for each in ranks.gather_counts({"rows": num_rows}))
+    everyone = ranks.gather("dispatch", {"rows": num_rows})
+    largest = max(int(each["rows"] or 0) for each in everyone)
     if largest > most:
         raise CapacityError(
             f"dispatch: some rank received {largest} rows, expected at most num_worst_tokens = "

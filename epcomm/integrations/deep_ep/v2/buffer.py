@@ -16,6 +16,7 @@ from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandl
 from epcomm.integrations.deep_ep.normal import (
     Rows,
     XTensors,
+    announce_along,
     biases_of,
     detached,
     refuse_along,
@@ -301,8 +302,6 @@ class ElasticBuffer:
             do_expand=do_expand,
         )
         spec, num_combines = None, 1
-        if isinstance(handle, EPHandle):
-            ranks.compare_owner("dispatch", handle.exchange.buffer)
         try:
             _check_launch(check, num_sms, num_qps, events)
             if handle is None:
@@ -402,7 +401,6 @@ class ElasticBuffer:
             error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
             refuse_unknown(ranks, Service.NORMAL, error)
         exchange, has_weights = handle.exchange, topk_weights is not None
-        ranks.compare_owner("combine", exchange.buffer)
         try:
             _check_launch(check, num_sms, num_qps, events)
             _check_combine(check, x, handle, topk_weights)
@@ -410,7 +408,7 @@ class ElasticBuffer:
         except EPError as error:
             times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
             refuse_along(ranks, exchange, error, num_combines=times)
-        ranks.go_along("combine", x.shape[1], x.dtype, has_weights=has_weights)
+        announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
             if handle.do_expand:
                 combined, weights = self._sum_slots(x, topk_weights, handle, sum_of_biases(biases))
@@ -434,9 +432,8 @@ class ElasticBuffer:
         Collective: yes; with weights or without them on all ranks.
         """
         weights, has_weights = None, topk_weights is not None
-        self._ranks.go_along(
-            "dispatch along a handle", rows.x.shape[1], rows.x.dtype, has_weights=has_weights
-        )
+        function, exchange = "dispatch along a handle", handle.exchange
+        announce_along(self._ranks, exchange, function, rows.x, has_weights=has_weights)
         if topk_weights is not None:
             weights = send_weights(handle.exchange, topk_weights)
         received = send_along(handle.exchange, rows)

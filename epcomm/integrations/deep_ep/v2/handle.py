@@ -25,7 +25,7 @@ from epcomm.integrations.deep_ep.normal import (
     send_columns,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import Options, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
@@ -128,11 +128,11 @@ def send_request(ranks: Ranks, request: DispatchRequest, spec: BufferSpec) -> Ar
             CPUs, else there alone, and the other ranks get NaN from combine.
     """
     topk_idx, weights = request.routes, request.topk_weights
-    options = Options(
-        num_max_tokens_per_rank=request.max_tokens,
-        has_topk_weights=weights is not None,
-        do_expand=request.do_expand,
-    )
+    options = {
+        "num_max_tokens_per_rank": request.max_tokens,
+        "has_topk_weights": weights is not None,
+        "do_expand": request.do_expand,
+    }
     sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
     topk = topk_idx, sent
     received = dispatch_rows(ranks, request.service, request.rows, topk, spec, options=options)

@@ -37,8 +37,6 @@ class DispatchCall:
     dispatcher: number of the dispatcher that calls, see Calls.add_dispatcher(); 0 for none.
     num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
         those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
-    size: what callers compare on all ranks beside the specification, such as a limit of tokens; 0
-        for nothing. Read where hosts compare calls.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 
@@ -52,7 +50,6 @@ class DispatchCall:
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
     num_sms: int | None = None
-    size: int = 0
     wants_row_topk: bool = False
 
     @property

@@ -40,8 +40,7 @@ class CallKind(IntEnum):
     COMBINE = 3, "combine"
     COMBINE_BACKWARD = 4, "backward of combine"
     DISPATCH_BACKWARD = 5, "backward of dispatch"
-    REFUSAL = 6, "a call that it refuses"
-    PARAMETERS = 7, "an operation on an expert parameter"
+    PARAMETERS = 6, "an operation on an expert parameter"
 
     def __new__(cls, value: int, text: str, phase: str = "") -> CallKind:
         """Make the kind `value`, whose headers travel in `phase`."""
@@ -57,8 +56,8 @@ class CallSign:
 
     buffer, dispatcher: numbers of Calls.add_buffer() and add_dispatcher(), 0 for none.
     batch: number of the call that dispatched it; of a dispatch, its own, next_batch.
-    size: of the call or its rows, see DispatchCall.size and rows_size(), or the name of an
-        operation, see operation_sign(); 0 for none.
+    size: of the rows of the call, see rows_size(), or the name of an operation, see
+        operation_sign(); 0 for none.
     """
 
     buffer: int = 0

@@ -66,8 +66,6 @@ _FUNCTIONS = {
     CallKind.DISPATCH_BACKWARD: "combine",
 }
 
-Explain = Callable[[Sequence[CallKind], EPError | None], None]
-
 
 class HeaderBoard(Protocol):
     """A HeaderBoard carries headers in place of the transport, where there is something faster."""
@@ -107,8 +105,6 @@ class Calls:
         self._board: HeaderBoard | None = None
         # The number of the next call, equal on all ranks.
         self.next_batch = 1
-        # Where the calls of ranks differ: raises what differs, see explain_by().
-        self._explain: Explain | None = None
         self._buffers: list[str] = []
         # The mode of each.
         self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
@@ -131,16 +127,6 @@ class Calls:
         Collective: yes, between the same calls on all ranks.
         """
         self._board = board
-
-    def explain_by(self, explain: Explain) -> None:
-        """Ask `explain` what differs, where ranks make different calls, before an error is raised.
-
-        It is called on every rank with the kinds of all calls and this rank's own error, and may
-        exchange records; it raises what it finds.
-
-        Collective: yes, between the same calls on all ranks.
-        """
-        self._explain = explain
 
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
@@ -441,8 +427,6 @@ class Calls:
         calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
-        if self._explain is not None:
-            self._explain([CallKind(call[0]) for call in calls], error)
         was_passed_on = any(is_passed_on(words[FAULT]) for words in headers)
         if error is not None:
             error.was_passed_on |= was_passed_on

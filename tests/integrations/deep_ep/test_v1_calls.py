@@ -372,8 +372,8 @@ def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return checked
 
-    def open_watched(ranks: Ranks, service: Service, spec: BufferSpec, *options: Options) -> object:
-        buffer = opened(ranks, service, spec, *options)
+    def open_watched(ranks: Ranks, service: Service, spec: BufferSpec) -> object:
+        buffer = opened(ranks, service, spec)
         for name in ("dispatch", "cached_dispatch", "combine"):
             if hasattr(buffer, name):
                 monkeypatch.setattr(buffer, name, watched(getattr(buffer, name)))

@@ -251,8 +251,8 @@ class Buffer:
         Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
         Lifetime: the caller owns what it gets.
         Raises:
-            ShapeError, CapacityError: the call of some rank cannot be; on every rank. Where the
-                host waits for none: on that rank, and the sums of the others are NaN.
+            ShapeError, CapacityError: some rank refuses its call; on every rank. Without a host
+                sync: on that rank, and the sums of the others are NaN.
         """
         rows = Rows.of(x)
         check = self._begin("dispatch", rows.x)
@@ -323,15 +323,15 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Sum rows over the ranks of each token, without weights.
 
-        topk_weights [R, K] are summed in the same way, entry by entry, beside ids of -1 too: pass 0
-        there if only the rank of an expert is to give its weight.
+        topk_weights [R, K] are summed in the same way, entry by entry, also where the id is -1:
+        pass 0 there if only the rank of an expert is to return its weight.
 
         A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
         float32 and rounded once.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
         Raises:
-            ShapeError, HandleError: the call of some rank cannot be; on every rank.
+            ShapeError, HandleError: some rank refuses its call; on every rank.
         """
         check = self._begin("combine")
         exchange, biases = self._exchange_of(check, handle), biases_of(bias)

@@ -6,8 +6,8 @@ and a third batch overwrites the first, as in V1. Scales that are powers of two 
 are copied once where they are wanted as float32.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
-alone, and the source weighs and sums, as V1 does. The router weight of a pair, which V1 has in
-combine alone, carries the source of the pair.
+alone, and the source multiplies by the weights and sums, as V1 does. The router weight of a pair,
+which V1 has in combine alone, carries the source of the pair.
 """
 
 from __future__ import annotations

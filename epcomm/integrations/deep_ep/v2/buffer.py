@@ -415,7 +415,7 @@ class ElasticBuffer:
             else:
                 elements, weights = handle.positions.to_elements(x), topk_weights
                 if weights is not None:
-                    # Only the rank of an expert has a say about its weight.
+                    # Only the rank of an expert returns its weight.
                     weights = handle.positions.to_elements(weights)
                     weights = weights.masked_fill(handle.local_ids < 0, 0.0)
                 combined, weights = return_rows(exchange, elements, weights, sum_of_biases(biases))
@@ -486,7 +486,7 @@ class ElasticBuffer:
             slots_of_row = torch.where(named < x.shape[0], named, -1)
         scalars = None
         if weights is not None:
-            # Only the rank of an expert has a say about its weight.
+            # Only the rank of an expert returns its weight.
             own_slots = torch.where(handle.local_ids < 0, -1, slots_of_row)
             scalars = gather_scalars(detached(weights), own_slots)
         if self.allow_multiple_reduction and named is None:

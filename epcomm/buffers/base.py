@@ -182,11 +182,9 @@ class Buffer(Backend):
 
     counts_calls: Calls counts a call when its ranks begin to compare it, and not before: what
         fails on one rank until then may still be told to all.
-    takes_num_sms: it keeps to DispatchCall.num_sms; else BufferSpec.num_sms alone limits kernels.
     """
 
     counts_calls: bool = False
-    takes_num_sms: bool = False
 
     @abstractmethod
     def dispatch(self, call: DispatchCall) -> Dispatched:

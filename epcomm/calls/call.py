@@ -36,7 +36,7 @@ class DispatchCall:
     int8_profile: its arithmetic of INT8 rows, for buffers that make them while they send.
     dispatcher: number of the dispatcher that calls, see Calls.add_dispatcher(); 0 for none.
     num_sms: SMs of a GPU that kernels may take for this call and along its exchange plan, at most
-        those that the buffer was opened for; None for these. Read where Buffer.takes_num_sms.
+        those that the buffer was opened for; None for these.
     wants_row_topk: the caller asks for Dispatched.row_topk, and may leave the index unread.
     """
 

@@ -86,7 +86,6 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias):
     """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
-    takes_num_sms = True
     is_static: ClassVar[bool] = False
     # Of static sizes: M rows at most come from all ranks together, and are numbered without gaps.
     has_row_budget: ClassVar[bool] = False

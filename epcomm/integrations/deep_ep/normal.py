@@ -13,7 +13,7 @@ and the others receive NaN.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NoReturn, cast
@@ -24,7 +24,7 @@ from torch import Tensor
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import Ranks, Record, Service
+from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Record, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
@@ -125,13 +125,10 @@ def spec_of(
     *,
     max_tokens: int | None = None,
     expert_alignment: int = 1,
-    num_sms: int | None = None,
 ) -> BufferSpec:
     """Return the specification of the buffer for rows of Rows.form; one object for one shape.
 
     max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
-    num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the buffer's
-        choice; None for that.
     """
     dtype, hidden_size, num_scales = form
     if num_scales is None:
@@ -151,7 +148,6 @@ def spec_of(
         hidden_format=hidden,
         max_tokens_per_rank=max_tokens,
         expert_alignment=expert_alignment,
-        num_sms=num_sms,
     )
 
 
@@ -176,6 +172,7 @@ def dispatch_rows(
     topk: tuple[Tensor, Tensor],
     spec: BufferSpec,
     *,
+    num_sms: int | None = None,
     options: Record = NO_OPTIONS,
 ) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
@@ -185,6 +182,8 @@ def dispatch_rows(
         rows: [T, H]; quantised rows come with their scales.
         topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of(); exact sizes, or static.
+        num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the
+            buffer's choice; None for that.
         options: arguments that hosts compare on CPUs in addition to the specification.
 
     Collective: yes.   Host sync: one, none where sizes are static.
@@ -193,8 +192,7 @@ def dispatch_rows(
         EPError: some rank refuses its call; on every rank.
     """
     over_nvlink = ranks.is_over_nvlink(service)
-    # Ranks may take other numbers of SMs.
-    shape = {} if over_nvlink else replace(spec, num_sms=None).as_record()
+    shape = {} if over_nvlink else spec.as_record()
     ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
     buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
@@ -208,7 +206,7 @@ def dispatch_rows(
         topk_weights=detached(topk_weights),
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
-        num_sms=spec.num_sms,
+        num_sms=num_sms,
         wants_row_topk=True,
     )
     out = buffer.dispatch(call)
@@ -309,12 +307,11 @@ def return_rows(
     weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
     plan, buffer = exchange.exchange_plan, exchange.buffer
     if bias is None:
-        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
+        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
     else:
         assert isinstance(buffer, AddsBias), "those of normal mode do"
-        combined = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
-    scalars = combined.scalars
-    return _dense(combined.y), None if scalars is None else _dense(scalars)
+        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
+    return _dense(y), None if scalars is None else _dense(scalars)
 
 
 def biases_of(bias: XTensors | None) -> tuple[Tensor, ...]:
@@ -386,7 +383,7 @@ def refuse_dispatch(
             words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
             buffer.cached_dispatch(words, out.exchange_plan)
         for _ in range(num_combines):
-            buffer.refuse_combine(error)
+            combine_error(ranks.last[service], ranks.device, error)
     raise error
 
 
@@ -410,7 +407,7 @@ def refuse_along(
     buffer = exchange.buffer
     ranks.announce("", {}, error, over_nvlink=buffer.needs_nvlink)
     for _ in range(num_combines):
-        buffer.refuse_combine(error)
+        combine_error(OpenBuffer(buffer, exchange.spec), exchange.device, error)
     if not num_combines:
         weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
         # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
@@ -433,8 +430,22 @@ def refuse_unknown(ranks: Ranks, service: Service, error: EPError) -> NoReturn:
     """
     ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
     if service is Service.LOW_LATENCY and service in ranks.last:
-        ranks.last[service].buffer.refuse_combine(error)
+        combine_error(ranks.last[service], ranks.device, error)
     raise error
+
+
+def combine_error(
+    opened: OpenBuffer,
+    device: torch.device,
+    error: EPError,
+    exchange_plan: ExchangePlan | None = None,
+) -> None:
+    """Take part in a combine without rows, so that the other ranks learn of `error`.
+
+    Collective: in place of combine().
+    """
+    no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=device)
+    opened.buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
 
 
 def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:

@@ -12,7 +12,6 @@ an error on every rank before rows travel. Over NVLink only the opening of a buf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -156,11 +155,6 @@ class Ranks:
 
     def _open_new(self, service: Service, spec: BufferSpec) -> Buffer:
         kind = self._class_of(service)
-        if spec.num_sms is not None:
-            # Where calls say it, one buffer serves all numbers of SMs.
-            shared = self.open(service, replace(spec, num_sms=None))
-            if shared.takes_num_sms or not kind.needs_nvlink:
-                return shared
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise HandleError(
                 f"deep_ep: a call of a new shape came while a graph is captured ({self.where}), "

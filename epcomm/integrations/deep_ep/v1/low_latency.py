@@ -29,6 +29,7 @@ from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
+    combine_error,
     detached,
     dispatch_rows,
     refuse_dispatch,
@@ -36,7 +37,7 @@ from epcomm.integrations.deep_ep.normal import (
     return_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks, Service
+from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Service
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales
@@ -209,7 +210,7 @@ class LowLatency:
         def receive() -> None:
             pending.wait()
 
-        return pending.record.y, receive
+        return pending.record, receive
 
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
@@ -263,7 +264,8 @@ def refuse_low_latency_combine(handle: LowLatencyHandle, error: EPError) -> NoRe
     if isinstance(handle.sent, SentPairs):
         refuse_unknown(handle.ranks, Service.LOW_LATENCY, error)
     buffer, plan = handle.sent
-    buffer.refuse_combine(error, plan)
+    opened = OpenBuffer(buffer, slots_spec(handle.shape))
+    combine_error(opened, handle.ranks.device, error, plan)
     raise error
 
 

@@ -41,7 +41,7 @@ UNKNOWN = torch.iinfo(torch.int32).min
 class NormalRequest(NamedTuple):
     """One dispatch of V1 on new routes; see Buffer.dispatch().
 
-    num_sms: see spec_of().
+    num_sms: see dispatch_rows().
     service: ROW_BUDGET: num_worst_tokens rows, at most as many tokens, and no host sync.
     """
 
@@ -70,8 +70,7 @@ class NormalRequest(NamedTuple):
             assert self.topk_idx is not None, "just checked"
             top_k, num_local = self.topk_idx.shape[1], num_experts // num_ranks
         most = self.num_worst_tokens if self.service.is_static else None
-        form = self.rows.form
-        return spec_of(form, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
+        return spec_of(self.rows.form, top_k, num_local, max_tokens=most)
 
     def check(self, check: Check) -> None:
         """Check the other arguments."""
@@ -100,7 +99,9 @@ class NormalRequest(NamedTuple):
             ids = torch.where(self.is_in_rank, everyone, -1)
             weights = torch.ones_like(ids, dtype=torch.float32)
         topk = ids.long(), weights
-        received = dispatch_rows(ranks, self.service, self.rows, topk, spec, options=options)
+        received = dispatch_rows(
+            ranks, self.service, self.rows, topk, spec, num_sms=self.num_sms, options=options
+        )
         if self.service.is_static:
             if ranks.reads_faults:
                 received.exchange.buffer.check()

@@ -85,7 +85,6 @@ class DispatchRequest:
             self.num_experts // check.ranks.size,
             expert_alignment=self.expert_alignment,
             max_tokens=None if self.do_cpu_sync else self.max_tokens,
-            num_sms=self.num_sms or None,
         )
 
     def check(self, check: Check, spec: BufferSpec) -> None:
@@ -135,7 +134,15 @@ def send_request(ranks: Ranks, request: DispatchRequest, spec: BufferSpec) -> Ar
     }
     sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
     topk = topk_idx, sent
-    received = dispatch_rows(ranks, request.service, request.rows, topk, spec, options=options)
+    received = dispatch_rows(
+        ranks,
+        request.service,
+        request.rows,
+        topk,
+        spec,
+        num_sms=request.num_sms or None,
+        options=options,
+    )
     exchange = received.exchange
     if request.service.is_static and ranks.reads_faults:
         exchange.buffer.check()

@@ -35,8 +35,6 @@ class DispatchCall:
     quantize: converts hidden states to a wire format; buffers that can pass the message as `out`.
     int8_profile: the INT8 arithmetic, for buffers that quantise while they send.
     dispatcher: number of the calling dispatcher, see Calls.add_dispatcher(); 0 for none.
-    size: a number that must be equal on all ranks, such as a limit of tokens; 0 for none. Read if
-        hosts compare calls.
     """
 
     hidden_states: Tensor | WireTensor
@@ -48,7 +46,6 @@ class DispatchCall:
     quantize: RowQuantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
-    size: int = 0
 
     @property
     def num_tokens(self) -> int:

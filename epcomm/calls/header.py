@@ -40,8 +40,7 @@ class CallKind(IntEnum):
     COMBINE = 3, "combine"
     COMBINE_BACKWARD = 4, "backward of combine"
     DISPATCH_BACKWARD = 5, "backward of dispatch"
-    REFUSAL = 6, "a call that it refuses"
-    PARAMETERS = 7, "an operation on an expert parameter"
+    PARAMETERS = 6, "an operation on an expert parameter"
 
     def __new__(cls, value: int, text: str, phase: str = "") -> CallKind:
         """Make the kind `value`, whose headers are exchanged in `phase`."""
@@ -57,8 +56,7 @@ class CallSign:
 
     buffer, dispatcher: numbers from Calls.add_buffer() and add_dispatcher(), 0 for none.
     batch: number of the call that dispatched the batch; for a dispatch, its own number.
-    size: DispatchCall.size, rows_size() of the rows, or operation_sign() of an operation; 0 for
-        none.
+    size: rows_size() of the rows, or operation_sign() of an operation; 0 for none.
     """
 
     buffer: int = 0

@@ -67,8 +67,6 @@ _FUNCTIONS = {
     CallKind.DISPATCH_BACKWARD: "combine",
 }
 
-Explain = Callable[[Sequence[CallKind], EPError | None], None]
-
 
 class HeaderBoard(Protocol):
     """An exchange of headers that is faster than the transport."""
@@ -109,8 +107,6 @@ class Calls:
         self._board: HeaderBoard | None = None
         # The number of the next call, equal on all ranks.
         self.next_batch = 1
-        # The function that explains a difference between calls, see explain_by().
-        self._explain: Explain | None = None
         self._buffers: list[str] = []
         # The mode of each dispatcher.
         self._dispatchers: list[Mode] = [] if whole is None else whole._dispatchers
@@ -133,16 +129,6 @@ class Calls:
         Collective: yes, between the same calls on all ranks.
         """
         self._board = board
-
-    def explain_by(self, explain: Explain) -> None:
-        """Set a function that explains why ranks make different calls.
-
-        `explain` is called on every rank before the HandleError, with the kinds of all calls and
-        this rank's own error. It may exchange records, and may raise a more specific error.
-
-        Collective: yes, between the same calls on all ranks.
-        """
-        self._explain = explain
 
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False
@@ -445,8 +431,6 @@ class Calls:
         calls = [(words[KIND], *words[BUFFER:FAULT]) for words in headers]
         if all(len(set(words) - {ANY}) <= 1 for words in zip(*calls, strict=True)):
             return
-        if self._explain is not None:
-            self._explain([CallKind(call[0]) for call in calls], error)
         was_passed_on = any(is_passed_on(words[FAULT]) for words in headers)
         if error is not None:
             error.was_passed_on |= was_passed_on

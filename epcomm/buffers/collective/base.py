@@ -71,7 +71,6 @@ class OverCollectives:
             buffer=self._number,
             dispatcher=call.dispatcher,
             batch=self._calls.next_batch,
-            size=call.size,
         )
 
     def _announce(

@@ -12,11 +12,11 @@ from epcomm.quantization.scale_layout import pack_scales, unpack_scales
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
 
-# What it sends beside the elements of a row for each of the K: an int64 id and a float32 weight.
+# Bytes sent with the elements of a row for each of the K: an int64 id and a float32 weight.
 _ENTRY_BYTES = 8 + 4
 
 Rows = Tensor | tuple[Tensor, Tensor]
-# What a dispatch of the older buffer leaves for its combine.
+# The handle of a dispatch of the older buffer.
 LegacyHandle = tuple[Tensor, ...]
 
 

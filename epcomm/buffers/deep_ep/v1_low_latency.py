@@ -46,13 +46,12 @@ from epcomm.types import Layout, RowsPer, ScaleLayout, WireDtype, WireTensor, al
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _MAX_TOP_K = 11
 _MAX_LOCAL_EXPERTS = 1024
-# Of its constructor: fewer ranks than NVLink joins, or whole hosts of so many.
+# Its constructor takes fewer ranks than NVLink joins, or whole hosts of that many.
 _HOST_RANKS = 8
 # It counts 16 bytes at a time in an int32.
 _MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
 _BATCHES_IN_FLIGHT = 2
-# A send queue holds two entries a token, and one for each of its ends.
-# Of a message before its elements, and of one scale in it.
+# The bytes of a message before its elements, those of a scale, and the columns of a scale.
 _HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
 _ALIGNMENT_BYTES = 128
 

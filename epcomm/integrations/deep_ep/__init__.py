@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 
-from epcomm.integrations.deep_ep import utils
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.installing import install
 from epcomm.integrations.deep_ep.v1.buffer import Buffer
@@ -28,5 +27,4 @@ __all__ = [
     "EventOverlap",
     "install",
     "topk_idx_t",
-    "utils",
 ]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError, EPError, ShapeError
+from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import RowExchange, Rows, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
@@ -19,8 +19,9 @@ Shape = tuple[int | None, ...]
 Dtypes = tuple[torch.dtype, ...]
 
 IDS: Dtypes = (torch.int64, torch.int32)
+FLOAT32: Dtypes = (torch.float32,)
 # Scales are opaque words of four bytes.
-SCALES: Dtypes = (torch.float32, torch.int32, torch.uint32)
+_SCALES: Dtypes = (torch.float32, torch.int32, torch.uint32)
 _MOST_BIASES = 2
 _INTEGERS = (int, Integral)
 
@@ -35,17 +36,12 @@ class Check:
     Each method but error() raises an EPError that names the argument and this rank.
     """
 
-    def __init__(self, function: str, ranks: Ranks) -> None:
-        self.function, self.ranks = function, ranks
-        self._device = ranks.device
-
-    @classmethod
-    def begin(cls, function: str, ranks: Ranks, like: object = None) -> Check:
-        """Begin a call whose tensors are where `like` is, if the buffer is not destroyed."""
+    def __init__(self, function: str, ranks: Ranks, like: object = None) -> None:
+        """Begin a call, if the buffer is not destroyed; its tensors are where `like` is."""
         ranks.check_open(function)
         if isinstance(like, Tensor):
             ranks.follow(like.device)
-        return cls(function, ranks)
+        self.function, self.ranks, self._device = function, ranks, ranks.device
 
     def error(
         self, kind: type[EPError], fault: str, remedy: str = "correct it on this rank"
@@ -77,8 +73,9 @@ class Check:
         self.tensor("x", rows.x, shape, plain if rows.scales is None else quantized)
         if rows.scales is None:
             return
-        self.tensor("x[1]", rows.scales, (shape[0], None), SCALES)
-        hidden_size, num_scales = rows.x.shape[1], rows.scales.shape[1]
+        num_rows, hidden_size = rows.x.shape
+        self.tensor("x[1]", rows.scales, (num_rows, None), _SCALES)
+        num_scales = rows.scales.shape[1]
         if scale_block(hidden_size, num_scales) is None:
             fault = f"x has {num_scales} scales for {hidden_size} columns, expected blocks of one"
             raise self.error(ShapeError, f"{fault} length, such as a scale for each 128 columns")
@@ -94,6 +91,13 @@ class Check:
             fault = f"{fault}, expected at most {exchange.row_bytes}, as in the dispatch"
             raise self.error(ShapeError, fault, "convert it with .to()")
 
+    def topk_idx(self, topk_idx: Tensor | None, num_tokens: int, dtypes: Dtypes = IDS) -> None:
+        """Require [T, K], with at least one expert a token; ids() looks at the values."""
+        self.tensor("topk_idx", topk_idx, (num_tokens, None), dtypes)
+        if topk_idx is not None and topk_idx.shape[1] == 0:
+            fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
+            raise self.error(ShapeError, fault)
+
     def ids(self, topk_ids: Tensor, num_experts: int) -> None:
         """Require -1 or experts, where the host reads ids: on CPUs."""
         if not self.ranks.reads_faults or not topk_ids.numel():
@@ -104,13 +108,26 @@ class Check:
             fault = f"topk_idx holds {wrong}, expected -1 or 0 to {num_experts - 1}"
             raise self.error(ShapeError, fault)
 
-    def biases(self, biases: tuple[object, ...], shape: Shape, dtype: torch.dtype) -> None:
-        """Require at most two tensors that sums begin with."""
+    def num_tokens(self, num_tokens: int, limit: str, most: int) -> None:
+        """Require at most as many tokens as the argument `limit` says."""
+        if num_tokens > most:
+            fault = f"x has {num_tokens} tokens, expected at most {limit} = {most}"
+            raise self.error(CapacityError, fault, "pass a larger number on all ranks")
+
+    def recv_stats(self, stats: Tensor | None, num_local: int) -> None:
+        """Require counts of the experts of this rank, or None."""
+        if stats is not None:
+            name = "cumulative_local_expert_recv_stats"
+            self.tensor(name, stats, (num_local,), (torch.int32,))
+
+    def biases(self, biases: Sequence[object], exchange: RowExchange) -> None:
+        """Require at most two tensors that the sums of an exchange begin with."""
         if len(biases) > _MOST_BIASES:
             fault = f"bias is a tuple of {len(biases)}, expected two tensors at most"
             raise self.error(ShapeError, fault, "add them up")
         for bias in biases:
-            self.tensor("bias", bias, shape, (dtype,))
+            shape = (exchange.num_tokens, exchange.spec.hidden_size)
+            self.tensor("bias", bias, shape, (exchange.sum_dtype,))
 
     def experts(self, num_experts: object, kind: type[EPError]) -> None:
         """Require a multiple of the ranks."""
@@ -130,17 +147,23 @@ class Check:
             fault = f"{name} is {number!r}, expected an integer of at least 0"
             raise self.error(ConfigError, fault, "pass 0 for the default")
 
-    def event(self, name: str, event: object, kind: type[EventHandle] | type[EventOverlap]) -> None:
-        """Require an event of this kind, or None."""
-        if event is not None and not isinstance(event, kind):
-            fault = f"{name} is {type(event).__name__}, expected {kind.__name__} or None"
+    def event(self, name: str, event: object) -> None:
+        """Require an event of either kind, or None."""
+        if event is not None and not isinstance(event, EventHandle | EventOverlap):
+            fault = f"{name} is {type(event).__name__}, expected EventHandle, EventOverlap or None"
             raise self.error(ConfigError, fault, "pass what capture() of the buffer returns")
+
+    def handle_error(self, handle: object, maker: str) -> HandleError:
+        """Return the error of a handle that `maker` did not return."""
+        return HandleError(
+            f"{self.function}: handle is {type(handle).__name__}, expected what {maker} returned "
+            f"({self.ranks.where}); pass it as it is, without a copy"
+        )
 
     def absent(self, advice: Mapping[str, str], *given: object) -> None:
         """Refuse arguments that are not None or False; advice: what to use in place of each."""
-        for number, value in enumerate(given):
+        for (argument, use), value in zip(advice.items(), given, strict=True):
             if value is not None and value is not False:
-                argument, use = list(advice.items())[number]
                 fault = f"{argument} is not there in epcomm.integrations.deep_ep"
                 raise self.error(MissingArgumentError, fault, use)
 

@@ -49,7 +49,7 @@ class EventOverlap:
 
         Returns: what the hook returned that was registered, if one was.
         """
-        assert self.event is not None, "there is an event after async_finish or capture() alone"
+        assert self.event is not None, "an event exists only after async_finish or capture()"
         self.event.current_stream_wait()
         hook, self.hook_after_wait = self.hook_after_wait, None
         if release_handle:
@@ -80,10 +80,19 @@ class EventOverlap:
 
 
 class AsyncCall:
-    """A call under way; event() returns its event at the end."""
+    """A call under way; event() returns its event at the end.
 
-    def __init__(self, current: torch.cuda.Stream | None, *, is_async: bool) -> None:
-        self._current, self._is_async = current, is_async
+    stream, current: of the call and of its caller; None where they are one.
+    """
+
+    def __init__(
+        self,
+        stream: torch.cuda.Stream | None = None,
+        current: torch.cuda.Stream | None = None,
+        *,
+        is_async: bool,
+    ) -> None:
+        self._streams, self._is_async = (stream, current), is_async
 
     def event(self, tensors: Sequence[Tensor | None]) -> EventOverlap:
         """Return the event at the end of the call; without async_finish it holds none.
@@ -92,35 +101,28 @@ class AsyncCall:
         """
         if not self._is_async:
             return EventOverlap()
-        if self._current is not None:
-            stream = torch.cuda.current_stream(self._current.device)
+        for stream in self._streams:
             for tensor in tensors:
-                if tensor is not None:
-                    tensor.record_stream(self._current)
+                if tensor is not None and stream is not None:
                     tensor.record_stream(stream)
         return EventOverlap(EventHandle())
 
 
-_ON_CURRENT_STREAM = nullcontext(AsyncCall(None, is_async=False))
+_ON_CURRENT_STREAM = nullcontext(AsyncCall(is_async=False))
 
 
 class CommStream:
-    """The stream on which asynchronous calls run; a call that is not runs on the current one."""
+    """The stream on which asynchronous calls run; the others run on the current one."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     def of(self, device: torch.device) -> torch.cuda.Stream | torch.cpu.Stream:
         """Return the stream for tensors on `device`; that of a CPU does nothing."""
-        if device.type != "cuda":
-            return torch.cpu.current_stream()
-        if self._stream is None:
-            # With priority, as in DeepEP: its few programs would wait behind those of a product.
-            self._stream = torch.cuda.Stream(device, priority=-1)
-        return self._stream
+        return self._on_gpu(device) if device.type == "cuda" else torch.cpu.current_stream()
 
     def call(
-        self, device: torch.device, events: Sequence[EventHandle | None], *, is_async: bool
+        self, device: torch.device, *events: EventHandle | EventOverlap | None, is_async: bool
     ) -> AbstractContextManager[AsyncCall]:
         """Run a call on tensors of `device`, after all of these events.
 
@@ -129,7 +131,8 @@ class CommStream:
 
         Returns: a context whose value makes the event of the call.
         """
-        given = [event for event in events if event is not None]
+        given = [each.event if isinstance(each, EventOverlap) else each for each in events]
+        given = [each for each in given if each is not None]
         if not given and not is_async:
             return _ON_CURRENT_STREAM
         return self._call(device, given, is_async=is_async)
@@ -141,13 +144,18 @@ class CommStream:
         if device.type != "cuda" or not is_async:
             for event in events:
                 event.current_stream_wait()
-            yield AsyncCall(None, is_async=is_async)
+            yield AsyncCall(is_async=is_async)
             return
-        stream, current = self.of(device), torch.cuda.current_stream(device)
-        assert isinstance(stream, torch.cuda.Stream), "the device is one"
+        stream, current = self._on_gpu(device), torch.cuda.current_stream(device)
         with torch.cuda.stream(stream):
             for event in events:
                 event.current_stream_wait()
             if not events:
                 stream.wait_stream(current)
-            yield AsyncCall(current, is_async=True)
+            yield AsyncCall(stream, current, is_async=True)
+
+    def _on_gpu(self, device: torch.device) -> torch.cuda.Stream:
+        if self._stream is None:
+            # With priority, as in DeepEP: its few programs would wait behind those of a product.
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        return self._stream

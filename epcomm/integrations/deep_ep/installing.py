@@ -1,7 +1,7 @@
-"""Put the drop-in in the place of deep_ep: a folder that holds such a package, first in the path.
+"""Put the drop-in in the place of deep_ep: a folder with such a package, first in the path.
 
-A folder and not an entry of sys.modules, for programs ask importlib for the package and for its
-version before they import it, and processes that are spawned take over the path.
+An entry of sys.modules does not suffice, because programs ask importlib for the package and for its
+version before they import it, and spawned processes inherit the path.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def install(*, replace: bool = False) -> None:
 
     Process-wide. Local, idempotent.
     Raises:
-        ConfigError: a real deep_ep is installed and replace is not set; or it came too late, for
-            deep_ep was imported already, or a module that looks for it at its import.
+        ConfigError: a real deep_ep is installed and replace is not set; or the call is too late,
+            because deep_ep was imported already, or a module that looks for it at its import.
     """
     loaded = sys.modules.get(_NAME)
     if loaded is not None:

@@ -3,6 +3,11 @@
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
 and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
 it is held, and rows travel along it any number of times, in both directions.
+
+A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and where
+buffers open, every rank raises the error, whichever call it makes. Over NVLink no host reads what
+other ranks report. There a rank that refuses takes part in the kernels of the call without rows,
+and the others receive NaN.
 """
 
 from __future__ import annotations
@@ -10,23 +15,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Dispatched, RowTopkDispatched
-from epcomm.calls.call import RowTopkCall
-from epcomm.config import Mode
+from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots, RowTopkDispatched
+from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.errors import EPError
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks, combine_error
+from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Record, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
-# What the copy engine of a GPU moves.
+XTensors = Tensor | tuple[Tensor, Tensor]
+
+NO_OPTIONS: Record = MappingProxyType({})
+# The copy engine of a GPU moves multiples of it.
 _VECTOR_BYTES = 16
 
 
@@ -44,11 +52,11 @@ class Rows:
         return align_up(self.x.shape[1] * self.x.itemsize + scale_bytes, _VECTOR_BYTES)
 
     @classmethod
-    def of(cls, x: Tensor | tuple[Tensor, Tensor]) -> Rows:
+    def of(cls, x: XTensors) -> Rows:
         """Read the argument `x` of deep_ep."""
         if isinstance(x, tuple) and len(x) == len(("rows", "scales")):
             return cls(x=x[0], scales=x[1])
-        # The checks of the call report what is no tensor.
+        # The checks of the call report other types.
         return cls(x=cast("Tensor", x))
 
     @property
@@ -57,7 +65,7 @@ class Rows:
         num_scales = None if self.scales is None else self.scales.shape[1]
         return self.x.dtype, self.x.shape[1], num_scales
 
-    def as_given(self) -> Tensor | tuple[Tensor, Tensor]:
+    def as_given(self) -> XTensors:
         """Return them in the form of deep_ep."""
         return self.x if self.scales is None else (self.x, self.scales)
 
@@ -66,9 +74,8 @@ class Rows:
 class RowExchange:
     """What a handle of deep_ep stands for: the exchange plan of one dispatch, and its buffer.
 
-    buffer, spec: that carried the rows, and its specification.   rank: this rank.
-    num_tokens: T of this rank.   num_rows: R, rows that this rank received.
-    device: of the ranks.
+    spec: of the buffer.   num_tokens: T of this rank.
+    num_rows: R, rows that this rank received; max_rows: the length of the tensors of the caller.
     """
 
     buffer: Buffer
@@ -77,6 +84,7 @@ class RowExchange:
     rank: int
     num_tokens: int
     num_rows: int
+    max_rows: int
     device: torch.device
 
     @property
@@ -117,13 +125,10 @@ def spec_of(
     *,
     max_tokens: int | None = None,
     expert_alignment: int = 1,
-    num_sms: int | None = None,
 ) -> BufferSpec:
     """Return the specification of the buffer for rows of Rows.form; one object for one shape.
 
     max_tokens: M, where sizes are static and the host reads nothing; None: sizes are exact.
-    num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the buffer's
-        choice; None for that.
     """
     dtype, hidden_size, num_scales = form
     if num_scales is None:
@@ -143,12 +148,11 @@ def spec_of(
         hidden_format=hidden,
         max_tokens_per_rank=max_tokens,
         expert_alignment=expert_alignment,
-        num_sms=num_sms,
     )
 
 
 def scale_block(hidden_size: int, num_scales: int) -> int | None:
-    """Return the columns of a scale, where each has as many but the last; else None."""
+    """Return the columns of a scale, where all scales but the last have as many; else None."""
     block = -(-hidden_size // max(num_scales, 1))
     return block if -(-hidden_size // max(block, 1)) == num_scales else None
 
@@ -156,59 +160,60 @@ def scale_block(hidden_size: int, num_scales: int) -> int | None:
 def detached(tensor: Tensor) -> Tensor:
     """Return a tensor in the same memory without its history: autograd belongs to the callers.
 
-    In place of torch.no_grad(), which takes 3 us of the host even if no tensor has a history.
+    torch.no_grad() takes 3 us of the host even if no tensor has a history.
     """
     return tensor.detach() if tensor.requires_grad else tensor
 
 
 def dispatch_rows(
     ranks: Ranks,
+    service: Service,
     rows: Rows,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
+    topk: tuple[Tensor, Tensor],
     spec: BufferSpec,
     *,
-    options: Options = NO_OPTIONS,
-    error: EPError | None = None,
+    num_sms: int | None = None,
+    options: Record = NO_OPTIONS,
 ) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
 
     Args:
-        ranks: who takes part.
+        ranks: of the buffer.   service: normal mode, or low latency of single pairs.
         rows: [T, H]; quantised rows come with their scales.
-        topk_ids: [T, K], int64, -1 for none.
-        topk_weights: [T, K], float32.
+        topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of(); exact sizes, or static.
-        options: what hosts compare on CPUs in addition to the specification.
-        error: why this rank takes part without rows, if it does; every rank raises, or has NaN for
-            its sums where sizes are static.
+        num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the
+            buffer's choice; None for that.
+        options: arguments that hosts compare on CPUs in addition to the specification.
 
     Collective: yes.   Host sync: one, none where sizes are static.
     Lifetime: the caller owns all tensors.
     Raises:
-        ShapeError: the call of some rank cannot be; on every rank.
+        EPError: some rank refuses its call; on every rank.
     """
-    buffer, sent = ranks.open(Mode.NORMAL, spec, options), detached(rows.x)
+    over_nvlink = ranks.is_over_nvlink(service)
+    shape = {} if over_nvlink else spec.as_record()
+    ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
+    buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
         # Four bytes of scale travel as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
+    topk_ids, topk_weights = topk
     call = RowTopkCall(
         hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
         # Rows of batches with gradients are in memory of their own.
         flags=BatchFlags.GRAD_ENABLED,
-        error=error,
-        num_sms=spec.num_sms,
-        size=options.as_word(),
+        num_sms=num_sms,
     )
     out = buffer.dispatch(call)
     if isinstance(out, RowTopkDispatched):
-        topk = out.row_topk
+        received_topk = out.row_topk
     else:
         assert out.slot_weights is not None, "weights travel in normal mode"
-        topk = row_topk(out.index, out.slot_weights)
+        received_topk = row_topk(out.index, out.slot_weights)
     data, scales = _dense(out.rows.data), out.rows.scales
     if scales is not None and rows.scales is not None:
         scales = _as_dtype(_dense(scales), rows.scales.dtype)
@@ -216,8 +221,8 @@ def dispatch_rows(
     assert counts is not None or spec.max_tokens_per_rank is not None, "sizes are exact"
     return ReceivedRows(
         rows=Rows(x=data, scales=scales),
-        topk_ids=topk[0],
-        topk_weights=topk[1],
+        topk_ids=received_topk[0],
+        topk_weights=received_topk[1],
         dispatched=out,
         num_tokens_per_expert=counts or (),
         exchange=RowExchange(
@@ -226,10 +231,29 @@ def dispatch_rows(
             exchange_plan=out.exchange_plan,
             rank=ranks.rank,
             num_tokens=topk_ids.shape[0],
-            num_rows=out.rows.data.shape[0],
+            num_rows=data.shape[0],
+            max_rows=data.shape[0],
             device=ranks.device,
         ),
     )
+
+
+def announce_along(
+    ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
+) -> None:
+    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights travel.
+
+    A program may replace its Buffer between forward and backward. Then all ranks pass handles of
+    the previous Buffer.
+
+    Collective: on CPU ranks.   Host sync: likewise.
+    """
+    if exchange.buffer.needs_nvlink:
+        return
+    if not ranks.owns(exchange.buffer):
+        function = f"{function}, with a handle of another Buffer"
+    arguments = {"x": f"[rows, {x.shape[1]}] {x.dtype}", "has_topk_weights": has_weights}
+    ranks.announce(function, arguments, over_nvlink=False)
 
 
 def send_along(exchange: RowExchange, rows: Rows) -> Rows:
@@ -261,55 +285,6 @@ def send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
     return received[: exchange.num_rows]
 
 
-def refuse_along(
-    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
-) -> NoReturn:
-    """Take part in send_along() of the other ranks without rows, so that they learn of `error`.
-
-    Over NVLink no host reads what others say: they receive NaN from this rank.
-
-    has_weights: weights [T, K], float32, are sent before the rows.
-
-    Collective: in place of send_along().
-    Raises:
-        error: always.
-    """
-    _refuse_on_hosts(ranks, exchange, error)
-    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-    # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
-    for num_bytes in (*weight_bytes, exchange.row_bytes):
-        shape = (exchange.num_tokens, num_bytes)
-        send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
-    raise error
-
-
-def _refuse_on_hosts(ranks: Ranks, exchange: RowExchange, error: EPError) -> None:
-    """Raise `error` on every rank, whichever call it makes, where hosts compare calls."""
-    if exchange.buffer.needs_nvlink:
-        return
-    if exchange.spec.max_tokens_per_rank is None:
-        # In the group of the handle, which may be of an earlier Buffer.
-        combine_error(exchange.buffer, exchange.spec.hidden_size, exchange.device, error)
-    ranks.refuse_combine(Mode.NORMAL, error)
-
-
-def refuse_return(
-    ranks: Ranks, exchange: RowExchange, error: EPError, *, num_combines: int = 1
-) -> NoReturn:
-    """Take part in return_rows() of the other ranks without rows, so that they learn of `error`.
-
-    Over NVLink no host reads what others say: their sums are NaN.
-
-    Collective: in place of this number of return_rows().
-    Raises:
-        error: always.
-    """
-    _refuse_on_hosts(ranks, exchange, error)
-    for _ in range(num_combines):
-        combine_error(exchange.buffer, exchange.spec.hidden_size, exchange.device, error)
-    raise error
-
-
 def return_rows(
     exchange: RowExchange,
     x: Tensor,
@@ -339,7 +314,14 @@ def return_rows(
     return _dense(y), None if scalars is None else _dense(scalars)
 
 
-def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
+def biases_of(bias: XTensors | None) -> tuple[Tensor, ...]:
+    """Read the argument `bias` of combine: none, one or two tensors."""
+    if bias is None:
+        return ()
+    return bias if isinstance(bias, tuple) else (bias,)
+
+
+def sum_of_biases(biases: Sequence[Tensor]) -> Tensor | None:
     """Return the sum of biases [T, H] of combine in float32, contiguous; None where there are none.
 
     Combine of deep_ep adds up biases first, then the rows of ranks, and rounds once.
@@ -350,8 +332,135 @@ def bias_of(biases: Sequence[Tensor]) -> Tensor | None:
     return sum(others, first.float()).contiguous()
 
 
+def refuse_dispatch(
+    ranks: Ranks,
+    service: Service,
+    error: EPError,
+    spec: BufferSpec | None = None,
+    *,
+    has_words: bool = False,
+    num_combines: int = 1,
+) -> NoReturn:
+    """Refuse a dispatch on new routes.
+
+    Over NVLink the others make a dispatch of the same shape, and have NaN in its sums in low
+    latency and with static sizes; with exact sizes they raise. In any other call they, and this
+    rank if the shape of its call is new, wait until the timeout.
+
+    Args:
+        ranks: of the buffer.   service: of the dispatch.
+        error: the reason.
+        spec: of the call, if its tensors tell: the others may open such a buffer now. None: that of
+            the last call.
+        has_words, num_combines: with static sizes, whether the others send words along the
+            dispatch, and the combines that they make.
+
+    Collective: in place of a dispatch, and of what follows it.
+    Raises:
+        error: always.
+    """
+    ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
+    if spec is not None:
+        try:
+            ranks.open(service, spec)
+        except EPError as problem:
+            raise error from problem
+    if service not in ranks.last:
+        raise error
+    buffer, spec = ranks.last[service]
+    call = _call_without_rows(spec, ranks.device, error)
+    out = buffer.dispatch(call)
+    if isinstance(buffer, ReturnsSlots) and spec.returns_slots:
+        # The others combine what they received, and wait for every rank. This rank does not: its
+        # next batch may have to come first.
+        hidden_dtype = spec.hidden_format.dtype.torch_dtype
+        no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=ranks.device)
+        buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
+    elif service.is_static and ranks.reads_faults:
+        buffer.check()
+    elif service.is_static:
+        if has_words:
+            words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
+            buffer.cached_dispatch(words, out.exchange_plan)
+        for _ in range(num_combines):
+            combine_error(ranks.last[service], ranks.device, error)
+    raise error
+
+
+def refuse_along(
+    ranks: Ranks,
+    exchange: RowExchange,
+    error: EPError,
+    *,
+    has_weights: bool = False,
+    num_combines: int = 0,
+) -> NoReturn:
+    """Refuse a dispatch along an exchange, or a combine.
+
+    has_weights: weights [T, K], float32, are sent before the rows.
+    num_combines: the combines of the buffer that the others make; 0: a dispatch.
+
+    Collective: in place of these calls.
+    Raises:
+        error: always.
+    """
+    buffer = exchange.buffer
+    ranks.announce("", {}, error, over_nvlink=buffer.needs_nvlink)
+    for _ in range(num_combines):
+        combine_error(OpenBuffer(buffer, exchange.spec), exchange.device, error)
+    if not num_combines:
+        weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+        # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
+        for num_bytes in (*weight_bytes, exchange.row_bytes):
+            shape = (exchange.num_tokens, num_bytes)
+            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device)
+            send_columns(exchange, nans)
+    raise error
+
+
+def refuse_unknown(ranks: Ranks, service: Service, error: EPError) -> NoReturn:
+    """Refuse a call along an exchange that this rank does not know.
+
+    Over NVLink the others are assumed to combine the oldest batch in low latency, and their sums
+    are NaN; in normal mode they wait until the timeout.
+
+    Collective: in place of a combine, or a dispatch along an exchange.
+    Raises:
+        error: always.
+    """
+    ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
+    if service is Service.LOW_LATENCY and service in ranks.last:
+        combine_error(ranks.last[service], ranks.device, error)
+    raise error
+
+
+def combine_error(
+    opened: OpenBuffer,
+    device: torch.device,
+    error: EPError,
+    exchange_plan: ExchangePlan | None = None,
+) -> None:
+    """Take part in a combine without rows, so that the other ranks learn of `error`.
+
+    Collective: in place of combine().
+    """
+    no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=device)
+    opened.buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
+
+
+def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:
+    hidden_dtype = spec.hidden_format.dtype.torch_dtype
+    return DispatchCall(
+        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
+        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
+        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
+        flags=BatchFlags.GRAD_ENABLED,
+        error=error,
+    )
+
+
 def _dense(rows: Tensor) -> Tensor:
-    """Return rows [N, C] with strides (C, 1), which one row or column may lack and not show."""
+    """Return rows [N, C] with strides (C, 1); is_contiguous() ignores those of a single row."""
     if rows.stride() == (rows.shape[1], 1):
         return rows
     return rows.clone(memory_format=torch.contiguous_format)

@@ -4,7 +4,7 @@
     layout = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="epcomm")
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=layout)
 
-The way of a token: the model's own router chooses experts and weights, dispatch sends one copy to
+The path of a token: the model's own router chooses experts and weights, dispatch sends one copy to
 each rank that owns one of them, the slots are packed by expert, the model's own experts compute
 them, one slot a row, and combine brings the sum back. So every kind of experts in transformers is
 served, with its own kernels, biases and activations.
@@ -116,7 +116,7 @@ class ExpertParallelRegistration:
             bridge.check()
 
     def explain(self) -> str:
-        """Tell which plan each kind of layer that has run got, and why, as text."""
+        """Return the plans of all kinds of layers that have run, and their reasons, as text."""
         return "\n\n".join(dict.fromkeys(text for b in self._bridges for text in b.explain()))
 
     def load_tables(self, model: nn.Module) -> dict[str, Tensor]:
@@ -192,7 +192,7 @@ class ExpertsBridge:
         batch_mesh: DeviceMesh,
         shares_batch: bool,
     ) -> None:
-        """Stand between a layer's router and its experts.
+        """Replace the forward of a layer's experts.
 
         Args:
             registration: the configuration and groups that all layers share.

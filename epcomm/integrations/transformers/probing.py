@@ -34,7 +34,7 @@ from epcomm.integrations.transformers.random_copy import (
     on_cpu,
     row_error,
 )
-from epcomm.integrations.transformers.structure import correction_bias_of, refusal
+from epcomm.integrations.transformers.structure import correction_bias_of, parts_of, refusal
 from epcomm.moe import ExpertParallelMoE
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
@@ -108,15 +108,14 @@ class BlockProbe:
 
     def disagreement(self, layout: BlockLayout, routing: RoutingSpec) -> str | None:
         """Return how the block and a layer of this layout and routing disagree, or None."""
-        parts: dict[str, nn.Module | Tensor] = dict(self._block.named_children())
-        parts |= dict(self._block.named_parameters(recurse=False))
-        parts |= dict(self._block.named_buffers(recurse=False))
-        del parts["experts"]
         experts = cast(ExpertParallelExperts, _StubOfLayer(self._slopes, routing.top_k))
         with on_cpu():
             try:
                 layer = ExpertParallelMoE(
-                    routing=routing, experts=experts, parts=parts, layout=layout
+                    routing=routing,
+                    experts=experts,
+                    parts=parts_of(self._block),
+                    layout=layout,
                 )
                 for is_training in (True, False):
                     # Biases have both signs: some models give dropped groups a score of 0, which is
@@ -176,7 +175,7 @@ class BlockProbe:
         return outputs
 
     def _inputs(self, *, is_negative: bool) -> tuple[Tensor, Tensor]:
-        """Fill the copy anew, and return a batch [2, T / 2, H] with its token ids."""
+        """Fill the copy again, and return a batch [2, T / 2, H] with its token ids."""
         generator = self._generator
         with torch.no_grad():
             fill(self._block, generator, self._num_experts)
@@ -234,7 +233,7 @@ class BlockProbe:
 
 
 class _StubOfBlock(nn.Module):
-    """Stands for the experts of a block: each multiplies its tokens by a number of its own."""
+    """Replaces the experts of a block: each multiplies its tokens by another number."""
 
     def __init__(self, slopes: Tensor) -> None:
         super().__init__()
@@ -247,7 +246,7 @@ class _StubOfBlock(nn.Module):
 
 
 class _StubOfLayer(nn.Module):
-    """Stands for the experts of an ExpertParallelMoE, and multiplies as _StubOfBlock does."""
+    """Replaces the experts of an ExpertParallelMoE, and multiplies as _StubOfBlock does."""
 
     def __init__(self, slopes: Tensor, top_k: int) -> None:
         super().__init__()
@@ -263,7 +262,7 @@ class _StubOfLayer(nn.Module):
 
 
 class _StubOfShared(nn.Module):
-    """Stands for the shared experts."""
+    """Replaces the shared experts."""
 
     def __init__(self, kind: str, name: str) -> None:
         super().__init__()

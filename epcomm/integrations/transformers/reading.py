@@ -25,7 +25,12 @@ from epcomm.group import EPGroup
 from epcomm.integrations.transformers.probing import BlockProbe
 from epcomm.integrations.transformers.probing_experts import experts_disagreement
 from epcomm.integrations.transformers.routings import routing_candidates
-from epcomm.integrations.transformers.structure import read_experts, read_layout, refusal
+from epcomm.integrations.transformers.structure import (
+    parts_of,
+    read_experts,
+    read_layout,
+    refusal,
+)
 from epcomm.moe import ExpertParallelMoE
 from epcomm.planning.candidates import refuse_plan
 from epcomm.routing import RoutingSpec
@@ -82,10 +87,9 @@ def read_block(block: nn.Module) -> BlockReading:
             "what their names and attributes say",
         )
     layout, routing = _confirm(block, layout, weights.num_experts)
-    parts: dict[str, nn.Module | Tensor] = dict(block.named_children())
-    parts |= dict(block.named_parameters(recurse=False)) | dict(block.named_buffers(recurse=False))
-    del parts["experts"]
-    return BlockReading(layout=layout, routing=routing, weights=weights, names=names, parts=parts)
+    return BlockReading(
+        layout=layout, routing=routing, weights=weights, names=names, parts=parts_of(block)
+    )
 
 
 def _confirm(

@@ -125,11 +125,8 @@ def read_layout(block: nn.Module) -> BlockLayout:
     if not isinstance(getattr(block, "experts", None), nn.Module):
         raise refusal(f"{_kind(block)} has no experts", "a block with the child 'experts'")
     names: dict[str, str] = {}
-    tensors = dict(block.named_parameters(recurse=False)) | dict(block.named_buffers(recurse=False))
-    for name in (*dict(block.named_children()), *tensors):
+    for name in parts_of(block):
         field = _PARTS.get(name)
-        if name == "experts":
-            continue
         if field is None:
             raise _unknown(block, name)
         if field in names:
@@ -152,6 +149,13 @@ def read_layout(block: nn.Module) -> BlockLayout:
         averages_shared_experts=_AVERAGES[combination],
         routed_scale=float(settings.get(_SCALE, 1.0)),  # type: ignore[arg-type]
     )
+
+
+def parts_of(block: nn.Module) -> dict[str, nn.Module | Tensor]:
+    """Return the children and the own tensors of a block except the experts, by name."""
+    parts: dict[str, nn.Module | Tensor] = dict(block.named_children())
+    parts |= dict(block.named_parameters(recurse=False)) | dict(block.named_buffers(recurse=False))
+    return {name: part for name, part in parts.items() if name != "experts"}
 
 
 def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
@@ -217,9 +221,9 @@ def router_settings(router: nn.Module) -> dict[str, object]:
     Sizes do not decide. Children with tensors make the logits, and so do the tensors of the router
     itself.
     """
-    found = {name: value for name, value in _attributes(router).items() if name not in _SIZES}
     has_tensors = {name.partition(".")[0] for name in router.state_dict(keep_vars=True)}
-    return found | {n: one for n, one in router.named_children() if n not in has_tensors}
+    others = {n: one for n, one in router.named_children() if n not in has_tensors}
+    return _attributes(router) | others
 
 
 def refusal(came: str, expected: str, remedy: str = REMEDY) -> ConfigError:
@@ -238,15 +242,15 @@ def _kind(module: nn.Module) -> str:
 
 
 def _attributes(module: nn.Module) -> dict[str, object]:
-    """Return a module's attributes, without parts and without the attributes of every module."""
-    ours = set(vars(nn.Module()))
-    return {name: value for name, value in vars(module).items() if name not in ours}
+    """Return the attributes of a module but for sizes, parts, and those of every module."""
+    others = {*vars(nn.Module()), *_SIZES}
+    return {name: value for name, value in vars(module).items() if name not in others}
 
 
 def _settings(module: nn.Module, known: Iterable[str]) -> dict[str, object]:
     """Return the attributes that decide what is computed, and refuse unknown ones."""
     known = set(known)
-    found = {name: one for name, one in _attributes(module).items() if name not in _SIZES}
+    found = _attributes(module)
     for name, value in found.items():
         # Other blocks of the kind have this part, and this block does not.
         is_absent = value is None and name in _PARTS

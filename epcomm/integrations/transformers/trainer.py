@@ -31,7 +31,7 @@ STATE_FOLDER = "expert_parallel_state"
 
 
 def prepare_trainer(trainer: Trainer) -> None:
-    """Let a Trainer train, save and resume a model with ExpertParallelMoE blocks.
+    """Prepare a Trainer to train, save and resume a model with ExpertParallelMoE blocks.
 
     Call it once, on all ranks, after construction and before train(). Gradients are the mean over
     the ranks, as in data parallelism, and copies of an expert stay equal. Each checkpoint gets a

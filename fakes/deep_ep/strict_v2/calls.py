@@ -12,8 +12,7 @@ from torch import Tensor
 from epcomm.integrations import deep_ep
 from epcomm.integrations.deep_ep import EPHandle, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.events import AsyncCall
-from epcomm.integrations.deep_ep.v2.exchange import Arrived, DispatchRequest
-from epcomm.integrations.deep_ep.v2.handle import Positions
+from epcomm.integrations.deep_ep.v2.handle import Arrived, DispatchRequest, Positions
 from epcomm.types import align_up
 from fakes.deep_ep.strict_v2.limits import check_received_routes
 from fakes.deep_ep.strict_v2.poison import fill_with_poison, garbage_integers

@@ -14,7 +14,6 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.collectives.torch_dist import TorchDistCollectives
-from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError
 from epcomm.integrations.deep_ep import Buffer, ranks
 from tests.integrations.deep_ep.devices import here, on_gpus
@@ -28,7 +27,7 @@ from tests.integrations.deep_ep.test_v1_calls import (
     wrong_cached_rows,
 )
 from tests.integrations.deep_ep.test_v1_calls import there_and_back as low_latency
-from tests.integrations.deep_ep.test_v1_low_latency import COMBINED, FORMATS, by_source
+from tests.integrations.deep_ep.test_v1_low_latency import COMBINED, FORMATS
 from tests.integrations.deep_ep.v1_ranks import (
     CASES,
     LL_H,
@@ -36,6 +35,7 @@ from tests.integrations.deep_ep.v1_ranks import (
     Inputs,
     LowLatencyOptions,
     agrees,
+    check_slabs,
     dispatch_low_latency,
     dispatch_normal,
     experts,
@@ -55,8 +55,9 @@ LOST = 3
 GOING_ON = timedelta(seconds=60)
 
 CLASSES = {
-    ("cpu", Mode.NORMAL): ("NVLinkBuffer",),
-    ("cpu", Mode.LOW_LATENCY): ("NVLinkMaskedBuffer",),
+    ranks.Service.NORMAL: "NVLinkBuffer",
+    ranks.Service.LOW_LATENCY: "NVLinkMaskedBuffer",
+    ranks.Service.ROW_BUDGET: "NVLinkRowBudgetBuffer",
 }
 
 
@@ -64,8 +65,7 @@ CLASSES = {
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
     if not on_gpus():
-        monkeypatch.setattr(ranks, "_CLASSES", CLASSES)
-        monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, mode, names: names[0])
+        monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, service: CLASSES[service])
 
 
 # An interpreter takes seconds for a slab, so not every format with every case.
@@ -79,24 +79,8 @@ def test_low_latency_equals_the_recording(name: str, case: str) -> None:
     options: LowLatencyOptions = {**FORMATS[name], "return_recv_hook": True}
     received = dispatch_low_latency(buffer, inputs, **options)
     received.receive()
-    assert list(received.x.shape) == recorded["recv_shape"]
+    check_slabs(received, recorded)
     assert received.x.is_contiguous()
-    assert received.count.tolist() == recorded["recv_count"]
-    assert list(received.handle[2:]) == recorded["handle_tail"]
-    if received.scales is not None:
-        assert list(received.scales.stride()) == recorded["scales"]["stride"]
-        assert str(received.scales.dtype) == recorded["scales"]["dtype"]
-    src_info, layout_range = received.handle[:2]
-    for expert, num_rows in enumerate(recorded["recv_count"]):
-        found = [received.x[expert, :num_rows, :3].float().tolist()]
-        found.append(src_info[expert, :num_rows].tolist())
-        expected = [recorded["rows"][expert]["values"], recorded["src_info"][expert]]
-        if received.scales is not None:
-            found.append(received.scales[expert, :num_rows, :2].tolist())
-            expected.append(recorded["scales"]["first"][expert])
-        ranges = [[value >> 32, value & 0xFFFFFFFF] for value in layout_range[expert].tolist()]
-        expected_rows = by_source(recorded["layout_range"][expert], *expected)
-        assert by_source(ranges, *found) == expected_rows
     if name == "bf16":
         y = experts(received.x)
         combined, _, hook = buffer.low_latency_combine(
@@ -144,7 +128,7 @@ def host_reads(over_nvlink: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Take static sizes on CPU ranks too; what the host asks of other ranks is listed."""
     asked: list[str] = []
     if not on_gpus():
-        monkeypatch.setattr(ranks, "_ROW_BUDGET_CLASSES", {"cpu": ("NVLinkRowBudgetBuffer",)})
+        monkeypatch.setattr(ranks.Ranks, "has", lambda self, service: True)
     for kind, name in (
         (NVLinkNormal, "_read_counts"),
         (TorchDistCollectives, "all_gather"),

@@ -1,26 +1,28 @@
-"""A wrong call of one rank of V2 is an error on every rank, at once, and the buffer serves on."""
+"""A wrong call of one rank of V2 is an error on every rank, and the buffer serves on."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
+from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle
+from tests.integrations.deep_ep.bad_calls import (
+    FAULTY,
+    Arguments,
+    Case,
+    check_case,
+    check_cases,
+    check_refused,
+    spoilt,
+)
 from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of
 
 HIDDEN, TOP_K, NUM_EXPERTS, MAX_TOKENS = 256, 2, 4, 16
-# The rank whose call is wrong.
-FAULTY = 1
-# Seconds from the call to the error.
-LIMIT_S = 1.0
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def make_buffer() -> Iterator[BufferMaker]:
 
 
 class Batch:
-    """Tokens of one rank; x[t] is a number of the rank and token."""
+    """Tokens of one rank, 4 on the faulty one; x[t] is a number of the rank and token."""
 
     def __init__(self, rank: int) -> None:
         num_tokens = 3 + rank
@@ -39,7 +41,7 @@ class Batch:
         self.topk_idx = (tokens.unsqueeze(1) + torch.arange(TOP_K) + rank) % NUM_EXPERTS
         self.weights = torch.full((num_tokens, TOP_K), 0.5)
 
-    def arguments(self, **options: Any) -> dict[str, Any]:  # noqa: ANN401 - any of dispatch
+    def arguments(self, **options: Any) -> Arguments:  # noqa: ANN401 - any of dispatch
         own = {
             "x": self.x,
             "topk_idx": self.topk_idx,
@@ -49,337 +51,187 @@ class Batch:
         }
         return own | options
 
-    def codes(self, num_scales: int = 2) -> tuple[Tensor, Tensor]:
-        """Return x as FP8 with scales."""
-        return self.x.to(torch.float8_e4m3fn), torch.ones(len(self.x), num_scales)
+
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[1:]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A wrong call.
-
-    wrong: from a batch, the arguments that the faulty rank changes.
-    kind: the error of both ranks.
-    words: what the message of the faulty rank says: argument, received and expected.
-    """
-
-    wrong: Callable[[Batch], dict[str, Any]]
-    kind: type[EPError]
-    words: str
+def narrow(tensor: Tensor) -> Tensor:
+    return tensor[:, : tensor.shape[1] // 2].contiguous()
 
 
-DISAGREE = "rank 0, .*on rank 1"
+def codes(x: Tensor, num_scales: int = 2) -> tuple[Tensor, Tensor]:
+    """Return x as FP8 with scales."""
+    return x.to(torch.float8_e4m3fn), torch.ones(len(x), num_scales)
 
-DISPATCHES = {
-    "sms_of_text": Case(
-        wrong=lambda b: {"num_sms": "a"},
-        kind=ConfigError,
-        words="num_sms is 'a', expected an integer of at least 0",
-    ),
-    "queues_below_zero": Case(
-        wrong=lambda b: {"num_qps": -1}, kind=ConfigError, words="num_qps is -1, expected"
-    ),
-    "event_of_int": Case(
-        wrong=lambda b: {"previous_event": 3},
-        kind=ConfigError,
-        words="previous_event is int, expected EventHandle or None",
-    ),
-    "limit_of_63_bits": Case(
-        wrong=lambda b: {"num_max_tokens_per_rank": 2**62},
-        kind=ConfigError,
-        words=f"num_max_tokens_per_rank is {2**62}, expected a positive integer",
-    ),
-    "x_none": Case(
-        wrong=lambda b: {"x": None}, kind=ShapeError, words=r"x is NoneType, expected \[any, any\]"
-    ),
-    "x_list": Case(wrong=lambda b: {"x": [b.x]}, kind=ShapeError, words="x is list, expected"),
-    "x_tuple_of_one": Case(
-        wrong=lambda b: {"x": (b.x,)}, kind=ShapeError, words=r"x is tuple, expected \[any, any\]"
-    ),
-    "x_vector": Case(
-        wrong=lambda b: {"x": b.x[0]}, kind=ShapeError, words=r"x is \[256\].*expected \[any, any"
-    ),
-    "x_cube": Case(
-        wrong=lambda b: {"x": b.x[None]}, kind=ShapeError, words=r"x is \[1, 4, 256\].*expected"
-    ),
-    "x_float16": Case(
-        wrong=lambda b: {"x": b.x.half()},
-        kind=ShapeError,
-        words=r"x is .*float16 on cpu, expected .*bfloat16",
-    ),
-    "x_float8_without_scales": Case(
-        wrong=lambda b: {"x": b.codes()[0]},
-        kind=ShapeError,
-        words=r"x is .*float8_e4m3fn on cpu, expected .*bfloat16",
-    ),
-    "x_bfloat16_with_scales": Case(
-        wrong=lambda b: {"x": (b.x, b.codes()[1])},
-        kind=ShapeError,
-        words=r"x is .*bfloat16 on cpu, expected .*float8_e4m3fn",
-    ),
-    "x_meta": Case(
-        wrong=lambda b: {"x": b.x.to("meta")},
-        kind=ShapeError,
-        words=r"x is .* on meta, expected .* on cpu",
-    ),
-    "scales_of_two_bytes": Case(
-        wrong=lambda b: {"x": (b.codes()[0], b.codes()[1].half())},
-        kind=ShapeError,
-        words=r"x\[1\] is \[4, 2\] torch.float16 .*expected \[any, any\] torch.float32 or",
-    ),
-    "scales_of_other_rows": Case(
-        wrong=lambda b: {"x": (b.codes()[0], b.codes()[1][1:])},
-        kind=ShapeError,
-        words=r"x\[1\] is \[3, 2\] .*expected \[4, any\]",
-    ),
-    "scales_of_no_block": Case(
-        wrong=lambda b: {"x": b.codes(num_scales=0)},
-        kind=ShapeError,
-        words="0 scales for 256 columns, expected blocks",
-    ),
-    "topk_idx_none": Case(
-        wrong=lambda b: {"topk_idx": None}, kind=ShapeError, words="topk_idx is NoneType, expected"
-    ),
-    "topk_idx_vector": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx[0]},
-        kind=ShapeError,
-        words=r"topk_idx is \[2\] .*expected \[any, any\]",
-    ),
-    "topk_idx_int32": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx.int()},
-        kind=ShapeError,
-        words=r"topk_idx is .*int32.*expected .*int64",
-    ),
-    "topk_idx_of_fewer_tokens": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx[1:]},
-        kind=ShapeError,
-        words=r"topk_idx is \[3, 2\].*expected \[4, any\]",
-    ),
-    "topk_idx_too_large": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx + NUM_EXPERTS},
-        kind=ShapeError,
-        words="topk_idx holds 7, expected -1 or 0 to 3",
-    ),
-    "topk_idx_below_minus_one": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx - NUM_EXPERTS},
-        kind=ShapeError,
-        words="topk_idx holds -4, expected -1 or 0 to 3",
-    ),
-    "weights_float64": Case(
-        wrong=lambda b: {"topk_weights": b.weights.double()},
-        kind=ShapeError,
-        words="topk_weights is .*float64.*expected .*float32",
-    ),
-    "weights_of_another_top_k": Case(
-        wrong=lambda b: {"topk_weights": b.weights[:, :1]},
-        kind=ShapeError,
-        words=r"topk_weights is \[4, 1\].*expected \[4, 2\]",
-    ),
-    "weights_missing": Case(
-        wrong=lambda b: {"topk_weights": None},
-        kind=ConfigError,
-        words=f"disagree on has_topk_weights: true on {DISAGREE}",
-    ),
-    "experts_no_multiple": Case(
-        wrong=lambda b: {"num_experts": NUM_EXPERTS + 1},
-        kind=ConfigError,
-        words="num_experts is 5, expected a multiple of 2 ranks",
-    ),
-    "experts_none": Case(
-        wrong=lambda b: {"num_experts": None},
-        kind=ConfigError,
-        words="num_experts is None, expected a multiple of 2 ranks",
-    ),
-    "experts_others": Case(
-        wrong=lambda b: {"num_experts": 2 * NUM_EXPERTS},
-        kind=ConfigError,
-        words="disagree on num_local_experts: 2 on rank 0, 4 on rank 1",
-    ),
-    "max_tokens_others": Case(
-        wrong=lambda b: {"num_max_tokens_per_rank": 2 * MAX_TOKENS},
-        kind=ConfigError,
-        words="disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1",
-    ),
-    "max_tokens_none": Case(
-        wrong=lambda b: {"num_max_tokens_per_rank": "16"},
-        kind=ConfigError,
-        words="num_max_tokens_per_rank is 16, expected a positive integer",
-    ),
-    "too_many_tokens": Case(
-        wrong=lambda b: {
-            "x": b.x[:1].repeat(MAX_TOKENS + 1, 1),
-            "topk_idx": b.topk_idx[:1].repeat(MAX_TOKENS + 1, 1),
-            "topk_weights": b.weights[:1].repeat(MAX_TOKENS + 1, 1),
-        },
-        kind=CapacityError,
-        words="x has 17 tokens, expected at most num_max_tokens_per_rank = 16",
-    ),
-    "stats_float32": Case(
-        wrong=lambda b: {"cumulative_local_expert_recv_stats": torch.zeros(2)},
-        kind=ShapeError,
-        words=r"recv_stats is \[2\] torch.float32.*expected \[2\] torch.int32",
-    ),
-    "alignment_zero": Case(
-        wrong=lambda b: {"expert_alignment": 0},
-        kind=ConfigError,
-        words="expert_alignment is 0, expected a positive integer",
-    ),
-    "alignment_others": Case(
-        wrong=lambda b: {"expert_alignment": 8},
-        kind=ConfigError,
-        words="disagree on expert_alignment: 1 on rank 0, 8 on rank 1",
-    ),
-    "expanded_alone": Case(
-        wrong=lambda b: {"do_expand": True},
-        kind=ConfigError,
-        words="disagree on do_expand: false on rank 0, true on rank 1",
-    ),
-    "hidden_others": Case(
-        wrong=lambda b: {"x": b.x[:, :128]},
-        kind=ConfigError,
-        words="disagree on hidden_size: 256 on rank 0, 128 on rank 1",
-    ),
-    "top_k_others": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx[:, :1], "topk_weights": b.weights[:, :1]},
-        kind=ConfigError,
-        words="disagree on top_k: 2 on rank 0, 1 on rank 1",
-    ),
-    "dtype_others": Case(
-        wrong=lambda b: {"x": b.codes()},
-        kind=ConfigError,
-        words="disagree on dispatch_format: .*bf16.* on rank 0, .*fp8.* on rank 1",
-    ),
-    "handle_of_nothing": Case(
-        wrong=lambda b: {"handle": (b.x,), "topk_idx": None},
-        kind=HandleError,
-        words="handle is tuple, expected the EPHandle",
-    ),
-}
 
-ALONG = {
-    "event_of_int": Case(
-        wrong=lambda b: {"previous_event_before_epilogue": 3},
-        kind=ConfigError,
-        words="previous_event_before_epilogue is int, expected EventHandle or None",
-    ),
-    "topk_idx": Case(
-        wrong=lambda b: {"topk_idx": b.topk_idx},
-        kind=HandleError,
-        words="topk_idx came with a handle, expected topk_idx=None",
-    ),
-    "cpu_sync": Case(
-        wrong=lambda b: {"do_cpu_sync": True},
-        kind=HandleError,
-        words="do_cpu_sync came with a handle, expected",
-    ),
-    "experts": Case(
-        wrong=lambda b: {"num_experts": 8},
-        kind=HandleError,
-        words="num_experts is 8, expected 4 as in the dispatch",
-    ),
-    "expand": Case(
-        wrong=lambda b: {"do_expand": True},
-        kind=HandleError,
-        words="do_expand is True, expected False",
-    ),
-    "x_none": Case(wrong=lambda b: {"x": None}, kind=ShapeError, words="x is NoneType, expected"),
-    "x_of_fewer_tokens": Case(
-        wrong=lambda b: {"x": b.x[1:]},
-        kind=ShapeError,
-        words=r"x is \[3, 256\].*expected \[4, 256\]",
-    ),
-    "x_of_another_hidden": Case(
-        wrong=lambda b: {"x": b.x[:, :128]},
-        kind=ShapeError,
-        words=r"x is \[4, 128\].*expected \[4, 256\]",
-    ),
-    "x_float32": Case(
-        wrong=lambda b: {"x": b.x.float()},
-        kind=ShapeError,
-        words=r"x is .*float32.*expected .*bfloat16",
-    ),
-    "x_quantized_alone": Case(
-        wrong=lambda b: {"x": b.codes()},
-        kind=ConfigError,
-        words=r"disagree on x: .*256\] torch.bfloat16.* on rank 0, .*float8_e4m3fn.* on rank 1",
-    ),
-    "weights_of_another_top_k": Case(
-        wrong=lambda b: {"topk_weights": b.weights[:, :1]},
-        kind=ShapeError,
-        words=r"topk_weights is \[4, 1\].*expected \[4, 2\]",
-    ),
-    "weights_missing": Case(
-        wrong=lambda b: {"topk_weights": None},
-        kind=ConfigError,
-        words=f"disagree on has_topk_weights: true on {DISAGREE}",
-    ),
-    "handle_of_nothing": Case(
-        wrong=lambda b: {"handle": 3}, kind=HandleError, words="handle is int, expected"
-    ),
-}
+def many(tensor: Tensor) -> Tensor:
+    return tensor[:1].repeat(MAX_TOKENS + 1, 1)
 
-# Of combine, from the right arguments.
-COMBINES: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], type[EPError], str]] = {
-    "event_of_int": (
-        lambda a: {"previous_event": 3},
+
+BIAS = torch.zeros(4, HIDDEN).bfloat16()
+X_QUANTIZED_ALONE = {"x": lambda x: x.to(torch.float8_e4m3fn)}
+LIMIT = "num_max_tokens_per_rank"
+
+LAUNCH: dict[str, Case] = {
+    "sms_of_text": ({"num_sms": "a"}, ConfigError, "num_sms is 'a', expected an integer of at l"),
+    "queues_below_zero": ({"num_qps": -1}, ConfigError, "num_qps is -1, expected"),
+    "event_of_int": ({"previous_event": 3}, ConfigError, "previous_event is int, expected Event"),
+    "second_event": (
+        {"previous_event_before_epilogue": 3},
         ConfigError,
-        "previous_event is int, expected EventHandle or None",
+        "previous_event_before_epilogue is int, expected EventHandle, EventOverlap or None",
     ),
-    "sms_of_text": (lambda a: {"num_sms": "a"}, ConfigError, "num_sms is 'a', expected"),
-    "x_none": (lambda a: {"x": None}, ShapeError, "x is NoneType, expected"),
-    "x_of_fewer_rows": (lambda a: {"x": a["x"][1:]}, ShapeError, r"x is \[.*expected \["),
-    "x_of_another_hidden": (
-        lambda a: {"x": a["x"][:, :128].contiguous()},
+}
+WEIGHTS_MISSING: Case = (
+    {"topk_weights": None},
+    ConfigError,
+    "disagree on has_topk_weights: true on rank 0, .*on rank 1",
+)
+DISPATCHES: dict[str, Case] = {
+    **LAUNCH,
+    **spoilt("x", "topk_idx", optional=("topk_weights",)),
+    "limit_of_63_bits": ({LIMIT: 2**62}, ConfigError, f"{LIMIT} is {2**62}, expected a positive"),
+    "x_tuple_of_one": ({"x": (BIAS,)}, ShapeError, r"x is tuple, expected \[any, any\]"),
+    "x_float16": ({"x": Tensor.half}, ShapeError, r"x is .*float16 on cpu, expected .*bfloat16"),
+    "x_codes_alone": (X_QUANTIZED_ALONE, ShapeError, "x is .*float8_e4m3fn on cpu, expected .*bfl"),
+    "x_bfloat16_with_scales": (
+        {"x": lambda x: (x, codes(x)[1])},
         ShapeError,
-        r"x is \[\d+, 128\].*expected \[\d+, 256\]",
+        r"x is .*bfloat16 on cpu, expected .*float8_e4m3fn",
     ),
-    "x_float32": (lambda a: {"x": a["x"].float()}, ShapeError, "float32.*expected .*bfloat16"),
-    "x_vector": (lambda a: {"x": a["x"][:, 0]}, ShapeError, r"x is \[\d+\].*expected"),
-    "x_meta": (lambda a: {"x": a["x"].to("meta")}, ShapeError, "on meta, expected .* on cpu"),
-    "handle_tuple": (lambda a: {"handle": (1,)}, HandleError, "handle is tuple, expected"),
-    "handle_none": (lambda a: {"handle": None}, HandleError, "handle is NoneType, expected"),
-    "weights_float64": (
-        lambda a: {"topk_weights": a["topk_weights"].double()},
+    "scales_of_two_bytes": (
+        {"x": lambda x: (codes(x)[0], codes(x)[1].half())},
         ShapeError,
-        "topk_weights is .*float64.*expected .*float32",
+        r"x\[1\] is \[4, 2\] torch.float16 .*expected \[4, any\] torch.float32 or",
     ),
-    "weights_of_fewer_rows": (
-        lambda a: {"topk_weights": a["topk_weights"][1:]},
+    "scales_of_other_rows": (
+        {"x": lambda x: (codes(x)[0], codes(x)[1][1:])},
         ShapeError,
-        r"topk_weights is \[.*expected \[",
+        r"x\[1\] is \[3, 2\] .*expected \[4, any\]",
     ),
-    "weights_list": (
-        lambda a: {"topk_weights": [1.0]},
+    "scales_of_no_block": (
+        {"x": lambda x: codes(x, num_scales=0)},
         ShapeError,
-        "topk_weights is list, expected",
+        "0 scales for 256 columns, expected blocks",
     ),
-    "weights_missing": (
-        lambda a: {"topk_weights": None},
+    "topk_idx_int32": ({"topk_idx": Tensor.int}, ShapeError, "topk_idx is .*int32.*expected .*64"),
+    "topk_idx_rows": ({"topk_idx": cut}, ShapeError, r"topk_idx is \[3, 2\].*expected \[4, any\]"),
+    "topk_idx_too_large": (
+        {"topk_idx": lambda ids: ids + NUM_EXPERTS},
+        ShapeError,
+        "topk_idx holds 7, expected -1 or 0 to 3",
+    ),
+    "topk_idx_below_minus_one": (
+        {"topk_idx": lambda ids: ids - NUM_EXPERTS},
+        ShapeError,
+        "topk_idx holds -4, expected -1 or 0 to 3",
+    ),
+    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[4, 1\].*\[4, 2\]"),
+    "weights_missing": WEIGHTS_MISSING,
+    "experts_no_multiple": ({"num_experts": 5}, ConfigError, "num_experts is 5, expected a multip"),
+    "experts_none": ({"num_experts": None}, ConfigError, "num_experts is None, expected a multip"),
+    "experts_others": (
+        {"num_experts": 2 * NUM_EXPERTS},
         ConfigError,
-        f"disagree on has_topk_weights: true on {DISAGREE}",
+        "disagree on num_local_experts: 2 on rank 0, 4 on rank 1",
     ),
-    "bias_of_fewer_tokens": (
-        lambda a: {"bias": torch.zeros(1, HIDDEN).bfloat16()},
+    "max_tokens_others": (
+        {LIMIT: 2 * MAX_TOKENS},
+        ConfigError,
+        "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1",
+    ),
+    "max_tokens_text": ({LIMIT: "16"}, ConfigError, f"{LIMIT} is 16, expected a positive integer"),
+    "too_many_tokens": (
+        {"x": many, "topk_idx": many, "topk_weights": many},
+        CapacityError,
+        f"x has 17 tokens, expected at most {LIMIT} = 16",
+    ),
+    "stats_float32": (
+        {"cumulative_local_expert_recv_stats": torch.zeros(2)},
         ShapeError,
-        r"bias is \[1, 256\].*expected \[4, 256\]",
+        r"recv_stats is \[2\] torch.float32.*expected \[2\] torch.int32",
     ),
-    "bias_float32": (
-        lambda a: {"bias": torch.zeros(4, HIDDEN)},
-        ShapeError,
-        "bias is .*float32.*expected .*bfloat16",
+    "alignment_zero": ({"expert_alignment": 0}, ConfigError, "expert_alignment is 0, expected a p"),
+    "alignment_others": (
+        {"expert_alignment": 8},
+        ConfigError,
+        "disagree on expert_alignment: 1 on rank 0, 8 on rank 1",
     ),
-    "three_biases": (
-        lambda a: {"bias": (torch.zeros(4, HIDDEN).bfloat16(),) * 3},
-        ShapeError,
-        "bias is a tuple of 3, expected two",
+    "expanded_alone": (
+        {"do_expand": True},
+        ConfigError,
+        "disagree on do_expand: false on rank 0, true on rank 1",
     ),
+    "hidden_others": ({"x": narrow}, ConfigError, "disagree on hidden_size: 256 on rank 0, 128 on"),
+    "top_k_others": (
+        {"topk_idx": narrow, "topk_weights": narrow},
+        ConfigError,
+        "disagree on top_k: 2 on rank 0, 1 on rank 1",
+    ),
+    "dtype_others": (
+        {"x": codes},
+        ConfigError,
+        "disagree on dispatch_format: .*bf16.*, .*fp8.* on",
+    ),
+    "handle_of_nothing": (
+        {"handle": (3,), "topk_idx": None},
+        HandleError,
+        r"handle is tuple, expected what dispatch\(\)",
+    ),
+}
+# Wrong calls that ranks find in different exchanges, where no call was made before.
+FIRST = ("event_of_int", "x none", "too_many_tokens", "hidden_others", "handle_of_nothing")
+
+ALONG: dict[str, Case] = {
+    **LAUNCH,
+    **spoilt("x", optional=("topk_weights",)),
+    "topk_idx": (
+        {"topk_idx": torch.zeros(4, 2)},
+        HandleError,
+        "topk_idx came with a handle, expected topk_idx=None",
+    ),
+    "cpu_sync": ({"do_cpu_sync": True}, HandleError, "do_cpu_sync came with a handle, expected"),
+    "experts": ({"num_experts": 8}, HandleError, "num_experts is 8, expected 4 as in the dispatch"),
+    "expand": ({"do_expand": True}, HandleError, "do_expand is True, expected False"),
+    "alignment": ({"expert_alignment": 16}, HandleError, "expert_alignment is 16, expected 1"),
+    "x_rows": ({"x": cut}, ShapeError, r"x is \[3, 256\].*expected \[4, 256\]"),
+    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[4, 128\].*expected \[4, 256\]"),
+    "x_quantized_alone": (
+        {"x": codes},
+        ConfigError,
+        r"disagree on x: .*256\] torch.bfloat16.* on rank 0, .*float8_e4m3fn.* on rank 1",
+    ),
+    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[4, 1\].*\[4, 2\]"),
+    "weights_missing": WEIGHTS_MISSING,
+    "handle_of_nothing": ({"handle": 3}, HandleError, "handle is int, expected"),
+}
+COMBINES: dict[str, Case] = {
+    **LAUNCH,
+    **spoilt("x", optional=("topk_weights",)),
+    "x_rows": ({"x": cut}, ShapeError, r"x is \[\d+, 256\].*expected \[\d+, 256\]"),
+    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[\d+, 128\].*expected \[\d+, 256\]"),
+    "handle_tuple": ({"handle": (1,)}, HandleError, "handle is tuple, expected"),
+    "handle_none": ({"handle": None}, HandleError, "handle is NoneType, expected"),
+    "weights_rows": ({"topk_weights": cut}, ShapeError, r"topk_weights is \[.*expected \["),
+    "weights_missing": WEIGHTS_MISSING,
+    "bias_rows": ({"bias": BIAS[:1]}, ShapeError, r"bias is \[1, 256\].*expected \[4, 256\]"),
+    "bias_float32": ({"bias": BIAS.float()}, ShapeError, "bias is .*float32.*expected .*bfloat16"),
+    "three_biases": ({"bias": (BIAS,) * 3}, ShapeError, "bias is a tuple of 3, expected two"),
 }
 
 
-def state_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> dict[str, Any]:  # noqa: ANN401
+def state_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments:  # noqa: ANN401
     """Dispatch rightly; return the right arguments of the combine."""
     rows, _, weights, handle, _ = buffer.dispatch(**batch.arguments(**options))
     return {"x": rows, "handle": handle, "topk_weights": weights}
+
+
+def along_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments:  # noqa: ANN401
+    """Dispatch rightly; return the right arguments of a dispatch along the handle."""
+    handle = state_of(buffer, batch, **options)["handle"]
+    assert isinstance(handle, EPHandle)
+    return {"x": batch.x, "topk_weights": batch.weights, "handle": handle}
 
 
 def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  # noqa: ANN401
@@ -391,67 +243,40 @@ def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  
     assert torch.equal(weights, batch.weights)
 
 
-def check_refused(
-    call: Callable[[], object], kind: type[EPError], words: str, buffer: ElasticBuffer
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("do_cpu_sync", [True, False])
+@pytest.mark.parametrize("function", ["dispatch", "along", "combine", "combine_expanded"])
+def test_a_wrong_call_is_an_error_on_every_rank(
+    function: str, do_cpu_sync: bool, make_buffer: BufferMaker
 ) -> None:
-    """Make a call that is wrong on one rank, and look at the errors of both."""
-    dist.barrier()
-    began = time.perf_counter()
-    with pytest.raises(kind) as raised:
-        call()
-    took_s = time.perf_counter() - began
-    message = str(raised.value)
-    assert took_s < LIMIT_S
-    assert "rank 1" in message
-    if buffer.rank_idx == FAULTY:
-        assert raised.match(words)
-    dist.barrier()
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("is_first", [True, False])
-@pytest.mark.parametrize("do_cpu_sync", [True, False])
-@pytest.mark.parametrize("name", DISPATCHES)
-def test_dispatch(name: str, do_cpu_sync: bool, is_first: bool, make_buffer: BufferMaker) -> None:
-    case, buffer = DISPATCHES[name], make_buffer()
-    batch = Batch(buffer.rank_idx)
-    if not is_first:
-        check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
-    given = batch.arguments(do_cpu_sync=do_cpu_sync)
-    if buffer.rank_idx == FAULTY:
-        given |= case.wrong(batch)
-    check_refused(lambda: buffer.dispatch(**given), case.kind, case.words, buffer)
-    check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("do_cpu_sync", [True, False])
-@pytest.mark.parametrize("name", ALONG)
-def test_dispatch_along_a_handle(name: str, do_cpu_sync: bool, make_buffer: BufferMaker) -> None:
-    case, buffer = ALONG[name], make_buffer()
-    batch = Batch(buffer.rank_idx)
-    handle = state_of(buffer, batch, do_cpu_sync=do_cpu_sync)["handle"]
-    assert isinstance(handle, EPHandle)
-    given: dict[str, Any] = {"x": batch.x, "topk_weights": batch.weights, "handle": handle}
-    if buffer.rank_idx == FAULTY:
-        given |= case.wrong(batch)
-    check_refused(lambda: buffer.dispatch(**given), case.kind, case.words, buffer)
-    check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("do_cpu_sync", [True, False])
-@pytest.mark.parametrize("name", COMBINES)
-def test_combine(name: str, do_cpu_sync: bool, make_buffer: BufferMaker) -> None:
-    wrong, kind, words = COMBINES[name]
     buffer = make_buffer()
     batch = Batch(buffer.rank_idx)
-    for do_expand in (False, True):
-        given = state_of(buffer, batch, do_cpu_sync=do_cpu_sync, do_expand=do_expand)
-        if buffer.rank_idx == FAULTY:
-            given |= wrong(given)
-        check_refused(lambda given=given: buffer.combine(**given), kind, words, buffer)
-        check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
+    options: dict[str, Any] = {"do_cpu_sync": do_cpu_sync}
+    cases, make, call = {
+        "dispatch": (DISPATCHES, lambda: batch.arguments(**options), buffer.dispatch),
+        "along": (ALONG, lambda: along_of(buffer, batch, **options), buffer.dispatch),
+        "combine": (COMBINES, lambda: state_of(buffer, batch, **options), buffer.combine),
+        "combine_expanded": (
+            COMBINES,
+            lambda: state_of(buffer, batch, do_expand=True, **options),
+            buffer.combine,
+        ),
+    }[function]
+    check_serves(buffer, batch, **options)
+    check_cases(cases, make, call, lambda: check_serves(buffer, batch, **options))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("do_cpu_sync", [True, False])
+@pytest.mark.parametrize("name", FIRST)
+def test_a_wrong_first_call_is_an_error_on_every_rank(
+    name: str, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer()
+    batch = Batch(buffer.rank_idx)
+    given = batch.arguments(do_cpu_sync=do_cpu_sync)
+    check_case(buffer.dispatch, given, DISPATCHES[name])
+    check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
 
 
 @pytest.mark.ranks(2)
@@ -473,7 +298,7 @@ def test_combine_by_metadata(
     metadata = given["handle"].recv_src_metadata
     if buffer.rank_idx == FAULTY:
         given["handle"].recv_src_metadata = lines(metadata)
-    check_refused(lambda: buffer.combine(**given), ShapeError, words, buffer)
+    check_refused(lambda: buffer.combine(**given), ShapeError, words)
     check_serves(buffer, batch, do_cpu_sync=do_cpu_sync, do_expand=False)
 
 
@@ -492,7 +317,7 @@ def test_shapes_that_are_open_differ(do_cpu_sync: bool, make_buffer: BufferMaker
         buffer.dispatch(**wrong)
         buffer.dispatch(**usual)
         given = wrong if buffer.rank_idx == FAULTY else usual
-        check_refused(lambda given=given: buffer.dispatch(**given), ConfigError, words, buffer)
+        check_refused(lambda given=given: buffer.dispatch(**given), ConfigError, words)
     check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
 
 
@@ -507,7 +332,7 @@ def test_other_calls_are_an_error_of_their_order(make_buffer: BufferMaker) -> No
             return buffer.combine(**given)
         return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
 
-    check_refused(call, HandleError, "rank 0 is in backward of combine", buffer)
+    check_refused(call, HandleError, "rank 0 is in dispatch along a handle")
     check_serves(buffer, batch)
 
 
@@ -519,14 +344,12 @@ def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(
     batch = Batch(buffer.rank_idx)
     own, foreign = state_of(buffer, batch), state_of(earlier, batch)
     given = foreign if buffer.rank_idx == FAULTY else own
-    check_refused(
-        lambda: buffer.combine(**given), HandleError, "handle is of another Buffer", buffer
-    )
+    check_refused(lambda: buffer.combine(**given), HandleError, "handle of another Buffer")
 
     def dispatch_along() -> object:
         return buffer.dispatch(batch.x, handle=given["handle"], topk_weights=batch.weights)
 
-    check_refused(dispatch_along, HandleError, "handle is of another Buffer", buffer)
+    check_refused(dispatch_along, HandleError, "handle of another Buffer")
     wrong = foreign | ({"x": foreign["x"][1:]} if buffer.rank_idx == FAULTY else {})
-    check_refused(lambda: buffer.combine(**wrong), ShapeError, r"x is .*expected \[", buffer)
+    check_refused(lambda: buffer.combine(**wrong), ShapeError, r"x is .*expected \[")
     assert torch.equal(buffer.combine(**foreign)[0], buffer.combine(**own)[0])

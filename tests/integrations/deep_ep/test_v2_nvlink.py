@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 from epcomm.integrations.deep_ep import ElasticBuffer
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from tests.integrations.deep_ep import test_v2
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.golden_v2 import CASES
@@ -16,15 +16,14 @@ from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of, run_rec
 
 pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
 
-# The class of a GPU for each class of a CPU.
-CLASSES = {"SharedMemoryBuffer": "NVLinkBuffer", "StaticCollectiveBuffer": "NVLinkStaticBuffer"}
+CLASSES = {Service.NORMAL: "NVLinkBuffer", Service.STATIC: "NVLinkStaticBuffer"}
 
 
 @pytest.fixture(autouse=True)
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
     if not on_gpus():
-        monkeypatch.setattr(Ranks, "_choose", lambda self, mode, names: CLASSES[names[0]])
+        monkeypatch.setattr(Ranks, "_choose", lambda self, service: CLASSES[service])
 
 
 @pytest.fixture

@@ -197,6 +197,36 @@ def dispatch_low_latency(
     )
 
 
+def by_source(ranges: list[list[int]], *columns: list[Any]) -> list[list[str]]:
+    """Rows of an expert, columns joined, sorted within each source: all that has an order."""
+    rows = [str(row) for row in zip(*columns, strict=True)]
+    return [sorted(rows[first : first + count]) for first, count in ranges]
+
+
+def check_slabs(received: LowLatencyResult, recorded: dict[str, Any]) -> None:
+    """Compare a low-latency dispatch with the recording, but for the order within a source."""
+    assert list(received.x.shape) == recorded["recv_shape"]
+    assert str(received.x.dtype) == recorded["recv_dtype"]
+    assert received.count.dtype == torch.int32
+    assert received.count.tolist() == recorded["recv_count"]
+    assert list(received.handle[2:]) == recorded["handle_tail"]
+    if received.scales is not None:
+        assert list(received.scales.shape) == recorded["scales"]["shape"]
+        assert list(received.scales.stride()) == recorded["scales"]["stride"]
+        assert str(received.scales.dtype) == recorded["scales"]["dtype"]
+    src_info, layout_range = received.handle[:2]
+    for expert, num_rows in enumerate(recorded["recv_count"]):
+        found = [received.x[expert, :num_rows, :3].float().tolist()]
+        found.append(src_info[expert, :num_rows].tolist())
+        expected = [recorded["rows"][expert]["values"], recorded["src_info"][expert]]
+        if received.scales is not None:
+            found.append(received.scales[expert, :num_rows, :2].tolist())
+            expected.append(recorded["scales"]["first"][expert])
+        ranges = [[value >> 32, value & 0xFFFFFFFF] for value in layout_range[expert].tolist()]
+        expected_rows = by_source(recorded["layout_range"][expert], *expected)
+        assert by_source(ranges, *found) == expected_rows
+
+
 def experts(recv_x: Tensor) -> Tensor:
     """Rows times 1 + global expert, as in the recording."""
     factors = 1 + 2 * dist.get_rank() + torch.arange(2, device=recv_x.device).view(2, 1, 1)

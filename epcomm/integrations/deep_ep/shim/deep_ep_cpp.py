@@ -1,3 +1,3 @@
-"""Be the extension module of deep_ep 1.x, as far as programs import it."""
+"""The extension module of deep_ep 1.x, as far as programs import it."""
 
 from epcomm.integrations.deep_ep import Config, EventHandle, topk_idx_t  # noqa: F401

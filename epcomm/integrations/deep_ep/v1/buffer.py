@@ -3,44 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import lru_cache
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.config import Mode
-from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.checks import IDS, Absent, Check
-from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
+from epcomm.errors import ConfigError, EPError, ShapeError
+from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Absent, Check
+from epcomm.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.normal import (
+    RowExchange,
     Rows,
-    bias_of,
+    XTensors,
+    announce_along,
+    biases_of,
     refuse_along,
-    refuse_return,
+    refuse_dispatch,
+    refuse_unknown,
     return_rows,
     send_along,
+    sum_of_biases,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks
-from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes, recommended_config
-from epcomm.integrations.deep_ep.v1.handle import NormalBatch, NormalHandle, SavedHandles
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
+from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
     LowLatencyHandle,
     LowLatencyShape,
     refuse_low_latency_combine,
+    slots_spec,
 )
-from epcomm.integrations.deep_ep.v1.normal import PLAIN, QUANTIZED, NormalRequest, with_length
-from epcomm.registry import buffer_class
+from epcomm.integrations.deep_ep.v1.normal import (
+    PLAIN,
+    QUANTIZED,
+    NormalHandle,
+    NormalRequest,
+    SavedHandles,
+    with_length,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-XTensors = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[
     XTensors,
     Tensor | None,
@@ -57,7 +65,7 @@ LowLatencyResult = tuple[
     Callable[[], None] | None,
 ]
 
-_BFLOAT16, _FLOAT32 = (torch.bfloat16,), (torch.float32,)
+_BFLOAT16 = (torch.bfloat16,)
 _ONE_HOST = (
     "call dispatch() and combine() on ranks of one host, or epcomm's own API, with backend "
     "collective or deep_ep_v1"
@@ -83,7 +91,7 @@ _COMBINE_ADVICE = MappingProxyType(
 )
 
 # A configuration costs as much as a small call.
-_usual_config = lru_cache(recommended_config)
+_config_of = lru_cache(Config)
 
 
 class Buffer:
@@ -124,7 +132,7 @@ class Buffer:
                 "Buffer: group and comm are None, expected one of them; pass a process group or a "
                 "communicator of mpi4py"
             )
-        self._ranks = Ranks(ranks, has_row_budget=True)
+        self._ranks = Ranks(ranks)
         self._comm_stream = CommStream()
         self._saved_handles = SavedHandles()
         self._low_latency = LowLatency(self._ranks)
@@ -167,33 +175,14 @@ class Buffer:
         return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_experts)
 
     @staticmethod
-    def get_low_latency_memory_bytes(
-        num_max_dispatch_tokens_per_rank: int,
-        hidden: int,
-        num_ranks: int,
-        num_experts: int,
-        num_topk: int = 8,
-        use_fp8: bool = True,
-    ) -> int:
-        """Return the bytes that low latency really takes on a GPU, which V1 has no call for.
-
-        Beside get_low_latency_rdma_size_hint(), which programs size their buffers of V1 with and
-        which means nothing here.   Local.
-        """
-        most = num_max_dispatch_tokens_per_rank
-        shape = LowLatencyShape(hidden, num_topk, most, num_experts, num_ranks, use_fp8)
-        regions = buffer_class("NVLinkMaskedBuffer").region_bytes(shape.spec(), num_ranks)
-        return sum(region.max_bytes or 0 for region in regions)
-
-    @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Return the Config that V1 recommends for a number of ranks."""
-        return recommended_config(Buffer.num_sms, num_ranks, for_combine=False)
+        """Return a Config of Buffer.num_sms SMs; num_ranks does not matter."""
+        return _config_of(Buffer.num_sms)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """Return the Config that V1 recommends for a number of ranks."""
-        return recommended_config(Buffer.num_sms, num_ranks, for_combine=True)
+        """Return the Config of get_dispatch_config()."""
+        return _config_of(Buffer.num_sms)
 
     def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
         """Return the stream of asynchronous calls."""
@@ -229,7 +218,7 @@ class Buffer:
         """
         check = self._begin("get_dispatch_layout", topk_idx)
         _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
-        with self._call(topk_idx, previous_event, async_finish) as call:
+        with self._comm_stream.call(topk_idx.device, previous_event, is_async=async_finish) as call:
             layout = layout_of(topk_idx, num_experts, self.group_size)
             per_rank, per_expert = layout.tokens_per_rank, layout.tokens_per_expert
             event = call.event([topk_idx, per_rank, per_expert, layout.is_in_rank])
@@ -262,58 +251,64 @@ class Buffer:
         Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
         Lifetime: the caller owns what it gets.
         Raises:
-            ShapeError, CapacityError: the call of some rank cannot be; on every rank. Where the
-                host waits for none: on that rank, and the sums of the others are NaN.
+            ShapeError, CapacityError: some rank refuses its call; on every rank. Without a host
+                sync: on that rank, and the sums of the others are NaN.
         """
         rows = Rows.of(x)
         check = self._begin("dispatch", rows.x)
         self._saved_handles.drop_freed()
-        config = config or _usual_config(self.num_sms, self.group_size, for_combine=False)
-        batch = None if handle is None else self._batch_of(check, handle)
-        worst = num_worst_tokens if isinstance(num_worst_tokens, int) else 0
-        request = NormalRequest(
-            rows=rows,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            is_in_rank=is_token_in_rank,
-            per_expert=num_tokens_per_expert,
-            num_worst_tokens=worst,
-            num_sms=config.sms or None if isinstance(config, Config) else None,
-            is_static=worst > 0 and topk_idx is not None and self._ranks.has_static_sizes,
-        )
+        config = config or _config_of(self.num_sms)
+        exchange = None if handle is None else self._exchange_of(check, handle)
+        service, request, spec = Service.NORMAL, None, None
+        if num_worst_tokens and topk_idx is not None and self._ranks.has(Service.ROW_BUDGET):
+            # Without ids V1 has no such dispatch.
+            service = Service.ROW_BUDGET
         try:
             check.size("expert_alignment", expert_alignment)
             check.number("num_worst_tokens", num_worst_tokens)
             _check_config(check, config)
             _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
-            if batch is None:
-                request.check(check)
+            if exchange is not None:
+                check.rows_along(rows, exchange, PLAIN, QUANTIZED)
             else:
-                check.rows_along(rows, batch.exchange, PLAIN, QUANTIZED)
+                request = NormalRequest(
+                    rows=rows,
+                    topk_idx=topk_idx,
+                    topk_weights=topk_weights,
+                    is_in_rank=is_token_in_rank,
+                    per_expert=num_tokens_per_expert,
+                    num_worst_tokens=num_worst_tokens,
+                    num_sms=config.sms or None,
+                    service=service,
+                )
+                spec = request.checked_spec(check)
+                request.check(check)
         except EPError as error:
-            if batch is not None:
-                refuse_along(self._ranks, batch.exchange, error)
-            spec, is_static = request.known_spec(check), request.is_static
-            self._ranks.refuse(Mode.NORMAL, error, is_static=is_static, spec=spec)
-        if batch is not None:
-            self._ranks.go_along("dispatch along a handle", rows.x)
-            with self._call(rows.x, previous_event, async_finish) as call:
-                along = with_length(send_along(batch.exchange, rows), batch.num_rows)
-                event = call.event([rows.x, rows.scales, along.x, along.scales])
+            if exchange is not None:
+                refuse_along(self._ranks, exchange, error)
+            refuse_dispatch(self._ranks, service, error, spec)
+        call = self._comm_stream.call(rows.x.device, previous_event, is_async=async_finish)
+        if exchange is not None:
+            with call as under_way:
+                announce_along(self._ranks, exchange, "dispatch along a handle", rows.x)
+                along = with_length(send_along(exchange, rows), exchange.max_rows)
+                event = under_way.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
-        with self._call(rows.x, previous_event, async_finish) as call:
-            received = request.send(self._ranks)
-            assert is_token_in_rank is not None, "just checked"
+        assert request is not None, "just made"
+        assert spec is not None, "just checked"
+        assert is_token_in_rank is not None, "just checked"
+        with call as under_way:
+            received = request.send(self._ranks, spec)
             made = NormalHandle.of(
-                received, is_token_in_rank, self._saved_handles, config.num_channels
+                received.exchange, is_token_in_rank, self._saved_handles, config.num_channels
             )
             out, ids, weights = received.rows, received.topk_ids, received.topk_weights
             given = [rows.x, rows.scales, topk_idx, topk_weights]
-            event = call.event([*given, out.x, out.scales, ids, weights])
+            event = under_way.event([*given, out.x, out.scales, ids, weights])
         counts = _aligned(received.num_tokens_per_expert, expert_alignment)
         if topk_idx is None:
             return out.as_given(), None, None, counts, made, event
-        return out.as_given(), ids, weights, [] if worst else counts, made, event
+        return out.as_given(), ids, weights, [] if num_worst_tokens else counts, made, event
 
     def combine(
         self,
@@ -328,33 +323,33 @@ class Buffer:
     ) -> tuple[Tensor, Tensor | None, EventOverlap]:
         """Sum rows over the ranks of each token, without weights.
 
-        topk_weights [R, K] are summed in the same way, entry by entry, beside ids of -1 too: pass 0
-        there if only the rank of an expert is to give its weight.
+        topk_weights [R, K] are summed in the same way, entry by entry, also where the id is -1:
+        pass 0 there if only the rank of an expert is to return its weight.
 
         A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
         float32 and rounded once.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
         Raises:
-            ShapeError, HandleError: the call of some rank cannot be; on every rank.
+            ShapeError, HandleError: some rank refuses its call; on every rank.
         """
         check = self._begin("combine")
-        batch = self._batch_of(check, handle)
-        exchange, hidden_size = batch.exchange, batch.exchange.spec.hidden_size
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        exchange, biases = self._exchange_of(check, handle), biases_of(bias)
         try:
             _check_config(check, config)
             _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
-            check.tensor("x", x, (batch.num_rows, hidden_size), (exchange.sum_dtype,))
+            shape = (exchange.max_rows, exchange.spec.hidden_size)
+            check.tensor("x", x, shape, (exchange.sum_dtype,))
             if topk_weights is not None:
-                shape = (batch.num_rows, exchange.spec.top_k)
-                check.tensor("topk_weights", topk_weights, shape, _FLOAT32)
-            check.biases(biases, (exchange.num_tokens, hidden_size), exchange.sum_dtype)
+                shape = (exchange.max_rows, exchange.spec.top_k)
+                check.tensor("topk_weights", topk_weights, shape, FLOAT32)
+            check.biases(biases, exchange)
         except EPError as error:
-            refuse_return(self._ranks, exchange, error)
-        self._ranks.go_along("combine", x, has_weights=topk_weights is not None)
-        with self._call(x, previous_event, async_finish) as call:
-            combined, weights = return_rows(exchange, x, topk_weights, bias_of(biases))
+            refuse_along(self._ranks, exchange, error, num_combines=1)
+        has_weights = topk_weights is not None
+        announce_along(self._ranks, exchange, "combine", x, has_weights=has_weights)
+        with self._comm_stream.call(x.device, previous_event, is_async=async_finish) as call:
+            combined, weights = return_rows(exchange, x, topk_weights, sum_of_biases(biases))
             event = call.event([x, topk_weights, *biases, combined, weights])
         return combined, weights, event
 
@@ -397,39 +392,36 @@ class Buffer:
             NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_dispatch", x)
-        most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
-        num_ranks, shape = self.group_size, None
+        most, stats, spec = (
+            num_max_dispatch_tokens_per_rank,
+            cumulative_local_expert_recv_stats,
+            None,
+        )
         try:
-            if use_fp8 and use_ue8m0 and not round_scale:
-                fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
-                raise check.error(ConfigError, fault, "only powers of two fit into a byte")
             check.tensor("x", x, (None, None), _BFLOAT16)
-            check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             if x.shape[1] == 0:
                 fault = f"x is {list(x.shape)}, expected at least one column"
                 raise check.error(ShapeError, fault)
+            check.topk_idx(topk_idx, x.shape[0])
             check.size("num_max_dispatch_tokens_per_rank", most, ShapeError)
             check.experts(num_experts, ShapeError)
-            row = (x.shape[1], topk_idx.shape[1])
-            form = (use_fp8, round_scale, use_ue8m0)
-            shape = LowLatencyShape(*row, most, num_experts, num_ranks, *form)
-            if x.shape[0] > most:
-                fault = f"x has {x.shape[0]} tokens, expected at most"
-                fault = f"{fault} num_max_dispatch_tokens_per_rank = {most}"
-                raise check.error(CapacityError, fault, "pass a larger number on all ranks")
+            if use_fp8 and use_ue8m0 and not round_scale:
+                fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
+                raise check.error(ConfigError, fault, "only powers of two fit into a byte")
+            sizes = (x.shape[1], topk_idx.shape[1], most, num_experts, self.group_size)
+            shape = LowLatencyShape(*sizes, use_fp8, round_scale, use_ue8m0)
+            spec = slots_spec(shape)
+            check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)
             check.ids(topk_idx, num_experts)
             branches = (use_nvfp4, x_global_scale, topk_weights)
             check.absent(_DISPATCH_ADVICE, dispatch_wait_recv_cost_stats, *branches)
             _check_hook(check, async_finish, return_recv_hook)
-            if stats is not None:
-                name = "cumulative_local_expert_recv_stats"
-                check.tensor(name, stats, (shape.num_local,), (torch.int32,))
+            check.recv_stats(stats, shape.num_local)
         except EPError as error:
             # Without a shape no rank opens a buffer for it.
-            spec = None if shape is None else shape.spec()
-            self._ranks.refuse(Mode.LOW_LATENCY, error, spec=spec)
-        with self._call(x, None, async_finish) as call:
-            slabs = self._low_latency.dispatch(x, topk_idx, shape, has_hook=return_recv_hook)
+            refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, spec)
+        with self._comm_stream.call(x.device, is_async=async_finish) as call:
+            slabs = self._low_latency.dispatch(check, x, topk_idx, shape, has_hook=return_recv_hook)
 
             def hook() -> None:
                 slabs.receive()
@@ -438,9 +430,9 @@ class Buffer:
 
             if not return_recv_hook:
                 hook()
-            event = call.event([x, topk_idx, slabs.x, slabs.scales, slabs.counts])
-        recv_x = slabs.x if slabs.scales is None else (slabs.x, slabs.scales)
-        return recv_x, slabs.counts, slabs.handle, event, hook if return_recv_hook else None
+            rows, counts = slabs.rows, slabs.counts
+            event = call.event([x, topk_idx, rows.x, rows.scales, counts])
+        return rows.as_given(), counts, slabs.handle, event, hook if return_recv_hook else None
 
     def low_latency_combine(
         self,
@@ -465,9 +457,10 @@ class Buffer:
     ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
         """Sum the rows of each token times their weights, in float32 and in the order of k.
 
-        As in V1, topk_idx and topk_weights are read when the rows are received. The arguments after
-        the star are those of branches of DeepEP: the last three mean something with overlap=True
-        alone, and the others must be off.
+        Rows return by the routing of the dispatch, so that the values of topk_idx are not read.
+        As in V1, topk_weights are read when the rows are received. The arguments after the star are
+        those of branches of DeepEP: the last three mean something with overlap=True alone, and the
+        others must be off.
 
         Collective: yes.   Host sync: on a CPU alone.   Lifetime: the caller owns the result.
         Raises:
@@ -475,28 +468,28 @@ class Buffer:
             NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_combine")
-        known = self._known_handle(check, handle)
-        if isinstance(known, HandleError):
-            self._ranks.refuse_combine(Mode.LOW_LATENCY, known)
+        if not self._is_own(handle):
+            error = check.handle_error(handle, "low_latency_dispatch() of this Buffer")
+            refuse_unknown(self._ranks, Service.LOW_LATENCY, error)
         if zero_copy:
-            x = self._combine_memory(known)
-        num_tokens = known.num_tokens
+            x = self._combine_memory(handle)
+        num_tokens = handle.num_tokens
         try:
             branches = (overlap, packed_recv_count, comp_signal, src_signals)
             check.absent(_COMBINE_ADVICE, use_logfmt, combine_wait_recv_cost_stats, *branches)
             _check_hook(check, async_finish, return_recv_hook)
-            check.tensor("x", x, known.slab_shape, _BFLOAT16)
-            check.tensor("topk_idx", topk_idx, (num_tokens, None), IDS)
-            check.tensor("topk_weights", topk_weights, topk_idx.shape, _FLOAT32)
+            check.tensor("x", x, handle.shape.slab_shape, _BFLOAT16)
+            check.tensor("topk_idx", topk_idx, (num_tokens, handle.shape.top_k), IDS)
+            check.tensor("topk_weights", topk_weights, topk_idx.shape, FLOAT32)
             if out is not None:
                 check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
         except EPError as error:
-            refuse_low_latency_combine(known, error)
-        with self._call(x, None, async_finish) as call:
-            combined, receive = self._low_latency.combine(known, x, topk_idx, topk_weights, out)
+            refuse_low_latency_combine(handle, error)
+        with self._comm_stream.call(x.device, is_async=async_finish) as call:
+            combined, receive = self._low_latency.combine(handle, x, topk_weights, out)
             if not return_recv_hook:
                 receive()
-            event = call.event([x, topk_idx, topk_weights, combined])
+            event = call.event([x, topk_weights, combined])
         return combined, event, receive if return_recv_hook else None
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
@@ -526,15 +519,14 @@ class Buffer:
     ) -> Tensor:
         """Return memory for the rows of a combine, bfloat16 [L, W * M, H], for zero_copy."""
         check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
-        known = self._known_handle(check, handle)
-        if isinstance(known, HandleError):
-            raise known
+        if not self._is_own(handle):
+            raise check.handle_error(handle, "low_latency_dispatch() of this Buffer")
         # Each caller's own alias: what autograd records of writes must not stay with the memory.
-        return self._combine_memory(known).detach()
+        return self._combine_memory(handle).detach()
 
     def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:
         """Begin a call whose tensors are where `like` is; return the checks of its arguments."""
-        check = Check.begin(function, self._ranks, like)
+        check = Check(function, self._ranks, like)
         if low_latency and not self.low_latency_mode:
             fault = "the Buffer was made without low_latency_mode, expected low_latency_mode=True"
             raise check.error(ConfigError, fault, "pass it to Buffer()")
@@ -550,35 +542,17 @@ class Buffer:
                 self._excluded = masked
         return check
 
-    def _call(
-        self, like: Tensor, previous: EventOverlap | None, is_async: bool
-    ) -> AbstractContextManager[AsyncCall]:
-        event = None if previous is None else previous.event
-        return self._comm_stream.call(like.device, [event], is_async=is_async)
+    def _exchange_of(self, check: Check, handle: object) -> RowExchange:
+        """Return the exchange of a handle, or refuse the call on all ranks."""
+        exchange = self._saved_handles.find(handle)
+        if exchange is None:
+            error = check.handle_error(handle, "dispatch() of this Buffer")
+            refuse_unknown(self._ranks, Service.NORMAL, error)
+        return exchange
 
-    def _batch_of(self, check: Check, handle: object) -> NormalBatch:
-        """Return the batch of a handle, or refuse the call on all ranks."""
-        batch = self._saved_handles.find(handle)
-        if batch is None:
-            fault = f"handle is {type(handle).__name__}, expected what dispatch() of this Buffer"
-            fault = f"{fault} returned, or its six tensors"
-            error = check.error(
-                HandleError, fault, "pass the handle, or the tensors without a copy"
-            )
-            self._ranks.refuse_combine(Mode.NORMAL, error)
-        self._ranks.compare_owner(check.function, batch.exchange.buffer)
-        return batch
-
-    def _known_handle(self, check: Check, handle: object) -> LowLatencyHandle | HandleError:
-        """Return a handle as low_latency_dispatch() of this Buffer made it, or the error."""
-        if isinstance(handle, LowLatencyHandle) and handle.ranks is self._ranks:
-            return handle
-        fault = f"handle is {type(handle).__name__}, expected what low_latency_dispatch() of this"
-        error = check.error(
-            HandleError, f"{fault} Buffer returned", "pass the handle as it was returned"
-        )
-        assert isinstance(error, HandleError), "of that kind"
-        return error
+    def _is_own(self, handle: object) -> TypeGuard[LowLatencyHandle]:
+        """Return whether low_latency_dispatch() of this Buffer made a handle."""
+        return isinstance(handle, LowLatencyHandle) and handle.ranks is self._ranks
 
     def _masks(self) -> Tensor:
         check = self._begin("low_latency_mask_buffer", low_latency=True)
@@ -589,7 +563,7 @@ class Buffer:
 
     def _combine_memory(self, handle: LowLatencyHandle) -> Tensor:
         """Return the rows that a combine with zero_copy sends, one memory a shape."""
-        shape = handle.slab_shape
+        shape = handle.shape.slab_shape
         memory = self._rows_to_return.get(shape)
         if memory is None:
             memory = torch.empty(shape, dtype=torch.bfloat16, device=self._ranks.device)
@@ -607,7 +581,7 @@ def _check_stream(
     check: Check, event: EventOverlap | None, is_async: bool, allocates_here: bool
 ) -> None:
     """Raise what is wrong with the arguments of the communication stream."""
-    check.event("previous_event", event, EventOverlap)
+    check.event("previous_event", event)
     if allocates_here and not (is_async and event is not None and event.event is not None):
         fault = "allocate_on_comm_stream=True came without previous_event or without async_finish"
         remedy = "pass Buffer.capture() and async_finish=True"

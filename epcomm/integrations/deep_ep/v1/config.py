@@ -1,13 +1,10 @@
-"""Config of the normal kernels of V1, its tables, and the sizes that V1 asks of its buffers.
+"""Config of the normal kernels of V1, and the sizes that V1 asks of its buffers.
 
-epcomm's buffers take none of these numbers: they are what programs compute with, and all but the
-number of SMs means nothing here. Sources: deepseek-ai/DeepEP, csrc/legacy/config.hpp and
-deep_ep/buffers/legacy.py; a recording of the real package.
+epcomm's buffers take the number of SMs alone: programs compute with the others. Sources:
+deepseek-ai/DeepEP, csrc/legacy/config.hpp; a recording of the real package.
 """
 
 from __future__ import annotations
-
-from types import MappingProxyType
 
 from epcomm.errors import ConfigError
 from epcomm.types import align_up
@@ -19,23 +16,6 @@ BUFFER_ALIGNMENT_BYTES = 128
 # Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
 _MAX_TOPK = _MAX_SCALES = 128
 _SOURCE_META_BYTES = 8
-
-# Ranks -> tokens that a sender over NVLink sends at once, in dispatch and in combine, and tokens
-# that it may run ahead; the same over RDMA. V1 refuses other numbers of ranks; nothing here
-# depends on them.
-_TABLE = MappingProxyType(
-    {
-        2: ((24, 10, 256), (6, 6, 128)),
-        4: ((6, 9, 256), (6, 6, 128)),
-        8: ((6, 4, 256), (6, 6, 128)),
-        16: ((36, 4, 288), (20, 12, 128)),
-        **dict.fromkeys((24, 32, 48, 64), ((32, 1, 288), (8, 8, 128))),
-        96: ((20, 1, 480), (12, 8, 128)),
-        128: ((20, 1, 560), (12, 8, 128)),
-        144: ((32, 2, 720), (12, 8, 128)),
-        160: ((28, 2, 720), (12, 8, 128)),
-    }
-)
 
 
 class Config:
@@ -98,12 +78,6 @@ class Config:
     def num_channels(self) -> int:
         """The pairs of a sending and a receiving SM of V1, which its handles are laid out by."""
         return max(self._num_sms // 2, 1)
-
-
-def recommended_config(num_sms: int, num_ranks: int, *, for_combine: bool) -> Config:
-    """Return the Config that V1 recommends for dispatch or for combine."""
-    nvl, rdma = _TABLE.get(num_ranks, _TABLE[MAX_NVL_PEERS])
-    return Config(num_sms, nvl[for_combine], nvl[2], rdma[for_combine], rdma[2])
 
 
 def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:

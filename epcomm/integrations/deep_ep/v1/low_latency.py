@@ -2,18 +2,19 @@
 
 Buffers that return slots, those over NVLink, do it themselves. Slabs, scales, counts and sources
 are memory of a receive buffer there, used in turn: their addresses stay, also in a captured graph,
-and a third batch overwrites the first, as in V1. Powers of two that are wanted as float32 are
-copied once, because they travel as bytes.
+and a third batch overwrites the first, as in V1. Scales that are powers of two travel as bytes, and
+are copied once where they are wanted as float32.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
-alone, and the source weighs and sums, as V1 does. The router weight of a pair, which V1 has in
-combine alone, carries the source of the pair.
+alone, and the source multiplies by the weights and sums, as V1 does. The router weight of a pair,
+which V1 has in combine alone, carries the source of the pair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, NoReturn, Self
 
 import torch
@@ -22,18 +23,21 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, ReturnsSlots
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.calls.call import DispatchCall
-from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError
+from epcomm.integrations.deep_ep.checks import Check
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
+    combine_error,
     detached,
     dispatch_rows,
+    refuse_dispatch,
+    refuse_unknown,
     return_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import OpenBuffer, Options, Ranks, combine_error
+from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Service
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales
@@ -52,10 +56,7 @@ Receive = Callable[[], None]
 
 
 class LowLatencyShape(NamedTuple):
-    """H, K, M, E and W of a call, and the form of received rows, by the names of V1.
-
-    A key of buffers: it takes less time than a BufferSpec.
-    """
+    """H, K, M, E and W of a call, and the form of received rows, by the names of V1."""
 
     hidden_size: int
     top_k: int
@@ -72,9 +73,9 @@ class LowLatencyShape(NamedTuple):
         return self.num_experts // self.num_ranks
 
     @property
-    def capacity(self) -> int:
-        """The number of rows of a slab."""
-        return self.num_ranks * self.max_tokens
+    def slab_shape(self) -> tuple[int, int, int]:
+        """L, W * M, H."""
+        return self.num_local, self.num_ranks * self.max_tokens, self.hidden_size
 
     @property
     def wire_format(self) -> WireFormat:
@@ -83,21 +84,23 @@ class LowLatencyShape(NamedTuple):
             return _BF16
         return FP8_POWER_OF_TWO_SCALES if self.round_scale else FP8_FLOAT32_SCALES
 
-    def spec(self) -> BufferSpec:
-        """Return the specification of a buffer that returns slots."""
-        layout = ScaleLayout(column_major=True, alignment=_ALIGNMENT, packed=self.use_ue8m0)
-        if not self.use_fp8 or (self.round_scale and not self.use_ue8m0):
-            layout = ROW_MAJOR
-        return BufferSpec(
-            hidden_size=self.hidden_size,
-            top_k=self.top_k,
-            num_local_experts=self.num_local,
-            dispatch_format=self.wire_format,
-            hidden_format=_BF16,
-            max_tokens_per_rank=self.max_tokens,
-            returns_slots=True,
-            scale_layout=layout,
-        )
+
+@lru_cache(maxsize=64)
+def slots_spec(shape: LowLatencyShape) -> BufferSpec:
+    """Return the specification of a buffer that returns slots; one object for one shape."""
+    layout = ScaleLayout(column_major=True, alignment=_ALIGNMENT, packed=shape.use_ue8m0)
+    if not shape.use_fp8 or (shape.round_scale and not shape.use_ue8m0):
+        layout = ROW_MAJOR
+    return BufferSpec(
+        hidden_size=shape.hidden_size,
+        top_k=shape.top_k,
+        num_local_experts=shape.num_local,
+        dispatch_format=shape.wire_format,
+        hidden_format=_BF16,
+        max_tokens_per_rank=shape.max_tokens,
+        returns_slots=True,
+        scale_layout=layout,
+    )
 
 
 class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
@@ -106,13 +109,13 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     src_info [L, W * M], int32: the token at its source that each row is.
     layout_range [L, W], int64: first row of each source and, in the low half, how many.
 
-    ranks: of the Buffer.   num_tokens: T.   slab_shape: L, W * M, H.
+    ranks: of the Buffer.   num_tokens: T.
     sent: a buffer that returns slots and its exchange plan, or the pairs of the dispatch.
     """
 
     ranks: Ranks
     num_tokens: int
-    slab_shape: tuple[int, int, int]
+    shape: LowLatencyShape
     sent: tuple[Buffer, ExchangePlan] | SentPairs
 
     @classmethod
@@ -126,8 +129,8 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
-        handle.ranks, handle.num_tokens, handle.sent = ranks, num_tokens, sent
-        handle.slab_shape = (shape.num_local, shape.capacity, shape.hidden_size)
+        handle.ranks, handle.num_tokens = ranks, num_tokens
+        handle.shape, handle.sent = shape, sent
         return handle
 
 
@@ -135,11 +138,10 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
 class ReceivedSlabs:
     """The tensors that a dispatch returns; receive() writes them.
 
-    x: [L, W * M, H].   scales: its scales, [L, W * M, S], column-major.   counts: [L], int32.
+    rows: [L, W * M, H], with column-major scales [L, W * M, S].   counts: [L], int32.
     """
 
-    x: Tensor
-    scales: Tensor | None
+    rows: Rows
     counts: Tensor
     handle: LowLatencyHandle
     receive: Receive
@@ -149,10 +151,12 @@ class ReceivedSlabs:
 class SentPairs:
     """The (token, expert) pairs of a batch by token, then k: [S] each. Masked entries are none.
 
+    is_chosen: [T, K], bool, which entries are pairs.
     exchange: of the pairs; None until they are received.
     row_of_pair: [R], row of the flattened slabs that holds each received pair.
     """
 
+    is_chosen: Tensor
     tokens: Tensor
     experts: Tensor
     exchange: RowExchange | None = None
@@ -162,15 +166,8 @@ class SentPairs:
     def of(cls, topk_ids: Tensor) -> Self:
         """Read topk_ids [T, K], int64."""
         is_chosen = topk_ids != -1
-        return cls(tokens=is_chosen.nonzero()[:, 0], experts=topk_ids[is_chosen])
-
-    def positions(self, topk_ids: Tensor, num_experts: int) -> Tensor:
-        """Return the pair of each entry of topk_ids, [T, K]; -1 where none was dispatched."""
-        pair_of = torch.full((topk_ids.shape[0], num_experts), -1, device=topk_ids.device)
-        numbers = torch.arange(self.tokens.shape[0], device=topk_ids.device)
-        pair_of[self.tokens, self.experts] = numbers
-        is_known = (topk_ids >= 0) & (topk_ids < num_experts)
-        return pair_of.gather(1, topk_ids.clamp(0, num_experts - 1)).masked_fill(~is_known, -1)
+        tokens = is_chosen.nonzero()[:, 0]
+        return cls(is_chosen=is_chosen, tokens=tokens, experts=topk_ids[is_chosen])
 
 
 class LowLatency:
@@ -181,12 +178,11 @@ class LowLatency:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._opened: dict[LowLatencyShape, OpenBuffer] = {}
         # Scales as float32 by the address of their rows.
         self._columns: dict[int, Tensor] = {}
 
     def dispatch(
-        self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
+        self, check: Check, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
     ) -> ReceivedSlabs:
         """Begin a dispatch of x [T, H].
 
@@ -195,23 +191,17 @@ class LowLatency:
         """
         if self._ranks.returns_slots():
             return self._dispatch_slots(x, topk_ids, shape, has_hook=has_hook)
-        return _dispatch_pairs(self._ranks, x, topk_ids.long(), shape)
+        return _dispatch_pairs(check, x, topk_ids.long(), shape)
 
     def combine(
-        self,
-        handle: LowLatencyHandle,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        out: Tensor | None,
+        self, handle: LowLatencyHandle, x: Tensor, topk_weights: Tensor, out: Tensor | None
     ) -> tuple[Tensor, Receive]:
-        """Begin to return the rows of x [L, W * M, H]; the second result writes y.
+        """Begin to return the rows of x [L, W * M, H], by the routing of the dispatch.
 
-        Slots are sent by the routing of the dispatch. topk_weights, and topk_ids of pairs, are read
-        by the second result, as in V1.
+        The second result writes y, and reads topk_weights, as in V1.
         """
         if isinstance(handle.sent, SentPairs):
-            return _combine_pairs(handle, handle.sent, x, (topk_ids, topk_weights), out)
+            return _combine_pairs(handle, handle.sent, x, topk_weights, out)
         buffer, plan = handle.sent
         assert isinstance(buffer, ReturnsSlots), "the class was chosen for it"
         pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
@@ -225,13 +215,7 @@ class LowLatency:
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
     ) -> ReceivedSlabs:
-        ranks, found = self._ranks, self._opened.get(shape)
-        if found is None:
-            spec = shape.spec()
-            found = self._opened[shape] = (ranks.open(Mode.LOW_LATENCY, spec), spec)
-            buffer = found[0]
-        else:
-            buffer = ranks.open_again(Mode.LOW_LATENCY, found)
+        buffer = self._ranks.open(Service.LOW_LATENCY, slots_spec(shape))
         call = DispatchCall(
             hidden_states=x,
             topk_ids=topk_ids.long(),
@@ -257,10 +241,9 @@ class LowLatency:
         assert plan.sources is not None, "in the layout MASKED"
         sources = (plan.sources.token_of_slot, plan.sources.ranges)
         return ReceivedSlabs(
-            x=out.rows.data,
-            scales=columns,
+            rows=Rows(x=out.rows.data, scales=columns),
             counts=out.index.num_tokens_per_expert,
-            handle=LowLatencyHandle.of(ranks, x.shape[0], shape, sources, (buffer, plan)),
+            handle=LowLatencyHandle.of(self._ranks, x.shape[0], shape, sources, (buffer, plan)),
             receive=receive,
         )
 
@@ -268,9 +251,7 @@ class LowLatency:
         """Return memory for scales [L, W * M, S], column-major, at the address it had before."""
         found = self._columns.get(rows.data_ptr())
         if found is None:
-            num_local, capacity, width = scales.shape
-            memory = scales.new_empty(num_local, width, capacity, dtype=torch.float32)
-            found = self._columns[rows.data_ptr()] = memory.transpose(1, 2)
+            found = self._columns[rows.data_ptr()] = _column_major(scales.shape, scales.device)
         return found
 
 
@@ -281,34 +262,52 @@ def refuse_low_latency_combine(handle: LowLatencyHandle, error: EPError) -> NoRe
         error: always.
     """
     if isinstance(handle.sent, SentPairs):
-        handle.ranks.refuse_combine(Mode.LOW_LATENCY, error)
+        refuse_unknown(handle.ranks, Service.LOW_LATENCY, error)
     buffer, plan = handle.sent
-    combine_error(buffer, handle.slab_shape[2], handle.ranks.device, error, plan)
+    opened = OpenBuffer(buffer, slots_spec(handle.shape))
+    combine_error(opened, handle.ranks.device, error, plan)
     raise error
 
 
+def _column_major(
+    shape: torch.Size | tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Return memory for scales [L, W * M, S]: a GEMM reads those of neighbouring rows together."""
+    num_local, capacity, num_scales = shape
+    memory = torch.empty(num_local, num_scales, capacity, dtype=dtype, device=device)
+    return memory.transpose(1, 2)
+
+
 def _dispatch_pairs(
-    ranks: Ranks, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape
+    check: Check, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape
 ) -> ReceivedSlabs:
     """Begin a dispatch of pairs.
 
     x and topk_ids are read here, the exchange is in the second half: a send waits for nobody.
     """
-    pairs, rows = SentPairs.of(topk_ids), Rows(x=x)
+    ranks, pairs, rows = check.ranks, SentPairs.of(topk_ids), Rows(x=x)
+    most = int(torch.bincount(pairs.experts, minlength=1).max())
+    if most > shape.max_tokens:
+        # The slab of an expert may be too small for these.
+        fault = f"topk_idx names an expert {most} times, expected at most"
+        fault = f"{fault} num_max_dispatch_tokens_per_rank = {shape.max_tokens}"
+        error = check.error(CapacityError, fault, "name each expert once in a row")
+        refuse_dispatch(ranks, Service.LOW_LATENCY, error)
     if shape.use_fp8:
         quantized = quantize(x, shape.wire_format)
         assert quantized.scales is not None, "FP8 has scales"
         packed = pack_scales(quantized.scales) if shape.use_ue8m0 else quantized.scales.float()
         rows = Rows(x=quantized.data, scales=packed)
-    error = _overflow_of(pairs, shape, ranks)
-    weights = (pairs.tokens + ranks.rank * shape.max_tokens).float()
-    scales = None if rows.scales is None else _rows_of(rows.scales, pairs.tokens)
-    sent = Rows(x=_rows_of(rows.x, pairs.tokens), scales=scales)
-    num_local, capacity = shape.num_local, shape.capacity
+    sources = (pairs.tokens + ranks.rank * shape.max_tokens).float()
+    scales = None if rows.scales is None else rows.scales[pairs.tokens]
+    # Indexing knows no 8-bit floats.
+    codes = rows.x.contiguous().view(torch.uint8)[pairs.tokens].view(rows.x.dtype)
+    sent = Rows(x=codes, scales=scales)
+    num_local, capacity, _ = shape.slab_shape
     if scales is not None:
-        # Column-major: a GEMM reads the scales of neighbouring rows together.
-        scales = scales.new_empty(num_local, scales.shape[1], capacity).transpose(1, 2)
-    sources = (
+        scales_shape = (num_local, capacity, scales.shape[1])
+        scales = _column_major(scales_shape, scales.device, scales.dtype)
+    layout = (
         topk_ids.new_empty(num_local, capacity, dtype=torch.int32),
         topk_ids.new_empty(num_local, shape.num_ranks),
     )
@@ -318,41 +317,21 @@ def _dispatch_pairs(
             raise HandleError(f"low_latency_dispatch: the hook was called twice ({ranks.where})")
         received = dispatch_rows(
             ranks,
+            Service.LOW_LATENCY,
             sent,
-            pairs.experts[:, None],
-            weights[:, None],
+            (pairs.experts[:, None], sources[:, None]),
             spec_of(sent.form, 1, num_local),
-            options=Options(num_max_tokens_per_rank=shape.max_tokens),
-            error=error,
+            options={"num_max_tokens_per_rank": shape.max_tokens},
         )
         pairs.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
 
     slabs = ReceivedSlabs(
-        x=sent.x.new_empty(num_local, capacity, x.shape[1]),
-        scales=scales,
+        rows=Rows(x=codes.new_empty(shape.slab_shape), scales=scales),
         counts=topk_ids.new_empty(num_local, dtype=torch.int32),
-        handle=LowLatencyHandle.of(ranks, x.shape[0], shape, sources, pairs),
+        handle=LowLatencyHandle.of(ranks, x.shape[0], shape, layout, pairs),
         receive=receive,
     )
     return slabs
-
-
-def _overflow_of(pairs: SentPairs, shape: LowLatencyShape, ranks: Ranks) -> EPError | None:
-    """Return the error of a rank that names an expert so often that its slab could be too small."""
-    is_known = (pairs.experts >= 0) & (pairs.experts < shape.num_experts)
-    most = int(torch.bincount(pairs.experts[is_known], minlength=1).max())
-    if most <= shape.max_tokens:
-        return None
-    return CapacityError(
-        f"low_latency_dispatch: topk_idx names an expert {most} times, expected at most "
-        f"num_max_dispatch_tokens_per_rank = {shape.max_tokens} ({ranks.where}); name each expert "
-        "once in a row"
-    )
-
-
-def _rows_of(rows: Tensor, positions: Tensor) -> Tensor:
-    """Return rows of a tensor of any dtype; indexing knows no 8-bit floats."""
-    return rows.contiguous().view(torch.uint8)[positions].view(rows.dtype)
 
 
 def _write(slabs: ReceivedSlabs, received: ReceivedRows, shape: LowLatencyShape) -> Tensor:
@@ -361,12 +340,12 @@ def _write(slabs: ReceivedSlabs, received: ReceivedRows, shape: LowLatencyShape)
     assert index.slots_of_row is not None, "an index over rows has its inverse"
     experts = received.topk_ids[:, 0]
     position = (index.slots_of_row[:, 0] - index.first_slot[experts]).long()
-    row_of_pair = experts * shape.capacity + position
+    row_of_pair = experts * shape.slab_shape[1] + position
     source = received.topk_weights[:, 0].long()
-    data = slabs.x.view(torch.uint8).flatten(0, 1)
+    data = slabs.rows.x.view(torch.uint8).flatten(0, 1)
     data[row_of_pair] = received.rows.x.view(torch.uint8)
-    if slabs.scales is not None and received.rows.scales is not None:
-        slabs.scales[experts, position] = received.rows.scales
+    if slabs.rows.scales is not None and received.rows.scales is not None:
+        slabs.rows.scales[experts, position] = received.rows.scales
     slabs.counts.copy_(index.num_tokens_per_expert)
     src_info, layout_range = slabs.handle[:2]
     src_info.flatten()[row_of_pair] = (source % shape.max_tokens).to(torch.int32)
@@ -382,32 +361,32 @@ def _combine_pairs(
     handle: LowLatencyHandle,
     pairs: SentPairs,
     x: Tensor,
-    topk: tuple[Tensor, Tensor],
+    topk_weights: Tensor,
     out: Tensor | None,
 ) -> tuple[Tensor, Receive]:
-    """Read the rows here, and topk, ids and weights, in the second half, as in V1."""
+    """Read the rows here, and the weights in the second half, as in V1."""
     exchange, where = pairs.exchange, handle.ranks.where
     if exchange is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
-        handle.ranks.refuse_combine(Mode.LOW_LATENCY, HandleError(error))
-    rows = x.reshape(-1, x.shape[2])[pairs.row_of_pair]
+        refuse_unknown(handle.ranks, Service.LOW_LATENCY, HandleError(error))
+    rows = x.flatten(0, 1)[pairs.row_of_pair]
     y = x.new_empty(handle.num_tokens, x.shape[2]) if out is None else out
     pending = [exchange]
 
     def receive() -> None:
         if not pending:
             raise HandleError(f"low_latency_combine: the hook was called twice ({where})")
+        handle.ranks.announce("low_latency_combine", {}, over_nvlink=False)
         returned, _ = return_rows(pending.pop(), rows)
-        ids, weights = topk[0].long(), detached(topk[1])
-        positions = pairs.positions(ids, handle[4])
-        # In float32 and in the order of k; what was not sent is NaN.
+        weights, is_chosen = detached(topk_weights), pairs.is_chosen
+        pair_of_entry = is_chosen.flatten().cumsum(0).view(is_chosen.shape) - 1
+        # In float32 and in the order of k.
         total = returned.new_zeros(y.shape, dtype=torch.float32)
-        for k in range(ids.shape[1]):
-            position = positions[:, k]
-            is_sent, is_chosen = position >= 0, ids[:, k] != -1
-            total[is_sent] += returned[position[is_sent]].float() * weights[is_sent, k].unsqueeze(1)
-            total[is_chosen & ~is_sent] = float("nan")
+        for k in range(is_chosen.shape[1]):
+            of_k = is_chosen[:, k]
+            rows_of_k = returned[pair_of_entry[of_k, k]].float()
+            total[of_k] += rows_of_k * weights[of_k, k].unsqueeze(1)
         detached(y).copy_(total)
 
     return y, receive

@@ -1,29 +1,48 @@
-"""Normal dispatch of V1, which may have no ids, and rows that nobody sent."""
+"""Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows.
+
+A dispatch may have no ids, and return rows that nobody sent. A program may keep the six tensors in
+place of the handle, for instance by `ctx.save_for_backward(*handle)`. `SavedHandles` finds the
+exchange by their memory.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from epcomm.errors import CapacityError, EPError, ShapeError
-from epcomm.integrations.deep_ep.checks import IDS, Check, Dtypes
-from epcomm.integrations.deep_ep.normal import ReceivedRows, Rows, dispatch_rows, spec_of
-from epcomm.integrations.deep_ep.ranks import NO_OPTIONS, Options, Ranks
+from epcomm.errors import CapacityError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
+from epcomm.integrations.deep_ep.normal import (
+    ReceivedRows,
+    RowExchange,
+    Rows,
+    dispatch_rows,
+    spec_of,
+)
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.spec import BufferSpec
 
 # The dtypes of x without scales, and with scales.
 PLAIN: Dtypes = (torch.bfloat16, torch.float16, torch.float32)
 QUANTIZED: Dtypes = (torch.float8_e4m3fn, torch.int8)
+_NUM_TENSORS = 6
+# The position of the tensor whose memory stands for the handle.
+_CHANNEL_PREFIX = 1
+# Fills the tensors whose numbers only the source ranks know: no index, so that indexing fails.
+UNKNOWN = torch.iinfo(torch.int32).min
 
 
 class NormalRequest(NamedTuple):
     """One dispatch of V1 on new routes; see Buffer.dispatch().
 
-    num_sms: see spec_of().   is_static: sizes are static: num_worst_tokens rows, and no host sync.
-        T is at most as much then. Without ids V1 has no such dispatch.
+    num_sms: see dispatch_rows().
+    service: ROW_BUDGET: num_worst_tokens rows, at most as many tokens, and no host sync.
     """
 
     rows: Rows
@@ -33,59 +52,38 @@ class NormalRequest(NamedTuple):
     per_expert: Tensor | None
     num_worst_tokens: int
     num_sms: int | None
-    is_static: bool
+    service: Service
 
-    def check(self, check: Check) -> None:
-        """Raise what is wrong with the tensors, as Check does."""
-        rows, ids, num_ranks = self.rows, self.topk_idx, check.ranks.size
-        _check_rows(check, rows)
-        num_tokens = rows.x.shape[0]
-        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), (torch.bool,))
+    def checked_spec(self, check: Check) -> BufferSpec:
+        """Check the arguments that a buffer depends on; without ids a rank is one expert."""
+        num_ranks = check.ranks.size
+        check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
         check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
         assert self.per_expert is not None, "just checked"
         num_experts = self.per_expert.shape[0]
-        if ids is not None or self.topk_weights is not None:
-            check.tensor("topk_idx", ids, (num_tokens, None), IDS)
-            assert ids is not None, "just checked"
-            check.tensor("topk_weights", self.topk_weights, ids.shape, (torch.float32,))
         if num_experts < 1 or num_experts % num_ranks:
             fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
             raise check.error(ShapeError, f"{fault} {num_ranks} ranks")
-        if ids is not None:
-            if ids.shape[1] == 0:
-                fault = f"topk_idx is {list(ids.shape)}, expected at least one expert a token"
-                raise check.error(ShapeError, fault)
-            check.ids(ids, num_experts)
-        if self.is_static and num_tokens > self.num_worst_tokens:
-            fault = f"x has {num_tokens} tokens, expected at most num_worst_tokens"
-            remedy = "pass a larger number on all ranks"
-            raise check.error(CapacityError, f"{fault} = {self.num_worst_tokens}", remedy)
-
-    def spec(self, num_ranks: int) -> BufferSpec:
-        """Return the specification of the buffer; without ids a rank is one expert."""
         top_k, num_local = num_ranks, 1
-        if self.topk_idx is not None and self.per_expert is not None:
-            top_k, num_local = self.topk_idx.shape[1], self.per_expert.shape[0] // num_ranks
-        most = self.num_worst_tokens if self.is_static else None
-        return spec_of(self.rows.form, top_k, num_local, max_tokens=most, num_sms=self.num_sms)
+        if self.topk_idx is not None or self.topk_weights is not None:
+            check.topk_idx(self.topk_idx, self.rows.x.shape[0])
+            assert self.topk_idx is not None, "just checked"
+            top_k, num_local = self.topk_idx.shape[1], num_experts // num_ranks
+        most = self.num_worst_tokens if self.service.is_static else None
+        return spec_of(self.rows.form, top_k, num_local, max_tokens=most)
 
-    def known_spec(self, check: Check) -> BufferSpec | None:
-        """Return the specification of a refused call; None if its tensors do not tell."""
-        try:
-            _check_rows(check, self.rows)
-        except EPError:
-            return None
-        ids, per_expert, num_ranks = self.topk_idx, self.per_expert, check.ranks.size
-        if ids is not None:
-            if not isinstance(ids, Tensor) or not isinstance(per_expert, Tensor):
-                return None
-            if (ids.dim(), per_expert.dim()) != (2, 1):
-                return None
-            if per_expert.shape[0] == 0 or per_expert.shape[0] % num_ranks:
-                return None
-        return self.spec(num_ranks)
+    def check(self, check: Check) -> None:
+        """Check the other arguments."""
+        num_tokens, ids = self.rows.x.shape[0], self.topk_idx
+        shape = (num_tokens, check.ranks.size)
+        check.tensor("is_token_in_rank", self.is_in_rank, shape, (torch.bool,))
+        if ids is not None and self.per_expert is not None:
+            check.tensor("topk_weights", self.topk_weights, ids.shape, FLOAT32)
+            check.ids(ids, self.per_expert.shape[0])
+        if self.service.is_static:
+            check.num_tokens(num_tokens, "num_worst_tokens", self.num_worst_tokens)
 
-    def send(self, ranks: Ranks) -> ReceivedRows:
+    def send(self, ranks: Ranks, spec: BufferSpec) -> ReceivedRows:
         """Dispatch; ids are those of is_in_rank where there are none.
 
         Collective: yes.   Host sync: one, none where sizes are static.
@@ -94,63 +92,198 @@ class NormalRequest(NamedTuple):
                 static sizes on a GPU sums are NaN instead, on every rank.
         """
         ids, weights, most = self.topk_idx, self.topk_weights, self.num_worst_tokens
-        options = NO_OPTIONS
-        if most or ids is None:
-            options = Options(num_worst_tokens=most, has_topk_weights=ids is not None)
+        options = {"num_worst_tokens": most, "has_topk_weights": ids is not None}
         if ids is None or weights is None:
             assert self.is_in_rank is not None, "just checked"
             everyone = torch.arange(ranks.size, device=self.is_in_rank.device)
             ids = torch.where(self.is_in_rank, everyone, -1)
             weights = torch.ones_like(ids, dtype=torch.float32)
-        spec = self.spec(ranks.size)
-        received = dispatch_rows(ranks, self.rows, ids.long(), weights, spec, options=options)
-        if self.is_static:
+        topk = ids.long(), weights
+        received = dispatch_rows(
+            ranks, self.service, self.rows, topk, spec, num_sms=self.num_sms, options=options
+        )
+        if self.service.is_static:
             if ranks.reads_faults:
                 received.exchange.buffer.check()
             return received
         if self.topk_idx is None and self.per_expert is not None:
-            counts = ranks.sum_of_counts(self.per_expert)
+            counts = _sum_of_counts(ranks, self.per_expert)
             received = replace(received, num_tokens_per_expert=counts)
         return _with_worst_rows(ranks, received, most) if most else received
 
 
-def _check_rows(check: Check, rows: Rows) -> None:
-    num_tokens = rows.x.shape[0] if isinstance(rows.x, Tensor) and rows.x.dim() else None
-    shape = (None if rows.scales is None else num_tokens, None)
-    check.rows(rows, shape, PLAIN, QUANTIZED)
+def _sum_of_counts(ranks: Ranks, counts: Tensor) -> tuple[int, ...]:
+    """Return the sum over ranks of this rank's part of counts [W * L]: [L], on the host.
+
+    Collective: yes.   Host sync: yes.
+    """
+    everyone = ranks.gather("dispatch", {"counts": " ".join(map(str, counts.tolist()))})
+    counts_of_rank = [list(map(int, str(each["counts"]).split())) for each in everyone]
+    num_local = counts.shape[0] // ranks.size
+    own = slice(ranks.rank * num_local, (ranks.rank + 1) * num_local)
+    return tuple(sum(column) for column in zip(*(c[own] for c in counts_of_rank), strict=True))
 
 
 def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> ReceivedRows:
     """Lengthen what came to `most` rows.
 
-    Collective: yes.
+    Collective: yes.   Host sync: yes.
     Raises:
         CapacityError: some rank received more; on every rank.
     """
-    largest = ranks.largest(received.rows.x.shape[0])
+    num_rows = received.exchange.num_rows
+    everyone = ranks.gather("dispatch", {"rows": num_rows})
+    largest = max(int(each["rows"] or 0) for each in everyone)
     if largest > most:
         raise CapacityError(
             f"dispatch: some rank received {largest} rows, expected at most num_worst_tokens = "
             f"{most} ({ranks.where}); pass as many as all ranks can send to one"
         )
     ids, weights = (_lengthened(each, most) for each in (received.topk_ids, received.topk_weights))
-    ids[received.topk_ids.shape[0] :] = -1
-    rows = with_length(received.rows, most)
-    return replace(received, rows=rows, topk_ids=ids, topk_weights=weights)
+    ids[num_rows:] = -1
+    return replace(
+        received,
+        rows=with_length(received.rows, most),
+        topk_ids=ids,
+        topk_weights=weights,
+        exchange=replace(received.exchange, max_rows=most),
+    )
 
 
 def with_length(rows: Rows, length: int) -> Rows:
     """Return rows with undefined ones after them, as many as a handle has. Local."""
     if rows.x.shape[0] == length:
         return rows
-    scales = rows.scales
-    return Rows(
-        x=_lengthened(rows.x, length),
-        scales=None if scales is None else _lengthened(scales, length),
-    )
+    scales = None if rows.scales is None else _lengthened(rows.scales, length)
+    return Rows(x=_lengthened(rows.x, length), scales=scales)
 
 
 def _lengthened(tensor: Tensor, length: int) -> Tensor:
     out = tensor.new_empty(length, tensor.shape[1])
     out[: tensor.shape[0]] = tensor
     return out
+
+
+class SavedHandles:
+    """Finds the exchange of a plain tuple or list of the six tensors of a handle.
+
+    The key is the memory of channel_prefix_matrix, which a handle allocates: autograd may return
+    other tensor objects in the same memory. An entry is removed, and its exchange freed, by the
+    first call after the program has freed this memory.
+    """
+
+    def __init__(self) -> None:
+        self._exchanges: dict[StorageWeakRef, RowExchange] = {}
+
+    def keep(self, channel_prefix: Tensor, exchange: RowExchange) -> None:
+        """Keep the exchange for as long as the memory of channel_prefix_matrix exists."""
+        self.drop_freed()
+        self._exchanges[StorageWeakRef(channel_prefix.untyped_storage())] = exchange
+
+    def drop_freed(self) -> None:
+        """Free the exchanges whose tensors the program has freed."""
+        for key in [key for key in self._exchanges if key.expired()]:
+            del self._exchanges[key]
+
+    def find(self, handle: object) -> RowExchange | None:
+        """Return the exchange of a handle or of its six tensors, or None if there is none."""
+        if isinstance(handle, NormalHandle):
+            return handle.exchange
+        if not isinstance(handle, tuple | list) or len(handle) != _NUM_TENSORS:
+            return None
+        prefix = handle[_CHANNEL_PREFIX]
+        if not isinstance(prefix, Tensor):
+            return None
+        return self._exchanges.get(StorageWeakRef(prefix.untyped_storage()))
+
+
+class NormalHandle(tuple[Tensor, ...]):
+    """The tuple that V1 returns; programs pass it on and read none of it.
+
+    0: rank_prefix_matrix [W, W], int32; column `rank` has the received rows up to and with each
+        source, the other columns are 0.
+    1: channel_prefix_matrix [W, C], int32; rows sent to each rank up to and with each channel.
+    2: recv_channel_prefix_matrix [W, C], int32, filled with UNKNOWN.
+    3: recv_src_idx [R], int32, filled with UNKNOWN.
+    4: is_token_in_rank [T, W], bool; the caller's own tensor.
+    5: send_head [T, W], int32; position of a token in the queue of its channel, -1 where it is not
+        sent.
+
+    Reading, printing and comparing are local: the tensors are computed from what the dispatch left
+    on this rank, at the first read. The numbers of 2 and 3 are on the source ranks, and do not
+    travel: no call reads them.
+    Lifetime: a handle needs no close; its memory lives as long as the program holds it, or its
+        tensors.
+    """
+
+    exchange: RowExchange
+    is_in_rank: Tensor
+    channels: int
+    _saved: SavedHandles
+
+    @classmethod
+    def of(
+        cls, exchange: RowExchange, is_in_rank: Tensor, saved: SavedHandles, channels: int
+    ) -> Self:
+        """Make the handle of a dispatch of V1 with this number of channels. Local.
+
+        saved: of the Buffer whose calls will take the handle.
+        """
+        handle = cls()
+        handle.exchange, handle.is_in_rank = exchange, is_in_rank
+        handle.channels, handle._saved = channels, saved
+        return handle
+
+    @cached_property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The six tensors. Local."""
+        exchange, is_in_rank = self.exchange, self.is_in_rank
+        num_ranks = is_in_rank.shape[1]
+        rank_prefix = is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
+        rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
+        prefix, send_head = _channels(is_in_rank, self.channels)
+        before = torch.full_like(prefix, UNKNOWN)
+        src_idx = is_in_rank.new_full((exchange.max_rows,), UNKNOWN, dtype=torch.int32)
+        self._saved.keep(prefix, exchange)
+        return rank_prefix, prefix, before, src_idx, is_in_rank, send_head
+
+    def __len__(self) -> int:
+        return _NUM_TENSORS
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.tensors)
+
+    def __getitem__(self, position: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
+        return self.tensors[position]
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    # That of a tuple compares what a tuple holds, which is nothing here.
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
+    def __repr__(self) -> str:
+        exchange = self.exchange
+        sizes = (exchange.max_rows, exchange.spec.hidden_size, exchange.num_tokens)
+        return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.rank}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise HandleError(
+            f"{self!r} cannot be pickled or copied: it belongs to the memory of one Buffer; pass "
+            "the handle itself"
+        )
+
+
+def _channels(is_in_rank: Tensor, channels: int) -> tuple[Tensor, Tensor]:
+    """Return [W, C] and [T, W]: each channel takes the same number of consecutive tokens."""
+    num_tokens, num_ranks = is_in_rank.shape
+    share = max(-(-num_tokens // channels), 1)
+    padded = torch.zeros(channels * share, num_ranks, dtype=torch.int32, device=is_in_rank.device)
+    padded[:num_tokens] = is_in_rank
+    by_channel = padded.view(channels, share, num_ranks)
+    prefix = by_channel.sum(1).cumsum(0).T.to(torch.int32).contiguous()
+    positions = (by_channel.cumsum(1) - 1).view(-1, num_ranks)[:num_tokens].to(torch.int32)
+    return prefix, positions.masked_fill(~is_in_rank, -1).contiguous()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -9,28 +10,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.config import Mode
-from epcomm.errors import ConfigError, EPError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.checks import Absent, Check, Dtypes
+from epcomm.errors import EPError, HandleError, ShapeError
+from epcomm.integrations.deep_ep.checks import FLOAT32, Absent, Check
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
     Rows,
-    bias_of,
+    XTensors,
+    announce_along,
+    biases_of,
     detached,
     refuse_along,
-    refuse_return,
+    refuse_dispatch,
+    refuse_unknown,
     return_rows,
     send_along,
+    sum_of_biases,
 )
-from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.integrations.deep_ep.v2 import sizes
-from epcomm.integrations.deep_ep.v2.exchange import (
+from epcomm.integrations.deep_ep.v2.handle import (
+    PLAIN,
+    QUANTIZED,
     Arrived,
     DispatchRequest,
+    EPHandle,
+    Positions,
     send_request,
     send_weights,
 )
-from epcomm.integrations.deep_ep.v2.handle import EPHandle, Positions
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
@@ -40,20 +47,17 @@ from epcomm.ops.slots import (
     row_ops_for,
     spread_to_slots,
 )
-from epcomm.types import RowsPer
+from epcomm.types import RowsPer, align_up
 
 # Queue pairs that the package allocates on its own, in hybrid mode and without it.
 _QPS_HYBRID, _QPS_DIRECT = 129, 17
 # Of each SM, and the most without hybrid mode.
 _QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
 
-# Of x without scales, and with scales.
-_DTYPES: tuple[Dtypes, Dtypes] = (torch.bfloat16,), (torch.float8_e4m3fn,)
 _PEERS = "use torch.distributed.isend and irecv"
 _GATHER = "use torch.distributed.all_gather_into_tensor"
 _ENGRAM = "use the deep_ep package itself, on hosts with RDMA"
 
-XTensors = Tensor | tuple[Tensor, Tensor]
 DispatchResult = tuple[XTensors, Tensor | None, Tensor | None, EPHandle, EventOverlap]
 
 
@@ -153,14 +157,19 @@ class ElasticBuffer:
     ) -> int:
         """Return the bytes that V2 would allocate, a multiple of 2 MB; num_topk 0 means 32."""
         del allow_hybrid_mode  # One host: there is nothing to be hybrid between.
-        return sizes.buffer_bytes(
-            group.size(),
-            num_max_tokens_per_rank,
-            hidden,
-            num_topk,
-            use_fp8_dispatch=use_fp8_dispatch,
-            allow_multiple_reduction=allow_multiple_reduction,
+        num_ranks, top_k = group.size(), num_topk or sizes.MAX_TOPK
+        row = (
+            (hidden, -(-hidden // sizes.HIDDEN_PER_SCALE_WORD))
+            if use_fp8_dispatch
+            else (2 * hidden, 0)
         )
+        largest = max(
+            sizes.dispatch_bytes(num_ranks, num_max_tokens_per_rank, *row, top_k),
+            sizes.combine_bytes(
+                num_ranks, num_max_tokens_per_rank, hidden, top_k, allow_multiple_reduction
+            ),
+        )
+        return align_up(largest, sizes.BUFFER_ALIGNMENT_BYTES)
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True
@@ -197,17 +206,22 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the SMs whose memory traffic keeps NVLink busy, even. Local."""
+        """Return the SMs whose memory traffic keeps NVLink busy with balanced routing, even. Local.
+
+        nvlink_gbs: GB/s of one direction, 0 for those of an H200.
+        """
         del num_scaleout_topk, rdma_gbs  # Of several hosts.
-        return sizes.theoretical_num_sms(
-            self.num_ranks,
-            num_experts,
-            num_topk,
-            nvlink_gbs=nvlink_gbs,
-            sm_read_gbs=sm_read_gbs,
-            sm_write_gbs=sm_write_gbs,
-            is_alone=not self.prefer_overlap_with_compute,
-        )
+        others = num_experts - num_experts // self.num_ranks
+        missed = math.comb(others, num_topk) / math.comb(num_experts, num_topk)
+        num_expected_ranks = self.num_ranks * (1 - missed)
+        remote_share = 1 - 1 / self.num_ranks
+        num_sms = float(sizes.NUM_DEVICE_SMS)
+        if remote_share > 0 and num_expected_ranks > 0:
+            rows_gbs = (nvlink_gbs or sizes.NVLINK_GBS) / remote_share
+            num_sms = max(rows_gbs / num_expected_ranks / sm_read_gbs, rows_gbs / sm_write_gbs)
+        least = sizes.MIN_SMS if self.prefer_overlap_with_compute else sizes.MIN_SMS_ALONE
+        wanted = align_up(max(least, math.ceil(num_sms * sizes.SMS_MARGIN)), 2)
+        return min(wanted, sizes.NUM_DEVICE_SMS)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return the queue pairs that V2 would use, at most those allocated. Local."""
@@ -272,64 +286,65 @@ class ElasticBuffer:
                 destroyed.
         """
         ranks, rows = self._ranks, Rows.of(x)
-        check = Check.begin("dispatch", ranks, rows.x)
-        max_tokens = _or(num_max_tokens_per_rank, self.num_max_tokens_per_rank)
-        events = _events(previous_event, previous_event_before_epilogue)
-        if isinstance(handle, EPHandle):
-            ranks.compare_owner("dispatch", handle.exchange.buffer)
+        check = Check("dispatch", ranks, rows.x)
+        events = (previous_event, previous_event_before_epilogue)
+        request = DispatchRequest(
+            rows=rows,
+            topk_idx=topk_idx,
+            topk_weights=topk_weights,
+            recv_stats=cumulative_local_expert_recv_stats,
+            num_experts=num_experts,
+            max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
+            expert_alignment=_or(expert_alignment, 1),
+            num_sms=num_sms,
+            do_handle_copy=do_handle_copy,
+            do_cpu_sync=do_cpu_sync is not False,
+            do_expand=do_expand,
+        )
+        spec, num_combines = None, 1
         try:
-            _check_options(check, num_sms, num_qps, events)
+            _check_launch(check, num_sms, num_qps, events)
             if handle is None:
-                self._check_request(check, rows, topk_idx, num_experts)
-                check.size("num_max_tokens_per_rank", max_tokens)
-                check.size("expert_alignment", _or(expert_alignment, 1))
+                spec = request.checked_spec(check)
+                num_combines = self._num_combines(spec.top_k, do_expand=do_expand)
+                request.check(check, spec)
             else:
                 given = {
                     "num_experts": num_experts,
                     "expert_alignment": expert_alignment,
                     "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                    "do_expand": do_expand or None,
                 }
-                forbidden = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
-                known = _check_handle(check, handle, given, forbidden, do_expand=do_expand)
-                exchange = known.exchange
-                check.rows_along(rows, exchange, *_DTYPES)
+                absent = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
+                _check_along(check, handle, given, absent)
+                check.rows_along(rows, handle.exchange, PLAIN, QUANTIZED)
                 if topk_weights is not None:
-                    shape = (exchange.num_tokens, exchange.spec.top_k)
-                    check.tensor("topk_weights", topk_weights, shape, (torch.float32,))
+                    shape = (handle.exchange.num_tokens, handle.exchange.spec.top_k)
+                    check.tensor("topk_weights", topk_weights, shape, FLOAT32)
         except EPError as error:
             if isinstance(handle, EPHandle):
                 has_weights = topk_weights is not None
                 refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
             if handle is not None:
-                ranks.refuse_combine(Mode.NORMAL, error)
-            ranks.refuse(Mode.NORMAL, error, is_static=do_cpu_sync is False)
-        is_async, positions = async_with_compute_stream, None
+                refuse_unknown(ranks, Service.NORMAL, error)
+            follow_up = {"has_words": request.has_words, "num_combines": num_combines}
+            refuse_dispatch(ranks, request.service, error, spec, **follow_up)
         with self._comm_stream.call(
-            rows.x.device, list(events.values()), is_async=is_async
+            rows.x.device, *events, is_async=async_with_compute_stream
         ) as call:
-            if handle is None:
-                experts, topk = cast("int", num_experts), cast("Tensor", topk_idx)
-                sms = num_sms or self.get_theoretical_num_sms(experts, topk.shape[1])
-                request = DispatchRequest(
-                    rows=rows,
-                    topk_idx=topk,
-                    topk_weights=topk_weights,
-                    recv_stats=cumulative_local_expert_recv_stats,
-                    num_experts=experts,
-                    max_tokens=max_tokens,
-                    expert_alignment=_or(expert_alignment, 1),
-                    num_sms=sms,
-                    asked_sms=num_sms or None,
-                    do_handle_copy=do_handle_copy,
-                    do_cpu_sync=do_cpu_sync is not False,
-                    do_expand=do_expand,
-                )
-                handle, received, weights = self._send(check, request)
+            if spec is not None:
+                arrived = send_request(ranks, request, spec)
+                handle = self._handle_of(request, arrived)
+                received, weights = arrived.received.rows, arrived.weights
+                if cumulative_local_expert_recv_stats is not None:
+                    counts = handle.num_unaligned_recv_tokens_per_expert
+                    cumulative_local_expert_recv_stats.add_(counts)
             else:
+                assert handle is not None, "one of both is there"
                 received, weights = self._send_along(handle, rows, topk_weights, do_expand)
-                if handle.do_expand and not do_expand:
-                    positions = handle.positions_of(do_expand=False)
-            positions = positions or handle.positions
+            positions = handle.positions
+            if handle.do_expand and not do_expand:
+                positions = handle.positions_of(do_expand=False)
             weights = None if weights is None else positions.from_elements(weights)
             out = handle.place_rows(
                 received,
@@ -379,68 +394,35 @@ class ElasticBuffer:
                 others are NaN, or, where the handle is no EPHandle, they raise EPTimeout.
             HandleError: the buffer is destroyed.
         """
-        ranks = self._ranks
-        check = Check.begin("combine", ranks)
-        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
-        events = _events(previous_event, previous_event_before_epilogue)
+        ranks, biases = self._ranks, biases_of(bias)
+        check = Check("combine", ranks)
+        events = (previous_event, previous_event_before_epilogue)
+        if not isinstance(handle, EPHandle):
+            error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
+            refuse_unknown(ranks, Service.NORMAL, error)
+        exchange, has_weights = handle.exchange, topk_weights is not None
         try:
-            _known(check, handle)
-        except HandleError as error:
-            ranks.refuse_combine(Mode.NORMAL, error)
-        ranks.compare_owner("combine", handle.exchange.buffer)
-        try:
-            _check_options(check, num_sms, num_qps, events)
+            _check_launch(check, num_sms, num_qps, events)
             _check_combine(check, x, handle, topk_weights)
-            shape = (handle.topk_idx.shape[0], handle.exchange.spec.hidden_size)
-            check.biases(biases, shape, torch.bfloat16)
+            check.biases(biases, exchange)
         except EPError as error:
-            exchange = handle.exchange
             times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
-            refuse_return(ranks, exchange, error, num_combines=times)
-        is_async = async_with_compute_stream
-        with self._comm_stream.call(x.device, list(events.values()), is_async=is_async) as call:
-            ranks.go_along("combine", x, has_weights=topk_weights is not None)
+            refuse_along(ranks, exchange, error, num_combines=times)
+        announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
+        with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
             if handle.do_expand:
-                combined, weights = self._sum_slots(x, topk_weights, handle, bias_of(biases))
+                combined, weights = self._sum_slots(x, topk_weights, handle, sum_of_biases(biases))
             else:
                 elements, weights = handle.positions.to_elements(x), topk_weights
                 if weights is not None:
-                    # Only the rank of an expert has a say about its weight.
+                    # Only the rank of an expert returns its weight.
                     weights = handle.positions.to_elements(weights)
                     weights = weights.masked_fill(handle.local_ids < 0, 0.0)
-                combined, weights = return_rows(handle.exchange, elements, weights, bias_of(biases))
+                combined, weights = return_rows(exchange, elements, weights, sum_of_biases(biases))
             if handle.is_row is not None and ranks.reads_faults:
-                handle.exchange.buffer.check()
+                exchange.buffer.check()
             event = self._event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
-
-    def _check_request(
-        self, check: Check, rows: Rows, topk_idx: Tensor | None, num_experts: int | None
-    ) -> None:
-        """Raise why no rank could say how large the rows of a dispatch are."""
-        check.rows(rows, (None, None), *_DTYPES)
-        dtype = topk_idx.dtype if isinstance(topk_idx, Tensor) else torch.int64
-        check.tensor("topk_idx", topk_idx, (None, None), (dtype,))
-        if topk_idx is not None and topk_idx.shape[1] == 0:
-            fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
-            raise check.error(ShapeError, fault)
-        check.experts(num_experts, ConfigError)
-
-    def _send(self, check: Check, request: DispatchRequest) -> tuple[EPHandle, Rows, Tensor | None]:
-        """Send tokens on new routes; return the handle, rows and weights. Collective: yes."""
-        fault = None
-        try:
-            request.check(check)
-        except EPError as error:
-            fault = error
-            is_static = not request.do_cpu_sync
-            self._ranks.refuse_on_hosts(Mode.NORMAL, error, is_static=is_static)
-        num_combines = self._num_combines(request.topk_idx.shape[1], do_expand=request.do_expand)
-        arrived = send_request(self._ranks, request, fault, num_combines=num_combines)
-        handle = self._handle_of(request, arrived)
-        if request.recv_stats is not None:
-            request.recv_stats.add_(handle.num_unaligned_recv_tokens_per_expert)
-        return handle, arrived.received.rows, arrived.weights
 
     def _send_along(
         self, handle: EPHandle, rows: Rows, topk_weights: Tensor | None, do_expand: bool
@@ -449,8 +431,9 @@ class ElasticBuffer:
 
         Collective: yes; with weights or without them on all ranks.
         """
-        has_weights, weights = topk_weights is not None, None
-        self._ranks.go_along("dispatch along a handle", rows.x, has_weights=has_weights)
+        weights, has_weights = None, topk_weights is not None
+        function, exchange = "dispatch along a handle", handle.exchange
+        announce_along(self._ranks, exchange, function, rows.x, has_weights=has_weights)
         if topk_weights is not None:
             weights = send_weights(handle.exchange, topk_weights)
         received = send_along(handle.exchange, rows)
@@ -460,7 +443,10 @@ class ElasticBuffer:
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""
-        return EPHandle(request, arrived, self.num_ranks)
+        exchange = arrived.received.exchange
+        num_experts = exchange.spec.num_local_experts * self.num_ranks
+        num_sms = self.get_theoretical_num_sms(num_experts, exchange.spec.top_k)
+        return EPHandle(request, arrived, request.num_sms or num_sms, self.num_ranks)
 
     def _finish(
         self,
@@ -500,7 +486,7 @@ class ElasticBuffer:
             slots_of_row = torch.where(named < x.shape[0], named, -1)
         scalars = None
         if weights is not None:
-            # Only the rank of an expert has a say about its weight.
+            # Only the rank of an expert returns its weight.
             own_slots = torch.where(handle.local_ids < 0, -1, slots_of_row)
             scalars = gather_scalars(detached(weights), own_slots)
         if self.allow_multiple_reduction and named is None:
@@ -535,47 +521,34 @@ def _without_unknown(rows: Tensor, named: Tensor | None, x: Tensor) -> Tensor:
     return rows.masked_fill((named >= x.shape[0]).any(1, keepdim=True), float("nan"))
 
 
-def _check_options(
-    check: Check, num_sms: object, num_qps: object, events: Mapping[str, object]
+def _check_launch(
+    check: Check, num_sms: object, num_qps: object, events: tuple[object, object]
 ) -> None:
     check.number("num_sms", num_sms)
     check.number("num_qps", num_qps)
-    for name, event in events.items():
-        check.event(name, event, EventHandle)
+    check.event("previous_event", events[0])
+    check.event("previous_event_before_epilogue", events[1])
 
 
-def _known(check: Check, handle: object) -> EPHandle:
-    """Return a handle of this drop-in, or raise that it is something else."""
-    if isinstance(handle, EPHandle):
-        return handle
-    fault = f"handle is {type(handle).__name__}, expected the EPHandle that dispatch() returned"
-    raise check.error(HandleError, fault, "pass it as it is")
+def _check_along(
+    check: Check, handle: object, given: Mapping[str, object], absent: Mapping[str, object]
+) -> None:
+    """Raise if a dispatch along a handle asks for something else than the handle has.
 
-
-def _check_handle(
-    check: Check,
-    handle: object,
-    given: Mapping[str, object],
-    forbidden: Mapping[str, object],
-    *,
-    do_expand: bool,
-) -> EPHandle:
-    """Return the handle; raise if a dispatch along it asks for something else than it has.
-
-    given: arguments by name, which are None or as the handle has them.   forbidden: arguments by
-        name, which are None or False.   do_expand: the rows are to be returned by expert.
+    given: arguments by name, which are None or as the handle has them.
+    absent: arguments by name, which are None or False.
     """
-    known = _known(check, handle)
-    for name, value in {**given, "do_expand": do_expand or None}.items():
-        kept = getattr(known, name)
+    if not isinstance(handle, EPHandle):
+        raise check.handle_error(handle, "dispatch() of an ElasticBuffer")
+    for name, value in given.items():
+        kept = getattr(handle, name)
         if value is not None and value != kept:
             fault = f"{name} is {value}, expected {kept} as in the dispatch that made the handle"
             raise check.error(HandleError, fault, "pass the same")
-    for name, value in forbidden.items():
+    for name, value in absent.items():
         if value is not None and value is not False:
             fault = f"{name} came with a handle, expected {name}=None: the handle has routes and"
             raise check.error(HandleError, f"{fault} waits for no counts", "leave it out")
-    return known
 
 
 def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:
@@ -600,18 +573,7 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
                 raise check.error(ShapeError, fault, "pass a result for each row that it names")
     if weights is not None:
         shape = (x.shape[0],) if handle.do_expand else (x.shape[0], top_k)
-        check.tensor("topk_weights", weights, shape, (torch.float32,))
-
-
-def _events(
-    first: EventHandle | EventOverlap | None, before_epilogue: EventHandle | EventOverlap | None
-) -> dict[str, EventHandle | None]:
-    """Return the events that a call waits for, by the names of its arguments."""
-    given = {"previous_event": first, "previous_event_before_epilogue": before_epilogue}
-    return {
-        name: event.event if isinstance(event, EventOverlap) else event
-        for name, event in given.items()
-    }
+        check.tensor("topk_weights", weights, shape, FLOAT32)
 
 
 def _or(value: int | None, default: int) -> int:

@@ -1,1 +1,1 @@
-"""Be deep_ep.buffers."""
+"""The module deep_ep.buffers."""

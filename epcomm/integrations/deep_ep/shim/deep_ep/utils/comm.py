@@ -1,4 +1,4 @@
-"""Refuse the import: NCCL communicators of DeepEP."""
+"""Absent: NCCL communicators of DeepEP."""
 
 _ABSENT = f"{__name__} is absent in epcomm; epcomm needs none"
 raise ModuleNotFoundError(_ABSENT, name=__name__)

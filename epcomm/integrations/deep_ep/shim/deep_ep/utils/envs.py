@@ -1,4 +1,4 @@
-"""Be deep_ep.utils.envs: how DeepEP's tests start their ranks, on CPUs too.
+"""The module deep_ep.utils.envs: how DeepEP's tests start their ranks, on CPUs too.
 
 Source: deepseek-ai/DeepEP, deep_ep/utils/envs.py, for names, arguments and results.
 """

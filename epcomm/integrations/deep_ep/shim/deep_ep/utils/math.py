@@ -1,4 +1,4 @@
-"""Be deep_ep.utils.math: sizes, FP8 casts and comparisons of DeepEP's tests, without torch.compile.
+"""The module deep_ep.utils.math: sizes, FP8 casts and comparisons of DeepEP's tests.
 
 Source: deepseek-ai/DeepEP, deep_ep/utils/math.py, for names, arguments and results.
 """
@@ -9,10 +9,13 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-# Columns of a scale, the largest FP8 E4M3 number, and the smallest extreme of a block.
-_BLOCK, _LARGEST, _SMALLEST = 128, 448.0, 1e-4
+from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize, quantize
+from epcomm.quantization.scale_layout import unpack_scales
+from epcomm.types import WireTensor
+
+# Columns of a scale.
+_BLOCK = 128
 
 
 def ceil_div(x: int, y: int) -> int:
@@ -38,21 +41,17 @@ def calc_diff(x: Tensor, y: Tensor) -> float:
 
 def per_token_cast_to_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise x [T, H] to float8_e4m3fn, with a float32 scale for each 128 columns."""
-    num_tokens, hidden_size = x.shape
-    blocks = pad(x, (0, -hidden_size % _BLOCK)).view(num_tokens, -1, _BLOCK)
-    largest = blocks.abs().float().amax(2).clamp(min=_SMALLEST)
-    codes = (blocks * (_LARGEST / largest).unsqueeze(2)).to(torch.float8_e4m3fn)
-    return codes.flatten(1)[:, :hidden_size].contiguous(), largest / _LARGEST
+    wire = quantize(x, FP8_FLOAT32_SCALES)
+    assert wire.scales is not None, "FP8 has scales"
+    return wire.data, wire.scales
 
 
 def per_token_cast_back(x_fp8: Tensor, x_scales: Tensor) -> Tensor:
     """Return codes [T, H] times their scales, in bfloat16; an int32 scale holds four exponents."""
-    num_tokens, hidden_size = x_fp8.shape
     if x_scales.dtype is torch.int32:
-        exponents = x_scales.contiguous().view(torch.uint8).int()
-        x_scales = (exponents << 23).view(torch.float32)
-    scales = x_scales.repeat_interleave(_BLOCK, dim=1)[:, :hidden_size]
-    return (x_fp8.float() * scales).bfloat16().view(num_tokens, hidden_size)
+        x_scales = unpack_scales(x_scales, ceil_div(x_fp8.shape[1], _BLOCK)).float()
+    wire = WireTensor(data=x_fp8, format=FP8_FLOAT32_SCALES, scales=x_scales)
+    return dequantize(wire, torch.bfloat16)
 
 
 def inplace_unique(x: Tensor, num_slots: int) -> None:

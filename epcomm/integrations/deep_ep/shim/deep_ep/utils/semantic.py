@@ -1,4 +1,4 @@
-"""Refuse the import: internal helpers of DeepEP."""
+"""Absent: internal helpers of DeepEP."""
 
 _ABSENT = f"{__name__} is absent in epcomm; copy the module from DeepEP's sources"
 raise ModuleNotFoundError(_ABSENT, name=__name__)

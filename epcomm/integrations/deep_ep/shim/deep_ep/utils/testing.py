@@ -1,4 +1,4 @@
-"""Be deep_ep.utils.testing: times of calls on the GPU, or of the host on CPU ranks.
+"""The module deep_ep.utils.testing: times of calls on the GPU, or of the host on CPU ranks.
 
 Source: deepseek-ai/DeepEP, deep_ep/utils/testing.py, for names, arguments and results.
 """
@@ -6,11 +6,12 @@ Source: deepseek-ai/DeepEP, deep_ep/utils/testing.py, for names, arguments and r
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+
+from epcomm.bench.timing import clock_for
 
 # More than the L2 cache of any GPU.
 _FLUSHED_BYTES = 256_000_000
@@ -32,13 +33,16 @@ def bench(
     """Return the average, smallest and largest time of fn in seconds, without the first call."""
     for _ in range(num_warmups):
         fn()
-    times = []
+    clock = clock_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for _ in range(num_tests):
         flush_l2_cache(flush_l2)
-        times.append(_timed(fn))
+        clock.mark()
+        fn()
+        clock.mark()
         if post_fn is not None:
             post_fn()
-    seconds = [stop() for stop in times][1:]
+    # The times between calls alternate with those of the calls.
+    seconds = [each / 1e3 for each in clock.take()[::2]][1:]
     return sum(seconds) / len(seconds), min(seconds), max(seconds)
 
 
@@ -86,22 +90,3 @@ def bench_kineto(
 
 def _average(microseconds: list[float]) -> float:
     return sum(microseconds) / max(len(microseconds), 1) / 1e6
-
-
-def _timed(fn: Callable[[], object]) -> Callable[[], float]:
-    """Call fn; return what gives its seconds, and waits for the GPU."""
-    if not torch.cuda.is_available():
-        start = perf_counter()
-        fn()
-        seconds = perf_counter() - start
-        return lambda: seconds
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    fn()
-    end.record()
-
-    def stop() -> float:
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-    return stop

@@ -1,0 +1,82 @@
+"""What tests of wrong calls of V1 and V2 share: one rank is wrong, and all raise in a second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm.errors import EPError, ShapeError
+
+# The rank whose call is wrong.
+FAULTY = 1
+# Seconds from the call to the error.
+LIMIT_S = 1.0
+
+Arguments = dict[str, Any]
+# Arguments that the faulty rank passes in place of the right ones, or makes of them; its error; and
+# what its message says: argument, received and expected.
+Case = tuple[Mapping[str, object], type[Exception], str]
+
+# What no tensor argument may be.
+_SPOILT: Mapping[str, Callable[[Tensor], object]] = {
+    "none": lambda tensor: None,
+    "list": Tensor.tolist,
+    "complex": lambda tensor: tensor.to(torch.complex64),
+    "one dimension more": lambda tensor: tensor[None],
+    "on meta": lambda tensor: tensor.to("meta"),
+}
+
+
+def spoilt(*names: str, optional: tuple[str, ...] = ()) -> dict[str, Case]:
+    """Return the cases of tensor arguments; those that are optional may be None."""
+    return {
+        f"{name} {how}": ({name: spoil}, ShapeError, rf"{name} is .*expected \[")
+        for name in (*names, *optional)
+        for how, spoil in _SPOILT.items()
+        if how != "none" or name not in optional
+    }
+
+
+def check_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    """Make a call that is wrong on one rank, and look at the errors of both."""
+    is_faulty = dist.get_rank() == FAULTY
+    dist.barrier()
+    began = time.perf_counter()
+    with pytest.raises(error if is_faulty or issubclass(error, EPError) else EPError) as raised:
+        call()
+    assert time.perf_counter() - began < LIMIT_S
+    assert "rank 1" in str(raised.value)
+    assert not is_faulty or raised.match(words)
+    dist.barrier()
+
+
+def check_case(call: Callable[..., object], right: Arguments, case: Case) -> None:
+    """Make a call of which one rank changes the right arguments as the case says."""
+    changes, error, words = case
+    arguments = dict(right)
+    if dist.get_rank() == FAULTY:
+        for name, value in changes.items():
+            arguments[name] = value(right[name]) if callable(value) else value
+    check_refused(lambda: call(**arguments), error, words)
+
+
+def check_cases(
+    cases: Mapping[str, Case],
+    make: Callable[[], Arguments],
+    call: Callable[..., object],
+    serves: Callable[[], None],
+) -> None:
+    """Check all cases one after the other, and after each that right calls serve."""
+    for name, case in cases.items():
+        try:
+            check_case(call, make(), case)
+            serves()
+        except BaseException as problem:
+            problem.add_note(f"in the case {name}")
+            raise

@@ -454,6 +454,7 @@ def receive_dispatch(
             ALIGNMENT=expert_alignment,
             ROWS=rows,
             INDEXERS=indexers,
+            WORDS=UNPACKED_WORDS,
             CAPACITY=0 if slabs is None else layout.num_rows,
             WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
             SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),

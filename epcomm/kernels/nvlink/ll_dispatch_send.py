@@ -421,6 +421,13 @@ def send_dispatch(
     if scales is not None:
         strides, num_scales = scales.stride(), scales.shape[1]
         key += (scales.dtype, num_scales)
+    if in_lines:
+        parts = num_parts(hidden_size, scale_block, kind, hidden_states.itemsize)
+        num_programs = exchange.peers.layout.world_size + num_tokens * (1 + parts)
+    else:
+        parts = 1
+        num_programs = _metadata_programs(exchange)
+        num_programs += min(exchange.peers.num_programs, _MOST_ROW_PROGRAMS)
     launch = exchange.launches.get(key)
     if launch is None:
         device = hidden_states.device
@@ -441,14 +448,11 @@ def send_dispatch(
             SCALE_LANES=max(LEAST_BLOCKS if in_lines else 1, next_power_of_two(num_scales)),
             NEEDS_DISTINCT=needs_distinct_ids,
         )
-        form = prepare_lines if in_lines else _prepare_bulk
-        launch = exchange.launches[key] = form(exchange, rows, hidden_states)
-    if in_lines:
-        parts = num_parts(hidden_size, scale_block, kind, hidden_states.itemsize)
-        num_programs = exchange.peers.layout.world_size + num_tokens * (1 + parts)
-    else:
-        num_programs = _metadata_programs(exchange)
-        num_programs += min(exchange.peers.num_programs, _MOST_ROW_PROGRAMS)
+        launch = exchange.launches[key] = (
+            prepare_lines(exchange, rows, hidden_states, parts)
+            if in_lines
+            else _prepare_bulk(exchange, rows, hidden_states)
+        )
     launch(
         num_programs,
         hidden_states,

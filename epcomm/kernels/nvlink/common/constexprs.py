@@ -13,14 +13,19 @@ from typing import TypeVar
 
 import triton.language as tl
 
+from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 
 RecordT = TypeVar("RecordT")
 
 
 def constants(record: type[RecordT], **values: Hashable) -> RecordT:
-    """Return a record of this file with the values as constants of kernels."""
-    return record(**{name: tl.constexpr(value) for name, value in values.items()})
+    """Return a record of this file with the values as constants of kernels.
+
+    An interpreter computes with the values themselves.
+    """
+    wrap = (lambda value: value) if IS_INTERPRETED else tl.constexpr
+    return record(**{name: wrap(value) for name, value in values.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +127,7 @@ class Index:
     """The index that the receiver of dispatch writes, and the slabs to which it copies rows.
 
     C: slots of the index.   ALIGNMENT: of the first slot of each expert.   ROWS: that a program
-        indexes.   INDEXERS: programs that do.
+        indexes.   INDEXERS: programs that do.   WORDS: in lines that another one unpacks at once.
     CAPACITY: slots of each expert in slabs, 0 without slabs; their rows have WORD_LANES lanes, and
         their scales SCALE_LANES.   *_STRIDE: of the scales in words, see scales_at().
     """
@@ -131,6 +136,7 @@ class Index:
     ALIGNMENT: tl.constexpr
     ROWS: tl.constexpr
     INDEXERS: tl.constexpr
+    WORDS: tl.constexpr
     CAPACITY: tl.constexpr
     WORD_LANES: tl.constexpr
     SCALE_LANES: tl.constexpr

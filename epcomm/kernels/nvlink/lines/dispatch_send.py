@@ -274,19 +274,18 @@ def blocks_in_lines(hidden_size: int, scale_block: int) -> int:
 
 
 def prepare_lines(
-    exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor
+    exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor, parts: int
 ) -> PreparedLaunch:
-    """Return the launch of the sender in lines for such rows: see send_dispatch()."""
+    """Return the launch of the sender in lines for such rows, each of so many parts."""
     layout = exchange.peers.layout
-    hidden_size, itemsize = hidden_states.shape[1], hidden_states.itemsize
     return prepare(
         exchange,
         _send_dispatch_lines_kernel,
         [CHANGES] * 5,
         6,
         rows=rows,
-        PARTS=num_parts(hidden_size, rows.BLOCK.value, rows.KIND.value, itemsize),
-        PART=_part_of(hidden_size, itemsize),
+        PARTS=parts,
+        PART=_part_of(hidden_states.shape[1], hidden_states.itemsize),
         CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
         num_warps=_WARPS,
         **EXACT,

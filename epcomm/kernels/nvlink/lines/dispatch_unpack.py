@@ -27,8 +27,6 @@ from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 # Words that a program unpacks at once: 16 bytes of lines a thread.
 UNPACKED_WORDS = 256
 
-_WORDS = tl.constexpr(UNPACKED_WORDS)
-
 
 @triton.jit
 def _await_lines(
@@ -75,7 +73,7 @@ def unpack_rows(
 
     Returns: whether this rank cannot go on.
     """
-    PARTS: tl.constexpr = (c.ROW_LINES - c.DATA_LINES + _WORDS - 1) // _WORDS
+    PARTS: tl.constexpr = (c.ROW_LINES - c.DATA_LINES + index.WORDS - 1) // index.WORDS
     FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
     k = tl.arange(0, c.K_LANES)
     source_lane = tl.arange(0, c.W_LANES)
@@ -87,7 +85,7 @@ def unpack_rows(
         header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
         row_lines_ptr = int64_at(peers.buffer_address + c.ROW_LINES_AT)
         row_lines_ptr += (source * c.LINE_TOKENS + token) * c.ROW_LINES
-        word = (item % PARTS) * _WORDS + tl.arange(0, _WORDS)
+        word = (item % PARTS) * index.WORDS + tl.arange(0, index.WORDS)
         is_datum = word < c.DATA_WORDS
         is_scale = (word >= FIRST_SCALE) & (word < FIRST_SCALE + c.SCALE_WORDS)
         is_word = is_datum | is_scale

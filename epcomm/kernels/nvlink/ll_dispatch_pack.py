@@ -14,7 +14,7 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.exchange import Peers
+from epcomm.kernels.nvlink.common.exchange import Peers, SlabMemory
 from epcomm.kernels.nvlink.common.signals import int32_at
 
 
@@ -34,8 +34,7 @@ def scales_at(slot: tl.tensor, word: tl.tensor, index: constexprs.Index) -> tl.t
 @triton.jit
 def pack_rows(
     peers: Peers,
-    packed_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    slabs: SlabMemory,
     slots_of_row_ptr: tl.tensor,
     first_row: tl.tensor,
     end_row: tl.tensor,
@@ -44,10 +43,10 @@ def pack_rows(
 ) -> None:
     """Copy received rows to each of their slots, as words of 32 bits, the gaps between them too.
 
-    Row 3 with the slots 5 -1 2 is copied to rows 5 and 2 of `packed`, its scales likewise.
+    Row 3 with the slots 5 -1 2 is copied to rows 5 and 2 of the slabs, its scales likewise.
 
     slots_of_row_ptr: [W * M, K], which this program has written.
-    packed_ptr: [C, words of a row].   scales_ptr: see scales_at().
+    slabs: `data` is [C, words of a row]; of `scales` see scales_at().
     """
     # What other threads of this program have stored is loaded below.
     tl.debug_barrier()
@@ -67,14 +66,14 @@ def pack_rows(
         # A row that has not come is not read.
         row_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES) + word
         words = tl.load(row_ptr, mask=both(is_word, last >= 0), other=0)
-        if scales_ptr is not None:
+        if slabs.scales is not None:
             row_scales_ptr = (
                 int32_at(peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES) + lane
             )
             scales = tl.load(row_scales_ptr, mask=both(is_scale, last >= 0), other=0)
         for k in tl.static_range(c.K):
             has_slot = slots[k] >= 0
-            tl.store(packed_ptr + slots[k] * WORDS + word, words, mask=both(is_word, has_slot))
-            if scales_ptr is not None:
+            tl.store(slabs.data + slots[k] * WORDS + word, words, mask=both(is_word, has_slot))
+            if slabs.scales is not None:
                 place = scales_at(slots[k], lane, index)
-                tl.store(scales_ptr + place, scales, mask=both(is_scale, has_slot))
+                tl.store(slabs.scales + place, scales, mask=both(is_scale, has_slot))

@@ -147,6 +147,187 @@ def _hand_out_nothing(
     tl.store(peers.state + 2, 1)
 
 
+@triton.jit
+def _await_headers(
+    peers: Peers,
+    headers_ptr: tl.tensor,
+    count_lines_ptr: tl.tensor,
+    row_lines_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
+    is_source: tl.tensor,
+    is_count: tl.tensor,
+    is_line: tl.tensor,
+    is_own: tl.tensor,
+    token: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> tl.tensor:
+    """Wait for the headers and counts of all sources, and for metadata of one that comes in lines.
+
+    headers_ptr, is_source: [W_LANES].   count_lines_ptr, is_count: [W_LANES, L_LANES].
+    row_lines_ptr, is_line, token: of the entries of this program.   is_own: their source.
+    Returns: whether this rank cannot go on.
+    """
+    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(peers.own_address), volatile=True)
+        headers = tl.load(headers_ptr, mask=is_source, other=0, volatile=True)
+        statuses = tl.load(headers_ptr + 1, mask=is_source, other=0, volatile=True)
+        count_lines = tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True)
+        is_absent = is_count & (flag_of(count_lines) != epoch)
+        is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
+        is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
+        if c.LINE_TOKENS > 0:
+            experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
+            positions = tl.load(row_lines_ptr + c.K_LANES, mask=is_line, other=0, volatile=True)
+            is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
+            if slot_weights_ptr is not None:
+                weights = tl.load(
+                    row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
+                )
+                is_absent |= flag_of(weights) != epoch
+            # Word and flag of one load: the compiler may load what is used twice twice, in two
+            # layouts, and the line may come between them.
+            own_line = tl.sum(tl.where(is_own, headers, 0))
+            header = word_of(own_line)
+            is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
+            is_untold = flag_of(own_line) != epoch
+            is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            bits_of_ranks(is_source & is_late, c.W_LANES),
+            aborted,
+            polls_left,
+            num_looks,
+            end_ns,
+            _THREADS,
+        )
+    return abort_if_late(peers, late, WAIT_DISPATCH, epoch, c)
+
+
+@triton.jit
+def _slots_of_experts(
+    counts_of_source: tl.tensor,
+    has_failed: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+) -> tl.tuple:
+    """Return the pairs of each expert, by source and in all, its slots, and if there are too many.
+
+    That is the last one: 1 if the call has failed; pack_status() of the overflow; else 0.
+    """
+    counts_of_source = tl.where(has_failed, 0, counts_of_source)
+    counts = tl.sum(counts_of_source, axis=0)
+    expert = tl.arange(0, c.L_LANES)
+    # With one capacity for all experts, lanes without an expert have none.
+    aligned = tl.where(expert < c.L, index.CAPACITY, 0)
+    # 1: every rank knows of the fault. Else this rank alone knows: a code for combine to report.
+    refusal = has_failed.to(tl.int32)
+    if index.CAPACITY == 0:
+        aligned = (counts + index.ALIGNMENT - 1) // index.ALIGNMENT * index.ALIGNMENT
+        # C holds all slots unless tokens name experts twice.
+        needed = tl.sum(aligned)
+        is_over = needed > index.C
+        over = FAULT_OVERFLOW | (tl.minimum(needed, _MOST_NEEDED) << FLAGS_SHIFT)
+        refusal = tl.where(is_over, over, refusal)
+        counts_of_source = tl.where(is_over, 0, counts_of_source)
+        counts = tl.where(is_over, 0, counts)
+        aligned = tl.where(is_over, 0, aligned)
+    return counts_of_source, counts, aligned, refusal  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _write_counts(
+    peers: Peers,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    counts: tl.tensor,
+    starts: tl.tensor,
+    aligned: tl.tensor,
+    refusal: tl.tensor,
+    told: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Write the counts and first slots of experts, and what combine needs to know of the batch.
+
+    told: [W_LANES]: the first word of each header.   aligned: [L_LANES]: slots of each expert.
+    """
+    expert, source_lane = tl.arange(0, c.L_LANES), tl.arange(0, c.W_LANES)
+    tl.store(counts_ptr + expert, counts, mask=expert < c.L)
+    tl.store(first_slot_ptr + expert, starts, mask=expert < c.L)
+    tl.store(first_slot_ptr + c.L, tl.sum(aligned))
+    tl.store(peers.state + 2, refusal)
+    # For combine, which must not read what peers write.
+    tl.store(peers.state + _SOURCES_AT + source_lane, told, mask=source_lane < c.W)
+
+
+@triton.jit
+def _write_ranges(
+    peers: Peers,
+    slabs: SlabMemory,
+    counts_of_source: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Write the slots of each expert from each rank, if wanted, and that the counts are written."""
+    expert, source_lane = tl.arange(0, c.L_LANES), tl.arange(0, c.W_LANES)
+    if slabs.source_ranges is not None:
+        # The slots of an expert lie in the order of their sources.
+        ends_of_source = tl.cumsum(counts_of_source, axis=0)
+        ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
+        ranges |= counts_of_source.to(tl.int64)
+        ranges_ptr = slabs.source_ranges + expert[None, :] * c.W + source_lane[:, None]
+        is_range = (source_lane < c.W)[:, None] & (expert < c.L)[None, :]
+        tl.store(ranges_ptr, ranges, mask=is_range)
+    # All threads have stored. Read by _hand_out_nothing() of the other programs.
+    tl.debug_barrier()
+    tl.store(peers.state + _COUNTED_EPOCH, epoch)
+
+
+@triton.jit
+def _load_metadata(
+    peers: Peers,
+    row: tl.tensor,
+    k: tl.tensor,
+    in_bulk: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
+    c: constexprs.Layout,
+) -> tl.tuple:
+    """Load experts, positions and, if they travel, weights of entries that came in bulk."""
+    metadata_ptr = (
+        int32_at(peers.buffer_address + c.METADATA_AT)
+        + tl.cast(row, tl.int64) * (c.METADATA_BYTES // 4)
+        + k
+    )
+    experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
+    positions = tl.load(metadata_ptr + c.K_LANES, mask=in_bulk, other=0)
+    weight_bits = positions
+    if slot_weights_ptr is not None:
+        weight_bits = tl.load(metadata_ptr + 2 * c.K_LANES, mask=in_bulk, other=0)
+    return experts, positions, weight_bits  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _clear_unused(
+    row_of_slot_ptr: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+) -> None:
+    """Write -1 for the slots that no row has, every so many of them in each program."""
+    program = tl.program_id(0)
+    STRIPE: tl.constexpr = index.ROWS * c.K_LANES
+    for start in tl.range(program * STRIPE, index.C, tl.num_programs(0) * STRIPE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        slot = start + tl.arange(0, STRIPE)
+        is_in = (slot[:, None] >= starts[None, :]) & (slot[:, None] < (starts + counts)[None, :])
+        is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
+        tl.store(
+            row_of_slot_ptr + slot,
+            tl.zeros_like(slot) - 1,
+            mask=(is_used == 0) & (slot < index.C),
+        )
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _receive_dispatch_kernel(
     row_of_slot_ptr: tl.tensor | None,
@@ -168,7 +349,7 @@ def _receive_dispatch_kernel(
 ) -> None:
     """Index ROWS rows of one source in each program, and every so many slots of padding.
 
-    The programs behind INDEXERS unpack rows that come in lines. With `packed`, rows are copied to
+    The programs behind INDEXERS unpack rows that come in lines. With slabs, rows are copied to
     their slots.
 
     W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
@@ -214,40 +395,20 @@ def _receive_dispatch_kernel(
     row_lines_ptr = int64_at(buffer_address + c.ROW_LINES_AT) + k
     row_lines_ptr += (source * c.LINE_TOKENS + token) * c.ROW_LINES
 
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(own_address), volatile=True)
-        headers = tl.load(headers_ptr, mask=is_source, other=0, volatile=True)
-        statuses = tl.load(headers_ptr + 1, mask=is_source, other=0, volatile=True)
-        count_lines = tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True)
-        is_absent = is_count & (flag_of(count_lines) != epoch)
-        is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
-        is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
-        if c.LINE_TOKENS > 0:
-            experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
-            positions = tl.load(row_lines_ptr + c.K_LANES, mask=is_line, other=0, volatile=True)
-            is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
-            if slot_weights_ptr is not None:
-                weights = tl.load(
-                    row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
-                )
-                is_absent |= flag_of(weights) != epoch
-            # Word and flag of one load: the compiler may load what is used twice twice, in two
-            # layouts, and the line may come between them.
-            own_line = tl.sum(tl.where(is_own, headers, 0))
-            header = word_of(own_line)
-            is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
-            is_untold = flag_of(own_line) != epoch
-            is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_source & is_late, c.W_LANES),
-            aborted,
-            polls_left,
-            num_looks,
-            end_ns,
-            _THREADS,
-        )
-    is_lost = abort_if_late(peers, late, WAIT_DISPATCH, epoch, c)
+    is_lost = _await_headers(
+        peers,
+        headers_ptr,
+        count_lines_ptr,
+        row_lines_ptr,
+        slot_weights_ptr,
+        is_source,
+        is_count,
+        is_line,
+        is_own,
+        token,
+        epoch,
+        c,
+    )
 
     # All that lines hold, loaded together.
     is_heard = both(is_source, is_lost == 0)
@@ -263,46 +424,17 @@ def _receive_dispatch_kernel(
             )
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
-    counts_of_source = tl.where(has_failed, 0, counts_of_source)
-    counts = tl.sum(counts_of_source, axis=0)
-    # With one capacity for all experts, lanes without an expert have none.
-    aligned = tl.where(expert < c.L, index.CAPACITY, 0)
-    # 1: every rank knows of the fault. Else this rank alone knows: a code for combine to report.
-    refusal = has_failed.to(tl.int32)
-    if index.CAPACITY == 0:
-        aligned = (counts + index.ALIGNMENT - 1) // index.ALIGNMENT * index.ALIGNMENT
-        # C holds all slots unless tokens name experts twice.
-        needed = tl.sum(aligned)
-        is_over = needed > index.C
-        over = FAULT_OVERFLOW | (tl.minimum(needed, _MOST_NEEDED) << FLAGS_SHIFT)
-        refusal = tl.where(is_over, over, refusal)
-        counts_of_source = tl.where(is_over, 0, counts_of_source)
-        counts = tl.where(is_over, 0, counts)
-        aligned = tl.where(is_over, 0, aligned)
-    ends = tl.cumsum(aligned, axis=0)
-    starts = ends - aligned
+    counts_of_source, counts, aligned, refusal = _slots_of_experts(  # pyright: ignore[reportGeneralTypeIssues]
+        counts_of_source, has_failed, c, index
+    )
+    starts = tl.cumsum(aligned, axis=0) - aligned
 
     if program == 0:
-        tl.store(counts_ptr + expert, counts, mask=expert < c.L)
-        tl.store(first_slot_ptr + expert, starts, mask=expert < c.L)
-        tl.store(first_slot_ptr + c.L, tl.sum(aligned))
-        tl.store(peers.state + 2, refusal)
-        # For combine, which must not read what peers write.
         told = tl.where(has_failed, headers & 1, headers)
-        tl.store(peers.state + _SOURCES_AT + source_lane, told, mask=source_lane < c.W)
+        _write_counts(peers, counts_ptr, first_slot_ptr, counts, starts, aligned, refusal, told, c)
         if is_lost == 0:
             note_faults(peers.faults, codes, is_source, c.W_LANES)
-        if slabs.source_ranges is not None:
-            # The slots of an expert lie in the order of their sources.
-            ends_of_source = tl.cumsum(counts_of_source, axis=0)
-            ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
-            ranges |= counts_of_source.to(tl.int64)
-            ranges_ptr = slabs.source_ranges + expert[None, :] * c.W + source_lane[:, None]
-            is_range = (source_lane < c.W)[:, None] & (expert < c.L)[None, :]
-            tl.store(ranges_ptr, ranges, mask=is_range)
-        # All threads have stored. Read by _hand_out_nothing() of the other programs.
-        tl.debug_barrier()
-        tl.store(peers.state + _COUNTED_EPOCH, epoch)
+        _write_ranges(peers, slabs, counts_of_source, epoch, c)
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
@@ -316,16 +448,9 @@ def _receive_dispatch_kernel(
     bases = starts + before
     is_pair = is_entry & (token < num_tokens)
     in_bulk = both(is_pair, in_lines == 0)
-    metadata_ptr = (
-        int32_at(buffer_address + c.METADATA_AT)
-        + tl.cast(row, tl.int64) * (c.METADATA_BYTES // 4)
-        + k
+    experts, positions, weight_bits = _load_metadata(  # pyright: ignore[reportGeneralTypeIssues]
+        peers, row, k, in_bulk, slot_weights_ptr, c
     )
-    experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
-    positions = tl.load(metadata_ptr + c.K_LANES, mask=in_bulk, other=0)
-    weight_bits = positions
-    if slot_weights_ptr is not None:
-        weight_bits = tl.load(metadata_ptr + 2 * c.K_LANES, mask=in_bulk, other=0)
     if c.LINE_TOKENS > 0:
         is_there = is_pair & in_lines
         experts = tl.where(is_there, word_of(expert_lines), experts)
@@ -353,30 +478,10 @@ def _receive_dispatch_kernel(
             has_timed_out = _await_signals_of(peers, c.ARRIVED_ROWS_AT, is_own, epoch, c)
             is_lost |= has_timed_out
             if has_timed_out == 0:
-                pack_rows(
-                    peers,
-                    slabs.data,
-                    slabs.scales,
-                    slots_of_row_ptr,
-                    source * c.M + first,
-                    source * c.M + tl.minimum(first + index.ROWS, num_tokens),
-                    c,
-                    index,
-                )
+                end = source * c.M + tl.minimum(first + index.ROWS, num_tokens)
+                pack_rows(peers, slabs, slots_of_row_ptr, source * c.M + first, end, c, index)
     if row_of_slot_ptr is not None:
-        # Slots that no row has.
-        STRIPE: tl.constexpr = index.ROWS * c.K_LANES
-        for start in tl.range(program * STRIPE, index.C, tl.num_programs(0) * STRIPE, num_stages=1):
-            slot = start + tl.arange(0, STRIPE)
-            is_in = (slot[:, None] >= starts[None, :]) & (
-                slot[:, None] < (starts + counts)[None, :]
-            )
-            is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
-            tl.store(
-                row_of_slot_ptr + slot,
-                tl.zeros_like(slot) - 1,
-                mask=(is_used == 0) & (slot < index.C),
-            )
+        _clear_unused(row_of_slot_ptr, starts, counts, c, index)
     if program == 0:
         is_bulk = is_heard & ((headers & 1) == 0) & (headers > 0)
         if tl.max(is_bulk.to(tl.int32)) > 0:

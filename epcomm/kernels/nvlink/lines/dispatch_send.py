@@ -89,6 +89,69 @@ def _send_metadata_lines(
             tl.store(lines_ptr + 2 * c.K_LANES, weight_lines, mask=is_entry)
 
 
+@triton.jit
+def _send_header_lines(
+    peers: Peers,
+    ids_ptr: tl.tensor,
+    epoch: tl.tensor,
+    num_tokens: tl.tensor,
+    status: tl.tensor,
+    c: constexprs.Layout,
+    rows: constexprs.SentRows,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Send the header for the rank that has the number of this program, and count it."""
+    program = tl.program_id(0)
+    is_header = tl.load(peers.excluded + program) == 0
+    if is_header:
+        send_header(
+            peers,
+            ids_ptr,
+            program,
+            epoch,
+            num_tokens,
+            status,
+            c,
+            CHUNK,
+            True,
+            rows.NEEDS_DISTINCT,
+        )
+    # Of this rank alone, and read by its host.
+    num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
+    tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _columns_of(part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr) -> tl.tuple:
+    """Return the columns of a part of a row, and which there are; whole blocks, if these scale."""
+    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
+        column = part * PART + tl.arange(0, PART)
+        is_element = column < rows.HIDDEN
+    else:
+        lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
+        column = (part * rows.BLOCKS + tl.arange(0, rows.BLOCKS)[:, None]) * rows.BLOCK + lane
+        is_element = (lane < rows.BLOCK) & (column < rows.HIDDEN)
+    return column, is_element  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _place_of_words(
+    part: tl.tensor, NUM_WORDS: tl.constexpr, c: constexprs.Layout, rows: constexprs.SentRows
+) -> tl.tuple:
+    """Return the places of the words of a part among those of its row, and which there are."""
+    place = tl.arange(0, NUM_WORDS)
+    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
+        word = part * NUM_WORDS + place
+        is_word = word < c.DATA_WORDS
+    else:
+        # Whole words of a block, which may have lanes to spare.
+        of_block = place % (rows.BLOCK_LANES // 4)
+        block = part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)
+        word = block * (rows.BLOCK // 4) + of_block
+        is_word = (of_block < rows.BLOCK // 4) & (word < c.DATA_WORDS)
+    return word, is_word  # pyright: ignore[reportReturnType]
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _send_dispatch_lines_kernel(
     x_ptr: tl.tensor,
@@ -129,13 +192,7 @@ def _send_dispatch_lines_kernel(
     item = program - c.W - num_tokens
     token, part = item // PARTS, item % PARTS
     is_row = item >= 0
-    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
-        column = part * PART + tl.arange(0, PART)
-        is_element = column < rows.HIDDEN
-    else:
-        lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
-        column = (part * rows.BLOCKS + tl.arange(0, rows.BLOCKS)[:, None]) * rows.BLOCK + lane
-        is_element = (lane < rows.BLOCK) & (column < rows.HIDDEN)
+    column, is_element = _columns_of(part, rows, PART)  # pyright: ignore[reportGeneralTypeIssues]
     # On their way while the credit is awaited.
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     elements = tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0)
@@ -158,23 +215,7 @@ def _send_dispatch_lines_kernel(
         return
 
     if program < c.W:
-        is_header = tl.load(peers.excluded + program) == 0
-        if is_header:
-            send_header(
-                peers,
-                ids_ptr,
-                program,
-                epoch,
-                num_tokens,
-                status,
-                c,
-                CHUNK,
-                True,
-                rows.NEEDS_DISTINCT,
-            )
-        # Of this rank alone, and read by its host.
-        num_headers = tl.where(is_header & (program != rank), 1, 0)
-        tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+        _send_header_lines(peers, ids_ptr, epoch, num_tokens, status, c, rows, CHUNK)
     elif is_row == 0:
         metadata_token = program - c.W
         _send_metadata_lines(
@@ -204,17 +245,7 @@ def _send_dispatch_lines_kernel(
             )
             words = words_of(tl.reshape(codes, [rows.BLOCKS * rows.BLOCK_LANES]))
             scale_words = words_of(scales)
-        place = tl.arange(0, words.shape[0])
-        if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
-            word = part * words.shape[0] + place
-            is_word = word < c.DATA_WORDS
-        else:
-            # Whole words of a block, which may have lanes to spare.
-            of_block = place % (rows.BLOCK_LANES // 4)
-            word = (part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)) * (
-                rows.BLOCK // 4
-            ) + of_block
-            is_word = (of_block < rows.BLOCK // 4) & (word < c.DATA_WORDS)
+        word, is_word = _place_of_words(part, words.shape[0], c, rows)  # pyright: ignore[reportGeneralTypeIssues]
         lines = line_of(words, epoch)
         # Of the row of this token, in the memory of any rank.
         row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)

@@ -68,7 +68,7 @@ def unpack_rows(
 
     What comes, if anything, the header of the source and the metadata of the token tell, which are
     looked at beside the lines of the row. A row of 300 words has two parts: with two sources, the
-    first four items are both parts of the first tokens of rank 0 and of rank 1. With `packed`, rows
+    first four items are both parts of the first tokens of rank 0 and of rank 1. With slabs, rows
     are put where the slots of their experts lie: the counts of the sources before tell that.
 
     Returns: whether this rank cannot go on.

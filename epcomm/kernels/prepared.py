@@ -198,8 +198,8 @@ class PreparedLaunch:
 
         Args:
             kernel: decorated by triton.jit.
-            arguments: in order, without constants: tensors, integers, None, or CHANGES. The kernel
-                is not specialised for integers among them (do_not_specialize).
+            arguments: in order, without constants: tensors, integers, None, tuples of tensors, or
+                CHANGES. The kernel is not specialised for integers (do_not_specialize).
             constants: by name, with the options of the compiler.
         """
         self._kernel, self._arguments, self._constants = cast(Any, kernel), arguments, constants
@@ -214,7 +214,7 @@ class PreparedLaunch:
         rest = iter(changing)
         arguments = [next(rest) if each is CHANGES else each for each in self._arguments]
         # Some tensors are memory of the host that the device reads.
-        tensors = [each for each in arguments if isinstance(each, Tensor)]
+        tensors = [each for each in _flat(arguments) if isinstance(each, Tensor)]
         tensor = next((each for each in tensors if each.is_cuda), tensors[0])
         # Does nothing on a CPU.
         with torch.cuda.device_of(tensor):
@@ -227,11 +227,11 @@ class PreparedLaunch:
         self, compiled: CompiledKernel, arguments: Sequence[object], device: torch.device
     ) -> DirectLaunch | None:
         """Return the direct launch, or None where this Triton or driver does not support it."""
-        kernel = self._kernel
+        kernel, flat = self._kernel, _flat(arguments)
         try:
-            types = types_of(compiled, kernel.arg_names, len(arguments))
+            types = types_of(compiled, kernel.arg_names, len(flat))
             _check_integers(arguments, kernel.params)
-            _check_host_memory(arguments)
+            _check_host_memory(flat)
             num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
             # An old driver does not have this function.
             launch = driver().cuLaunchKernelEx
@@ -240,8 +240,8 @@ class PreparedLaunch:
             return None
         return DirectLaunch(
             compiled,
-            arguments,
-            [CHANGES if each is CHANGES else None for each in self._arguments],
+            flat,
+            [CHANGES if each is CHANGES else None for each in _flat(self._arguments)],
             types,
             num_scratch=num_scratch,
             device_index=device.index,
@@ -260,11 +260,13 @@ class UnpreparedError(Exception):
 def types_of(compiled: CompiledKernel, names: Sequence[str], num_arguments: int) -> list[str]:
     """Return Triton's types of the first arguments of a kernel; the others are constants.
 
+    Members of tuples count as arguments of their own.
+
     Raises:
         UnpreparedError: types, scratch memory or launches that are not supported.
     """
     signature, metadata = compiled.src.signature, compiled.metadata
-    types = [signature[name] for name in names]
+    types = _flat([signature[name] for name in names])
     known = all(each in _FORMATS or each == "constexpr" or each[0] == "*" for each in types)
     if not known or set(types[num_arguments:]) - {"constexpr"}:
         raise UnpreparedError(f"its signature is {signature}")
@@ -280,9 +282,17 @@ def types_of(compiled: CompiledKernel, names: Sequence[str], num_arguments: int)
     return types[:num_arguments]
 
 
+def _flat(values: Sequence[Any]) -> list[Any]:
+    """Return values with the members of tuples in their place."""
+    members = [each if isinstance(each, tuple) else (each,) for each in values]
+    return [each for group in members for each in group]
+
+
 def _check_integers(arguments: Sequence[object], params: Sequence[Any]) -> None:
     for value, param in zip(arguments, params, strict=False):
-        if isinstance(value, int) and not param.do_not_specialize:
+        # Triton is specialised for each member of a tuple, whatever it is told of the parameter.
+        is_varying = param.do_not_specialize and not isinstance(value, tuple)
+        if not is_varying and any(isinstance(each, int) for each in _flat([value])):
             raise UnpreparedError(f"it is specialised for {param.name}")
 
 

@@ -32,13 +32,14 @@ from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
     ll_combine,
     ll_combine_slots,
+    ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
 )
 from epcomm.kernels.nvlink.common import barrier, dependent_launch
 from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
+from epcomm.kernels.nvlink.lines import combine_recv
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
@@ -165,16 +166,16 @@ def normal_layout(wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8
 
 
 KINDS: Mapping[WireFormat, int] = {
-    PLAIN: ll_dispatch_send.PLAIN,
-    FP8_FLOAT32_SCALES: ll_dispatch_send.FP8,
-    INT8_PER_TOKEN: ll_dispatch_send.INT8,
+    PLAIN: ll_dispatch_header.PLAIN,
+    FP8_FLOAT32_SCALES: ll_dispatch_header.FP8,
+    INT8_PER_TOKEN: ll_dispatch_header.INT8,
 }
 
 
 def send_dispatch(
-    send: Callable[..., None], wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8
+    wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8, *, in_lines: bool = False
 ) -> None:
-    send(
+    ll_dispatch_send.send_dispatch(
         low_latency_exchange(wire, hidden, world),
         rows(2, hidden, BF16),
         rows(2, 8, I64),
@@ -186,12 +187,13 @@ def send_dispatch(
         kind=KINDS[wire],
         scale_block=wire.scale_block or hidden,
         profile="rint127",
+        in_lines=in_lines,
     )
 
 
-def send_words(send: Callable[..., None]) -> None:
+def send_words(*, in_lines: bool = False) -> None:
     """Send rows that are quantised already."""
-    send(
+    ll_dispatch_send.send_dispatch(
         low_latency_exchange(FP8_FLOAT32_SCALES, returns_slots=True),
         i32(2, HIDDEN // 4),
         rows(2, 8, I64),
@@ -200,10 +202,11 @@ def send_words(send: Callable[..., None]) -> None:
         status=0,
         batch=0,
         is_captured=False,
-        kind=ll_dispatch_send.PLAIN,
+        kind=ll_dispatch_header.PLAIN,
         scale_block=128,
         profile="rint127",
         scales=i32(2, 56),
+        in_lines=in_lines,
     )
 
 
@@ -237,21 +240,15 @@ def meet() -> None:
 
 Y, SLOTS, IS_SENT = rows(2, HIDDEN, BF16), i32(2, 8), rows(128, 8, U8)
 LOW_LATENCY: Mapping[str, Callable[[], None]] = {
-    "send dispatch bf16": partial(send_dispatch, ll_dispatch_send.send_dispatch),
-    "send dispatch fp8": partial(
-        send_dispatch, ll_dispatch_send.send_dispatch, FP8_FLOAT32_SCALES, HIDDEN, 2
-    ),
-    "send dispatch int8": partial(
-        send_dispatch, ll_dispatch_send.send_dispatch, INT8_PER_TOKEN, HIDDEN, 2
-    ),
+    "send dispatch bf16": send_dispatch,
+    "send dispatch fp8": partial(send_dispatch, FP8_FLOAT32_SCALES, HIDDEN, 2),
+    "send dispatch int8": partial(send_dispatch, INT8_PER_TOKEN, HIDDEN, 2),
     # Three ranks, and rows of 16 bytes more than a power of two.
-    "send dispatch odd": partial(send_dispatch, ll_dispatch_send.send_dispatch, PLAIN, 2056, 3),
-    "send dispatch words": partial(send_words, ll_dispatch_send.send_dispatch),
-    "send lines bf16": partial(send_dispatch, dispatch_send.send_dispatch_lines),
-    "send lines fp8": partial(
-        send_dispatch, dispatch_send.send_dispatch_lines, FP8_FLOAT32_SCALES, HIDDEN, 2
-    ),
-    "send lines words": partial(send_words, dispatch_send.send_dispatch_lines),
+    "send dispatch odd": partial(send_dispatch, PLAIN, 2056, 3),
+    "send dispatch words": send_words,
+    "send lines bf16": partial(send_dispatch, in_lines=True),
+    "send lines fp8": partial(send_dispatch, FP8_FLOAT32_SCALES, HIDDEN, 2, in_lines=True),
+    "send lines words": partial(send_words, in_lines=True),
     "receive dispatch": partial(receive_dispatch, is_masked=False),
     "receive dispatch masked": partial(receive_dispatch, is_masked=True),
     "release buffer": lambda: ll_dispatch_recv.release_buffer(low_latency_exchange()),
@@ -518,7 +515,7 @@ def main() -> None:
     driver.set_active(cast(Any, DEVICE))
     # Launchers check for memory of a GPU, and ask what the GPU can do.
     launch.IS_INTERPRETED = True
-    for module in (ll_dispatch_send, dispatch_send, quantize_fp8):
+    for module in (ll_dispatch_send, quantize_fp8):
         vars(module)["has_e4m3"] = lambda device: True
     dependent_launch.has_dependent_launch = lambda device: True
     # A compiler takes one core.

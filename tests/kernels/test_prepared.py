@@ -160,6 +160,17 @@ def test_types_that_are_not_known_are_left_to_triton() -> None:
         prepared.types_of(kernel, NAMES, 6)
 
 
+def test_members_of_tuples_are_arguments_of_their_own() -> None:
+    kernel = compiled()
+    kernel.src.signature["table_ptr"] = ("*i64", "constexpr")
+    kinds = [*TYPES[:1], "*i64", "constexpr", *TYPES[2:]]
+    assert prepared.types_of(kernel, NAMES, 7) == kinds
+    params = [SimpleNamespace(name="peers", do_not_specialize=True)]
+    prepared._check_integers([(rows(), None)], params)
+    with pytest.raises(prepared.UnpreparedError, match="specialised for peers"):
+        prepared._check_integers([(rows(), 3)], params)
+
+
 @pytest.mark.parametrize(
     ("found", "num_scratch"), [([8, 8, 4, 4, 8], 0), ([8, 8, 4, 4, 8, 8, 8], 2)]
 )
@@ -188,6 +199,6 @@ def test_interpreted_kernels_are_launched_in_order_of_their_parameters() -> None
             return lambda *arguments, **constants: seen.append((grid, arguments, constants))
 
     x, table = rows(), torch.zeros(1)
-    launch = PreparedLaunch(Kernel(), (CHANGES, table, None, CHANGES), {"WIDTH": 2})
+    launch = PreparedLaunch(Kernel(), (CHANGES, (table, None), None, CHANGES), {"WIDTH": 2})
     launch(3, x, 7)
-    assert seen == [((3,), (x, table, None, 7), {"WIDTH": 2})]
+    assert seen == [((3,), (x, (table, None), None, 7), {"WIDTH": 2})]

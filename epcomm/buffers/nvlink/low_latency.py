@@ -220,9 +220,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             hidden_states = hidden_states.to(self._plain_dtype)
         receive_buffer.num_tokens = num_tokens
         receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
-        kernels = self._kernels
-        send = kernels.send_dispatch_lines if receive_buffer.is_in_lines else kernels.send_dispatch
-        send(
+        self._kernels.send_dispatch(
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
@@ -236,6 +234,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             profile=self._profile or call.int8_profile.value,
             scales=scales,
             needs_distinct_ids=self.needs_distinct_ids,
+            in_lines=receive_buffer.is_in_lines,
         )
         return receive_buffer
 

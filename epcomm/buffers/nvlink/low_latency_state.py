@@ -188,7 +188,6 @@ class LowLatencyKernels:
     """
 
     send_dispatch: Callable[..., None]
-    send_dispatch_lines: Callable[..., None]
     receive_dispatch: Callable[..., None]
     release_buffer: Callable[..., None]
     begin_again: Callable[..., None]
@@ -205,11 +204,10 @@ class LowLatencyKernels:
             ll_dispatch_recv,
             ll_dispatch_send,
         )
-        from epcomm.kernels.nvlink.lines import combine_recv, dispatch_send
+        from epcomm.kernels.nvlink.lines import combine_recv
 
         return cls(
             send_dispatch=ll_dispatch_send.send_dispatch,
-            send_dispatch_lines=dispatch_send.send_dispatch_lines,
             receive_dispatch=ll_dispatch_recv.receive_dispatch,
             release_buffer=ll_dispatch_recv.release_buffer,
             begin_again=ll_combine.begin_again,
@@ -229,11 +227,11 @@ def scale_words(wire: WireTensor) -> Tensor | None:
 
 def kind_of(wire: WireFormat) -> int:
     """Return the kind of a wire format, as the sending kernel takes it."""
-    from epcomm.kernels.nvlink import ll_dispatch_send
+    from epcomm.kernels.nvlink import ll_dispatch_header
 
     if wire.dtype is WireDtype.INT8:
-        return ll_dispatch_send.INT8
+        return ll_dispatch_header.INT8
     if wire.dtype is not WireDtype.FP8_E4M3:
-        return ll_dispatch_send.PLAIN
+        return ll_dispatch_header.PLAIN
     is_power_of_two = wire.scale_dtype == torch.float8_e8m0fnu
-    return ll_dispatch_send.FP8_POWER_OF_TWO if is_power_of_two else ll_dispatch_send.FP8
+    return ll_dispatch_header.FP8_POWER_OF_TWO if is_power_of_two else ll_dispatch_header.FP8

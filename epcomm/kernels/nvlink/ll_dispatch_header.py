@@ -1,4 +1,4 @@
-"""Say of tokens what both senders of low-latency dispatch over NVLink do: headers and positions.
+"""Device functions of both senders of low-latency dispatch over NVLink: headers, positions, owners.
 
 Headers travel in lines, whether rows do or not: a receiver learns from them where rows come.
 """
@@ -8,10 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.epochs import next_epoch
-from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH
+from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH, Peers
 from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
+
+# Kinds of rows on the wire.
+PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 
 # Bits of what is wrong with an entry; an id that is no expert counts more.
 _REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
@@ -20,102 +24,89 @@ _HELD_BATCH = tl.constexpr(HELD_BATCH)
 
 
 @triton.jit
-def dispatch_epoch(state_ptr: tl.tensor, is_captured: tl.tensor) -> tl.tensor:
+def dispatch_epoch(peers: Peers, is_captured: tl.tensor) -> tl.tensor:
     """Return the epoch of a dispatch, in its sender and in its receiver.
 
     A host releases the receive buffer first if its batch was not combined. The host of a replay
     does not know: if an eager batch 5 is there, which has no combine, a captured dispatch is 6.
     """
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
-    epoch = tl.load(state_ptr, volatile=True)
+    epoch = tl.load(peers.state, volatile=True)
     # An eager sender writes this word beside its receiver: neither looks at it.
-    is_open = (is_captured != 0) & (tl.load(state_ptr + _EAGER_EPOCH, volatile=True) == epoch)
+    is_open = (is_captured != 0) & (tl.load(peers.state + _EAGER_EPOCH, volatile=True) == epoch)
     return tl.where(is_open, next_epoch(epoch), epoch)
 
 
 @triton.jit
 def begin_dispatch(
-    bases_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    excluded_ptr: tl.tensor,
-    rank: tl.tensor,
-    batch: tl.tensor,
-    is_captured: tl.tensor,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
-    COMBINED_LINES_AT: tl.constexpr,
+    peers: Peers, batch: tl.tensor, is_captured: tl.tensor, c: constexprs.Layout
 ) -> tl.tensor:
     """Note the batch that the receive buffer holds from now on; return its epoch.
 
     No program meets the update of its own kernel: combine writes the word that all of them read,
     and a captured dispatch does not write that of eager ones.
     """
-    epoch = dispatch_epoch(state_ptr, is_captured)
+    epoch = dispatch_epoch(peers, is_captured)
     if tl.program_id(0) == 0:
-        tl.store(state_ptr + 1, epoch)
-        tl.store(state_ptr + _HELD_BATCH, batch)
+        tl.store(peers.state + 1, epoch)
+        tl.store(peers.state + _HELD_BATCH, batch)
         if is_captured == 0:
-            tl.store(state_ptr + _EAGER_EPOCH, epoch)
+            tl.store(peers.state + _EAGER_EPOCH, epoch)
         else:
-            last = tl.load(state_ptr)
+            last = tl.load(peers.state)
             if last != epoch:
                 # The eager batch ends, on every rank alike.
-                give_credit(bases_ptr, excluded_ptr, rank, last, W, W_LANES, COMBINED_LINES_AT)
+                give_credit(peers, last, c)
     return epoch
 
 
 @triton.jit
 def send_header(
+    peers: Peers,
     ids_ptr: tl.tensor,
-    base: tl.tensor,
     peer: tl.tensor,
-    rank: tl.tensor,
     epoch: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    L: tl.constexpr,
-    L_LANES: tl.constexpr,
+    c: constexprs.Layout,
     CHUNK: tl.constexpr,
-    COUNT_LINES_AT: tl.constexpr,
-    HEADER_LINES_AT: tl.constexpr,
     IN_LINES: tl.constexpr,
     NEEDS_DISTINCT: tl.constexpr,
 ) -> None:
-    """Tell `peer`, whose receive buffer is at `base`, how T rows come, and its L experts' counts.
+    """Send `peer` a header: how T rows come, and the counts of its L experts.
 
     ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3. With an id that is
     neither -1 nor an expert, every rank is told of the fault, and of no token; likewise, if
     NEEDS_DISTINCT, where a token names an expert twice.
     """
-    counts = tl.zeros([L_LANES], tl.int32)
+    base = tl.load(peers.bases + peer)
+    counts = tl.zeros([c.L_LANES], tl.int32)
     fault = tl.full([], 0, tl.int32)
-    for start in tl.range(0, num_tokens * K, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+    for start in tl.range(0, num_tokens * c.K, CHUNK, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         at = start + tl.arange(0, CHUNK)
-        ids = tl.load(ids_ptr + at, mask=at < num_tokens * K, other=-1)
-        faults = ((ids < -1) | (ids >= W * L)).to(tl.int32) * _BAD
+        ids = tl.load(ids_ptr + at, mask=at < num_tokens * c.K, other=-1)
+        faults = ((ids < -1) | (ids >= c.W * c.L)).to(tl.int32) * _BAD
         if NEEDS_DISTINCT:
             # Loads that depend on nothing; one reduction finds both kinds of faults.
-            for step in tl.static_range(1, K):  # pyright: ignore[reportGeneralTypeIssues]
-                has_later = (at % K + step < K) & (at < num_tokens * K)
+            for step in tl.static_range(1, c.K):  # pyright: ignore[reportGeneralTypeIssues]
+                has_later = (at % c.K + step < c.K) & (at < num_tokens * c.K)
                 later = tl.load(ids_ptr + at + step, mask=has_later, other=-1)
                 faults |= ((ids == later) & (ids >= 0)).to(tl.int32) * _REPEATED
         fault = tl.maximum(fault, tl.max(faults))
-        local = ids.to(tl.int32) - peer * L
-        is_local = (local >= 0) & (local < L)
-        counts += tl.histogram(tl.where(is_local, local, 0), L_LANES, mask=is_local)
+        local = ids.to(tl.int32) - peer * c.L
+        is_local = (local >= 0) & (local < c.L)
+        counts += tl.histogram(tl.where(is_local, local, 0), c.L_LANES, mask=is_local)
     word = status
     if ((status & FAULT_MASK) == 0) & (fault != 0):
         word += tl.where(fault >= _BAD, FAULT_IDS, FAULT_REPEATED_IDS)
     is_faulty = (word & FAULT_MASK) != 0
-    lane = tl.arange(0, L_LANES)
-    counts_ptr = int64_at(base + COUNT_LINES_AT) + rank * L + lane
+    lane = tl.arange(0, c.L_LANES)
+    counts_ptr = int64_at(base + c.COUNT_LINES_AT) + peers.rank * c.L + lane
     count_lines = line_of(tl.where(is_faulty, 0, counts), epoch)
-    tl.store(counts_ptr, count_lines, mask=lane < L)
+    tl.store(counts_ptr, count_lines, mask=lane < c.L)
     sent = tl.where(is_faulty, 0, num_tokens) * 2 + IN_LINES
     part = tl.arange(0, 2)
-    header_ptr = int64_at(base + HEADER_LINES_AT) + rank * 2 + part
+    header_ptr = int64_at(base + c.HEADER_LINES_AT) + peers.rank * 2 + part
     tl.store(header_ptr, line_of(tl.where(part == 0, sent, word), epoch))
 
 
@@ -124,19 +115,52 @@ def count_positions(
     ids_ptr: tl.tensor,
     ids: tl.tensor,
     token: tl.tensor,
-    K: tl.constexpr,
-    K_LANES: tl.constexpr,
+    c: constexprs.Layout,
     CHUNK: tl.constexpr,
 ) -> tl.tensor:
     """Count the entries before (token, k) with the same expert, [K_LANES].
 
     ids 0 2 | 2 0: the positions of the second token are 1 1.
     """
-    limit = token * K + tl.arange(0, K_LANES)
-    positions = tl.zeros([K_LANES], tl.int32)
-    for start in tl.range(0, (token + 1) * K, CHUNK, num_stages=1):
+    limit = token * c.K + tl.arange(0, c.K_LANES)
+    positions = tl.zeros([c.K_LANES], tl.int32)
+    for start in tl.range(0, (token + 1) * c.K, CHUNK, num_stages=1):
         at = start + tl.arange(0, CHUNK)
-        earlier = tl.load(ids_ptr + at, mask=at < (token + 1) * K, other=-1).to(tl.int32)
+        earlier = tl.load(ids_ptr + at, mask=at < (token + 1) * c.K, other=-1).to(tl.int32)
         is_same = (earlier[:, None] == ids[None, :]) & (at[:, None] < limit[None, :])
         positions += tl.sum(is_same.to(tl.int32), axis=0)
     return positions
+
+
+@triton.jit
+def load_scales(
+    scales_ptr: tl.tensor,
+    token: tl.tensor,
+    at: tl.tensor,
+    is_scale: tl.tensor,
+    scales_stride: tl.tensor,
+    scale_stride: tl.tensor,
+) -> tl.tensor:
+    """Load the scales `at` of a token whose row was quantised before it came.
+
+    scales_stride: elements from the scales of a token to those of the next.
+    scale_stride: elements from one scale of a token to the next.
+    """
+    row_ptr = scales_ptr + tl.cast(token, tl.int64) * scales_stride
+    return tl.load(row_ptr + at.to(tl.int64) * scale_stride, mask=is_scale, other=0)
+
+
+@triton.jit
+def note_owners(
+    peers: Peers,
+    is_sent_ptr: tl.tensor,
+    token: tl.tensor,
+    owners: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Keep for combine which rank has each slot of a token: 1 + the rank, 0 for none."""
+    k = tl.arange(0, c.K_LANES)
+    is_rank = (owners >= 0) & (owners < c.W) & (k < c.K)
+    is_excluded = tl.load(peers.excluded + owners, mask=is_rank, other=1) != 0
+    noted = tl.where(is_excluded, 0, owners + 1).to(tl.uint8)
+    tl.store(is_sent_ptr + token * c.K + k, noted, mask=k < c.K)

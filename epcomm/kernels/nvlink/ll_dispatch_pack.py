@@ -13,79 +13,67 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.exchange import Peers, SlabMemory
 from epcomm.kernels.nvlink.common.signals import int32_at
 
 
 @triton.jit
-def scales_at(
-    slot: tl.tensor,
-    word: tl.tensor,
-    CAPACITY: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    WORD_STRIDE: tl.constexpr,
-) -> tl.tensor:
+def scales_at(slot: tl.tensor, word: tl.tensor, index: constexprs.Index) -> tl.tensor:
     """Return the place of words of the scales of a slot, int64; each expert has so many slots.
 
     Of slot 5 in experts of 4 slots, by column with 2 words: the words of the second slot of the
     second expert, 8 + 1 and 8 + 1 + 4.
     """
     slot = slot.to(tl.int64)
-    begin = slot // CAPACITY * EXPERT_STRIDE + slot % CAPACITY * SLOT_STRIDE
-    return begin + word * WORD_STRIDE
+    begin = slot // index.CAPACITY * index.EXPERT_STRIDE
+    begin += slot % index.CAPACITY * index.SLOT_STRIDE
+    return begin + word * index.WORD_STRIDE
 
 
 @triton.jit
 def pack_rows(
-    packed_ptr: tl.tensor,
-    scales_ptr: tl.tensor | None,
+    peers: Peers,
+    slabs: SlabMemory,
     slots_of_row_ptr: tl.tensor,
-    buffer_address: tl.tensor,
     first_row: tl.tensor,
     end_row: tl.tensor,
-    K: tl.constexpr,
-    WORDS: tl.constexpr,
-    WORD_LANES: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    WORD_STRIDE: tl.constexpr,
-    DATA_AT: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
+    c: constexprs.Layout,
+    index: constexprs.Index,
 ) -> None:
     """Copy received rows to each of their slots, as words of 32 bits, the gaps between them too.
 
-    Row 3 with the slots 5 -1 2 is copied to rows 5 and 2 of `packed`, its scales likewise.
+    Row 3 with the slots 5 -1 2 is copied to rows 5 and 2 of the slabs, its scales likewise.
 
     slots_of_row_ptr: [W * M, K], which this program has written.
-    packed_ptr: [C, WORDS].   scales_ptr: see scales_at().
+    slabs: `data` is [C, words of a row]; of `scales` see scales_at().
     """
     # What other threads of this program have stored is loaded below.
     tl.debug_barrier()
-    word = tl.arange(0, WORD_LANES)
+    WORDS: tl.constexpr = c.DATA_BYTES // 4
+    word = tl.arange(0, index.WORD_LANES)
     is_word = word < WORDS
-    lane = tl.arange(0, SCALE_LANES)
-    is_scale = lane < SCALE_WORDS
+    lane = tl.arange(0, index.SCALE_LANES)
+    is_scale = lane < c.SCALE_WORDS
     for each in tl.range(first_row, end_row, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         # Before it is multiplied: rows may lie beyond 2**31 bytes.
         row = tl.cast(each, tl.int64)
         slots = ()
         last = row * 0 - 1
-        for k in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
-            slots += (tl.load(slots_of_row_ptr + row * K + k).to(tl.int64),)
+        for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
+            slots += (tl.load(slots_of_row_ptr + row * c.K + k).to(tl.int64),)
             last = tl.maximum(last, slots[k])
         # A row that has not come is not read.
-        row_ptr = int32_at(buffer_address + DATA_AT + row * (WORDS * 4)) + word
+        row_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES) + word
         words = tl.load(row_ptr, mask=both(is_word, last >= 0), other=0)
-        if scales_ptr is not None:
-            row_scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES) + lane
+        if slabs.scales is not None:
+            row_scales_ptr = (
+                int32_at(peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES) + lane
+            )
             scales = tl.load(row_scales_ptr, mask=both(is_scale, last >= 0), other=0)
-        for k in tl.static_range(K):
+        for k in tl.static_range(c.K):
             has_slot = slots[k] >= 0
-            tl.store(packed_ptr + slots[k] * WORDS + word, words, mask=both(is_word, has_slot))
-            if scales_ptr is not None:
-                place = scales_at(slots[k], lane, CAPACITY, EXPERT_STRIDE, SLOT_STRIDE, WORD_STRIDE)
-                tl.store(scales_ptr + place, scales, mask=both(is_scale, has_slot))
+            tl.store(slabs.data + slots[k] * WORDS + word, words, mask=both(is_word, has_slot))
+            if slabs.scales is not None:
+                place = scales_at(slots[k], lane, index)
+                tl.store(slabs.scales + place, scales, mask=both(is_scale, has_slot))

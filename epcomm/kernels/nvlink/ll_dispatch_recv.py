@@ -17,6 +17,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -29,8 +30,11 @@ from epcomm.kernels.nvlink.common.exchange import (
     SOURCES_AT,
     VARYING,
     LowLatencyExchange,
-    on_device,
+    Memory,
+    Peers,
+    SlabMemory,
 )
+from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -46,7 +50,7 @@ from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     await_at,
     int32_at,
-    taking_part,
+    living_ranks,
 )
 from epcomm.kernels.nvlink.common.status import (
     FAULT_OVERFLOW,
@@ -58,7 +62,7 @@ from epcomm.kernels.nvlink.common.status import (
 from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
 from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 
 # Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
 _COMPARISONS = 4096
@@ -70,6 +74,7 @@ _PACKED_ROWS = 2
 _WORD_BYTES = 4
 _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
+_THREADS = tl.constexpr(32 * _WARPS)
 # Most slots that are reported as needed, in one int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
@@ -97,221 +102,89 @@ class Slabs:
 
 @triton.jit
 def _await_signals_of(
-    peers: tl.tuple,
-    address: tl.tensor,
+    peers: Peers,
+    signals_at: tl.constexpr,
     is_awaited: tl.tensor,
     epoch: tl.tensor,
-    max_polls: tl.tensor,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
+    c: constexprs.Layout,
 ) -> tl.tensor:
-    """Wait for signals at `address` of some sources, [W_LANES]; return if this rank is lost."""
-    own_address, _, _, _, _ = peers
-    signals_ptr = int32_at(address) + tl.arange(0, W_LANES)
-    abort_ptr = int32_at(own_address)
+    """Wait for signals at `signals_at` of some sources, [W_LANES]; return if this rank is lost."""
+    signals_ptr = int32_at(peers.buffer_address + signals_at) + tl.arange(0, c.W_LANES)
+    abort_ptr = int32_at(peers.own_address)
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr, is_awaited, is_awaited, abort_ptr, epoch, max_polls, "sys", True
+        signals_ptr, is_awaited, is_awaited, abort_ptr, epoch, peers.max_polls, "sys", True
     )
-    return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, W, W_LANES)
+    return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, c)
 
 
 @triton.jit
 def _hand_out_nothing(
-    state_ptr: tl.tensor,
+    peers: Peers,
     counts_ptr: tl.tensor,
     first_slot_ptr: tl.tensor,
     source_ranges_ptr: tl.tensor | None,
     epoch: tl.tensor,
-    max_polls: tl.tensor,
-    W: tl.constexpr,
-    L: tl.constexpr,
-    L_LANES: tl.constexpr,
+    c: constexprs.Layout,
 ) -> None:
     """Take back an index of rows that have not come, once program 0 has written its counts."""
-    counted_ptr = state_ptr + _COUNTED_EPOCH + tl.arange(0, 1)
+    counted_ptr = peers.state + _COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
-    await_at(counted_ptr, is_counted, is_counted, None, epoch, max_polls, "gpu", True)
+    await_at(counted_ptr, is_counted, is_counted, None, epoch, peers.max_polls, "gpu", True)
     # Program 0 stores that word without a release, which would add a fence to every dispatch. Its
     # counts are visible one poll, a millisecond, later.
     await_at(counted_ptr, is_counted, is_counted, None, next_epoch(epoch), 1, "gpu", True)
-    expert = tl.arange(0, L_LANES)
-    tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < L)
-    tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < L)
-    tl.store(first_slot_ptr + L, 0)
+    expert = tl.arange(0, c.L_LANES)
+    tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < c.L)
+    tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < c.L)
+    tl.store(first_slot_ptr + c.L, 0)
     if source_ranges_ptr is not None:
-        for source in tl.static_range(W):
+        for source in tl.static_range(c.W):
             tl.store(
-                source_ranges_ptr + expert * W + source, expert.to(tl.int64) * 0, mask=expert < L
+                source_ranges_ptr + expert * c.W + source,
+                expert.to(tl.int64) * 0,
+                mask=expert < c.L,
             )
-    tl.store(state_ptr + 2, 1)
+    tl.store(peers.state + 2, 1)
 
 
-@triton.jit(do_not_specialize=VARYING)
-def _receive_dispatch_kernel(
-    table_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor | None,
-    slots_of_row_ptr: tl.tensor,
+@triton.jit
+def _await_headers(
+    peers: Peers,
+    headers_ptr: tl.tensor,
+    count_lines_ptr: tl.tensor,
+    row_lines_ptr: tl.tensor,
     slot_weights_ptr: tl.tensor | None,
-    token_of_slot_ptr: tl.tensor | None,
-    source_ranges_ptr: tl.tensor | None,
-    packed_ptr: tl.tensor | None,
-    packed_scales_ptr: tl.tensor | None,
-    counts_ptr: tl.tensor,
-    first_slot_ptr: tl.tensor,
-    faults_ptr: tl.tensor,
-    excluded_ptr: tl.tensor,
-    report_ptr: tl.tensor,
-    own_address: tl.tensor,
-    buffer_address: tl.tensor,
-    rank: tl.tensor,
-    batch: tl.tensor,
-    is_captured: tl.tensor,
-    max_polls: tl.tensor,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    K_LANES: tl.constexpr,
-    L: tl.constexpr,
-    L_LANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    EXPERT_CAPACITY: tl.constexpr,
-    ROWS: tl.constexpr,
-    INDEXERS: tl.constexpr,
-    LINE_TOKENS: tl.constexpr,
-    UNPACKED: tl.constexpr,
-    THREADS: tl.constexpr,
-    ARRIVED_METADATA_AT: tl.constexpr,
-    ARRIVED_ROWS_AT: tl.constexpr,
-    HEADER_LINES_AT: tl.constexpr,
-    COUNT_LINES_AT: tl.constexpr,
-    ROW_LINES_AT: tl.constexpr,
-    ROW_LINES: tl.constexpr,
-    DATA_LINES_AT: tl.constexpr,
-    SCALE_LINES_AT: tl.constexpr,
-    DATA_WORDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    METADATA_AT: tl.constexpr,
-    DATA_AT: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    METADATA_BYTES: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    WORD_LANES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    WORD_STRIDE: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
-    """Index ROWS rows of one source in each program, and every so many slots of padding.
+    is_source: tl.tensor,
+    is_count: tl.tensor,
+    is_line: tl.tensor,
+    is_own: tl.tensor,
+    token: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> tl.tensor:
+    """Wait for the headers and counts of all sources, and for metadata of one that comes in lines.
 
-    The programs behind INDEXERS unpack rows that come in lines. With `packed`, rows are copied to
-    their slots.
-
-    W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
-    2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
+    headers_ptr, is_source: [W_LANES].   count_lines_ptr, is_count: [W_LANES, L_LANES].
+    row_lines_ptr, is_line, token: of the entries of this program.   is_own: their source.
+    Returns: whether this rank cannot go on.
     """
-    program = tl.program_id(0)
-    if OVERLAPS:
-        let_next_start()
-        if (batch >= 0) & (tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch):
-            # The sender, which notes the batch, may not have begun.
-            await_previous()
-    if (batch >= 0) & (tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch):
-        # A replay has ended it, and nothing is to come.
-        return
-    epoch = dispatch_epoch(state_ptr, is_captured)
-    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    if program >= INDEXERS:
-        if unpack_rows(
-            peers,
-            packed_ptr,
-            packed_scales_ptr,
-            buffer_address,
-            program - INDEXERS,
-            tl.num_programs(0) - INDEXERS,
-            epoch,
-            max_polls,
-            W,
-            W_LANES,
-            M,
-            K,
-            K_LANES,
-            LINE_TOKENS,
-            UNPACKED,
-            THREADS,
-            HEADER_LINES_AT,
-            ROW_LINES_AT,
-            ROW_LINES,
-            DATA_LINES_AT,
-            SCALE_LINES_AT,
-            DATA_WORDS,
-            SCALE_WORDS,
-            DATA_AT,
-            SCALES_AT,
-            DATA_BYTES,
-            SCALE_BYTES,
-            COUNT_LINES_AT,
-            L,
-            EXPERT_CAPACITY,
-            EXPERT_STRIDE,
-            SLOT_STRIDE,
-            WORD_STRIDE,
-        ):
-            _hand_out_nothing(
-                state_ptr,
-                counts_ptr,
-                first_slot_ptr,
-                source_ranges_ptr,
-                epoch,
-                max_polls,
-                W,
-                L,
-                L_LANES,
-            )
-        if OVERLAPS:
-            await_previous()
-        return
-
-    source_lane = tl.arange(0, W_LANES)
-    # What an excluded rank once sent is still there, and counts no more.
-    is_source = taking_part(excluded_ptr, W, W_LANES)
-    headers_ptr = int64_at(buffer_address + HEADER_LINES_AT) + source_lane * 2
-    expert = tl.arange(0, L_LANES)
-    is_count = is_source[:, None] & (expert < L)[None, :]
-    count_lines_ptr = int64_at(buffer_address + COUNT_LINES_AT)
-    count_lines_ptr += source_lane[:, None] * L + expert[None, :]
-    # The rows of this program. Whether the source has sent them is known once its header is here.
-    PER_SOURCE: tl.constexpr = (M + ROWS - 1) // ROWS
-    source = program // PER_SOURCE
-    pair = tl.arange(0, ROWS * K_LANES)
-    token = (program % PER_SOURCE) * ROWS + pair // K_LANES
-    k = pair % K_LANES
-    row = source * M + token
-    is_entry = (token < M) & (k < K)
-    is_own = source_lane == source
-    is_line = (token < LINE_TOKENS) & (k < K)
-    row_lines_ptr = int64_at(buffer_address + ROW_LINES_AT) + k
-    row_lines_ptr += (source * LINE_TOKENS + token) * ROW_LINES
-
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(own_address), volatile=True)
+        aborted = tl.load(int32_at(peers.own_address), volatile=True)
         headers = tl.load(headers_ptr, mask=is_source, other=0, volatile=True)
         statuses = tl.load(headers_ptr + 1, mask=is_source, other=0, volatile=True)
         count_lines = tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True)
         is_absent = is_count & (flag_of(count_lines) != epoch)
         is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
         is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
-        if LINE_TOKENS > 0:
+        if c.LINE_TOKENS > 0:
             experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
-            positions = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
+            positions = tl.load(row_lines_ptr + c.K_LANES, mask=is_line, other=0, volatile=True)
             is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
             if slot_weights_ptr is not None:
-                weights = tl.load(row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True)
+                weights = tl.load(
+                    row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
+                )
                 is_absent |= flag_of(weights) != epoch
             # Word and flag of one load: the compiler may load what is used twice twice, in two
             # layouts, and the line may come between them.
@@ -321,76 +194,253 @@ def _receive_dispatch_kernel(
             is_untold = flag_of(own_line) != epoch
             is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_source & is_late, W_LANES),
+            bits_of_ranks(is_source & is_late, c.W_LANES),
             aborted,
             polls_left,
             num_looks,
             end_ns,
-            THREADS,
+            _THREADS,
         )
-    is_lost = abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
+    return abort_if_late(peers, late, WAIT_DISPATCH, epoch, c)
+
+
+@triton.jit
+def _slots_of_experts(
+    counts_of_source: tl.tensor,
+    has_failed: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+) -> tl.tuple:
+    """Return the pairs of each expert, by source and in all, its slots, and if there are too many.
+
+    That is the last one: 1 if the call has failed; pack_status() of the overflow; else 0.
+    """
+    counts_of_source = tl.where(has_failed, 0, counts_of_source)
+    counts = tl.sum(counts_of_source, axis=0)
+    expert = tl.arange(0, c.L_LANES)
+    # With one capacity for all experts, lanes without an expert have none.
+    aligned = tl.where(expert < c.L, index.CAPACITY, 0)
+    # 1: every rank knows of the fault. Else this rank alone knows: a code for combine to report.
+    refusal = has_failed.to(tl.int32)
+    if index.CAPACITY == 0:
+        aligned = (counts + index.ALIGNMENT - 1) // index.ALIGNMENT * index.ALIGNMENT
+        # C holds all slots unless tokens name experts twice.
+        needed = tl.sum(aligned)
+        is_over = needed > index.C
+        over = FAULT_OVERFLOW | (tl.minimum(needed, _MOST_NEEDED) << FLAGS_SHIFT)
+        refusal = tl.where(is_over, over, refusal)
+        counts_of_source = tl.where(is_over, 0, counts_of_source)
+        counts = tl.where(is_over, 0, counts)
+        aligned = tl.where(is_over, 0, aligned)
+    return counts_of_source, counts, aligned, refusal  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _write_counts(
+    peers: Peers,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    counts: tl.tensor,
+    starts: tl.tensor,
+    aligned: tl.tensor,
+    refusal: tl.tensor,
+    told: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Write the counts and first slots of experts, and what combine needs to know of the batch.
+
+    told: [W_LANES]: the first word of each header.   aligned: [L_LANES]: slots of each expert.
+    """
+    expert, source_lane = tl.arange(0, c.L_LANES), tl.arange(0, c.W_LANES)
+    tl.store(counts_ptr + expert, counts, mask=expert < c.L)
+    tl.store(first_slot_ptr + expert, starts, mask=expert < c.L)
+    tl.store(first_slot_ptr + c.L, tl.sum(aligned))
+    tl.store(peers.state + 2, refusal)
+    # For combine, which must not read what peers write.
+    tl.store(peers.state + _SOURCES_AT + source_lane, told, mask=source_lane < c.W)
+
+
+@triton.jit
+def _write_ranges(
+    peers: Peers,
+    slabs: SlabMemory,
+    counts_of_source: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Write the slots of each expert from each rank, if wanted, and that the counts are written."""
+    expert, source_lane = tl.arange(0, c.L_LANES), tl.arange(0, c.W_LANES)
+    if slabs.source_ranges is not None:
+        # The slots of an expert lie in the order of their sources.
+        ends_of_source = tl.cumsum(counts_of_source, axis=0)
+        ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
+        ranges |= counts_of_source.to(tl.int64)
+        ranges_ptr = slabs.source_ranges + expert[None, :] * c.W + source_lane[:, None]
+        is_range = (source_lane < c.W)[:, None] & (expert < c.L)[None, :]
+        tl.store(ranges_ptr, ranges, mask=is_range)
+    # All threads have stored. Read by _hand_out_nothing() of the other programs.
+    tl.debug_barrier()
+    tl.store(peers.state + _COUNTED_EPOCH, epoch)
+
+
+@triton.jit
+def _load_metadata(
+    peers: Peers,
+    row: tl.tensor,
+    k: tl.tensor,
+    in_bulk: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
+    c: constexprs.Layout,
+) -> tl.tuple:
+    """Load experts, positions and, if they travel, weights of entries that came in bulk."""
+    metadata_ptr = (
+        int32_at(peers.buffer_address + c.METADATA_AT)
+        + tl.cast(row, tl.int64) * (c.METADATA_BYTES // 4)
+        + k
+    )
+    experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
+    positions = tl.load(metadata_ptr + c.K_LANES, mask=in_bulk, other=0)
+    weight_bits = positions
+    if slot_weights_ptr is not None:
+        weight_bits = tl.load(metadata_ptr + 2 * c.K_LANES, mask=in_bulk, other=0)
+    return experts, positions, weight_bits  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _clear_unused(
+    row_of_slot_ptr: tl.tensor,
+    starts: tl.tensor,
+    counts: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+) -> None:
+    """Write -1 for the slots that no row has, every so many of them in each program."""
+    program = tl.program_id(0)
+    STRIPE: tl.constexpr = index.ROWS * c.K_LANES
+    for start in tl.range(program * STRIPE, index.C, tl.num_programs(0) * STRIPE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        slot = start + tl.arange(0, STRIPE)
+        is_in = (slot[:, None] >= starts[None, :]) & (slot[:, None] < (starts + counts)[None, :])
+        is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
+        tl.store(
+            row_of_slot_ptr + slot,
+            tl.zeros_like(slot) - 1,
+            mask=(is_used == 0) & (slot < index.C),
+        )
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _receive_dispatch_kernel(
+    row_of_slot_ptr: tl.tensor | None,
+    slots_of_row_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
+    counts_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
+    slabs: SlabMemory,
+    memory: Memory,
+    own_address: tl.tensor,
+    buffer_address: tl.tensor,
+    rank: tl.tensor,
+    max_polls: tl.tensor,
+    batch: tl.tensor,
+    is_captured: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+    OVERLAPS: tl.constexpr,
+) -> None:
+    """Index ROWS rows of one source in each program, and every so many slots of padding.
+
+    The programs behind INDEXERS unpack rows that come in lines. With slabs, rows are copied to
+    their slots.
+
+    W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
+    2 and 3; the row of rank 1 at position 1 of expert 1 is slot 3.
+    """
+    program = tl.program_id(0)
+    peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
+    if OVERLAPS:
+        let_next_start()
+        if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
+            # The sender, which notes the batch, may not have begun.
+            await_previous()
+    if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
+        # A replay has ended it, and nothing is to come.
+        return
+    epoch = dispatch_epoch(peers, is_captured)
+    if program >= index.INDEXERS:
+        worker, num_workers = program - index.INDEXERS, tl.num_programs(0) - index.INDEXERS
+        if unpack_rows(peers, slabs, worker, num_workers, epoch, c, index, _THREADS):
+            _hand_out_nothing(peers, counts_ptr, first_slot_ptr, slabs.source_ranges, epoch, c)
+        if OVERLAPS:
+            await_previous()
+        return
+
+    source_lane = tl.arange(0, c.W_LANES)
+    # What an excluded rank once sent is still there, and counts no more.
+    is_source = living_ranks(peers, c)
+    headers_ptr = int64_at(buffer_address + c.HEADER_LINES_AT) + source_lane * 2
+    expert = tl.arange(0, c.L_LANES)
+    is_count = is_source[:, None] & (expert < c.L)[None, :]
+    count_lines_ptr = int64_at(buffer_address + c.COUNT_LINES_AT)
+    count_lines_ptr += source_lane[:, None] * c.L + expert[None, :]
+    # The rows of this program. Whether the source has sent them is known once its header is here.
+    PER_SOURCE: tl.constexpr = (c.M + index.ROWS - 1) // index.ROWS
+    source = program // PER_SOURCE
+    pair = tl.arange(0, index.ROWS * c.K_LANES)
+    token = (program % PER_SOURCE) * index.ROWS + pair // c.K_LANES
+    k = pair % c.K_LANES
+    row = source * c.M + token
+    is_entry = (token < c.M) & (k < c.K)
+    is_own = source_lane == source
+    is_line = (token < c.LINE_TOKENS) & (k < c.K)
+    row_lines_ptr = int64_at(buffer_address + c.ROW_LINES_AT) + k
+    row_lines_ptr += (source * c.LINE_TOKENS + token) * c.ROW_LINES
+
+    is_lost = _await_headers(
+        peers,
+        headers_ptr,
+        count_lines_ptr,
+        row_lines_ptr,
+        slot_weights_ptr,
+        is_source,
+        is_count,
+        is_line,
+        is_own,
+        token,
+        epoch,
+        c,
+    )
 
     # All that lines hold, loaded together.
     is_heard = both(is_source, is_lost == 0)
     headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
     counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
-    if LINE_TOKENS > 0:
+    if c.LINE_TOKENS > 0:
         expert_lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
-        position_lines = tl.load(row_lines_ptr + K_LANES, mask=is_line, other=0, volatile=True)
+        position_lines = tl.load(row_lines_ptr + c.K_LANES, mask=is_line, other=0, volatile=True)
         if slot_weights_ptr is not None:
             weight_lines = tl.load(
-                row_lines_ptr + 2 * K_LANES, mask=is_line, other=0, volatile=True
+                row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
             )
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
-    counts_of_source = tl.where(has_failed, 0, counts_of_source)
-    counts = tl.sum(counts_of_source, axis=0)
-    # With one capacity for all experts, lanes without an expert have none.
-    aligned = tl.where(expert < L, EXPERT_CAPACITY, 0)
-    # 1: every rank knows of the fault. Else this rank alone knows: a code for combine to report.
-    refusal = has_failed.to(tl.int32)
-    if EXPERT_CAPACITY == 0:
-        aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-        # C holds all slots unless tokens name experts twice.
-        needed = tl.sum(aligned)
-        is_over = needed > C
-        over = FAULT_OVERFLOW | (tl.minimum(needed, _MOST_NEEDED) << FLAGS_SHIFT)
-        refusal = tl.where(is_over, over, refusal)
-        counts_of_source = tl.where(is_over, 0, counts_of_source)
-        counts = tl.where(is_over, 0, counts)
-        aligned = tl.where(is_over, 0, aligned)
-    ends = tl.cumsum(aligned, axis=0)
-    starts = ends - aligned
+    counts_of_source, counts, aligned, refusal = _slots_of_experts(  # pyright: ignore[reportGeneralTypeIssues]
+        counts_of_source, has_failed, c, index
+    )
+    starts = tl.cumsum(aligned, axis=0) - aligned
 
     if program == 0:
-        tl.store(counts_ptr + expert, counts, mask=expert < L)
-        tl.store(first_slot_ptr + expert, starts, mask=expert < L)
-        tl.store(first_slot_ptr + L, tl.sum(aligned))
-        tl.store(state_ptr + 2, refusal)
-        # For combine, which must not read what peers write.
         told = tl.where(has_failed, headers & 1, headers)
-        tl.store(state_ptr + _SOURCES_AT + source_lane, told, mask=source_lane < W)
+        _write_counts(peers, counts_ptr, first_slot_ptr, counts, starts, aligned, refusal, told, c)
         if is_lost == 0:
-            note_faults(faults_ptr, codes, is_source, W_LANES)
-        if source_ranges_ptr is not None:
-            # The slots of an expert lie in the order of their sources.
-            ends_of_source = tl.cumsum(counts_of_source, axis=0)
-            ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
-            ranges |= counts_of_source.to(tl.int64)
-            ranges_ptr = source_ranges_ptr + expert[None, :] * W + source_lane[:, None]
-            is_range = (source_lane < W)[:, None] & (expert < L)[None, :]
-            tl.store(ranges_ptr, ranges, mask=is_range)
-        # All threads have stored. Read by _hand_out_nothing() of the other programs.
-        tl.debug_barrier()
-        tl.store(state_ptr + _COUNTED_EPOCH, epoch)
+            note_faults(peers.faults, codes, is_source, c.W_LANES)
+        _write_ranges(peers, slabs, counts_of_source, epoch, c)
 
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
-    num_tokens = tl.where(refusal != 0, 0, tl.minimum(header >> 1, M))
+    num_tokens = tl.where(refusal != 0, 0, tl.minimum(header >> 1, c.M))
     if (in_lines == 0) & (num_tokens > 0):
-        metadata_at = buffer_address + ARRIVED_METADATA_AT
-        has_timed_out = _await_signals_of(peers, metadata_at, is_own, epoch, max_polls, W, W_LANES)
+        has_timed_out = _await_signals_of(peers, c.ARRIVED_METADATA_AT, is_own, epoch, c)
         is_lost |= has_timed_out
         num_tokens = tl.where(has_timed_out, 0, num_tokens)
     is_before = source_lane < source
@@ -398,111 +448,68 @@ def _receive_dispatch_kernel(
     bases = starts + before
     is_pair = is_entry & (token < num_tokens)
     in_bulk = both(is_pair, in_lines == 0)
-    metadata_ptr = (
-        int32_at(buffer_address + METADATA_AT) + tl.cast(row, tl.int64) * (METADATA_BYTES // 4) + k
+    experts, positions, weight_bits = _load_metadata(  # pyright: ignore[reportGeneralTypeIssues]
+        peers, row, k, in_bulk, slot_weights_ptr, c
     )
-    experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
-    positions = tl.load(metadata_ptr + K_LANES, mask=in_bulk, other=0)
-    weight_bits = positions
-    if slot_weights_ptr is not None:
-        weight_bits = tl.load(metadata_ptr + 2 * K_LANES, mask=in_bulk, other=0)
-    if LINE_TOKENS > 0:
+    if c.LINE_TOKENS > 0:
         is_there = is_pair & in_lines
         experts = tl.where(is_there, word_of(expert_lines), experts)
         positions = tl.where(is_there, word_of(position_lines), positions)
         if slot_weights_ptr is not None:
             weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
-    is_slot = (experts >= 0) & (experts < L)
+    is_slot = (experts >= 0) & (experts < c.L)
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
     # Nothing is stored beyond the index, whatever a rank has sent.
-    is_slot = is_slot & (slots >= 0) & (slots < (L * EXPERT_CAPACITY if EXPERT_CAPACITY else C))
+    is_slot = (
+        is_slot & (slots >= 0) & (slots < (c.L * index.CAPACITY if index.CAPACITY else index.C))
+    )
     if row_of_slot_ptr is not None:
         tl.store(row_of_slot_ptr + slots, row, mask=is_slot)
     if slot_weights_ptr is not None:
         tl.store(slot_weights_ptr + slots, weight_bits.to(tl.float32, bitcast=True), mask=is_slot)
-    if token_of_slot_ptr is not None:
-        tl.store(token_of_slot_ptr + slots, token, mask=is_slot)
-    tl.store(slots_of_row_ptr + row * K + k, tl.where(is_slot, slots, -1), mask=is_entry)
+    if slabs.token_of_slot is not None:
+        tl.store(slabs.token_of_slot + slots, token, mask=is_slot)
+    tl.store(slots_of_row_ptr + row * c.K + k, tl.where(is_slot, slots, -1), mask=is_entry)
 
-    if packed_ptr is not None:
-        first = (program % PER_SOURCE) * ROWS
+    if slabs.data is not None:
+        first = (program % PER_SOURCE) * index.ROWS
         if (in_lines == 0) & (first < num_tokens):
-            rows_at = buffer_address + ARRIVED_ROWS_AT
-            has_timed_out = _await_signals_of(peers, rows_at, is_own, epoch, max_polls, W, W_LANES)
+            has_timed_out = _await_signals_of(peers, c.ARRIVED_ROWS_AT, is_own, epoch, c)
             is_lost |= has_timed_out
             if has_timed_out == 0:
-                pack_rows(
-                    packed_ptr,
-                    packed_scales_ptr,
-                    slots_of_row_ptr,
-                    buffer_address,
-                    source * M + first,
-                    source * M + tl.minimum(first + ROWS, num_tokens),
-                    K,
-                    DATA_BYTES // 4,
-                    WORD_LANES,
-                    SCALE_WORDS,
-                    SCALE_LANES,
-                    EXPERT_CAPACITY,
-                    EXPERT_STRIDE,
-                    SLOT_STRIDE,
-                    WORD_STRIDE,
-                    DATA_AT,
-                    SCALES_AT,
-                    SCALE_BYTES,
-                )
+                end = source * c.M + tl.minimum(first + index.ROWS, num_tokens)
+                pack_rows(peers, slabs, slots_of_row_ptr, source * c.M + first, end, c, index)
     if row_of_slot_ptr is not None:
-        # Slots that no row has.
-        STRIPE: tl.constexpr = ROWS * K_LANES
-        for start in tl.range(program * STRIPE, C, tl.num_programs(0) * STRIPE, num_stages=1):
-            slot = start + tl.arange(0, STRIPE)
-            is_in = (slot[:, None] >= starts[None, :]) & (
-                slot[:, None] < (starts + counts)[None, :]
-            )
-            is_used = tl.max(is_in.to(tl.int32), axis=1) > 0
-            tl.store(
-                row_of_slot_ptr + slot, tl.zeros_like(slot) - 1, mask=(is_used == 0) & (slot < C)
-            )
+        _clear_unused(row_of_slot_ptr, starts, counts, c, index)
     if program == 0:
         is_bulk = is_heard & ((headers & 1) == 0) & (headers > 0)
         if tl.max(is_bulk.to(tl.int32)) > 0:
-            rows_at = buffer_address + ARRIVED_ROWS_AT
-            is_lost |= _await_signals_of(peers, rows_at, is_bulk, epoch, max_polls, W, W_LANES)
+            is_lost |= _await_signals_of(peers, c.ARRIVED_ROWS_AT, is_bulk, epoch, c)
     if is_lost:
-        _hand_out_nothing(
-            state_ptr,
-            counts_ptr,
-            first_slot_ptr,
-            source_ranges_ptr,
-            epoch,
-            max_polls,
-            W,
-            L,
-            L_LANES,
-        )
+        _hand_out_nothing(peers, counts_ptr, first_slot_ptr, slabs.source_ranges, epoch, c)
     if OVERLAPS:
         await_previous()
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _release_buffer_kernel(
-    bases_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    excluded_ptr: tl.tensor,
+    memory: Memory,
+    own_address: tl.tensor,
+    buffer_address: tl.tensor,
     rank: tl.tensor,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
-    COMBINED_LINES_AT: tl.constexpr,
+    max_polls: tl.tensor,
+    c: constexprs.Layout,
 ) -> None:
     """Stand in for a combine that never came: epoch 5 ends, of which all are told.
 
     Where a replay has ended it, which no host knows, there is nothing to do.
     """
-    epoch = tl.load(state_ptr + 1)
-    if tl.load(state_ptr) == epoch:
-        tl.store(state_ptr, next_epoch(epoch))
-        give_credit(bases_ptr, excluded_ptr, rank, epoch, W, W_LANES, COMBINED_LINES_AT)
+    peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
+    epoch = tl.load(peers.state + 1)
+    if tl.load(peers.state) == epoch:
+        tl.store(peers.state, next_epoch(epoch))
+        give_credit(peers, epoch, c)
 
 
 def receive_dispatch(
@@ -543,63 +550,29 @@ def receive_dispatch(
     indexers = layout.world_size * -(-layout.max_tokens // rows)
     launch = exchange.launches.get(key)
     if launch is None:
-        peers, offsets = exchange.peers, layout.offsets
-        launch = exchange.launches[key] = PreparedLaunch(
+        memory = SlabMemory()
+        if slabs is not None:
+            memory = SlabMemory(slabs.data, slabs.scales, slabs.token_of_slot, slabs.source_ranges)
+        index = constexprs.constants(
+            constexprs.Index,
+            C=capacity,
+            ALIGNMENT=expert_alignment,
+            ROWS=rows,
+            INDEXERS=indexers,
+            WORDS=UNPACKED_WORDS,
+            CAPACITY=0 if slabs is None else layout.num_rows,
+            WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
+            SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
+            **dict(zip(_SCALE_STRIDES, strides, strict=True)),
+        )
+        launch = exchange.launches[key] = prepare(
+            exchange,
             _receive_dispatch_kernel,
-            (
-                peers.table,
-                exchange.state,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                slabs and slabs.token_of_slot,
-                slabs and slabs.source_ranges,
-                slabs and slabs.data,
-                slabs and slabs.scales,
-                CHANGES,
-                CHANGES,
-                peers.faults,
-                peers.excluded,
-                peers.report,
-                peers.own_address,
-                exchange.buffer_address,
-                peers.rank,
-                CHANGES,
-                CHANGES,
-                peers.max_polls,
-            ),
-            dict(
-                C=capacity,
-                **layout.expert_constants,
-                ALIGNMENT=expert_alignment,
-                EXPERT_CAPACITY=0 if slabs is None else layout.num_rows,
-                ROWS=rows,
-                INDEXERS=indexers,
-                LINE_TOKENS=layout.line_tokens,
-                UNPACKED=UNPACKED_WORDS,
-                THREADS=32 * _WARPS,
-                ARRIVED_METADATA_AT=offsets["arrived_metadata"],
-                ARRIVED_ROWS_AT=offsets["arrived_rows"],
-                HEADER_LINES_AT=offsets["header_lines"],
-                COUNT_LINES_AT=offsets["count_lines"],
-                ROW_LINES_AT=offsets["row_lines"],
-                ROW_LINES=layout.row_lines,
-                DATA_LINES_AT=layout.data_lines_at,
-                SCALE_LINES_AT=layout.scale_lines_at,
-                DATA_WORDS=layout.data_words,
-                SCALE_WORDS=layout.scale_words,
-                METADATA_AT=offsets["metadata"],
-                DATA_AT=offsets["data"],
-                SCALES_AT=offsets["scales"],
-                METADATA_BYTES=layout.metadata_bytes,
-                DATA_BYTES=layout.data_bytes,
-                SCALE_BYTES=layout.scale_bytes,
-                WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
-                SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
-                **dict(zip(_SCALE_STRIDES, strides, strict=True)),
-                num_warps=_WARPS,
-                **overlapping(slots_of_row.device),
-            ),
+            [*[CHANGES] * 5, memory],
+            2,
+            index=index,
+            num_warps=_WARPS,
+            **overlapping(slots_of_row.device),
         )
     # Rows that come in lines are shared by the programs behind.
     parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
@@ -621,15 +594,8 @@ def release_buffer(exchange: LowLatencyExchange) -> None:
 
     Collective: yes.   Allocates nothing.   Host sync: none.
     """
-    peers, layout = exchange.peers, exchange.peers.layout
-    with on_device(peers.table):
-        _release_buffer_kernel[(1,)](
-            exchange.bases,
-            exchange.state,
-            peers.excluded,
-            peers.rank,
-            W=layout.world_size,
-            W_LANES=layout.world_lanes,
-            COMBINED_LINES_AT=layout.offsets["combined_lines"],
-            num_warps=1,  # pyright: ignore[reportCallIssue]
-        )
+    launch = exchange.launches.get("release")
+    if launch is None:
+        launch = prepare(exchange, _release_buffer_kernel, [], 0, num_warps=1)
+        exchange.launches["release"] = launch
+    launch(1)

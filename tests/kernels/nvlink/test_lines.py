@@ -19,8 +19,8 @@ from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv
 from epcomm.kernels.nvlink.common.exchange import SOURCES_AT
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
 from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines
-from epcomm.kernels.nvlink.lines.dispatch_send import send_dispatch_lines
-from epcomm.kernels.nvlink.ll_dispatch_send import PLAIN
+from epcomm.kernels.nvlink.ll_dispatch_header import PLAIN
+from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
 from epcomm.protocol import Wait
 from tests.kernels.nvlink.test_ll_kernels import HIDDEN, MAX_TOKENS, Rank, make_ranks
 
@@ -70,7 +70,7 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
     begin = 1 + 100 * rank.exchange.peers.rank
     x = torch.arange(begin, begin + len(ids) * HIDDEN, device=device).view(-1, HIDDEN)
     x = x.to(torch.bfloat16)
-    send_dispatch_lines(
+    send_dispatch(
         rank.exchange,
         x,
         torch.tensor(ids, device=device).view(-1, 2),
@@ -82,6 +82,7 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         kind=PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
+        in_lines=True,
     )
     return x
 

@@ -23,6 +23,7 @@ from epcomm.kernels import launch
 from epcomm.kernels.nvlink import (
     ll_combine,
     ll_combine_slots,
+    ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
 )
@@ -138,7 +139,7 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         status=0,
         batch=0,
         is_captured=False,
-        kind=ll_dispatch_send.PLAIN,
+        kind=ll_dispatch_header.PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
     )

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
 from epcomm.platforms.cuda import on_device as current_device
-
-if TYPE_CHECKING:
-    # It imports Triton, and this file serves plans too.
-    from epcomm.kernels.prepared import PreparedLaunch
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -80,6 +76,49 @@ class PeerBlocks(Generic[LayoutT]):
     report: Tensor
 
 
+class Memory(NamedTuple):
+    """Memory of a rank and a receive buffer, to which kernels of low latency get pointers.
+
+    See PeerBlocks and LowLatencyExchange.
+    """
+
+    table: Any
+    bases: Any
+    state: Any
+    counters: Any
+    faults: Any
+    excluded: Any
+    report: Any
+
+
+class SlabMemory(NamedTuple):
+    """The memory of Slabs, to which the receiver of dispatch gets pointers, or None."""
+
+    data: Any = None
+    scales: Any = None
+    token_of_slot: Any = None
+    source_ranges: Any = None
+
+
+class Peers(NamedTuple):
+    """What the device functions of low latency know of the ranks: Memory, and numbers.
+
+    own_address, rank, max_polls: as of PeerBlocks.   buffer_address: as of LowLatencyExchange.
+    """
+
+    table: Any
+    bases: Any
+    state: Any
+    counters: Any
+    faults: Any
+    excluded: Any
+    report: Any
+    own_address: Any
+    buffer_address: Any
+    rank: Any
+    max_polls: Any
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowLatencyExchange:
     """One receive buffer of low latency.
@@ -97,7 +136,7 @@ class LowLatencyExchange:
     buffer_address: int
     bases: Tensor
     state: Tensor
-    launches: dict[Hashable, PreparedLaunch] = field(default_factory=dict)
+    launches: dict[Hashable, Callable[..., None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, peers: PeerBlocks[LowLatencyLayout], buffer_index: int) -> LowLatencyExchange:
@@ -109,6 +148,21 @@ class LowLatencyExchange:
             bases=peers.table + buffer_at,
             state=first_state(peers.layout.world_size, peers.table.device),
         )
+
+    @property
+    def own_arguments(self) -> tuple[Memory | int, ...]:
+        """The arguments that every kernel of low latency has: memory, and the numbers of Peers."""
+        peers = self.peers
+        memory = Memory(
+            table=peers.table,
+            bases=self.bases,
+            state=self.state,
+            counters=peers.counters,
+            faults=peers.faults,
+            excluded=peers.excluded,
+            report=peers.report,
+        )
+        return memory, peers.own_address, self.buffer_address, peers.rank, peers.max_polls
 
 
 def first_state(world_size: int, device: torch.device) -> Tensor:

@@ -102,20 +102,6 @@ class MemoryLayout(ABC):
         return _lanes(self.num_local_experts)
 
     @cached_property
-    def rank_constants(self) -> Mapping[str, int]:
-        """The constants of kernels about ranks; the next two add entries and experts."""
-        return {"W": self.world_size, "W_LANES": self.world_lanes, "M": self.max_tokens}
-
-    @cached_property
-    def entry_constants(self) -> Mapping[str, int]:
-        return {**self.rank_constants, "K": self.top_k, "K_LANES": self.metadata_words}
-
-    @cached_property
-    def expert_constants(self) -> Mapping[str, int]:
-        local = {"L": self.num_local_experts, "L_LANES": self.local_lanes}
-        return {**self.entry_constants, **local}
-
-    @cached_property
     def regions(self) -> Mapping[str, int]:
         """The bytes of each region, those of a receive buffer last, in order."""
         sizes = self.shared_sizes() | self.buffer_sizes()

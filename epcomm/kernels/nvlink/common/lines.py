@@ -26,13 +26,15 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.epochs import previous_epoch
+from epcomm.kernels.nvlink.common.exchange import Peers
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES, MAX_LINE_RANKS
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     int32_at,
+    living_ranks,
     polls_spent,
-    taking_part,
 )
 from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 
@@ -150,12 +152,11 @@ def end_look(
 
 @triton.jit
 def abort_if_late(
-    peers: tl.tuple,
+    peers: Peers,
     late: tl.tensor,
     wait: tl.constexpr,
     epoch: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
+    c: constexprs.Layout,
 ) -> tl.tensor:
     """End a wait for lines as abort_if_missing() does; return whether this rank cannot go on.
 
@@ -163,57 +164,42 @@ def abort_if_late(
     """
     is_lost = late != 0
     if is_lost:
-        own_address, _, _, _, _ = peers
-        lane = tl.arange(0, LANES)
+        lane = tl.arange(0, c.W_LANES)
         is_aborted = late == _ABORTED
-        aborted = tl.where(is_aborted, tl.load(int32_at(own_address), volatile=True), 0)
-        is_late = (is_aborted == 0) & (lane < W) & (((late >> tl.minimum(lane, 30)) & 1) != 0)
-        abort_if_missing(is_late.to(tl.int32), aborted, peers, wait, epoch, W, LANES)
+        aborted = tl.where(is_aborted, tl.load(int32_at(peers.own_address), volatile=True), 0)
+        is_late = (is_aborted == 0) & (lane < c.W) & (((late >> tl.minimum(lane, 30)) & 1) != 0)
+        abort_if_missing(is_late.to(tl.int32), aborted, peers, wait, epoch, c)
     return is_lost
 
 
 @triton.jit
-def give_credit(
-    bases_ptr: tl.tensor,
-    excluded_ptr: tl.tensor,
-    rank: tl.tensor,
-    epoch: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    COMBINED_LINES_AT: tl.constexpr,
-) -> None:
+def give_credit(peers: Peers, epoch: tl.tensor, c: constexprs.Layout) -> None:
     """Stand in for a combine of `epoch` that does not come, whose batch this rank has read."""
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
-    lines_ptr = (bases + COMBINED_LINES_AT + rank * _LINE_BYTES).to(tl.pointer_type(tl.int64))
+    is_rank = living_ranks(peers, c)
+    bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_rank, other=0)
+    lines_at = bases + c.COMBINED_LINES_AT + peers.rank * _LINE_BYTES
     # Read by await_credit() on every rank: all loads of kernels before this one have returned.
-    tl.store(lines_ptr, line_of(tl.zeros([LANES], tl.int32), epoch), mask=is_rank)
+    lines = line_of(tl.zeros([c.W_LANES], tl.int32), epoch)
+    tl.store(lines_at.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
 
 
 @triton.jit
 def await_credit(
-    peers: tl.tuple,
-    address: tl.tensor,
-    epoch: tl.tensor,
-    max_polls: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    THREADS: tl.constexpr,
+    peers: Peers, epoch: tl.tensor, c: constexprs.Layout, THREADS: tl.constexpr
 ) -> tl.tensor:
     """Wait until every rank has read the last batch of a receive buffer; so it may be written.
 
-    address: of the lines of combine, [W], of this rank.   peers: as of abort_if_missing().
+    The combine of that batch, on every rank, has written the lines that are awaited.
     Returns: whether this rank cannot go on.
     """
-    own_address, _, excluded_ptr, _, _ = peers
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    lines_ptr = int64_at(address) + tl.arange(0, LANES)
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    is_rank = living_ranks(peers, c)
+    lines_ptr = int64_at(peers.buffer_address + c.COMBINED_LINES_AT) + tl.arange(0, c.W_LANES)
+    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(own_address), volatile=True)
+        aborted = tl.load(int32_at(peers.own_address), volatile=True)
         lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
         is_late = is_rank & (flag_of(lines) - previous_epoch(epoch) < 0)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, LANES), aborted, polls_left, num_looks, end_ns, THREADS
+            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
         )
-    return abort_if_late(peers, late, WAIT_CREDIT, epoch, W, LANES)
+    return abort_if_late(peers, late, WAIT_CREDIT, epoch, c)

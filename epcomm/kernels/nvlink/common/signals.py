@@ -23,7 +23,8 @@ import triton.language as tl
 from triton.language.extra.cuda import globaltimer
 
 from epcomm.kernels.launch import IS_INTERPRETED
-from epcomm.kernels.nvlink.common.exchange import LOOKS_PER_TICK, POLL_BITS
+from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.exchange import LOOKS_PER_TICK, POLL_BITS, Peers
 from epcomm.kernels.nvlink.common.status import (
     MAX_MISSING,
     MISSING_SHIFT,
@@ -62,6 +63,12 @@ def taking_part(excluded_ptr: tl.tensor, W: tl.constexpr, LANES: tl.constexpr) -
 
 
 @triton.jit
+def living_ranks(peers: Peers, c: constexprs.Layout) -> tl.tensor:
+    """Return which ranks take part, [W_LANES]."""
+    return taking_part(peers.excluded, c.W, c.W_LANES)
+
+
+@triton.jit
 def publish(
     bases_ptr: tl.tensor,
     offset: tl.tensor,
@@ -87,25 +94,26 @@ def publish(
 
 @triton.jit
 def publish_as_last(
-    arrivals_ptr: tl.tensor,
+    peers: Peers,
+    arrivals: tl.constexpr,
     num_arriving: tl.tensor,
-    bases_ptr: tl.tensor,
-    offset: tl.tensor,
-    number: tl.tensor,
+    signals_at: tl.constexpr,
+    epoch: tl.tensor,
     is_told: tl.tensor,
-    LANES: tl.constexpr,
+    c: constexprs.Layout,
 ) -> None:
-    """Set a signal to `number` once all `num_arriving` programs have come, after all they stored.
+    """Set a signal to the epoch once all `num_arriving` programs have come, after all they stored.
 
     A fence of the whole system and a remote store a rank, not for each program: what another
     program stored is released by its arrival, acquired by the last, and released by that again.
     The signal is set, not added to: batches that travel in lines leave it behind.
 
-    arrivals_ptr: of this rank, 0 before the first arrival and after the last.
-    is_told: [LANES]: the ranks whose signal, at bases_ptr and `offset`, is set.
+    arrivals: the place in `state` that is 0 before the first arrival and after the last.
+    is_told: [W_LANES]: the ranks whose signal of this rank, of those at `signals_at`, is set.
     """
     # Loaded while the arrival is under way.
-    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_told, other=0)
+    arrivals_ptr = peers.state + arrivals
+    bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_told, other=0)
     num_before = 0
     if num_arriving > 1:
         # The arrival is made by one thread: it covers the stores of the others only after this.
@@ -115,8 +123,8 @@ def publish_as_last(
         tl.store(arrivals_ptr, 0)
         # The release is made by a few threads: it covers what the last one acquired after this.
         tl.debug_barrier()
-        words = (bases + offset).to(tl.pointer_type(tl.int32))
-        numbers = is_told.to(tl.int32) * number
+        words = (bases + (signals_at + peers.rank * 4)).to(tl.pointer_type(tl.int32))
+        numbers = is_told.to(tl.int32) * epoch
         # Read by await_at() on every rank. One vector, hence one fence for all ranks.
         tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")
 
@@ -227,27 +235,23 @@ def await_at(
 def abort_if_missing(
     missing: tl.tensor,
     aborted: tl.tensor,
-    peers: tl.tuple,
+    peers: Peers,
     wait: tl.constexpr,
     epoch: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
+    c: constexprs.Layout,
 ) -> tl.tensor:
     """Report why this rank cannot go on, if so, and set the abort flags unless some rank has.
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
     missing, aborted: as await_at() returned them.   wait: a Wait.
-    peers: own_address, of this rank's block; table_ptr, [W] addresses of all blocks, each of which
-        begins with its abort flag; excluded_ptr, as of taking_part(); report_ptr,
-        [REPORT_MISSING + W], which the host reads; and the rank.
     Returns: whether this rank cannot go on.
     """
-    _, table_ptr, excluded_ptr, report_ptr, rank = peers
+    report_ptr = peers.report
     is_lost = (tl.sum(missing) > 0) | (aborted != 0)
     if is_lost:
-        lane = tl.arange(0, LANES)
-        is_rank = taking_part(excluded_ptr, W, LANES)
+        lane = tl.arange(0, c.W_LANES)
+        is_rank = living_ranks(peers, c)
         if aborted != 0:
             tl.store(report_ptr + REPORT_ABORTED, aborted)
         else:
@@ -256,12 +260,12 @@ def abort_if_missing(
             tl.store(report_ptr + REPORT_EPOCH, epoch)
             # The release below covers the stores of all threads only after this.
             tl.debug_barrier()
-            addresses = tl.load(table_ptr + lane, mask=is_rank, other=0)
+            addresses = tl.load(peers.table + lane, mask=is_rank, other=0)
             # Read by await_at() of later kernels, which only return, and report it to their hosts.
             flags = addresses.to(tl.pointer_type(tl.int32))
             is_notified = (lane < MAX_MISSING) & (missing != 0)
             bits = tl.where(is_notified, 1, 0) << tl.where(is_notified, lane + MISSING_SHIFT, 0)
-            mine = tl.zeros_like(lane) + tl.sum(bits) + rank + 1
+            mine = tl.zeros_like(lane) + tl.sum(bits) + peers.rank + 1
             tl.atomic_xchg(flags, mine, mask=is_rank, sem="release", scope="sys")
             tl.debug_barrier()
             # Behind that fence: the host reads the rest of the report once it finds this.

@@ -12,8 +12,16 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
-from epcomm.kernels.nvlink.common.exchange import HELD_BATCH, VARYING, LowLatencyExchange
+from epcomm.kernels.nvlink.common.exchange import (
+    HELD_BATCH,
+    VARYING,
+    LowLatencyExchange,
+    Memory,
+    Peers,
+)
+from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
@@ -25,7 +33,7 @@ from epcomm.kernels.nvlink.common.lines import (
     is_waiting,
     word_of,
 )
-from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
+from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import (
     FAULT_HANDLE,
     FAULT_MASK,
@@ -33,13 +41,14 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
 # Words of a sum that a program adds up: 16 bytes of lines of each rank a thread.
 _WORDS = 256
 _WARPS = 4
 
+_THREADS = tl.constexpr(32 * _WARPS)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
 
@@ -48,32 +57,19 @@ _LINE_BYTES = tl.constexpr(LINE_BYTES)
 def _receive_combine_lines_kernel(
     out_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
-    table_ptr: tl.tensor,
-    state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
-    faults_ptr: tl.tensor,
-    excluded_ptr: tl.tensor,
-    report_ptr: tl.tensor,
+    memory: Memory,
     own_address: tl.tensor,
     buffer_address: tl.tensor,
     rank: tl.tensor,
+    max_polls: tl.tensor,
     num_tokens: tl.tensor,
     wanted_tokens: tl.tensor,
     batch: tl.tensor,
-    max_polls: tl.tensor,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    LINE_TOKENS: tl.constexpr,
+    c: constexprs.Layout,
     HIDDEN: tl.constexpr,
     PARTS: tl.constexpr,
     WORDS: tl.constexpr,
-    THREADS: tl.constexpr,
-    COMBINED_LINES_AT: tl.constexpr,
-    SUM_LINES_AT: tl.constexpr,
-    SUM_LINES: tl.constexpr,
-    RETURN_WORDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Add up a part of a token's sums in each program.
@@ -82,38 +78,38 @@ def _receive_combine_lines_kernel(
     of token 1 from ranks 0 and 2. With weights, its slots have lines of their own.
     """
     token, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     # Not from the L1 cache: only the end of the kernel before would empty it for sure.
-    epoch = tl.load(state_ptr + 1, volatile=True)
-    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
+    epoch = tl.load(peers.state + 1, volatile=True)
     # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
     # has no rows, it sends a fault code to itself, too.
-    has_failed = tl.load(state_ptr + 2, volatile=True) == 1
+    has_failed = tl.load(peers.state + 2, volatile=True) == 1
     # Lines of another batch are there then, in an epoch of their own.
-    is_overwritten = tl.load(state_ptr + _HELD_BATCH, volatile=True) != batch
+    is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
-    combined_ptr = int64_at(buffer_address + COMBINED_LINES_AT)
+    combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT)
     word = part * WORDS + tl.arange(0, WORDS)
-    is_word = both(word < RETURN_WORDS, is_awaited)
+    is_word = both(word < c.RETURN_WORDS, is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     ELEMENTS: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
     column = part * ELEMENTS + tl.arange(0, ELEMENTS)
     is_element = both(column < HIDDEN, token < num_tokens)
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
     living, sent, weights = (), (), ()
-    for source in tl.static_range(W):
-        living += (tl.load(excluded_ptr + source) == 0,)
+    for source in tl.static_range(c.W):
+        living += (tl.load(peers.excluded + source) == 0,)
     # Nothing is acquired here, which would empty the L1 cache.
     if weights_ptr is None:
-        for source in tl.static_range(W):
-            sent_ptr = is_sent_ptr + token * W + source
+        for source in tl.static_range(c.W):
+            sent_ptr = is_sent_ptr + token * c.W + source
             sent += (tl.load(sent_ptr, mask=is_awaited, other=0, volatile=True) != 0,)
     else:
-        for k in tl.static_range(K):
+        for k in tl.static_range(c.K):
             # 1 + the rank that has the slot.
-            noted = tl.load(is_sent_ptr + token * K + k, mask=is_awaited, other=0, volatile=True)
+            noted = tl.load(is_sent_ptr + token * c.K + k, mask=is_awaited, other=0, volatile=True)
             is_there = (token < num_tokens) & (noted != 0)
             sent += (noted.to(tl.int32),)
-            weights += (tl.load(weights_ptr + token * K + k, mask=is_there, other=0.0),)
+            weights += (tl.load(weights_ptr + token * c.K + k, mask=is_there, other=0.0),)
 
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
@@ -121,15 +117,15 @@ def _receive_combine_lines_kernel(
         late, any_code = epoch * 0, epoch * 0
         total = tl.zeros([ELEMENTS], tl.float32)
         absent = tl.zeros([WORDS], tl.int32)
-        for source in tl.static_range(W):
+        for source in tl.static_range(c.W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
             # By order: a rank that did not receive the next batch may have ended it already.
             is_late = living[source] & (flag_of(combined) - epoch < 0)
             late |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
             if weights_ptr is None:
-                lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
-                lines_ptr += (source * LINE_TOKENS + token) * SUM_LINES
+                lines_ptr = int64_at(buffer_address + c.SUM_LINES_AT) + word
+                lines_ptr += (source * c.LINE_TOKENS + token) * c.SUM_LINES
                 is_part = both(is_word, sent[source])
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no sums.
@@ -137,10 +133,10 @@ def _receive_combine_lines_kernel(
                 absent |= tl.where(is_absent, 1 << source, 0)
                 total += elements_of(word_of(lines), dtype).to(tl.float32)
         if weights_ptr is not None:
-            for k in tl.static_range(K):
+            for k in tl.static_range(c.K):
                 owner = sent[k] - 1
-                lines_ptr = int64_at(buffer_address + SUM_LINES_AT) + word
-                lines_ptr += (token * K + k) * SUM_LINES
+                lines_ptr = int64_at(buffer_address + c.SUM_LINES_AT) + word
+                lines_ptr += (token * c.K + k) * c.SUM_LINES
                 is_part = both(is_word, owner >= 0)
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no slots. Those of all others are awaited: the next
@@ -157,21 +153,21 @@ def _receive_combine_lines_kernel(
             polls_left,
             num_looks,
             end_ns,
-            THREADS,
+            _THREADS,
         )
         if late == 0:
             # Of the look that found them: to load them again would take as long as to look.
             if (tl.program_id(0) == 0) & (any_code != 0):
-                is_source = taking_part(excluded_ptr, W, W_LANES)
-                codes_ptr = combined_ptr + tl.arange(0, W_LANES)
+                is_source = living_ranks(peers, c)
+                codes_ptr = combined_ptr + tl.arange(0, c.W_LANES)
                 codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
                 codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
                 note_faults(
-                    faults_ptr, codes & FAULT_MASK, is_source, W_LANES, codes >> FLAGS_SHIFT
+                    peers.faults, codes & FAULT_MASK, is_source, c.W_LANES, codes >> FLAGS_SHIFT
                 )
             total = tl.where(has_failed | (any_code != 0), float("nan"), total)
             tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
-    if abort_if_late(peers, late, WAIT_COMBINE, epoch, W, W_LANES):
+    if abort_if_late(peers, late, WAIT_COMBINE, epoch, c):
         nothing = tl.full([ELEMENTS], float("nan"), tl.float32)
         tl.store(out_row_ptr + column, cast(nothing, dtype), mask=is_element)
     if OVERLAPS:
@@ -204,42 +200,17 @@ def receive_combine_lines(
     key = ("receive sums in lines", out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
-        peers, offsets = exchange.peers, layout.offsets
-        launch = exchange.launches[key] = PreparedLaunch(
+        launch = exchange.launches[key] = prepare(
+            exchange,
             _receive_combine_lines_kernel,
-            (
-                CHANGES,
-                CHANGES,
-                peers.table,
-                exchange.state,
-                CHANGES,
-                peers.faults,
-                peers.excluded,
-                peers.report,
-                peers.own_address,
-                exchange.buffer_address,
-                peers.rank,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                peers.max_polls,
-            ),
-            dict(
-                **layout.rank_constants,
-                K=layout.top_k,
-                LINE_TOKENS=layout.line_tokens,
-                HIDDEN=hidden_size,
-                PARTS=parts,
-                WORDS=words,
-                THREADS=32 * _WARPS,
-                COMBINED_LINES_AT=offsets["combined_lines"],
-                SUM_LINES_AT=offsets["sum_lines"],
-                SUM_LINES=layout.sum_lines,
-                RETURN_WORDS=layout.return_words,
-                num_warps=_WARPS,
-                **EXACT,
-                **overlapping(out.device),
-            ),
+            [CHANGES] * 3,
+            3,
+            HIDDEN=hidden_size,
+            PARTS=parts,
+            WORDS=words,
+            num_warps=_WARPS,
+            **EXACT,
+            **overlapping(out.device),
         )
     # Programs without a token still hear of faults.
     launch(max(1, sent_tokens) * parts, out, topk_weights, is_sent, num_tokens, sent_tokens, batch)

@@ -16,40 +16,40 @@ from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
+from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import await_credit, int64_at, line_of, words_of
-from epcomm.kernels.nvlink.common.signals import taking_part
+from epcomm.kernels.nvlink.common.signals import living_ranks
 from epcomm.kernels.nvlink.ll_dispatch_header import (
-    begin_dispatch,
-    count_positions,
-    send_header,
-)
-from epcomm.kernels.nvlink.ll_dispatch_send import (
     FP8,
     FP8_POWER_OF_TWO,
     INT8,
     PLAIN,
+    begin_dispatch,
+    count_positions,
     load_scales,
     note_owners,
+    send_header,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
-from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
+from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
-from epcomm.protocol import FAULT_MASK
 
 # Elements of a row that a program sends: eight a thread; a quarter of it, if they are words.
 _PART = 1024
 _WORD_BYTES = 4
 # Blocks whose scales are whole words, whatever their type.
-_LEAST_BLOCKS = 4
+LEAST_BLOCKS = 4
 _WARPS = 4
 
+_THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
@@ -64,33 +64,92 @@ def _send_metadata_lines(
     line: tl.tensor,
     epoch: tl.tensor,
     token: tl.tensor,
-    W: tl.constexpr,
-    K: tl.constexpr,
-    K_LANES: tl.constexpr,
-    L: tl.constexpr,
+    c: constexprs.Layout,
     CHUNK: tl.constexpr,
-    ROW_LINES_AT: tl.constexpr,
 ) -> None:
-    """Tell every rank which of its experts a token chose, at which positions and weights, if any.
+    """Send every rank which of its experts a token chose, at which positions and weights, if any.
 
     bases: of the receive buffers of all ranks, 0 of an excluded one.   line: the token's first.
     """
-    k = tl.arange(0, K_LANES)
-    ids = tl.load(ids_ptr + token * K + k, mask=k < K, other=-1).to(tl.int32)
+    k = tl.arange(0, c.K_LANES)
+    ids = tl.load(ids_ptr + token * c.K + k, mask=k < c.K, other=-1).to(tl.int32)
     weight_lines = k.to(tl.int64)
     if weights_ptr is not None:
-        weights = tl.load(weights_ptr + token * K + k, mask=k < K, other=0.0)
+        weights = tl.load(weights_ptr + token * c.K + k, mask=k < c.K, other=0.0)
         weight_lines = line_of(weights.to(tl.int32, bitcast=True), epoch)
-    position_lines = line_of(count_positions(ids_ptr, ids, token, K, K_LANES, CHUNK), epoch)
-    owners = tl.where(ids >= 0, ids // L, -1)
-    for peer in tl.static_range(W):
+    position_lines = line_of(count_positions(ids_ptr, ids, token, c, CHUNK), epoch)
+    owners = tl.where(ids >= 0, ids // c.L, -1)
+    for peer in tl.static_range(c.W):
         is_entry = both(k >= 0, bases[peer] != 0)
-        lines_ptr = int64_at(bases[peer] + ROW_LINES_AT) + line + k
-        experts = tl.where(owners == peer, ids - peer * L, -1)
+        lines_ptr = int64_at(bases[peer] + c.ROW_LINES_AT) + line + k
+        experts = tl.where(owners == peer, ids - peer * c.L, -1)
         tl.store(lines_ptr, line_of(experts, epoch), mask=is_entry)
-        tl.store(lines_ptr + K_LANES, position_lines, mask=is_entry)
+        tl.store(lines_ptr + c.K_LANES, position_lines, mask=is_entry)
         if weights_ptr is not None:
-            tl.store(lines_ptr + 2 * K_LANES, weight_lines, mask=is_entry)
+            tl.store(lines_ptr + 2 * c.K_LANES, weight_lines, mask=is_entry)
+
+
+@triton.jit
+def _send_header_lines(
+    peers: Peers,
+    ids_ptr: tl.tensor,
+    epoch: tl.tensor,
+    num_tokens: tl.tensor,
+    status: tl.tensor,
+    c: constexprs.Layout,
+    rows: constexprs.SentRows,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Send the header for the rank that has the number of this program, and count it."""
+    program = tl.program_id(0)
+    is_header = tl.load(peers.excluded + program) == 0
+    if is_header:
+        send_header(
+            peers,
+            ids_ptr,
+            program,
+            epoch,
+            num_tokens,
+            status,
+            c,
+            CHUNK,
+            True,
+            rows.NEEDS_DISTINCT,
+        )
+    # Of this rank alone, and read by its host.
+    num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
+    tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _columns_of(part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr) -> tl.tuple:
+    """Return the columns of a part of a row, and which there are; whole blocks, if these scale."""
+    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
+        column = part * PART + tl.arange(0, PART)
+        is_element = column < rows.HIDDEN
+    else:
+        lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
+        column = (part * rows.BLOCKS + tl.arange(0, rows.BLOCKS)[:, None]) * rows.BLOCK + lane
+        is_element = (lane < rows.BLOCK) & (column < rows.HIDDEN)
+    return column, is_element  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _place_of_words(
+    part: tl.tensor, NUM_WORDS: tl.constexpr, c: constexprs.Layout, rows: constexprs.SentRows
+) -> tl.tuple:
+    """Return the places of the words of a part among those of its row, and which there are."""
+    place = tl.arange(0, NUM_WORDS)
+    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
+        word = part * NUM_WORDS + place
+        is_word = word < c.DATA_WORDS
+    else:
+        # Whole words of a block, which may have lanes to spare.
+        of_block = place % (rows.BLOCK_LANES // 4)
+        block = part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)
+        word = block * (rows.BLOCK // 4) + of_block
+        is_word = (of_block < rows.BLOCK // 4) & (word < c.DATA_WORDS)
+    return word, is_word  # pyright: ignore[reportReturnType]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -99,56 +158,23 @@ def _send_dispatch_lines_kernel(
     x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
-    table_ptr: tl.tensor,
-    bases_ptr: tl.tensor,
-    state_ptr: tl.tensor,
     is_sent_ptr: tl.tensor,
-    counters_ptr: tl.tensor,
-    excluded_ptr: tl.tensor,
-    report_ptr: tl.tensor,
+    memory: Memory,
     own_address: tl.tensor,
     buffer_address: tl.tensor,
     rank: tl.tensor,
+    max_polls: tl.tensor,
     num_tokens: tl.tensor,
     status: tl.tensor,
     batch: tl.tensor,
     is_captured: tl.tensor,
     scales_stride: tl.tensor,
     scale_stride: tl.tensor,
-    max_polls: tl.tensor,
-    X_STRIDE: tl.constexpr,
-    SCALES: tl.constexpr,
-    SCALE_LANES: tl.constexpr,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    K_LANES: tl.constexpr,
-    L: tl.constexpr,
-    L_LANES: tl.constexpr,
-    LINE_TOKENS: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    c: constexprs.Layout,
+    rows: constexprs.SentRows,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_LANES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    KIND: tl.constexpr,
-    PROFILE: tl.constexpr,
-    HAS_E4M3: tl.constexpr,
-    NEEDS_DISTINCT: tl.constexpr,
     CHUNK: tl.constexpr,
-    THREADS: tl.constexpr,
-    COMBINED_LINES_AT: tl.constexpr,
-    HEADER_LINES_AT: tl.constexpr,
-    COUNT_LINES_AT: tl.constexpr,
-    ROW_LINES_AT: tl.constexpr,
-    ROW_LINES: tl.constexpr,
-    DATA_LINES_AT: tl.constexpr,
-    SCALE_LINES_AT: tl.constexpr,
-    DATA_WORDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Send a header in each of the first W programs, then a token's metadata, then a part of a row.
@@ -160,162 +186,108 @@ def _send_dispatch_lines_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    epoch = begin_dispatch(
-        bases_ptr,
-        state_ptr,
-        excluded_ptr,
-        rank,
-        batch,
-        is_captured,
-        W,
-        W_LANES,
-        COMBINED_LINES_AT,
-    )
+    peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
+    epoch = begin_dispatch(peers, batch, is_captured, c)
 
-    item = program - W - num_tokens
+    item = program - c.W - num_tokens
     token, part = item // PARTS, item % PARTS
     is_row = item >= 0
-    if (KIND == _PLAIN) | (KIND == _INT8):
-        column = part * PART + tl.arange(0, PART)
-        is_element = column < HIDDEN
-    else:
-        lane = tl.arange(0, BLOCK_LANES)[None, :]
-        column = (part * BLOCKS + tl.arange(0, BLOCKS)[:, None]) * BLOCK + lane
-        is_element = (lane < BLOCK) & (column < HIDDEN)
+    column, is_element = _columns_of(part, rows, PART)  # pyright: ignore[reportGeneralTypeIssues]
     # On their way while the credit is awaited.
-    row_ptr = x_ptr + tl.cast(token, tl.int64) * X_STRIDE
+    row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     elements = tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0)
-    if KIND == _INT8:
-        whole = tl.arange(0, COLUMNS)
-        row = tl.load(row_ptr + whole, mask=both(whole < HIDDEN, is_row), other=0.0)
+    if rows.KIND == _INT8:
+        whole = tl.arange(0, rows.COLUMNS)
+        row = tl.load(row_ptr + whole, mask=both(whole < rows.HIDDEN, is_row), other=0.0)
         amax_bits = largest_bits(row.to(tl.float32))
     if x_scales_ptr is not None:
-        scale_lane = tl.arange(0, SCALE_LANES)
-        is_given = both(both(scale_lane < SCALES, is_row), part == 0)
+        scale_lane = tl.arange(0, rows.SCALE_LANES)
+        is_given = both(both(scale_lane < rows.SCALES, is_row), part == 0)
         given = load_scales(x_scales_ptr, token, scale_lane, is_given, scales_stride, scale_stride)
-    k = tl.arange(0, K_LANES)
-    ids = tl.load(ids_ptr + token * K + k, mask=both(k < K, is_row), other=-1).to(tl.int32)
+    k = tl.arange(0, c.K_LANES)
+    ids = tl.load(ids_ptr + token * c.K + k, mask=both(k < c.K, is_row), other=-1).to(tl.int32)
     bases = ()
-    for peer in tl.static_range(W):  # pyright: ignore[reportGeneralTypeIssues]
-        base = tl.load(bases_ptr + peer)
-        bases += (tl.where(tl.load(excluded_ptr + peer) != 0, 0, base),)
+    for peer in tl.static_range(c.W):  # pyright: ignore[reportGeneralTypeIssues]
+        base = tl.load(peers.bases + peer)
+        bases += (tl.where(tl.load(peers.excluded + peer) != 0, 0, base),)
 
-    # Written by the combine of the last batch of this receive buffer, on every rank, which has
-    # read it.
-    peers = (own_address, table_ptr, excluded_ptr, report_ptr, rank)
-    combined_at = buffer_address + COMBINED_LINES_AT
-    if await_credit(peers, combined_at, epoch, max_polls, W, W_LANES, THREADS):
+    if await_credit(peers, epoch, c, _THREADS):
         return
 
-    if program < W:
-        is_header = tl.load(excluded_ptr + program) == 0
-        if is_header:
-            base = tl.load(bases_ptr + program)
-            send_header(
-                ids_ptr,
-                base,
-                program,
-                rank,
-                epoch,
-                num_tokens,
-                status,
-                W,
-                K,
-                L,
-                L_LANES,
-                CHUNK,
-                COUNT_LINES_AT,
-                HEADER_LINES_AT,
-                True,
-                NEEDS_DISTINCT,
-            )
-        # Of this rank alone, and read by its host.
-        num_headers = tl.where(is_header & (program != rank), 1, 0)
-        tl.atomic_add(counters_ptr + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+    if program < c.W:
+        _send_header_lines(peers, ids_ptr, epoch, num_tokens, status, c, rows, CHUNK)
     elif is_row == 0:
-        metadata_token = program - W
+        metadata_token = program - c.W
         _send_metadata_lines(
             ids_ptr,
             weights_ptr,
             bases,
-            (rank * LINE_TOKENS + metadata_token) * ROW_LINES,
+            (rank * c.LINE_TOKENS + metadata_token) * c.ROW_LINES,
             epoch,
             metadata_token,
-            W,
-            K,
-            K_LANES,
-            L,
+            c,
             CHUNK,
-            ROW_LINES_AT,
         )
-        num_others = tl.sum(taking_part(excluded_ptr, W, W_LANES).to(tl.int32)) - 1
-        tl.atomic_add(counters_ptr + 1, tl.cast(num_others, tl.int64), sem="relaxed")
+        num_others = tl.sum(living_ranks(peers, c).to(tl.int32)) - 1
+        tl.atomic_add(peers.counters + 1, tl.cast(num_others, tl.int64), sem="relaxed")
     else:
-        if KIND == _PLAIN:
+        if rows.KIND == _PLAIN:
             # Bits, whatever they mean: an interpreter need not know the dtype.
             words = words_of(elements)
             if x_scales_ptr is not None:
                 scale_words = words_of(given)
-        elif KIND == _INT8:
-            codes, scale = quantize_part(elements.to(tl.float32), amax_bits, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
+        elif rows.KIND == _INT8:
+            codes, scale = quantize_part(elements.to(tl.float32), amax_bits, rows.PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
             words = words_of(codes)
         else:
             codes, scales = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
-                elements.to(tl.float32), KIND == _FP8_POWER_OF_TWO, HAS_E4M3
+                elements.to(tl.float32), rows.KIND == _FP8_POWER_OF_TWO, rows.HAS_E4M3
             )
-            words = words_of(tl.reshape(codes, [BLOCKS * BLOCK_LANES]))
+            words = words_of(tl.reshape(codes, [rows.BLOCKS * rows.BLOCK_LANES]))
             scale_words = words_of(scales)
-        place = tl.arange(0, words.shape[0])
-        if (KIND == _PLAIN) | (KIND == _INT8):
-            word = part * words.shape[0] + place
-            is_word = word < DATA_WORDS
-        else:
-            # Whole words of a block, which may have lanes to spare.
-            of_block = place % (BLOCK_LANES // 4)
-            word = (part * BLOCKS + place // (BLOCK_LANES // 4)) * (BLOCK // 4) + of_block
-            is_word = (of_block < BLOCK // 4) & (word < DATA_WORDS)
+        word, is_word = _place_of_words(part, words.shape[0], c, rows)  # pyright: ignore[reportGeneralTypeIssues]
         lines = line_of(words, epoch)
         # Of the row of this token, in the memory of any rank.
-        row_at = ROW_LINES_AT + (rank * LINE_TOKENS + token) * (ROW_LINES * _LINE_BYTES)
-        owners = tl.where(ids >= 0, ids // L, -1)
+        row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
+        owners = tl.where(ids >= 0, ids // c.L, -1)
         num_sent = 0
         # For the receiver of combine on this rank.
         if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
             if part == 0:
-                note_owners(is_sent_ptr, token, owners, excluded_ptr, W, K, K_LANES)
-        for peer in tl.static_range(W):
+                note_owners(peers, is_sent_ptr, token, owners, c)
+        for peer in tl.static_range(c.W):
             # Entries of an excluded rank are as masked entries.
             is_owner = (owners == peer) & (bases[peer] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:
                 if weights_ptr is not None:
-                    tl.store(is_sent_ptr + token * W + peer, is_needed.to(tl.uint8))
+                    tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
                 lines_ptr = int64_at(bases[peer] + row_at)
-                tl.store(lines_ptr + DATA_LINES_AT + word, lines, mask=is_word)
-                scales_ptr = lines_ptr + SCALE_LINES_AT
+                tl.store(lines_ptr + c.DATA_LINES + word, lines, mask=is_word)
+                scales_ptr = lines_ptr + c.SCALE_LINES
                 if x_scales_ptr is not None:
                     scale_word = tl.arange(0, scale_words.shape[0])
-                    is_scale = both(scale_word < SCALE_WORDS, part == 0)
+                    is_scale = both(scale_word < c.SCALE_WORDS, part == 0)
                     scale_lines = line_of(scale_words, epoch)
                     tl.store(scales_ptr + scale_word, scale_lines, mask=is_scale)
-                elif KIND == _INT8:
+                elif rows.KIND == _INT8:
                     scale_line = line_of(scale.to(tl.int32, bitcast=True), epoch)
                     tl.store(scales_ptr, scale_line, mask=part == 0)
-                elif KIND != _PLAIN:
+                elif rows.KIND != _PLAIN:
                     scale_word = part * scale_words.shape[0] + tl.arange(0, scale_words.shape[0])
                     scale_lines = line_of(scale_words, epoch)
-                    is_scale = scale_word < SCALE_WORDS
+                    is_scale = scale_word < c.SCALE_WORDS
                     tl.store(scales_ptr + scale_word, scale_lines, mask=is_scale)
-        tl.atomic_add(counters_ptr, tl.cast(num_sent, tl.int64), sem="relaxed")
+        tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
 
 
 @cache
-def _num_parts(hidden_size: int, scale_block: int, kind: int, itemsize: int) -> int:
+def num_parts(hidden_size: int, scale_block: int, kind: int, itemsize: int) -> int:
     """Return the programs that share a row."""
     if kind in (FP8, FP8_POWER_OF_TWO):
-        return -(-hidden_size // (scale_block * _blocks_of(hidden_size, scale_block)))
+        return -(-hidden_size // (scale_block * blocks_in_lines(hidden_size, scale_block)))
     return -(-hidden_size // _part_of(hidden_size, itemsize))
 
 
@@ -326,115 +298,27 @@ def _part_of(hidden_size: int, itemsize: int) -> int:
     return max(4, min(most, next_power_of_two(hidden_size)))
 
 
-def _blocks_of(hidden_size: int, scale_block: int) -> int:
+def blocks_in_lines(hidden_size: int, scale_block: int) -> int:
     """Return the blocks of a row that a program sends, each with its scale."""
     blocks = next_power_of_two(-(-hidden_size // scale_block))
-    return max(_LEAST_BLOCKS, min(_PART // next_power_of_two(scale_block), blocks))
+    return max(LEAST_BLOCKS, min(_PART // next_power_of_two(scale_block), blocks))
 
 
-def send_dispatch_lines(
-    exchange: LowLatencyExchange,
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor | None,
-    is_sent: Tensor,
-    *,
-    status: int,
-    batch: int,
-    is_captured: bool,
-    kind: int,
-    scale_block: int,
-    profile: str,
-    scales: Tensor | None = None,
-    needs_distinct_ids: bool = False,
-) -> None:
-    """Send tokens in lines, as send_dispatch() sends them in bulk; T <= layout.line_tokens.
-
-    Arguments and contract: those of send_dispatch().
-    """
-    num_tokens, hidden_size = hidden_states.shape
-    if status & FAULT_MASK:
-        num_tokens = 0
-    row_stride = hidden_states.stride(0) if num_tokens > 1 else hidden_size
-    parts = _num_parts(hidden_size, scale_block, kind, hidden_states.itemsize)
-    key = ("send lines", hidden_states.dtype, hidden_size, row_stride, kind, scale_block, profile)
-    strides, num_scales = (0, 0), 1
-    if scales is not None:
-        strides, num_scales = scales.stride(), scales.shape[1]
-        key += (scales.dtype, num_scales)
-    peers, layout = exchange.peers, exchange.peers.layout
-    launch = exchange.launches.get(key)
-    if launch is None:
-        offsets, device = layout.offsets, hidden_states.device
-        launch = exchange.launches[key] = PreparedLaunch(
-            _send_dispatch_lines_kernel,
-            (
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                peers.table,
-                exchange.bases,
-                exchange.state,
-                CHANGES,
-                peers.counters,
-                peers.excluded,
-                peers.report,
-                peers.own_address,
-                exchange.buffer_address,
-                peers.rank,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                CHANGES,
-                peers.max_polls,
-            ),
-            dict(
-                X_STRIDE=row_stride,
-                SCALES=num_scales,
-                # Of scales of one byte, whole words.
-                SCALE_LANES=max(_LEAST_BLOCKS, next_power_of_two(num_scales)),
-                **layout.expert_constants,
-                LINE_TOKENS=layout.line_tokens,
-                HIDDEN=hidden_size,
-                COLUMNS=next_power_of_two(hidden_size),
-                PARTS=parts,
-                PART=_part_of(hidden_size, hidden_states.itemsize),
-                BLOCK=scale_block,
-                BLOCK_LANES=next_power_of_two(scale_block),
-                BLOCKS=_blocks_of(hidden_size, scale_block),
-                KIND=kind,
-                PROFILE=profile,
-                HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
-                NEEDS_DISTINCT=needs_distinct_ids,
-                CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
-                THREADS=32 * _WARPS,
-                COMBINED_LINES_AT=offsets["combined_lines"],
-                HEADER_LINES_AT=offsets["header_lines"],
-                COUNT_LINES_AT=offsets["count_lines"],
-                ROW_LINES_AT=offsets["row_lines"],
-                ROW_LINES=layout.row_lines,
-                DATA_LINES_AT=layout.data_lines_at,
-                SCALE_LINES_AT=layout.scale_lines_at,
-                DATA_WORDS=layout.data_words,
-                SCALE_WORDS=layout.scale_words,
-                num_warps=_WARPS,
-                **EXACT,
-                **overlapping(device),
-            ),
-        )
-    launch(
-        layout.world_size + num_tokens * (1 + parts),
-        hidden_states,
-        scales,
-        topk_ids,
-        topk_weights,
-        is_sent,
-        num_tokens,
-        status,
-        batch,
-        int(is_captured),
-        *strides,
+def prepare_lines(
+    exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor, parts: int
+) -> PreparedLaunch:
+    """Return the launch of the sender in lines for such rows, each of so many parts."""
+    layout = exchange.peers.layout
+    return prepare(
+        exchange,
+        _send_dispatch_lines_kernel,
+        [CHANGES] * 5,
+        6,
+        rows=rows,
+        PARTS=parts,
+        PART=_part_of(hidden_states.shape[1], hidden_states.itemsize),
+        CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
+        num_warps=_WARPS,
+        **EXACT,
+        **overlapping(hidden_states.device),
     )

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.masks import both
+from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.exchange import Peers, SlabMemory
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -18,7 +20,7 @@ from epcomm.kernels.nvlink.common.lines import (
     is_waiting,
     word_of,
 )
-from epcomm.kernels.nvlink.common.signals import int32_at, taking_part
+from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH
 from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 
@@ -31,18 +33,17 @@ def _await_lines(
     lines_ptr: tl.tensor,
     is_needed: tl.tensor,
     source_lane: tl.tensor,
-    own_address: tl.tensor,
+    peers: Peers,
     epoch: tl.tensor,
-    max_polls: tl.tensor,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
     """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose did not come.
 
     Nothing that is loaded here is returned: who needs the words loads them behind the wait.
     """
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(own_address), volatile=True)
+        aborted = tl.load(int32_at(peers.own_address), volatile=True)
         lines = tl.load(lines_ptr, mask=is_needed, other=0, volatile=True)
         is_absent = is_needed & (flag_of(lines) != epoch)
         bits = tl.where(is_absent, 1 << source_lane[:, None], 0)
@@ -54,85 +55,59 @@ def _await_lines(
 
 @triton.jit
 def unpack_rows(
-    peers: tl.tuple,
-    packed_ptr: tl.tensor | None,
-    packed_scales_ptr: tl.tensor | None,
-    buffer_address: tl.tensor,
+    peers: Peers,
+    slabs: SlabMemory,
     worker: tl.tensor,
     num_workers: tl.tensor,
     epoch: tl.tensor,
-    max_polls: tl.tensor,
-    W: tl.constexpr,
-    W_LANES: tl.constexpr,
-    M: tl.constexpr,
-    K: tl.constexpr,
-    K_LANES: tl.constexpr,
-    LINE_TOKENS: tl.constexpr,
-    WORDS: tl.constexpr,
+    c: constexprs.Layout,
+    index: constexprs.Index,
     THREADS: tl.constexpr,
-    HEADER_LINES_AT: tl.constexpr,
-    ROW_LINES_AT: tl.constexpr,
-    ROW_LINES: tl.constexpr,
-    DATA_LINES_AT: tl.constexpr,
-    SCALE_LINES_AT: tl.constexpr,
-    DATA_WORDS: tl.constexpr,
-    SCALE_WORDS: tl.constexpr,
-    DATA_AT: tl.constexpr,
-    SCALES_AT: tl.constexpr,
-    DATA_BYTES: tl.constexpr,
-    SCALE_BYTES: tl.constexpr,
-    COUNT_LINES_AT: tl.constexpr,
-    L: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    EXPERT_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    WORD_STRIDE: tl.constexpr,
 ) -> tl.tensor:
     """Wait for parts of rows in lines, `worker` of so many workers, and unpack them.
 
     What comes, if anything, the header of the source and the metadata of the token tell, which are
     looked at beside the lines of the row. A row of 300 words has two parts: with two sources, the
-    first four items are both parts of the first tokens of rank 0 and of rank 1. With `packed`, rows
+    first four items are both parts of the first tokens of rank 0 and of rank 1. With slabs, rows
     are put where the slots of their experts lie: the counts of the sources before tell that.
 
     Returns: whether this rank cannot go on.
     """
-    own_address, _, excluded_ptr, _, _ = peers
-    PARTS: tl.constexpr = (ROW_LINES - DATA_LINES_AT + WORDS - 1) // WORDS
-    FIRST_SCALE: tl.constexpr = SCALE_LINES_AT - DATA_LINES_AT
-    k = tl.arange(0, K_LANES)
-    source_lane = tl.arange(0, W_LANES)
-    is_source = taking_part(excluded_ptr, W, W_LANES)
+    PARTS: tl.constexpr = (c.ROW_LINES - c.DATA_LINES + index.WORDS - 1) // index.WORDS
+    FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
+    k = tl.arange(0, c.K_LANES)
+    source_lane = tl.arange(0, c.W_LANES)
+    is_source = living_ranks(peers, c)
     any_late = epoch * 0
-    for item in tl.range(worker, W * LINE_TOKENS * PARTS, num_workers, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        source = (item // PARTS) % W
-        token = item // (PARTS * W)
-        header_ptr = int64_at(buffer_address + HEADER_LINES_AT) + source * 2
-        row_lines_ptr = int64_at(buffer_address + ROW_LINES_AT)
-        row_lines_ptr += (source * LINE_TOKENS + token) * ROW_LINES
-        word = (item % PARTS) * WORDS + tl.arange(0, WORDS)
-        is_datum = word < DATA_WORDS
-        is_scale = (word >= FIRST_SCALE) & (word < FIRST_SCALE + SCALE_WORDS)
+    for item in tl.range(worker, c.W * c.LINE_TOKENS * PARTS, num_workers, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        source = (item // PARTS) % c.W
+        token = item // (PARTS * c.W)
+        header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
+        row_lines_ptr = int64_at(peers.buffer_address + c.ROW_LINES_AT)
+        row_lines_ptr += (source * c.LINE_TOKENS + token) * c.ROW_LINES
+        word = (item % PARTS) * index.WORDS + tl.arange(0, index.WORDS)
+        is_datum = word < c.DATA_WORDS
+        is_scale = (word >= FIRST_SCALE) & (word < FIRST_SCALE + c.SCALE_WORDS)
         is_word = is_datum | is_scale
 
-        late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-        late = tl.where(tl.load(excluded_ptr + source) != 0, 0, late)
+        late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+        late = tl.where(tl.load(peers.excluded + source) != 0, 0, late)
         while is_waiting(late, polls_left):
-            aborted = tl.load(int32_at(own_address), volatile=True)
+            aborted = tl.load(int32_at(peers.own_address), volatile=True)
             header = tl.load(header_ptr, volatile=True)
             experts = tl.load(row_lines_ptr + k, volatile=True)
-            lines_ptr = row_lines_ptr + DATA_LINES_AT + word
+            lines_ptr = row_lines_ptr + c.DATA_LINES + word
             lines = tl.load(lines_ptr, mask=is_word, other=0, volatile=True)
             is_token = ((word_of(header) & 1) != 0) & (token < (word_of(header) >> 1))
             # One value of each line in one reduction: a load with two uses is done twice, in two
             # layouts, and the line may come between them. 2: not there; 1: a slot; 0: none.
-            entries = tl.where((k < K) & (word_of(experts) >= 0), 1, 0)
+            entries = tl.where((k < c.K) & (word_of(experts) >= 0), 1, 0)
             told = tl.max(tl.where(flag_of(experts) != epoch, 2, entries))
             is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
             # What a header of another epoch says decides nothing.
             is_late = (told == 2) | ((told == 1) & is_absent)
-            if packed_ptr is not None:
-                positions = tl.load(row_lines_ptr + K_LANES + k, volatile=True)
+            if slabs.data is not None:
+                positions = tl.load(row_lines_ptr + c.K_LANES + k, volatile=True)
                 is_late |= tl.max((flag_of(positions) != epoch).to(tl.int32)) > 0
             is_late = (flag_of(header) != epoch) | (is_token & is_late)
             late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
@@ -146,49 +121,42 @@ def unpack_rows(
             if late == 0:
                 # Of the look that found them: to load them again would take as long as to look.
                 is_part = is_token & (told == 1)
-                if packed_ptr is not None:
+                if slabs.data is not None:
                     # They stay as they are from here on, however often they are loaded.
                     local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
-                    places = word_of(tl.load(row_lines_ptr + K_LANES + k, volatile=True))
-                    is_slot = both((k < K) & (local_ids >= 0) & (local_ids < L), is_part)
-                    counts_ptr = int64_at(buffer_address + COUNT_LINES_AT)
-                    counts_ptr += source_lane[:, None] * L + local_ids[None, :]
+                    places = word_of(tl.load(row_lines_ptr + c.K_LANES + k, volatile=True))
+                    is_slot = both((k < c.K) & (local_ids >= 0) & (local_ids < c.L), is_part)
+                    counts_ptr = int64_at(peers.buffer_address + c.COUNT_LINES_AT)
+                    counts_ptr += source_lane[:, None] * c.L + local_ids[None, :]
                     is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
-                    late = _await_lines(
-                        counts_ptr, is_count, source_lane, own_address, epoch, max_polls, THREADS
-                    )
+                    late = _await_lines(counts_ptr, is_count, source_lane, peers, epoch, THREADS)
                     # That wait was as long as any: it is not begun again.
                     polls_left = tl.where(late != 0, 0, polls_left)
                     counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                     before = tl.sum(tl.where(is_count, counts, 0), axis=0)
-                    slots = local_ids * CAPACITY + before + places
+                    slots = local_ids * index.CAPACITY + before + places
                     # No expert has more rows than its slab, whatever a rank has sent.
-                    is_slot = both(is_slot & (before + places < CAPACITY), late == 0)
+                    is_slot = both(is_slot & (before + places < index.CAPACITY), late == 0)
                     slots = tl.where(is_slot, slots, -1)
                     # One after the other: as a block they would take more registers than there are.
-                    for each in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+                    for each in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
                         slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
-                        to_ptr = packed_ptr + slot * (DATA_BYTES // 4) + word
+                        to_ptr = slabs.data + slot * (c.DATA_BYTES // 4) + word
                         tl.store(to_ptr, word_of(lines), mask=both(is_datum, slot >= 0))
-                        if packed_scales_ptr is not None:
-                            place = scales_at(
-                                slot,
-                                word - FIRST_SCALE,
-                                CAPACITY,
-                                EXPERT_STRIDE,
-                                SLOT_STRIDE,
-                                WORD_STRIDE,
-                            )
+                        if slabs.scales is not None:
+                            place = scales_at(slot, word - FIRST_SCALE, index)
                             is_kept = both(is_scale, slot >= 0)
-                            tl.store(packed_scales_ptr + place, word_of(lines), mask=is_kept)
+                            tl.store(slabs.scales + place, word_of(lines), mask=is_kept)
                 else:
-                    row = (source * M + token).to(tl.int64)
-                    data_ptr = int32_at(buffer_address + DATA_AT + row * DATA_BYTES)
+                    row = (source * c.M + token).to(tl.int64)
+                    data_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES)
                     tl.store(data_ptr + word, word_of(lines), mask=both(is_datum, is_part))
-                    if SCALE_WORDS > 0:
-                        scales_ptr = int32_at(buffer_address + SCALES_AT + row * SCALE_BYTES)
+                    if c.SCALE_WORDS > 0:
+                        scales_ptr = int32_at(
+                            peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES
+                        )
                         scales_ptr += word - FIRST_SCALE
                         tl.store(scales_ptr, word_of(lines), mask=both(is_scale, is_part))
-        abort_if_late(peers, late, WAIT_DISPATCH, epoch, W, W_LANES)
+        abort_if_late(peers, late, WAIT_DISPATCH, epoch, c)
         any_late |= late
     return any_late != 0

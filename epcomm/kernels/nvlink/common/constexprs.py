@@ -1,0 +1,160 @@
+"""The constants of kernels of low latency, each group one argument that the compiler knows.
+
+Triton takes an argument for a constant if its annotation has the word "constexpr" in it, as that of
+the classes here by the name of this file. Their repr is part of the key of the compiled kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cache
+from typing import TypeVar
+
+import triton.language as tl
+
+from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+
+RecordT = TypeVar("RecordT")
+
+
+def constants(record: type[RecordT], **values: Hashable) -> RecordT:
+    """Return a record of this file with the values as constants of kernels.
+
+    An interpreter computes with the values themselves.
+    """
+    wrap = (lambda value: value) if IS_INTERPRETED else tl.constexpr
+    return record(**{name: wrap(value) for name, value in values.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The numbers of a LowLatencyLayout, its offsets in bytes, and its lines counted in lines.
+
+    LANES of something are its number rounded up to a power of two.
+    """
+
+    W: tl.constexpr
+    W_LANES: tl.constexpr
+    M: tl.constexpr
+    K: tl.constexpr
+    K_LANES: tl.constexpr
+    L: tl.constexpr
+    L_LANES: tl.constexpr
+    LINE_TOKENS: tl.constexpr
+    ROW_LINES: tl.constexpr
+    DATA_LINES: tl.constexpr
+    SCALE_LINES: tl.constexpr
+    SUM_LINES: tl.constexpr
+    DATA_WORDS: tl.constexpr
+    SCALE_WORDS: tl.constexpr
+    RETURN_WORDS: tl.constexpr
+    METADATA_BYTES: tl.constexpr
+    DATA_BYTES: tl.constexpr
+    SCALE_BYTES: tl.constexpr
+    RETURN_BYTES: tl.constexpr
+    ARRIVED_METADATA_AT: tl.constexpr
+    ARRIVED_ROWS_AT: tl.constexpr
+    ARRIVED_SUMS_AT: tl.constexpr
+    HEADER_LINES_AT: tl.constexpr
+    COUNT_LINES_AT: tl.constexpr
+    COMBINED_LINES_AT: tl.constexpr
+    ROW_LINES_AT: tl.constexpr
+    SUM_LINES_AT: tl.constexpr
+    METADATA_AT: tl.constexpr
+    DATA_AT: tl.constexpr
+    SCALES_AT: tl.constexpr
+    RETURNED_AT: tl.constexpr
+
+    @classmethod
+    @cache
+    def of(cls, layout: LowLatencyLayout) -> Layout:
+        """Return the constants of a layout."""
+        offsets = {f"{name.upper()}_AT": layout.offsets[name] for name in layout.buffer_sizes()}
+        return constants(
+            cls,
+            W=layout.world_size,
+            W_LANES=layout.world_lanes,
+            M=layout.max_tokens,
+            K=layout.top_k,
+            K_LANES=layout.metadata_words,
+            L=layout.num_local_experts,
+            L_LANES=layout.local_lanes,
+            LINE_TOKENS=layout.line_tokens,
+            ROW_LINES=layout.row_lines,
+            DATA_LINES=layout.data_lines_at,
+            SCALE_LINES=layout.scale_lines_at,
+            SUM_LINES=layout.sum_lines,
+            DATA_WORDS=layout.data_words,
+            SCALE_WORDS=layout.scale_words,
+            RETURN_WORDS=layout.return_words,
+            METADATA_BYTES=layout.metadata_bytes,
+            DATA_BYTES=layout.data_bytes,
+            SCALE_BYTES=layout.scale_bytes,
+            RETURN_BYTES=layout.return_bytes,
+            **offsets,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentRows:
+    """The rows that a sender of dispatch is given, and what they are on the wire.
+
+    X_STRIDE: elements from one row to the next.   HIDDEN: elements of a row, of COLUMNS lanes.
+    KIND: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.   PROFILE: of INT8 rows, a value of Int8Profile.
+    BLOCK: elements that share a scale, in BLOCK_LANES lanes.   BLOCKS: those of a program.
+    SCALES: of a row that is quantised already, of SCALE_LANES lanes.
+    NEEDS_DISTINCT: a token that names an expert twice is a fault.
+    """
+
+    X_STRIDE: tl.constexpr
+    HIDDEN: tl.constexpr
+    COLUMNS: tl.constexpr
+    KIND: tl.constexpr
+    PROFILE: tl.constexpr
+    HAS_E4M3: tl.constexpr
+    BLOCK: tl.constexpr
+    BLOCK_LANES: tl.constexpr
+    BLOCKS: tl.constexpr
+    SCALES: tl.constexpr
+    SCALE_LANES: tl.constexpr
+    NEEDS_DISTINCT: tl.constexpr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """The index that the receiver of dispatch writes, and the slabs to which it copies rows.
+
+    C: slots of the index.   ALIGNMENT: of the first slot of each expert.   ROWS: that a program
+        indexes.   INDEXERS: programs that do.   WORDS: in lines that another one unpacks at once.
+    CAPACITY: slots of each expert in slabs, 0 without slabs; their rows have WORD_LANES lanes, and
+        their scales SCALE_LANES.   *_STRIDE: of the scales in words, see scales_at().
+    """
+
+    C: tl.constexpr
+    ALIGNMENT: tl.constexpr
+    ROWS: tl.constexpr
+    INDEXERS: tl.constexpr
+    WORDS: tl.constexpr
+    CAPACITY: tl.constexpr
+    WORD_LANES: tl.constexpr
+    SCALE_LANES: tl.constexpr
+    EXPERT_STRIDE: tl.constexpr
+    SLOT_STRIDE: tl.constexpr
+    WORD_STRIDE: tl.constexpr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """The results that a sender of combine is given: rows, or sums with PER_ROW.
+
+    ROWS_STRIDE: elements from one to the next.   HIDDEN: elements of each.   COLUMNS, LINE_COLUMNS:
+        of them that a program sends at once, in bulk and in lines.
+    """
+
+    ROWS_STRIDE: tl.constexpr
+    HIDDEN: tl.constexpr
+    COLUMNS: tl.constexpr
+    LINE_COLUMNS: tl.constexpr
+    PER_ROW: tl.constexpr

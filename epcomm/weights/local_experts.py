@@ -56,8 +56,9 @@ class LocalExperts:
         if len(held) != len(self._held):
             return False
         for tensor, known, piece in zip(held, self._held, self._pieces, strict=True):
-            # Module.to() replaces what a parameter holds, and keeps the parameter.
-            if tensor is not known or piece_of(tensor) is not piece:
+            # Module.to() replaces the piece of a parameter, and keeps the parameter. This runs in
+            # every call, so the piece is read without calling piece_of().
+            if tensor is not known or getattr(tensor, "_local_tensor", tensor) is not piece:
                 return False
         return True
 

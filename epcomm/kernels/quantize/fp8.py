@@ -8,6 +8,8 @@ memory is the limit; one token is bound by the launch.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +24,7 @@ from epcomm.kernels.launch import (
     next_power_of_two,
     warps_for,
 )
-from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.platforms.cuda import compute_capability
 from epcomm.types import WireTensor
 
@@ -164,30 +166,60 @@ def quantize_fp8_triton(hidden_states: Tensor, wire: WireTensor) -> None:
     if num_rows == 0:
         return
     is_power_of_two = scales.dtype == torch.float8_e8m0fnu
-    # Both are powers of two: the columns that hold one block, and the blocks of a program.
-    tile_columns = next_power_of_two(scale_block)
-    tile_blocks = max(1, _TILE_ELEMENTS // tile_columns)
-    launch(
-        _quantize_fp8_kernel,
-        -(-num_blocks // tile_blocks),
-        (
-            hidden_states,
-            codes.view(torch.uint8),
-            scales.view(torch.uint8) if is_power_of_two else scales,
-            num_blocks,
-        ),
-        HIDDEN=hidden_size,
-        BLOCK=scale_block,
-        X_STRIDE=hidden_states.stride(0),
-        CODES_STRIDE=codes.stride(0),
-        SCALES_STRIDE=scales.stride(0),
-        IS_POWER_OF_TWO=is_power_of_two,
-        HAS_E4M3=has_e4m3(hidden_states.device),
-        TILE_BLOCKS=tile_blocks,
-        TILE_COLUMNS=tile_columns,
-        num_warps=warps_for(tile_blocks * tile_columns),
-        **EXACT,
+    prepared = _prepared(
+        hidden_states.dtype,
+        hidden_states.device,
+        hidden_size,
+        (hidden_states.stride(0), codes.stride(0), scales.stride(0)),
+        scale_block,
+        is_power_of_two,
     )
+    tile_blocks, _ = _tile_of(scale_block)
+    prepared(
+        -(-num_blocks // tile_blocks),
+        hidden_states,
+        codes.view(torch.uint8),
+        scales.view(torch.uint8) if is_power_of_two else scales,
+        num_blocks,
+    )
+
+
+# Decoding quantises rows of the same form in every call; making the constants takes host time.
+@lru_cache(maxsize=256)
+def _prepared(
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden_size: int,
+    strides: tuple[int, int, int],
+    scale_block: int,
+    is_power_of_two: bool,
+) -> PreparedLaunch:
+    """Return the launch for rows of one form; strides: of hidden states, codes and scales."""
+    tile_blocks, tile_columns = _tile_of(scale_block)
+    x_stride, codes_stride, scales_stride = strides
+    return PreparedLaunch(
+        _quantize_fp8_kernel,
+        (CHANGES, CHANGES, CHANGES, CHANGES),
+        dict(
+            HIDDEN=hidden_size,
+            BLOCK=scale_block,
+            X_STRIDE=x_stride,
+            CODES_STRIDE=codes_stride,
+            SCALES_STRIDE=scales_stride,
+            IS_POWER_OF_TWO=is_power_of_two,
+            HAS_E4M3=has_e4m3(device),
+            TILE_BLOCKS=tile_blocks,
+            TILE_COLUMNS=tile_columns,
+            num_warps=warps_for(tile_blocks * tile_columns),
+            **EXACT,
+        ),
+    )
+
+
+def _tile_of(scale_block: int) -> tuple[int, int]:
+    """Return the blocks of a program, and the columns that hold one block: both powers of two."""
+    tile_columns = next_power_of_two(scale_block)
+    return max(1, _TILE_ELEMENTS // tile_columns), tile_columns
 
 
 def has_e4m3(device: torch.device) -> bool:

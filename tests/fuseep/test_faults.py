@@ -154,7 +154,7 @@ def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None
                         # It is recorded on the device too, like the faults of all bad calls.
                         expect(ConfigError, text, layer.check)
                 elif all_raise:
-                    text = "gradients or decode in a mode that has none on rank 1"
+                    text = "gradients or decode in a mode without them on rank 1"
                     expect(ConfigError, text, call)
                 else:
                     assert torch.equal(call(), good)

@@ -104,7 +104,7 @@ def test_log_tells_choices_once_and_growth(caplog: pytest.LogCaptureFixture) -> 
         caplog.clear()
         moe(tokens(group))
         grown = [(record.levelname, record.getMessage()) for record in caplog.records]
-        assert ("DEBUG", f"rank {group.rank}: rows has {2**20} B a receive buffer now") in grown
+        assert ("DEBUG", f"rank {group.rank}: rows now has {2**20} B per receive buffer") in grown
         caplog.clear()
         for _ in range(3):
             same(tokens(group)).sum().backward()

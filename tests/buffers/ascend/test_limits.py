@@ -336,7 +336,7 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
         many = 33 if group.rank == 1 else 32
         topk = topk_of([[0, 5]] * many)
         if group.rank == 1:
-            wanted = "hidden_states has 33 tokens, expected at most 32, which is all that the"
+            wanted = "hidden_states has 33 tokens, expected at most 32, the limit of the backend"
             with pytest.raises(CapacityError, match=wanted):
                 dispatcher.dispatch(rows(many), topk)
         elif check_calls:

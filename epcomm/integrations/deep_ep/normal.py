@@ -88,6 +88,11 @@ class RowExchange:
     device: torch.device
 
     @property
+    def opened(self) -> OpenBuffer:
+        """The buffer and its specification."""
+        return OpenBuffer(self.buffer, self.spec)
+
+    @property
     def row_bytes(self) -> int:
         """The most bytes of a row, for which there is memory."""
         return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
@@ -388,49 +393,52 @@ def refuse_dispatch(
 
 
 def refuse_along(
-    ranks: Ranks,
-    exchange: RowExchange,
-    error: EPError,
-    *,
-    has_weights: bool = False,
-    num_combines: int = 0,
+    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
 ) -> NoReturn:
-    """Refuse a dispatch along an exchange, or a combine.
+    """Refuse a dispatch along an exchange.
 
     has_weights: weights [T, K], float32, are sent before the rows.
-    num_combines: the combines of the buffer that the others make; 0: a dispatch.
+
+    Collective: in place of the dispatch.
+    Raises:
+        error: always.
+    """
+    ranks.announce("", {}, error, over_nvlink=exchange.buffer.needs_nvlink)
+    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+    # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
+    for num_bytes in (*weight_bytes, exchange.row_bytes):
+        shape = (exchange.num_tokens, num_bytes)
+        send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
+    raise error
+
+
+def refuse_combine(
+    ranks: Ranks,
+    service: Service,
+    error: EPError,
+    opened: OpenBuffer | None = None,
+    exchange_plan: ExchangePlan | None = None,
+    *,
+    num_combines: int = 1,
+) -> NoReturn:
+    """Refuse a combine, or a dispatch along an exchange that this rank does not know.
+
+    opened: the buffer of the exchange. If it is None, the exchange is not known: over NVLink the
+        others are assumed to combine the oldest batch in low latency, and their sums are NaN; in
+        normal mode they wait until the timeout.
+    num_combines: number of combines of the buffer in the call.
 
     Collective: in place of these calls.
     Raises:
         error: always.
     """
-    buffer = exchange.buffer
-    ranks.announce("", {}, error, over_nvlink=buffer.needs_nvlink)
-    for _ in range(num_combines):
-        combine_error(OpenBuffer(buffer, exchange.spec), exchange.device, error)
-    if not num_combines:
-        weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-        # Rows as wide as any of other ranks. All bits set are NaN, in codes and scales too.
-        for num_bytes in (*weight_bytes, exchange.row_bytes):
-            shape = (exchange.num_tokens, num_bytes)
-            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device)
-            send_columns(exchange, nans)
-    raise error
-
-
-def refuse_unknown(ranks: Ranks, service: Service, error: EPError) -> NoReturn:
-    """Refuse a call along an exchange that this rank does not know.
-
-    Over NVLink the others are assumed to combine the oldest batch in low latency, and their sums
-    are NaN; in normal mode they wait until the timeout.
-
-    Collective: in place of a combine, or a dispatch along an exchange.
-    Raises:
-        error: always.
-    """
-    ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
-    if service is Service.LOW_LATENCY and service in ranks.last:
-        combine_error(ranks.last[service], ranks.device, error)
+    over_nvlink = ranks.is_over_nvlink(service) if opened is None else opened.buffer.needs_nvlink
+    ranks.announce("", {}, error, over_nvlink=over_nvlink)
+    if opened is None and service is Service.LOW_LATENCY:
+        opened = ranks.last.get(service)
+    if opened is not None:
+        for _ in range(num_combines):
+            combine_error(opened, ranks.device, error, exchange_plan)
     raise error
 
 

@@ -22,8 +22,8 @@ from epcomm.integrations.deep_ep.normal import (
     announce_along,
     biases_of,
     refuse_along,
+    refuse_combine,
     refuse_dispatch,
-    refuse_unknown,
     return_rows,
     send_along,
     sum_of_biases,
@@ -34,7 +34,6 @@ from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
     LowLatencyHandle,
     LowLatencyShape,
-    refuse_low_latency_combine,
     slots_spec,
 )
 from epcomm.integrations.deep_ep.v1.normal import (
@@ -345,7 +344,7 @@ class Buffer:
                 check.tensor("topk_weights", topk_weights, shape, FLOAT32)
             check.biases(biases, exchange)
         except EPError as error:
-            refuse_along(self._ranks, exchange, error, num_combines=1)
+            refuse_combine(self._ranks, Service.NORMAL, error, exchange.opened)
         has_weights = topk_weights is not None
         announce_along(self._ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, previous_event, is_async=async_finish) as call:
@@ -470,7 +469,7 @@ class Buffer:
         check = self._begin_low_latency("low_latency_combine")
         if not self._is_own(handle):
             error = check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-            refuse_unknown(self._ranks, Service.LOW_LATENCY, error)
+            refuse_combine(self._ranks, Service.LOW_LATENCY, error)
         if zero_copy:
             x = self._combine_memory(handle)
         num_tokens = handle.num_tokens
@@ -484,7 +483,7 @@ class Buffer:
             if out is not None:
                 check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
         except EPError as error:
-            refuse_low_latency_combine(handle, error)
+            refuse_combine(self._ranks, Service.LOW_LATENCY, error, *handle.along())
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             combined, receive = self._low_latency.combine(handle, x, topk_weights, out)
             if not return_recv_hook:
@@ -547,7 +546,7 @@ class Buffer:
         exchange = self._saved_handles.find(handle)
         if exchange is None:
             error = check.handle_error(handle, "dispatch() of this Buffer")
-            refuse_unknown(self._ranks, Service.NORMAL, error)
+            refuse_combine(self._ranks, Service.NORMAL, error)
         return exchange
 
     def _is_own(self, handle: object) -> TypeGuard[LowLatencyHandle]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, NoReturn, Self
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -23,17 +23,16 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, ReturnsSlots
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.calls.call import DispatchCall
-from epcomm.errors import CapacityError, EPError, HandleError
+from epcomm.errors import CapacityError, HandleError
 from epcomm.integrations.deep_ep.checks import Check
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
-    combine_error,
     detached,
     dispatch_rows,
+    refuse_combine,
     refuse_dispatch,
-    refuse_unknown,
     return_rows,
     spec_of,
 )
@@ -132,6 +131,13 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         handle.ranks, handle.num_tokens = ranks, num_tokens
         handle.shape, handle.sent = shape, sent
         return handle
+
+    def along(self) -> tuple[OpenBuffer | None, ExchangePlan | None]:
+        """Return the buffer that returns slots and its exchange plan; None for pairs."""
+        if isinstance(self.sent, SentPairs):
+            return None, None
+        buffer, exchange_plan = self.sent
+        return OpenBuffer(buffer, slots_spec(self.shape)), exchange_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -255,20 +261,6 @@ class LowLatency:
         return found
 
 
-def refuse_low_latency_combine(handle: LowLatencyHandle, error: EPError) -> NoReturn:
-    """Take part in the combine of the other ranks without rows, so that they learn of `error`.
-
-    Raises:
-        error: always.
-    """
-    if isinstance(handle.sent, SentPairs):
-        refuse_unknown(handle.ranks, Service.LOW_LATENCY, error)
-    buffer, plan = handle.sent
-    opened = OpenBuffer(buffer, slots_spec(handle.shape))
-    combine_error(opened, handle.ranks.device, error, plan)
-    raise error
-
-
 def _column_major(
     shape: torch.Size | tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> Tensor:
@@ -369,7 +361,7 @@ def _combine_pairs(
     if exchange is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
-        refuse_unknown(handle.ranks, Service.LOW_LATENCY, HandleError(error))
+        refuse_combine(handle.ranks, Service.LOW_LATENCY, HandleError(error))
     rows = x.flatten(0, 1)[pairs.row_of_pair]
     y = x.new_empty(handle.num_tokens, x.shape[2]) if out is None else out
     pending = [exchange]

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.base import NeedGrad
+from epcomm.dispatchers.checks import unready_error
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
@@ -296,6 +297,10 @@ class ExpertParallelExperts(nn.Module):
         decode = self.is_decoding if decode is None else decode
         try:
             weights = self.weights
+        except EPError as error:
+            if isinstance(self.path, PipelinePath):
+                self.path.phases.any_of(decode=decode).refuse(error)
+            raise
         except Exception as problem:
             self.refuse(problem, decode=decode)
             raise
@@ -322,7 +327,8 @@ class ExpertParallelExperts(nn.Module):
             return
         # A device that has failed may be unable to send the report too.
         with suppress(EPError, RuntimeError):
-            self.path.phases.any_of(decode=decode).refuse(problem)
+            error = unready_error(problem, self.group.where)
+            self.path.phases.any_of(decode=decode).refuse(error)
 
     def idle(self, carry: Tensor) -> Tensor:
         """Take part in a call without tokens; see ExpertParallelLayer.idle."""
@@ -504,7 +510,8 @@ class PipelinePath:
         except Exception as problem:
             # As in ExpertParallelExperts.refuse().
             with suppress(EPError, RuntimeError):
-                dispatcher.refuse_combine(problem, out.handle.exchange_plan)
+                error = unready_error(problem, self._group.where, function="combine")
+                dispatcher.refuse_combine(error, out.handle.exchange_plan)
             raise
         y = dispatcher.combine(results)
         # Use the rows of y, because x is unchecked if a static buffer has recorded a fault.

@@ -199,10 +199,12 @@ def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan 
     return handle.exchange_plan
 
 
-def as_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
-    """Return `problem` if it is an EPError, else an EPError with its text."""
-    if isinstance(problem, EPError):
-        return problem
+def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
+    """Return the error that reports `problem`, which a rank met before it could send rows.
+
+    An EPError is wrapped too: its class and fault word describe a call that may be of another layer
+    or group.
+    """
     return EPError(
         f"{function}: {type(problem).__name__} before any rows were sent ({where}): {problem}"
     )

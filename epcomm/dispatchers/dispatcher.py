@@ -18,12 +18,12 @@ from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
 from epcomm.dispatchers.checks import (
-    as_error,
     find_call_error,
     find_combine_error,
     needs_gradients,
     num_tokens_of,
     open_exchange_plan_of,
+    unready_error,
 )
 from epcomm.errors import ConfigError, EPError, EPTimeout, HandleError, ShapeError
 from epcomm.group import EPGroup
@@ -128,7 +128,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             return self._record(call, out, handle)
 
         is_reported = refusal is not None or not self._buffer.counts_calls
-        return self._calls.announced(send, None if is_reported else self.refuse)
+        return self._calls.announced(send, None if is_reported else self._report_dispatch)
 
     @ranged("dispatch_begin", is_traced=False)
     def dispatch_async(
@@ -149,7 +149,9 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 self._record(call, pending.wait(), handle)
             return Pending(partial(self._receive, pending, call, handle))
 
-        return self._calls.announced(begin, self.refuse if self._buffer.counts_calls else None)
+        return self._calls.announced(
+            begin, self._report_dispatch if self._buffer.counts_calls else None
+        )
 
     @ranged("dispatch_wait")
     def _receive(
@@ -271,27 +273,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _receive_sums(self, pending: Pending[Tensor], handle: Handle) -> Tensor:
         return self._finished(pending.wait(), handle)
 
-    def refuse(self, problem: Exception) -> NoReturn:
-        """Report `problem` to the other ranks, in place of a dispatch; then raise it.
+    def refuse(self, error: EPError) -> NoReturn:
+        """Report `error` to the other ranks, in place of a dispatch; then raise it.
 
         Collective: yes, in place of dispatch(), and on a static buffer of combine() too.
-        Raises:
-            EPError: always; `problem` if it is an EPError, else an EPError with its text.
         """
-        error = as_error(problem, self._where)
         self._dispatch(*self._nothing(), False, refusal=error)
         raise error
 
-    def refuse_combine(self, problem: Exception, exchange_plan: ExchangePlan | None) -> NoReturn:
-        """Report `problem` to the other ranks, in place of a combine; then raise it.
+    def refuse_combine(self, error: EPError, exchange_plan: ExchangePlan | None) -> NoReturn:
+        """Report `error` to the other ranks, in place of a combine; then raise it.
 
         exchange_plan: the exchange plan of the batch; None if the batch is unknown.
 
         Collective: yes, in place of combine().
-        Raises:
-            EPError: as refuse().
         """
-        error = as_error(problem, self._where, function="combine")
         error.was_raised = True
         no_rows, _ = self._nothing()
         try:
@@ -304,11 +300,18 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             raise error from timeout
         raise error
 
-    def _report_combine(self, handle: Handle) -> Callable[[Exception], object] | None:
+    def _report_dispatch(self, problem: Exception) -> None:
+        """Report a failure before the header of a dispatch."""
+        self.refuse(unready_error(problem, self._where))
+
+    def _report_combine(self, handle: Handle) -> Callable[[Exception], None] | None:
         """Return the function that reports a failure before combine's header, if it has one."""
-        if not self._buffer.counts_calls:
-            return None
-        return partial(self.refuse_combine, exchange_plan=handle.exchange_plan)
+
+        def report(problem: Exception) -> None:
+            error = unready_error(problem, self._where, function="combine")
+            self.refuse_combine(error, handle.exchange_plan)
+
+        return report if self._buffer.counts_calls else None
 
     def _check_combine(self, combine_input: CombineT) -> None:
         """Report an invalid call to all ranks and raise its error."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -23,6 +23,7 @@ from epcomm import (
 )
 from epcomm.calls.order import Calls
 from epcomm.dispatchers import dispatcher as of_rows
+from epcomm.protocol import FaultCode, pack_fault
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
 from epcomm.types import RowsPer, WireFormat, WireTensor
 from tests.cases.playing import SPEC, E, OwnError, Play, fail, identity
@@ -589,6 +590,32 @@ OWN_ERRORS.append(
     )
 )
 
+
+def with_error_of_another_group(play: Play) -> object:
+    """Call the block while its router raises an error that names rank 7 of another group."""
+
+    def raise_error(*_: object) -> NoReturn:
+        error = ConfigError("rank 7 trains other experts")
+        error.fault_word = pack_fault(FaultCode.GRAD_MODE, 7)
+        raise error
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(play.block.gate, "forward", raise_error)
+        return of_block(play)
+
+
+OWN_ERRORS.append(
+    Bad(
+        id="the router fails in another group",
+        call=with_error_of_another_group,
+        others=of_block,
+        own="rank 7 trains other experts",
+        told=UNREADY,
+        error=EPError,
+        raised=ConfigError,
+    )
+)
+
 LAYER_FAULTS = [
     Bad(
         id="experts called with None",
@@ -602,8 +629,9 @@ LAYER_FAULTS = [
             call=lambda play, spoil=spoil: play.block(spoil(play.x.detach())),
             others=of_block,
             own=f"ExpertParallelMoE: x is {came}, expected a tensor [..., 16] (rank 1 of 2); pass",
-            told=WRONG_TENSOR,
-            error=ShapeError,
+            told=UNREADY,
+            error=EPError,
+            raised=ShapeError,
         )
         for name, came, spoil in (
             ("None", "NoneType", lambda x: None),

@@ -137,6 +137,22 @@ def test_rank_whose_inputs_need_no_gradients_takes_part_in_backward() -> None:
         expect_works(dispatcher, Call.good(group.device))
 
 
+@pytest.mark.ranks(NUM_RANKS)
+def test_received_rows_have_no_history_of_the_callers_tensor() -> None:
+    with EPGroup() as group:
+        dispatcher = StandardDispatcher(group, SPEC, CONFIG)
+        call = Call.good(group.device)
+        with torch.no_grad():
+            out = dispatcher.dispatch(
+                call.x, TopKOutput(topk_ids=call.ids, topk_weights=call.weights)
+            )
+        assert not out.hidden_states.data.requires_grad
+        # The tensor of the caller stays as it is where only the router weights need a gradient.
+        x = call.x.detach()
+        run(dispatcher, replace(call, x=x, weights=call.weights.requires_grad_()))
+        assert not x.requires_grad
+
+
 def expect_works(dispatcher: StandardDispatcher, call: Call) -> None:
     y = run(dispatcher, call)
     y.backward(torch.ones_like(y))

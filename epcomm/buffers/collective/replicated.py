@@ -10,7 +10,7 @@ dispatch is a sum over the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -128,7 +128,8 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             call=batch,
         )
         return Dispatched(
-            rows=rows,
+            # Unquantised rows share the memory of the caller's tensor, but not its history.
+            rows=replace(rows, data=rows.data.detach()),
             index=index,
             slot_weights=spread_to_slots(call.topk_weights, index),
             exchange_plan=exchange_plan,

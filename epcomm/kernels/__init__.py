@@ -1,1 +1,1 @@
-"""Hold the Triton and CUDA kernels, one operation a file; `import epcomm` imports none of them."""
+"""The Triton and CUDA kernels, one operation a file; `import epcomm` imports none of them."""

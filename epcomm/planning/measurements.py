@@ -1,4 +1,4 @@
-"""Say what `epcomm bench` has measured, and the order in which it puts backends.
+"""Measurements of `epcomm bench`, and the order of backends that follows from them.
 
 The choice depends on the file, the mode and max_tokens_per_rank alone, which ranks agree on.
 """

@@ -361,7 +361,7 @@ def _rank_capacity(spec: BufferSpec, world_size: int) -> int:
 
 
 def _token_reasons(spec: BufferSpec, world_size: int) -> list[str]:
-    """Return what keeps the package from serving so many tokens a rank; empty if nothing does."""
+    """Return the reasons why the package cannot serve max_tokens_per_rank; empty if it can."""
     reasons, capacity = [], _rank_capacity(spec, world_size) * world_size
     if spec.dispatch_format.dtype is WireDtype.FP8_E4M3 and capacity % 4:
         reasons.append("FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4")

@@ -108,13 +108,12 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         return received_rows(self._block, self._layout, buffer_index, self._spec)
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
-        """Go on without ranks that are dead: they are not waited for, and nothing is sent to them.
+        """Continue without dead ranks: do not wait for them, and send nothing to them.
 
-        Entries of topk_ids whose expert is theirs are as entries of -1, and sums leave them out.
-        Nothing is decided here: an EPTimeout has named the missing ranks, and every other rank must
-        pass the same ones. What was under way is lost; faults are forgotten, the EPTimeout too.
-        Captured graphs may be replayed afterwards. An excluded rank stays excluded until the buffer
-        is opened anew.
+        Entries of topk_ids for their experts count as -1, and sums leave them out. An EPTimeout has
+        named the missing ranks; every remaining rank must pass the same ranks. Unfinished calls are
+        lost, and recorded faults are cleared, the EPTimeout too. Captured graphs may be replayed
+        afterwards. An excluded rank stays excluded until a new buffer is opened.
 
         Args:
             ranks: the ranks to exclude; ranks excluded before stay excluded.
@@ -167,11 +166,11 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._faults.check(num_slots, has_budget=self._has_slot_budget)
 
     def close(self) -> None:
-        """Release the memory when no rank writes it any more; ranks close together. Idempotent.
+        """Release the memory after all ranks have stopped writing to it. Idempotent.
 
-        A rank that does not come is waited for as long as in a call, and not at all once a wait has
-        been in vain. It is no danger then: a block lasts until nobody has it mapped, and what this
-        rank had under way has ended.
+        Collective. A missing rank is waited for until the timeout of a call, and not at all after a
+        timeout. This is safe: a block exists until no process has it mapped, and the kernels of
+        this rank have ended.
         """
         if self._memory is None:
             return

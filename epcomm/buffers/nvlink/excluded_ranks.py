@@ -35,7 +35,7 @@ class LivingRanks:
         return tuple(rank for rank, value in enumerate(self.excluded.tolist()) if value)
 
     def device_barrier(self, max_polls: int) -> list[int]:
-        """Wait for all ranks on the device, and return those that did not come after so many polls.
+        """Wait for all ranks on the device, and return the ranks that are missing after max_polls.
 
         Collective: yes, and ends if some do not come.   Host sync: yes.
         """

@@ -5,8 +5,8 @@ that travel with the tokens, and one returned row for the sum of a rank's expert
 order and reuse: epcomm/kernels/nvlink/ll_dispatch_send.py, ll_dispatch_recv.py and ll_combine.py.
 
 A dispatch into a receive buffer whose last batch was never combined ends that batch first, on every
-rank alike, for calls have one order; a combine of that batch is then refused. Until then a batch is
-combined any number of times, each time in an epoch of its own.
+rank, because calls have one order; a combine of that batch is then refused. Until then a batch can
+be combined any number of times, each time in a new epoch.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ _INTERPRETED_PROGRAMS = 2
 
 
 class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
-    """The base of low latency, in the layout that its buffer hands out."""
+    """The base of low latency, in the layout that the subclass returns."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     handed_layout: ClassVar[Layout] = Layout.ROWS
     # Largest grid of a sending kernel: one program a token at 128 tokens, all resident on an H200.
     max_programs: ClassVar[int] = 128
-    # A rank with at most so many tokens sends them in lines, see kernels/nvlink/common/lines.py:
+    # The most tokens that a rank sends in lines, see kernels/nvlink/common/lines.py:
     # twice the bytes, and no fence.
     line_tokens: ClassVar[int] = 8
     needs_distinct_ids: ClassVar[bool] = False

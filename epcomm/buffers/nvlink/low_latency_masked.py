@@ -1,7 +1,7 @@
 """The layout MASKED of low latency over NVLink, for experts that read such rows alone.
 
 Every expert has capacity for the rows of all ranks: [L, W * M, H], its first ones in the order of
-(source rank, token). Rows travel once a rank, as ever, and are copied to their experts on arrival,
+(source rank, token). Each row is sent once per rank and copied to their experts on arrival,
 by the kernel that indexes them.
 """
 
@@ -33,9 +33,9 @@ def scale_reasons(spec: BufferSpec) -> list[str]:
 
 
 def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
-    """Give a receive buffer slabs, whose rows have the strides of those received; slot s is row s.
+    """Allocate slabs for a receive buffer, with the strides of received rows; slot s is row s.
 
-    Where slots come home apart, memory for where they came from, too.
+    If each slot returns, allocate memory for the sources of the slots too.
     """
     from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
 

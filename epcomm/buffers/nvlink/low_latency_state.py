@@ -24,10 +24,10 @@ _MAX_INT32 = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NVLinkLowLatencyExchangePlan(ExchangePlan):
-    """The W * M received rows, of which rank s filled the first T from s * M on.
+    """The plan of W * M received rows; those of rank s begin at s * M, and its first T are filled.
 
     batch: number of the dispatch; receive buffers are used in turn.
-    sources: where the slots came from, in the layout MASKED where slots come home apart.
+    sources: the sources of the slots, in the layout MASKED if each slot returns; else None.
     """
 
     num_tokens: int
@@ -39,7 +39,7 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotSources:
-    """Tells where the slots of each expert came from, on the device.
+    """The sources of the slots of each expert, on the device.
 
     token_of_slot: [L, C / L], int32: the token, as its rank numbers it.
     ranges: [L, W], int64: the slots from each rank, first << 32 | number, in the expert's own.
@@ -55,15 +55,17 @@ class SlotSources:
 class ReceiveBuffer:
     """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
 
-    rows, index: what is handed out.   row_of_slot: [C], None where nobody asks.
-    slots_of_row: [W * M, K].   is_sent: [M, W], uint8, whether a rank got a token; where slots come
-        home apart, [M, K], 1 + the rank that has a slot.   slot_weights: None there.
-    slabs: where rows of MASKED are copied to.   sources: of those slots that come home apart.
-    batch: the last one dispatched, of T = num_tokens, in lines or in bulk, of which its header
-        tells all ranks.   is_open: it awaits its combine.   is_combined: this rank has received
+    rows, index: the rows and the index that dispatch returns.   row_of_slot: [C], or None if
+        the index has none.   slots_of_row: [W * M, K].
+    is_sent: [M, W], uint8, whether the token was sent to the rank; if each slot returns, [M, K],
+        1 + the rank that has the slot.   slot_weights: None if each slot returns.
+    slabs: the memory to which rows of MASKED are copied.   sources: the sources of slots that
+        return.
+    batch: number of the last dispatch, of T = num_tokens, sent in lines or in bulk; its header has
+        the batch.   is_open: the batch awaits its combine.   is_combined: this rank has received
         the sums, so that the batch can be combined again.
-    was_captured: a graph holds that dispatch, so that what came of the batch is not known.
-    unfinished: receives the sums of a combine, once, however often it is called.
+    was_captured: a graph holds that dispatch, so that the state of the batch is not known.
+    unfinished: receives the sums of a combine; calling it again has no effect.
     """
 
     exchange: LowLatencyExchange

@@ -495,7 +495,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             )
 
     def _grow(self, num_tokens: int) -> None:
-        """Grow the memory of every rank to so many tokens a rank: all have read the same counts.
+        """Grow the memory of every rank to num_tokens a rank; all ranks have read the same counts.
 
         Raises:
             CapacityError: some rank is excluded; on all remaining ranks.
@@ -503,7 +503,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         if self._excluded_ranks:
             raise CapacityError(
                 f"dispatch: a rank has T = {num_tokens} tokens, expected at most "
-                f"{self._layout.max_tokens}, for memory cannot grow without "
+                f"{self._layout.max_tokens}, because memory cannot grow without "
                 f"{describe_ranks(self._excluded_ranks)} (this is rank {self._rank} of "
                 f"{self._world_size}); pass max_tokens_per_rank to EPConfig, or make a new EPGroup"
             )

@@ -133,11 +133,13 @@ class Totals:
         ctypes.memset(self._words, 0xFF, ctypes.sizeof(self._words))
 
     def wait(self, check: Callable[[], None], timeout_s: float) -> list[int] | None:
-        """Return the totals once a kernel has written them: the host sync; None: it never ran.
+        """Wait until a kernel has written the totals, and return them; None after timeout_s.
 
-        check: raises what a kernel that waits in vain reports.
+        check: raises the timeout that a kernel has reported.
+
+        Host sync: yes.
         """
-        # For a kernel that never runs, and so reports nothing.
+        # A kernel that never runs reports nothing, so the host has a timeout too.
         deadline = time.monotonic() + timeout_s
         while time.monotonic() <= deadline:
             totals = self._words[:]

@@ -46,7 +46,7 @@ def low_latency_layout(
 ) -> LowLatencyLayout:
     """Return the layout of blocks with capacity for the tokens that the specification limits.
 
-    line_tokens: a rank with at most so many tokens sends them in lines, if blocks of its wire
+    line_tokens: the most tokens that a rank sends in lines, if blocks of its wire
         format are whole words.
     """
     assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"

@@ -72,7 +72,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowExchange:
-    """What a handle of deep_ep stands for: the exchange plan of one dispatch, and its buffer.
+    """The exchange plan of one dispatch, and its buffer, for which a handle of deep_ep stands.
 
     spec: of the buffer.   num_tokens: T of this rank.
     num_rows: R, rows that this rank received; max_rows: the length of the tensors of the caller.

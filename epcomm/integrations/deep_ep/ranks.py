@@ -109,7 +109,7 @@ class Ranks:
 
     @property
     def reads_faults(self) -> bool:
-        """Whether hosts read faults of static sizes in the call: on CPUs, where they wait."""
+        """True if hosts read faults of static sizes in the call, as on CPUs, where they wait."""
         return self.device.type == "cpu"
 
     def has(self, service: Service) -> bool:

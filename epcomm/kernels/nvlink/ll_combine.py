@@ -325,7 +325,7 @@ def _parts_of(
     PARTS: tl.constexpr,
     PART_LANES: tl.constexpr,
 ) -> tl.tensor:
-    """Return what comes home for a token: 5 is parts 0 and 2; 0 behind the last token."""
+    """Return the parts of a token as bits: 5 is parts 0 and 2; 0 after the last token."""
     part = tl.arange(0, PART_LANES)
     is_part = both(part < PARTS, token < num_tokens)
     # Not from the L1 cache: a wait that empties it comes only later.
@@ -494,8 +494,8 @@ def receive_combine(
             before send_combine(): kernels between the two may run still, and memory that they
             read is given away once the host has launched them.
         is_sent: as send_dispatch() wrote it.
-        topk_weights: [T, K], float32, contiguous: slots have come home apart, and are multiplied by
-            these; of those that do not, the weight is ignored.
+        topk_weights: [T, K], float32, contiguous: weights of the slots that have returned; others
+            are ignored.
         batch: as send_dispatch() was given it.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
@@ -519,5 +519,5 @@ def receive_combine(
             **EXACT,
             **overlapping(out.device),
         )
-    # One program without tokens still hears of faults.
+    # Without tokens, one program still receives the faults.
     launch(max(1, min(num_tokens, num_programs)), out, topk_weights, is_sent, num_tokens, batch)

@@ -75,9 +75,9 @@ def send_header(
 ) -> None:
     """Send `peer` a header: how T rows come, and the counts of its L experts.
 
-    ids 0 2 | 3 2 with L = 2: rank 1 is told 2 1, for its experts 2 and 3. With an id that is
-    neither -1 nor an expert, every rank is told of the fault, and of no token; likewise, if
-    NEEDS_DISTINCT, where a token names an expert twice.
+    ids 0 2 | 3 2 with L = 2: rank 1 receives the counts 2 1 of its experts 2 and 3. If an id is
+    neither -1 nor an expert, or NEEDS_DISTINCT and a token names an expert twice, every rank
+    receives the fault and no counts.
     """
     base = tl.load(peers.bases + peer)
     counts = tl.zeros([c.L_LANES], tl.int32)

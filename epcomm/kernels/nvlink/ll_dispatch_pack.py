@@ -1,10 +1,10 @@
 """Copy the rows of an NVLink receive buffer to their experts, for the layout MASKED.
 
 A part of the receiver of low-latency dispatch: each program copies the rows that it has indexed, as
-soon as their source has sent all, so that no pass of its own over them is left. Rows that come in
-lines are stored where they belong by lines/dispatch_unpack.py.
+soon as their source has sent all, so that no separate pass over them is needed. Rows in lines are
+stored at their slots by lines/dispatch_unpack.py.
 
-Memory order: behind the acquire of the source's signal of rows.
+Memory order: after the acquire of the source's signal of rows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from epcomm.kernels.nvlink.common.signals import int32_at
 
 @triton.jit
 def scales_at(slot: tl.tensor, word: tl.tensor, index: constexprs.Index) -> tl.tensor:
-    """Return the place of words of the scales of a slot, int64; each expert has so many slots.
+    """Return the offset of a word of the scales of a slot, int64.
 
-    Of slot 5 in experts of 4 slots, by column with 2 words: the words of the second slot of the
+    For slot 5 in experts of 4 slots, by column with 2 words: the words of the second slot of the
     second expert, 8 + 1 and 8 + 1 + 4.
     """
     slot = slot.to(tl.int64)

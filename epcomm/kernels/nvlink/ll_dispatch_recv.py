@@ -314,7 +314,7 @@ def _clear_unused(
     c: constexprs.Layout,
     index: constexprs.Index,
 ) -> None:
-    """Write -1 for the slots that no row has, every so many of them in each program."""
+    """Write -1 for the slots without a row; the programs share the slots in stripes."""
     program = tl.program_id(0)
     STRIPE: tl.constexpr = index.ROWS * c.K_LANES
     for start in tl.range(program * STRIPE, index.C, tl.num_programs(0) * STRIPE, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
@@ -347,9 +347,9 @@ def _receive_dispatch_kernel(
     index: constexprs.Index,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Index ROWS rows of one source in each program, and every so many slots of padding.
+    """Index ROWS rows of one source in each program, and its stripes of the padding slots.
 
-    The programs behind INDEXERS unpack rows that come in lines. With slabs, rows are copied to
+    The programs from INDEXERS on unpack rows in lines. With slabs, rows are copied to
     their slots.
 
     W = 2, L = 2, counts 1 0 | 1 2 from ranks 0 and 1: expert 0 has the slots 0 and 1, expert 1 has
@@ -501,9 +501,9 @@ def _release_buffer_kernel(
     max_polls: tl.tensor,
     c: constexprs.Layout,
 ) -> None:
-    """Stand in for a combine that never came: epoch 5 ends, of which all are told.
+    """End the epoch of a batch without a combine, and signal its end to all ranks.
 
-    Where a replay has ended it, which no host knows, there is nothing to do.
+    Do nothing if a replay has ended the epoch already, which no host knows.
     """
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     epoch = tl.load(peers.state + 1)
@@ -529,8 +529,8 @@ def receive_dispatch(
 
     Args:
         exchange: the receive buffer.
-        row_of_slot: [C], int32, or None where nobody asks.   slots_of_row: [W * M, K], int32.
-        slot_weights: [C], float32, or None where slots come home apart.
+        row_of_slot: [C], int32, or None if the index has none.   slots_of_row: [W * M, K], int32.
+        slot_weights: [C], float32, or None if each slot returns.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
         is_captured: as send_dispatch() was given it.

@@ -396,8 +396,8 @@ def send_dispatch(
         hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
-        topk_weights: [T, K], float32, contiguous; None where slots come home apart.
-        is_sent: [M, W], uint8, written: whether a rank got the token. Where slots come home apart,
+        topk_weights: [T, K], float32, contiguous; None if each slot returns.
+        is_sent: [M, W], uint8, written: whether the token was sent to the rank. If slots return,
             [M, K]: 1 + the rank that has the slot, 0 for none.
         status: fault and flags of this rank, as pack_header() packs them.
         batch: its number, at most 2**31 - 1, which combine is given too.

@@ -59,12 +59,12 @@ class DispatchRequest:
 
     @property
     def service(self) -> Service:
-        """NORMAL where sizes are exact, and the host waits for them."""
+        """NORMAL if sizes are exact and the host waits for them, else STATIC."""
         return Service.NORMAL if self.do_cpu_sync else Service.STATIC
 
     @property
     def has_words(self) -> bool:
-        """Whether weights, and sources with them, travel in an exchange of their own.
+        """True if weights, and the sources with them, are sent in a separate exchange.
 
         These are weights of experts of other ranks, with which rows that do not expand return.
         """
@@ -105,7 +105,7 @@ class DispatchRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arrived:
-    """What one dispatch brought to this rank.
+    """The rows, weights and sources that this rank received in one dispatch.
 
     weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand;
         None where none were given.

@@ -1,1 +1,1 @@
-"""Say what the kernels share: signals, barrier, epochs and status of both modes, parts of plans."""
+"""Code that the kernels share: signals, barrier, epochs, status, and parts of plans."""

@@ -27,7 +27,7 @@ def overlapping(device: torch.device) -> Mapping[str, bool]:
 
 @triton.jit
 def let_next_start() -> None:
-    """Let the next kernel start once all programs of this one have come here or ended."""
+    """Allow the next kernel to start when all programs of this one have called this or ended."""
     gdc_launch_dependents()
 
 

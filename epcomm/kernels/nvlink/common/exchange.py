@@ -101,7 +101,7 @@ class SlabMemory(NamedTuple):
 
 
 class Peers(NamedTuple):
-    """What the device functions of low latency know of the ranks: Memory, and numbers.
+    """The arguments of the device functions of low latency: the fields of Memory, and numbers.
 
     own_address, rank, max_polls: as of PeerBlocks.   buffer_address: as of LowLatencyExchange.
     """

@@ -140,12 +140,13 @@ class MemoryLayout(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class LowLatencyLayout(MemoryLayout):
-    """The block of low latency; regions of lines hold nothing else, see lines.py.
+    """The layout of a block of low latency; a region of lines holds only lines, see lines.py.
 
-    line_tokens: a rank with at most so many tokens sends them in lines, and gets its sums in lines;
-        0: none does.   data_words, scale_words, return_words: of a row, its scales and a sum.
-    returns_slots: slots come home apart, so that weights do not travel, and K rows lie where W sums
-        would.
+    line_tokens: the most tokens that a rank sends in lines; it receives their sums in lines too. 0:
+        no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
+        scales and of a sum.
+    returns_slots: each slot returns to its source, so that weights are not sent, and K rows take
+        the place of W sums.
 
     abort              int32 flag: some rank has timed out
     arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the last epoch in which a
@@ -173,7 +174,7 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def parts_of_token(self) -> int:
-        """The rows that may come home for a token: of all ranks, or of its K slots."""
+        """The most rows that return to the source of a token: W sums, or K slots."""
         return self.top_k if self.returns_slots else self.world_size
 
     @property

@@ -1,1 +1,1 @@
-"""Say what low latency over NVLink does with few tokens: lines, see common/lines.py."""
+"""Kernels of low latency over NVLink for few tokens, sent in lines; see common/lines.py."""

@@ -307,7 +307,7 @@ def blocks_in_lines(hidden_size: int, scale_block: int) -> int:
 def prepare_lines(
     exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor, parts: int
 ) -> PreparedLaunch:
-    """Return the launch of the sender in lines for such rows, each of so many parts."""
+    """Return the launch that sends `rows` in lines, each row in `parts` parts."""
     layout = exchange.peers.layout
     return prepare(
         exchange,

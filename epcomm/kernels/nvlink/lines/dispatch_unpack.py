@@ -64,7 +64,7 @@ def unpack_rows(
     index: constexprs.Index,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for parts of rows in lines, `worker` of so many workers, and unpack them.
+    """Wait for the parts of rows in lines that belong to `worker` of num_workers, and unpack them.
 
     What comes, if anything, the header of the source and the metadata of the token tell, which are
     looked at beside the lines of the row. A row of 300 words has two parts: with two sources, the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,14 @@ from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.registry import block_reader
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router, count_load
+from epcomm.routing.gates import Gate, attach_gate, is_repeated_call
 from epcomm.stats import EPStats
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GateCall:
-    """The inputs and the choice of a gate in one call.
-
-    logits: [T, E], with their graph.
-    topk_ids: [T, K], int64, logical experts.
-    routing: of the block.
-    """
-
-    logits: Tensor
-    topk_ids: Tensor
-    routing: RoutingSpec
 
 
 class ExpertParallelMoE(nn.Module):
     """Routes, computes the routed experts of all ranks' tokens, and adds the shared experts.
 
     Parts keep the names of the block they came from, so state_dict names do too.
-
-    gate_calls: collects calls of the gate, for watch_gates() of
-        epcomm/training/auxiliary_losses.py; None: they are not collected.
     """
 
     def __init__(
@@ -85,7 +69,8 @@ class ExpertParallelMoE(nn.Module):
         self._load_table: Tensor | None = None
         if experts.config.record_load:
             self._load_table = load_table(experts.num_logical_experts, experts.group.device)
-        self.gate_calls: list[GateCall] | None = None
+        self._gate = Gate(routing, experts.num_logical_experts, experts.group.calls)
+        attach_gate(self, self._gate)
         self.experts = experts
         # An adapter may replace the experts later, and has no hidden_size.
         self._hidden_size = experts.hidden_size
@@ -182,7 +167,12 @@ class ExpertParallelMoE(nn.Module):
         )
 
     def forward(
-        self, x: Tensor, input_ids: Tensor | None = None, *, decode: bool | None = None
+        self,
+        x: Tensor,
+        input_ids: Tensor | None = None,
+        *,
+        decode: bool | None = None,
+        topk_ids: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compute the block for this rank's tokens.
 
@@ -192,6 +182,9 @@ class ExpertParallelMoE(nn.Module):
                 by token; others do not read them.
             decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
                 decode_phase() says, else False.
+            topk_ids: [..., K], integers, logical experts in place of those that the router would
+                choose, distinct for a token; -1: the router chooses. Their weights follow from the
+                router's logits, with gradients. None: the router chooses all.
 
         Returns:
             The shape and dtype of x; for blocks that return their router's scores, these follow:
@@ -200,14 +193,15 @@ class ExpertParallelMoE(nn.Module):
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: as explain() says.
         Raises:
-            ShapeError: x is no tensor, or has another H.
-            ConfigError: the router wants input_ids and there are none.
+            ShapeError: x is no tensor, or has another H; topk_ids of another shape or dtype.
+            ConfigError: the router wants input_ids and there are none; or topk_ids are given to a
+                routing with a custom function, or inside replay_routes().
             Exception: whatever the router raises. Each on this rank; the others raise an EPError
                 that names it, where docs/failures.md says so.
         Further it raises what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
-        logits, tokens, topk = self._prepare(x, input_ids, decode)
+        logits, tokens, topk = self._prepare(x, input_ids, decode, topk_ids)
         y = self._through(layout.latent_out, self.experts(tokens, topk, decode=decode))
         if layout.routed_scale != 1.0:
             y = y * layout.routed_scale
@@ -215,23 +209,28 @@ class ExpertParallelMoE(nn.Module):
         return (y, topk.topk_weights.to(logits.dtype)) if layout.returns_scores else y
 
     def _prepare(
-        self, x: Tensor, input_ids: Tensor | None, decode: bool | None
+        self,
+        x: Tensor,
+        input_ids: Tensor | None,
+        decode: bool | None,
+        topk_ids: Tensor | None,
     ) -> tuple[Tensor, Tensor, TopKOutput]:
         """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
         # A call that backward repeats was counted before. torch 2.11 cannot compile this line, and
         # would compile nothing of the method if it were inside the try.
-        is_repeated = torch._C._current_graph_task_id() != -1
+        is_repeated = is_repeated_call()
         try:
             load = None if is_repeated else self._load_table
-            # watch_gates() needs logical experts, so the experts choose copies afterwards, as they
-            # do under an adapter.
-            watched = self.gate_calls is not None
-            replicas = None if watched else getattr(self.experts, "replica_table", None)
-            logits, topk = self._route(x, input_ids, load, replicas)
-            if self.gate_calls is not None and not is_repeated:
-                self.gate_calls.append(
-                    GateCall(logits=logits, topk_ids=topk.topk_ids, routing=self.routing)
-                )
+            if topk_ids is None and not self._gate.is_observed(is_repeated=is_repeated):
+                replicas = getattr(self.experts, "replica_table", None)
+                logits, topk = self._route(x, input_ids, load, replicas)
+            else:
+                # Observers need logical experts, so the experts choose copies afterwards, as they
+                # do under an adapter.
+                logits, live = self._route(x, input_ids)
+                topk = self._gate.observe(logits, live, self._correction_bias(), topk_ids)
+                if load is not None:
+                    count_load(topk.topk_ids, load)
             return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk
         except Exception as problem:
             # The other ranks call the experts meanwhile.

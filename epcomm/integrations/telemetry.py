@@ -8,8 +8,11 @@ from typing import Literal
 
 from torch import nn
 
+from epcomm.calls.order import Calls
 from epcomm.group import EPGroup
 from epcomm.layers import named_expert_parallel_layers
+from epcomm.routing.gates import replayed_gates
+from epcomm.routing.replay import ReplayCounts
 from epcomm.stats import EPStats
 
 Kind = Literal["counter", "gauge"]
@@ -77,10 +80,19 @@ _OF_LAYERS = (
         read=lambda stats: stats.max_slots,
     ),
 )
+# Field of ReplayCounts -> help.
+_OF_REPLAYS = {
+    "num_tokens": "Tokens of the rank with replayed experts.",
+    "num_tokens_that_differ": "Tokens of these whose live choice lacks a replayed expert.",
+    "num_entries": "Replayed experts of the tokens of the rank.",
+    "num_entries_that_differ": "Replayed experts that the live choice lacks.",
+}
 
 
 def metrics(model: nn.Module) -> list[Metric]:
     """Return the statistics of the expert-parallel layers of `model` on this rank.
+
+    Layers that replayed routes have their counts too, by the name of the block, see ReplayCounts.
 
     Labels: `group`, numbered among those of the model, and `rank` in it, on all; `layer`, the name
     of its module; `expert`, an index among those of the rank. Bytes are counted by buffers, for all
@@ -104,6 +116,7 @@ def metrics(model: nn.Module) -> list[Metric]:
         for labels, stats in taken
         for metric in _of_layer(family, labels, stats)
     ]
+    found += _of_replays(model, {group.calls: labels for group, labels in labels_of.items()})
     return found + [metric for group in groups for metric in _sent_bytes(group, labels_of[group])]
 
 
@@ -140,6 +153,23 @@ def _of_layer(family: _Family, labels: Mapping[str, str], stats: EPStats) -> Ite
             kind=family.kind,
             help=family.help,
         )
+
+
+def _of_replays(model: nn.Module, labels_of: Mapping[Calls, Mapping[str, str]]) -> Iterator[Metric]:
+    taken = [
+        ({**labels_of[gate.calls], "layer": name}, ReplayCounts.of(gate.replayed))
+        for name, gate in replayed_gates(model).items()
+        if gate.replayed is not None
+    ]
+    for field, text in _OF_REPLAYS.items():
+        for labels, counts in taken:
+            yield Metric(
+                name=f"epcomm_replayed_{field.removeprefix('num_')}_total",
+                labels=labels,
+                value=float(getattr(counts, field)),
+                kind="counter",
+                help=text,
+            )
 
 
 def _sent_bytes(group: EPGroup, labels: Mapping[str, str]) -> Iterator[Metric]:

@@ -1,6 +1,18 @@
-"""Turn router logits into top-k entries: one spec, one reference function, presets per model."""
+"""Turn router logits into top-k entries: one spec, one reference function, presets per model.
 
+Routes of a whole model are recorded, read from engines, and replayed.
+"""
+
+from epcomm.routing.engine_routes import routes_from_sglang, routes_from_vllm, routes_of_batch
+from epcomm.routing.gates import GateCall, watch_gates
 from epcomm.routing.reference import route
+from epcomm.routing.replay import (
+    ReplayCounts,
+    RouteRecord,
+    RouteReplay,
+    record_routes,
+    replay_routes,
+)
 from epcomm.routing.spec import (
     CorrectionBias,
     CustomRoutingFunction,
@@ -16,8 +28,18 @@ __all__ = [
     "CustomRoutingFunction",
     "DroppedGroups",
     "EpsilonMode",
+    "GateCall",
+    "ReplayCounts",
+    "RouteRecord",
+    "RouteReplay",
     "RoutingSpec",
     "ScoreFunction",
     "SoftmaxOrder",
+    "record_routes",
+    "replay_routes",
     "route",
+    "routes_from_sglang",
+    "routes_from_vllm",
+    "routes_of_batch",
+    "watch_gates",
 ]

@@ -99,14 +99,14 @@ def weigh_chosen(
     *,
     correction_bias: Tensor | None,
     topk_ids: Tensor,
-    is_weightless: Tensor,
+    is_weightless: Tensor | None = None,
 ) -> Tensor:
     """Weigh experts that have been chosen as route() weighs them, for gradients of another router.
 
     Args:
         logits: [T, E]; with the spec and correction_bias, arguments of route().
         topk_ids: [T, K], int64, logical experts.
-        is_weightless: [T, K], bool; entries that weigh 0 and get no gradient.
+        is_weightless: [T, K], bool; entries that weigh 0 and get no gradient; None: none.
 
     Returns:
         [T, K], as topk_weights of route(), differentiable likewise.

@@ -14,39 +14,14 @@ the mean over its ranks, multiply the loss by their number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.group import EPGroup
-from epcomm.moe import ExpertParallelMoE, GateCall
+from epcomm.routing.gates import watch_gates as watch_gates
 from epcomm.routing.spec import RoutingSpec, ScoreFunction
 from epcomm.types import sum_dtype
-
-
-@contextmanager
-def watch_gates(model: nn.Module) -> Iterator[list[GateCall]]:
-    """Collect the calls of the gates of all ExpertParallelMoE blocks of `model`, in their order.
-
-    The logits have their graph, and hold its memory as long as the list lives. Calls that backward
-    repeats are left out, and so are blocks in idle_step(), whose gates do not run. Under reentrant
-    checkpointing logits have no gradients: pass use_reentrant=False.
-
-    Local.   Host sync: none.
-    """
-    found: list[GateCall] = []
-    blocks = [block for block in model.modules() if isinstance(block, ExpertParallelMoE)]
-    before = [block.gate_calls for block in blocks]
-    try:
-        for block in blocks:
-            block.gate_calls = found
-        yield found
-    finally:
-        for block, calls in zip(blocks, before, strict=True):
-            block.gate_calls = calls
 
 
 def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:

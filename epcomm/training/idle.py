@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from epcomm.errors import ConfigError
 from epcomm.layers import ExpertParallelLayer, expert_parallel_layers
+from epcomm.routing.gates import named_gates, unobserved
 
 
 def idle_step(
@@ -53,7 +54,8 @@ def idle_step(
             "ExpertParallelMoE, or load it with ep_implementation='epcomm'"
         )
     backward = torch.is_grad_enabled() if backward is None else backward
-    with torch.set_grad_enabled(backward):
+    # A token of its own is no token of the routes that are recorded or replayed.
+    with torch.set_grad_enabled(backward), unobserved(named_gates(model).values()):
         if run_token is None:
             output, of_layers = _run_idle(model, layers), []
         else:

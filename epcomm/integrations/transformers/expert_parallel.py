@@ -13,6 +13,7 @@ served, with its own kernels, biases and activations.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,9 +22,12 @@ from torch import Tensor, nn
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
-from epcomm.errors import ConfigError, HandleError
+from epcomm.dispatchers.checks import unready_error
+from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.experts import PhaseDispatchers, count_batch
 from epcomm.group import EPGroup
+from epcomm.integrations.transformers.reading import read_routing
+from epcomm.integrations.transformers.structure import correction_bias_of
 from epcomm.layers import named_expert_parallel_layers, put_in_front
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.placement.recorder import load_table
@@ -31,6 +35,7 @@ from epcomm.planning.plan import plan
 from epcomm.platforms.tracing import ranged, untraced
 from epcomm.records import RowsDispatchOutput, TopKOutput
 from epcomm.routing.choose import count_load
+from epcomm.routing.gates import Gate, attach_gate, is_repeated_call
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
@@ -220,8 +225,10 @@ class ExpertsBridge:
             num_experts = self._num_local_experts * ep_mesh.size()
             self.load_table = load_table(num_experts, self.group.device)
         self.is_decoding = False
+        self._gate: Gate | None = None
         registration.add(self)
         put_in_front(experts, self)
+        attach_gate(experts, self.gate_of)
 
     @untraced
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -238,6 +245,27 @@ class ExpertsBridge:
         topk = TopKOutput(topk_ids=top_k_index.long(), topk_weights=top_k_weights)
         y = self._compute(hidden_states.contiguous(), topk)
         return y if self._batch_mesh is None else _gather_slices(y, self._batch_mesh, num_tokens)
+
+    def gate_of(self, block: nn.Module) -> Gate:
+        """Return the gate of the block whose experts these are; the first call reads the block.
+
+        Local.
+        Raises:
+            ConfigError: the router cannot be read, see ExpertParallelMoE.from_transformers().
+        """
+        if self._gate is None:
+            num_experts = self._num_local_experts * self._ep_mesh.size()
+            layout, routing = read_routing(block, num_experts)
+            self._gate = gate = Gate(routing, num_experts, self.group.calls)
+
+            def observe(_: nn.Module, inputs: tuple[Tensor, ...], outputs: object) -> object:
+                if not gate.is_observed(is_repeated=is_repeated_call()):
+                    return outputs
+                return self._observe(gate, inputs[0], outputs, correction_bias_of(block, layout))
+
+            block.get_submodule(layout.router).register_forward_hook(observe)
+            attach_gate(block, gate)
+        return self._gate
 
     def check(self) -> None:
         """Raise the faults that wait on the device. Local; host sync."""
@@ -268,6 +296,24 @@ class ExpertsBridge:
     def explain(self) -> list[str]:
         """Return the plans of this layer, one for each shape of its calls."""
         return self._plans
+
+    def _observe(
+        self, gate: Gate, hidden_states: Tensor, outputs: object, bias: Tensor | None
+    ) -> tuple[object, ...]:
+        """Return the outputs of a router with the choice of the gate's observers."""
+        logits, weights, ids, *further = outputs  # type: ignore[misc]
+        live = TopKOutput(topk_ids=ids.long(), topk_weights=weights)
+        try:
+            chosen = gate.observe(logits, live, bias)
+        except Exception as problem:
+            # The other ranks call the experts meanwhile; the device may be unable to report.
+            with suppress(EPError, RuntimeError):
+                phases = self._phases_for(hidden_states, live)
+                error = unready_error(problem, self.group.where)
+                phases.of_phase(decode=self.is_decoding).refuse(error)
+            raise
+        weights = chosen.topk_weights.to(weights.dtype)
+        return (logits, weights, chosen.topk_ids.to(ids.dtype), *further)
 
     def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
         # A call that backward repeats was counted.
@@ -305,7 +351,7 @@ class ExpertsBridge:
 
     def _phases_for(self, hidden_states: Tensor, topk: TopKOutput) -> PhaseDispatchers:
         shape = _Shape(
-            hidden_size=hidden_states.shape[1],
+            hidden_size=hidden_states.shape[-1],
             top_k=topk.topk_ids.shape[1],
             dtype=hidden_states.dtype,
         )

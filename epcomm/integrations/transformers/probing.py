@@ -254,7 +254,7 @@ class _StubOfLayer(nn.Module):
         self.num_logical_experts, self.top_k = len(slopes), top_k
         self.hidden_size = self.replica_table = None  # any size; experts are not placed
         self.config = EPConfig(router=Router.REFERENCE)
-        self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe")
+        self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe", calls=None)
 
     def forward(self, hidden: Tensor, topk: TopKOutput, *, decode: bool | None = None) -> Tensor:
         factors = (self.slopes[topk.topk_ids] * topk.topk_weights).sum(-1, keepdim=True)

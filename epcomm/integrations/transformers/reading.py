@@ -26,6 +26,7 @@ from epcomm.integrations.transformers.probing import BlockProbe
 from epcomm.integrations.transformers.probing_experts import experts_disagreement
 from epcomm.integrations.transformers.routings import routing_candidates
 from epcomm.integrations.transformers.structure import (
+    check_num_experts,
     parts_of,
     read_experts,
     read_layout,
@@ -78,7 +79,8 @@ def read_block(block: nn.Module) -> BlockReading:
             that computes something else than its parts propose.
     """
     kind = type(block).__name__
-    layout = read_layout(block)
+    read_layout(block)
+    check_num_experts(block)
     weights, names = read_experts(block.get_submodule("experts"))
     problem = experts_disagreement(block.get_submodule("experts"), weights)
     if problem is not None:
@@ -86,16 +88,22 @@ def read_block(block: nn.Module) -> BlockReading:
             f"the experts of {kind} compute something else than {weights.format}: {problem}",
             "what their names and attributes say",
         )
-    layout, routing = _confirm(block, layout, weights.num_experts)
+    layout, routing = read_routing(block, weights.num_experts)
     return BlockReading(
         layout=layout, routing=routing, weights=weights, names=names, parts=parts_of(block)
     )
 
 
-def _confirm(
-    block: nn.Module, layout: BlockLayout, num_experts: int
-) -> tuple[BlockLayout, RoutingSpec]:
-    """Complete the layout from a run of the block, and find the first routing that agrees."""
+def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, RoutingSpec]:
+    """Return the layout that a run of the block confirms, and the first routing that agrees.
+
+    num_experts: E; a block that transformers has loaded on several ranks holds a share of them.
+
+    Local; reads no weight.
+    Raises:
+        ConfigError: see read_block().
+    """
+    layout = read_layout(block)
     probe = BlockProbe(block, layout, num_experts)
     trace = probe.trace()
     layout = replace(layout, router_inputs=trace.router_inputs, returns_scores=trace.returns_scores)

@@ -137,7 +137,6 @@ def read_layout(block: nn.Module) -> BlockLayout:
     names |= _bias_of_router(block, names)
     _check_takes(block, block, 1, extra={"input_ids"})
     settings = _settings(block, {*_NOISE, _SCALE, _COMBINATION})
-    _check_num_experts(block)
     _check_no_jitter(block, settings)
     combination = str(settings.get(_COMBINATION, "sum"))
     if combination not in _AVERAGES:
@@ -285,7 +284,7 @@ def _check_takes(
         )
 
 
-def _check_num_experts(block: nn.Module) -> None:
+def check_num_experts(block: nn.Module) -> None:
     """Raise ConfigError where num_experts of a block is not the number of its experts."""
     held = next(block.get_submodule("experts").parameters(), None)
     named = getattr(block, "num_experts", None)

@@ -73,6 +73,9 @@ _SIZES = frozenset(
         "enable_moe_fp32_combine",
         # transformers sets this attribute when the weights are initialised.
         "_is_hf_initialized",
+        # FSDP sets these attributes on all modules inside the one that it wraps.
+        "_fsdp_use_orig_params",
+        "_is_fsdp_managed_module",
     }
 )
 _NOISE = frozenset({"jitter_noise", "input_jitter_noise"})

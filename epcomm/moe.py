@@ -19,7 +19,7 @@ from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.registry import block_reader
 from epcomm.routing import RoutingSpec
 from epcomm.routing.choose import choose_router, count_load
-from epcomm.routing.gates import Gate, attach_gate, is_repeated_call
+from epcomm.routing.gates import Gate, attach_gate
 from epcomm.stats import EPStats
 
 
@@ -218,17 +218,17 @@ class ExpertParallelMoE(nn.Module):
         """Return logits [T, E], the tokens that the experts get, [T, H'], and their routing."""
         # A call that backward repeats was counted before. torch 2.11 cannot compile this line, and
         # would compile nothing of the method if it were inside the try.
-        is_repeated = is_repeated_call()
+        is_repeated, gate = torch._C._current_graph_task_id() != -1, self._gate
         try:
             load = None if is_repeated else self._load_table
-            if topk_ids is None and not self._gate.is_observed(is_repeated=is_repeated):
+            if topk_ids is None and not (gate.observers or (is_repeated and gate.ended)):
                 replicas = getattr(self.experts, "replica_table", None)
                 logits, topk = self._route(x, input_ids, load, replicas)
             else:
                 # Observers need logical experts, so the experts choose copies afterwards, as they
                 # do under an adapter.
                 logits, live = self._route(x, input_ids)
-                topk = self._gate.observe(logits, live, self._correction_bias(), topk_ids)
+                topk = gate.observe(logits, live, self._correction_bias(), topk_ids)
                 if load is not None:
                     count_load(topk.topk_ids, load)
             return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk

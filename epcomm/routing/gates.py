@@ -82,10 +82,6 @@ class Gate:
         """Return the gate of a copied layer, which shares the group and has no observers."""
         return Gate(self.routing, self.num_experts, self.calls)
 
-    def is_observed(self, *, is_repeated: bool) -> bool:
-        """Return whether a call must go through observe()."""
-        return bool(self.observers or (is_repeated and self.ended))
-
     def observe(
         self,
         logits: Tensor,
@@ -103,7 +99,8 @@ class Gate:
             ShapeError, ConfigError: topk_ids of another shape or dtype, or of a routing whose
                 weights do not follow from logits.
         """
-        repeats = _position_of_backward() if is_repeated_call() else None
+        is_repeated = torch._C._current_graph_task_id() != -1
+        repeats = _position_of_backward() if is_repeated else None
         if repeats is not None and any(repeats in calls for calls in self.ended):
             raise HandleError(
                 "replay_routes: backward repeats a call whose context has ended "
@@ -139,11 +136,6 @@ class Gate:
                 "chooses"
             )
         return flat.long()
-
-
-def is_repeated_call() -> bool:
-    """Return whether this code runs inside backward, which repeats calls for checkpointing."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def call_number() -> int:

@@ -35,7 +35,7 @@ from epcomm.planning.plan import plan
 from epcomm.platforms.tracing import ranged, untraced
 from epcomm.records import RowsDispatchOutput, TopKOutput
 from epcomm.routing.choose import count_load
-from epcomm.routing.gates import Gate, attach_gate, is_repeated_call
+from epcomm.routing.gates import Gate, attach_gate
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
 from epcomm.types import WeightsAppliedBy
@@ -259,7 +259,7 @@ class ExpertsBridge:
             self._gate = gate = Gate(routing, num_experts, self.group.calls)
 
             def observe(_: nn.Module, inputs: tuple[Tensor, ...], outputs: object) -> object:
-                if not gate.is_observed(is_repeated=is_repeated_call()):
+                if not (gate.observers or gate.ended):
                     return outputs
                 return self._observe(gate, inputs[0], outputs, correction_bias_of(block, layout))
 

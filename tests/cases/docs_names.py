@@ -10,7 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, TopKOutput
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    ExpertParallelMoE,
+    ExpertWeights,
+    TopKOutput,
+)
 from tests.cases.expert_models import TOP_K, OverRanks, expert_weights, tokens
 
 Names = Mapping[str, Callable[[], object]]
@@ -40,6 +47,10 @@ def names_of(page: str, group: EPGroup, folder: Path) -> Names:
     }
     of_page: Mapping[str, Names] = {
         "docs/training.md": {"block": model},
+        "docs/replay.md": {
+            "model": lambda: ExpertParallelMoE.from_transformers(_block(), group),
+            "x": lambda: torch.randn(5, 16),
+        },
         "docs/reference/configuration.md": {"path": lambda: _configuration(group, folder)},
         "docs/backends/fuseep.md": {"topk": lambda: _routing(8, 8)},
         "README.md": {

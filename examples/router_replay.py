@@ -57,7 +57,7 @@ class Rollout:
 
 def build(group: EPGroup, dtype: torch.dtype) -> Qwen3MoeForCausalLM:
     """Return the model with its experts distributed over the group. Collective: yes."""
-    model = build_model(SIZE, seed=SEED).to(dtype)
+    model = build_model(SIZE, seed=SEED).to(dtype)  # type: ignore[arg-type]
     config = EPConfig(max_tokens_per_rank=NUM_SEQUENCES)
     for layer in model.model.layers:
         layer.mlp = ExpertParallelMoE.from_transformers(layer.get_submodule("mlp"), group, config)

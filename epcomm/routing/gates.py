@@ -140,7 +140,7 @@ class Gate:
 
 def call_number() -> int:
     """Return the position in autograd's sequence: the number of the next node that it makes."""
-    return torch.autograd._get_sequence_nr()
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
 def _position_of_backward() -> int:

@@ -211,8 +211,7 @@ def test_explain_names_plan_and_runner() -> None:
         assert text.startswith("mode normal on backend collective (CollectiveBuffer), 2 ranks")
         assert text.splitlines()[-2:] == [
             "runner reference",
-            "rejected runner grouped_mm: intermediate_size is 6, but torch.float32 rows need a "
-            "multiple of 4",
+            "rejected runner grouped_mm: intermediate_size is 6, expected a multiple of 4",
         ]
 
 

@@ -39,11 +39,6 @@ class QuantizedReferenceRunner(ExpertRunner):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)
 
     @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        # Unquantised rows are quantised on arrival, to the same values as before they leave.
-        return QUANTIZABLE_DTYPES | {weights.wire_format.dtype}
-
-    @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         return _READINGS[weights.wire_format.dtype]
 

@@ -19,7 +19,7 @@ from epcomm.cli.records import takes_records
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown
 from epcomm.planning.plan import plan
-from epcomm.platforms.assumed import DEVICES, AssumedMachine, deep_ep_of
+from epcomm.platforms.assumed import DEEP_EP_OF_BACKEND, DEVICES, AssumedMachine
 from epcomm.spec import HostLayout, MoESpec
 from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
@@ -89,7 +89,8 @@ class RankOptions:
             raise ConfigError(
                 f"epcomm plan: --device is {self.device!r}, expected one of {[*DEVICES]}"
             )
-        machine = replace(DEVICES[self.device], deep_ep=deep_ep_of(config.backend))
+        package = DEEP_EP_OF_BACKEND.get(config.backend)
+        machine = replace(DEVICES[self.device], deep_ep=package)
         if self.hosts is None:
             return machine
         return replace(machine, ranks_per_host=self._ranks_per_host(self.hosts))

@@ -159,7 +159,7 @@ def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
         *windows, packed = (bytes_text(region.max_bytes or 0) for region in regions)
         window = windows[0] if windows else "not documented"
     return {
-        "chip": f"{operator.kind.soc.value}{', deprecated' if operator.deprecated else ''}",
+        "chip": f"{operator.soc.value}{', deprecated' if operator.deprecated else ''}",
         **_limits(operator.limits),
         "HCCL window": window,
         "packed experts": packed,

@@ -39,7 +39,7 @@ class PackedWeights(ABC):
         """Return a copy of `weights` in the layout of the operator. Local.
 
         Raises:
-            ConfigError: the device refuses NZ, or the operator this intermediate size.
+            ConfigError: the device refuses NZ.
         """
 
     @classmethod

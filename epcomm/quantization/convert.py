@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from epcomm.errors import BackendUnavailable, ConfigError, ShapeError
 from epcomm.quantization.fp8 import restore_fp8, write_fp8
 from epcomm.quantization.int8 import INT8_PER_TOKEN, restore_int8, write_int8
-from epcomm.quantization.scale_layout import unpack_scales
+from epcomm.quantization.scale_layout import row_major
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat, WireTensor
 
 # These dtypes are exact in float32, in which all arithmetic is done.
@@ -124,7 +124,7 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
         return wire.data.to(dtype)
     _check_format("dequantize", wire.format)
     restore = restore_int8 if wire.format.dtype is WireDtype.INT8 else restore_fp8
-    return restore(_with_plain_scales(wire)).to(dtype)
+    return restore(row_major(wire)).to(dtype)
 
 
 def _check_format(caller: str, wire_format: WireFormat) -> None:
@@ -177,11 +177,3 @@ def _output_for(
 
 def _form_of(tensor: Tensor | None) -> tuple[object, ...]:
     return () if tensor is None else (list(tensor.shape), tensor.dtype, tensor.device)
-
-
-def _with_plain_scales(wire: WireTensor) -> WireTensor:
-    """Return the wire tensor with unpacked scales, of any strides."""
-    if wire.scales is None or wire.scale_layout is None or not wire.scale_layout.packed:
-        return wire
-    num_scales = wire.format.num_scales(wire.data.shape[-1])
-    return replace(wire, scales=unpack_scales(wire.scales, num_scales), scale_layout=None)

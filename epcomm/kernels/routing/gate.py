@@ -26,6 +26,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.routing.scores import adjust_logits, exp_up_to_20, score_logits
 from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.rows.tiles import row_stride
 from epcomm.records import ReplicaTable
 
 # Largest K for which the loop over rounds is unrolled.
@@ -357,6 +358,8 @@ def route_tokens(
     tables: tuple[Tensor | None, ...] = (None, None, None)
     if replicas is not None:
         tables = (replicas.replicas, replicas.num_replicas, replicas.calls)
+    is_early = num_programs <= _MAX_EARLY_PROGRAMS
+    overlap = overlapping(logits.device) if is_early else {"OVERLAPS": False}
     launch(
         _route_tokens_kernel,
         num_programs,
@@ -371,26 +374,13 @@ def route_tokens(
             num_tokens,
             0 if replicas is None else replicas.first,
         ),
-        **_shapes_of(logits, load, replicas),
-        **_overlap_of(num_programs, logits.device),
+        STRIDE=row_stride(logits),
+        REPLICAS=0 if replicas is None else replicas.replicas.shape[1],
+        LOAD_COPIES=1 if load is None else load.shape[0],
+        **overlap,
         **_constants_of(form),
     )
     return ids, weights
-
-
-def _overlap_of(num_programs: int, device: torch.device) -> Mapping[str, bool]:
-    return overlapping(device) if num_programs <= _MAX_EARLY_PROGRAMS else {"OVERLAPS": False}
-
-
-def _shapes_of(
-    logits: Tensor, load: Tensor | None, replicas: ReplicaTable | None
-) -> Mapping[str, int]:
-    """Return the constants that follow from shapes and strides."""
-    return {
-        "STRIDE": logits.stride(0) if logits.shape[0] > 1 else logits.shape[1],
-        "REPLICAS": 0 if replicas is None else replicas.replicas.shape[1],
-        "LOAD_COPIES": 1 if load is None else load.shape[0],
-    }
 
 
 @lru_cache(maxsize=64)

@@ -265,7 +265,7 @@ def test_slots_of_nobody_are_left_alone(
     is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
-    products = Fp8WgmmaRunner().products()
+    products = Fp8WgmmaRunner()._products
     check_unused_slots_are_left(products, make_weights(torch.bfloat16, device), device)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from epcomm.config import Router
 from epcomm.platforms.cuda import triton_reasons
 from epcomm.platforms.machine import this_machine
 from epcomm.records import ReplicaTable, TopKOutput
@@ -23,23 +24,17 @@ if TYPE_CHECKING:
 
 # One warp holds all experts of a token in registers, 32 of them in each thread.
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
-# Device types that Triton compiles for; torch for ROCm names its GPUs cuda too.
-_DEVICES = ("cuda",)
 _NAME = "the triton gate"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A kernel cannot read a tensor without data (FakeTensor), or one that a transformation wraps.
 _WITH_DATA = (Tensor, torch.nn.Parameter)
 
 
-def is_triton_candidate(device: torch.device) -> bool:
-    """Return whether explain() gives reasons why the gate does not route: on GPUs only."""
-    return device.type in _DEVICES
-
-
 def triton_gate_lacks(device: torch.device) -> tuple[str, ...]:
     """Return why no gate runs on this device; empty if one does. Local."""
     missing = tuple(triton_reasons(this_machine()))
-    if missing or device.type in _DEVICES:
+    # torch for ROCm names its GPUs cuda too.
+    if missing or device.type == "cuda":
         return missing
     from epcomm.kernels import launch
 
@@ -60,6 +55,9 @@ def triton_gate_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
 
 class TritonGate:
     """A routing as one launch of a kernel, forward; backward follows the reference's formulas."""
+
+    name = Router.TRITON
+    explanation = "routing by the triton gate; float64 and compiled calls by the reference"
 
     def __init__(self, spec: RoutingSpec, num_experts: int) -> None:
         """Keep a routing of E = num_experts experts that triton_gate_reasons() allows."""

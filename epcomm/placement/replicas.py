@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,6 @@ from torch import Tensor
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.placement.expert_placement import ExpertPlacement
-from epcomm.placement.nearest import replica_table
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.spec import HostLayout, MoESpec
 
@@ -49,6 +49,36 @@ def _hosts_of_neighbours(hosts: HostLayout | None) -> int:
         return 1
     in_order = sorted(hosts.host_of_rank) == list(hosts.host_of_rank)
     return hosts.num_hosts if in_order else 1
+
+
+def replica_table(
+    replicas: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    max_replicas: int | None = None,
+    first: int = 0,
+    takes_turns: bool = True,
+) -> ReplicaTable:
+    """Return the table of replicas that kernels read.
+
+    Args:
+        replicas: physical ids of each logical expert, in the order of the round robin.
+        device: where the tokens are.
+        max_replicas: columns of the table; None: as many as these replicas need.
+        first: offset of the round robin, such as the rank, so that ranks begin with different ones.
+        takes_turns: calls begin with different replicas; False where ranks share their tokens.
+
+    Local.   Host sync: yes, where the device is a GPU.
+    """
+    width = max_replicas or max((len(copies) for copies in replicas), default=1)
+    rows = [(*copies, *[-1] * (width - len(copies))) for copies in replicas]
+    numbers = [len(copies) for copies in replicas]
+    return ReplicaTable(
+        replicas=torch.tensor(rows, dtype=torch.int32, device=device),
+        num_replicas=torch.tensor(numbers, dtype=torch.int32, device=device),
+        calls=torch.zeros((), dtype=torch.int64, device=device) if takes_turns else None,
+        first=first,
+    )
 
 
 class ReplicaTables:

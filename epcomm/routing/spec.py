@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 from epcomm.records import TopKOutput
+from epcomm.types import enum_member, is_size
 
 
 class ScoreFunction(StrEnum):
@@ -124,9 +125,15 @@ class RoutingSpec:
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
             # Plain strings are welcome (files, dictionaries); the fields hold the enums.
-            object.__setattr__(self, name, _enum_member(name, kind, getattr(self, name)))
+            object.__setattr__(
+                self, name, enum_member(f"RoutingSpec: {name}", kind, getattr(self, name))
+            )
         for name in ("top_k", "num_groups", "topk_groups", "group_score_top_n"):
-            _check_count(name, getattr(self, name))
+            value = getattr(self, name)
+            if not is_size(value):
+                raise ConfigError(
+                    f"RoutingSpec: {name} is {value!r}, expected an integer of at least 1"
+                )
         if not isinstance(self.renormalize, bool):
             raise ConfigError(
                 f"RoutingSpec: renormalize is {self.renormalize!r}, expected True or False"
@@ -174,27 +181,9 @@ class RoutingSpec:
                 "groups; raise topk_groups"
             )
 
-    def to_dict(self) -> dict[str, str | int | float | bool | None]:
-        """Return field names and plain values, for files; from_mapping() is the inverse.
-
-        Raises:
-            ConfigError: a custom function has no plain value.
-        """
-        if self.custom_function is not None:
-            raise ConfigError(
-                "RoutingSpec.to_dict: custom_function is set, expected None; a function cannot be "
-                "saved"
-            )
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        del values["custom_function"]
-        return {
-            name: value.value if isinstance(value, Enum) else value
-            for name, value in values.items()
-        }
-
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> RoutingSpec:
-        """Build a RoutingSpec from field names and plain values.
+        """Build a RoutingSpec from field names and plain values, such as asdict() of one.
 
         Raises:
             ConfigError: an unknown field (the message lists the known ones) or a bad value.
@@ -255,19 +244,6 @@ _ENUMS: dict[str, type[Enum]] = {
     "dropped_groups": DroppedGroups,
     "epsilon_mode": EpsilonMode,
 }
-
-
-def _enum_member(name: str, kind: type[Enum], value: object) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = [member.value for member in kind]
-        raise ConfigError(f"RoutingSpec: {name} is {value!r}, expected one of {allowed}") from None
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"RoutingSpec: {name} is {value!r}, expected an integer of at least 1")
 
 
 def _check_positive(name: str, value: object) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import nn
@@ -83,8 +83,7 @@ def _deepseek_v4(
 ) -> RoutingSpec:
     """Return the preset afmoe with score `function`; the probe finds out which score_fn is."""
     spec = presets.afmoe(top_k=top_k, routed_scaling_factor=routed_scaling_factor)
-    values = spec.to_dict() | {"score_function": function}
-    return RoutingSpec.from_mapping(values)
+    return replace(spec, score_function=function)
 
 
 _RENORMALIZE = {"renormalize": "norm_topk_prob"}

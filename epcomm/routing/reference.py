@@ -80,7 +80,7 @@ def route(
 
 
 def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> TopKOutput:
-    scores = _score_all(logits, spec, bias)
+    scores = score_all(logits, spec, bias)
     topk_ids, is_dropped = _select(scores, spec, bias, torch.isnan(logits))
     keeps_score = (
         spec.dropped_groups is DroppedGroups.ZERO
@@ -113,11 +113,12 @@ def weigh_chosen(
 
     Local.   Host sync: none.
     """
-    scores = _score_all(logits, spec, correction_bias)
+    scores = score_all(logits, spec, correction_bias)
     return _weigh(scores.gather(1, topk_ids), spec, is_weightless)
 
 
-def _score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
+def score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
+    """Return the scores of all experts, [..., E]; logits where softmax comes after top-k."""
     return _score(_adjust_logits(logits, spec, bias, torch.isnan(logits)), spec)
 
 

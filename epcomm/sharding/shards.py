@@ -172,15 +172,6 @@ def put_together(parts: Tensor, shard: ExpertShard) -> Tensor:
     return whole[torch.tensor(shard.first_copies, device=whole.device)]
 
 
-def shard_of(parameter: Tensor) -> ExpertShard | None:
-    """Return the share that an ExpertTensor holds, or None for any other tensor. Local.
-
-    In groups without a DeviceMesh (MPI), parameters are ordinary tensors. For these, and for
-    parameters that FSDP has replaced, see expert_shards().
-    """
-    return parameter.held if is_expert_tensor(parameter) else None
-
-
 def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:
     """Return whether `tensor` is an ExpertTensor. Local."""
     return isinstance(tensor, ShareTensor)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, TopKOutput, idle_step
-from epcomm.sharding.shards import expert_shards, shard_of, sharded_parameters
+from epcomm.sharding.shards import cut_share, expert_shards, is_expert_tensor, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
@@ -92,13 +92,13 @@ def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None
     errors = {}
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.")
-        wanted, shard = expected[name], shard_of(parameter)
-        if shard is not None:
-            wanted = wanted.narrow(0, shard.first_expert, shard.num_local_experts)
+        wanted, is_expert = expected[name], is_expert_tensor(parameter)
+        if is_expert:
+            wanted = cut_share(wanted, parameter.held)
         assert parameter.grad is not None, name
         actual = parameter.grad
         if isinstance(actual, DTensor):
-            actual = actual.full_tensor() if shard is None else actual.to_local()
+            actual = actual.to_local() if is_expert else actual.full_tensor()
         errors[name] = relative_error(actual, wanted.to(group.device))
     assert errors.keys() == expected.keys()
     assert max(errors.values()) <= FP32_TOLERANCE, errors
@@ -165,7 +165,7 @@ def test_rank_without_data_takes_an_idle_step(wrapper: str | None) -> None:
         if wrapper is None:
             sum_replicated_gradients(model, group)
             for parameter in model.parameters():
-                if shard_of(parameter) is None and parameter.grad is not None:
+                if not is_expert_tensor(parameter) and parameter.grad is not None:
                     parameter.grad /= NUM_RANKS
         check(wrapped, group, expected_gradients(busy))
         with torch.no_grad():

@@ -79,7 +79,7 @@ class BlockProbe:
             large: dict[str, nn.Module] = {"experts": _StubOfBlock(self._slopes)}
             if layout.shared_experts is not None:
                 large[layout.shared_experts] = _StubOfShared(self._kind, layout.shared_experts)
-            self._block = copy_with(block, large, num_experts)
+            self._block = copy_with(block, large)
 
     def trace(self) -> Trace:
         """Run the block once and observe the call.

@@ -81,14 +81,35 @@ class ShareTensor(DTensor):
         raise NotImplementedError
 
 
+class ShardRanks(Protocol):
+    """The attributes of an EPGroup that messages about shares name."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def where(self) -> str:
+        """The position of this rank for messages, such as `rank 3 of 8`."""
+        ...
+
+
 @runtime_checkable
 class ExpertParameters(Protocol):
     """A module whose own parameters hold one rank's experts."""
 
     shard: ExpertShard
 
+    @property
+    def group(self) -> ShardRanks:
+        """The ranks that share the experts."""
+        ...
+
     def expert_parameters(self) -> Mapping[str, Tensor]:
         """Return the expert parameters by name below the module, as state_dict() names them."""
+        ...
+
+    def as_expert_tensor(self, share: Tensor, /) -> Tensor:
+        """Return a share as an ExpertTensor, where the group has a DeviceMesh."""
         ...
 
 
@@ -144,11 +165,6 @@ def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
         whole[experts.start : experts.stop] = share
         return whole
     return whole.index_copy_(0, torch.tensor(experts, device=share.device), share)
-
-
-def local_share(full: Tensor, shard: ExpertShard) -> Tensor:
-    """Return a copy of one rank's experts, so that the whole tensor can be freed. Local."""
-    return cut_share(full.detach(), shard).clone(memory_format=torch.contiguous_format)
 
 
 def own_rows(share: Tensor, shard: ExpertShard) -> Tensor:

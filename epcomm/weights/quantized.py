@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -122,9 +121,6 @@ class EightBitWeights(ExpertTensors):
         }
         shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
         return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        return type(self)(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
 
     @classmethod
     def from_unquantized(

@@ -16,8 +16,9 @@ from torch import Tensor
 from epcomm.collectives.base import Collectives
 from epcomm.placement.expert_placement import ExpertPlacement
 
-# 64 MiB: enough for the full rate of any link, and little compared with the experts of a rank.
-# Experts that are larger are sent one at a time.
+# Most bytes of one tensor that a rank sends, and that it receives, at a time; larger experts are
+# sent one at a time. 64 MiB: enough for the full rate of any link, and little compared with the
+# experts of a rank. The device needs twice this memory in addition to the experts.
 PIECE_BYTES = 64 * 2**20
 
 
@@ -106,8 +107,6 @@ def stage_experts(
     old: ExpertPlacement,
     new: ExpertPlacement,
     collectives: Collectives,
-    *,
-    piece_bytes: int = PIECE_BYTES,
 ) -> StagedExperts:
     """Receive the rows that this rank's experts will have, without writing them.
 
@@ -116,8 +115,6 @@ def stage_experts(
         old: the present placement.
         new: the next one, of the same sizes.
         collectives: of the ranks.
-        piece_bytes: most bytes of one tensor that a rank sends, and that it receives, at a time, at
-            least one row; the device needs twice this memory in addition to the experts.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -133,7 +130,7 @@ def stage_experts(
             for each in transfers
             if each.source // size == rank == each.target // size
         }
-        most = max(1, piece_bytes // max(1, rows.shape[1]))
+        most = max(1, PIECE_BYTES // max(1, rows.shape[1]))
         for piece in _pieces(transfers, size, collectives.world_size, most):
             staged[name] |= _exchange(rows, piece, size, collectives)
     return StagedExperts(tensors=tensors, rows=staged)

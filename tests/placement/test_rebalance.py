@@ -82,7 +82,7 @@ def check_moves(copies_per_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
         first = placed.forward()
         for seed in range(4):
             # Pieces of one row and of all rows.
-            monkeypatch.setattr(moving.stage_experts, "__kwdefaults__", {"piece_bytes": 4**seed})
+            monkeypatch.setattr(moving, "PIECE_BYTES", 4**seed)
             placement = any_placement(layer, seed)
             layer.rebalance(placement)
             assert layer.placement == placement
@@ -214,7 +214,7 @@ def test_failure_on_the_way_leaves_the_old_placement(
         layer, old, num_calls = placed.layer, placed.layer.placement, 0
         assert old is not None
         exchanged = replace(old, physical_to_logical=old.physical_to_logical[::-1])
-        monkeypatch.setattr(moving.stage_experts, "__kwdefaults__", {"piece_bytes": 1})
+        monkeypatch.setattr(moving, "PIECE_BYTES", 1)
         collectives = group.collectives
         exchange = collectives.all_to_all
 

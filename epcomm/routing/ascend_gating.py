@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epcomm.config import Router
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.routing.reference import check_arguments
@@ -98,7 +97,6 @@ def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
 class AscendGate:
     """A routing as one call of the operator, without gradients."""
 
-    name = Router.ASCEND
     explanation = f"routing by {OPERATOR}, with gradients by the reference"
 
     def __init__(self, spec: RoutingSpec) -> None:

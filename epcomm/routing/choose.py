@@ -36,11 +36,6 @@ class RouterChoice:
     gate: TritonGate | AscendGate | None = None
     reasons: tuple[str, ...] = ()
 
-    @property
-    def name(self) -> Router:
-        """Return the router of calls without gradients."""
-        return Router.REFERENCE if self.gate is None else self.gate.name
-
     def explain(self) -> tuple[str, ...]:
         """Return lines for the text of a plan; none where users expect the reference."""
         if self.gate is not None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from epcomm.config import Router
 from epcomm.platforms.cuda import triton_reasons
 from epcomm.platforms.machine import this_machine
 from epcomm.records import ReplicaTable, TopKOutput
@@ -56,7 +55,6 @@ def triton_gate_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
 class TritonGate:
     """A routing as one launch of a kernel, forward; backward follows the reference's formulas."""
 
-    name = Router.TRITON
     explanation = "routing by the triton gate; float64 and compiled calls by the reference"
 
     def __init__(self, spec: RoutingSpec, num_experts: int) -> None:

@@ -100,3 +100,12 @@ def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
             f"{field}; pass a BlockLayout that names it"
         )
     return part
+
+
+def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
+    """Return the tensor of a block that its layout calls correction_bias; None: there is none."""
+    if layout.correction_bias is None:
+        return None
+    bias = find_part(block, "correction_bias", layout.correction_bias)
+    assert isinstance(bias, Tensor), "find_part() checks it"
+    return bias

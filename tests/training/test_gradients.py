@@ -92,13 +92,14 @@ def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None
     errors = {}
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.")
-        wanted, is_expert = expected[name], is_expert_tensor(parameter)
-        if is_expert:
-            wanted = cut_share(wanted, parameter.held)
+        wanted = expected[name]
+        shard = parameter.held if is_expert_tensor(parameter) else None
+        if shard is not None:
+            wanted = cut_share(wanted, shard)
         assert parameter.grad is not None, name
         actual = parameter.grad
         if isinstance(actual, DTensor):
-            actual = actual.to_local() if is_expert else actual.full_tensor()
+            actual = actual.full_tensor() if shard is None else actual.to_local()
         errors[name] = relative_error(actual, wanted.to(group.device))
     assert errors.keys() == expected.keys()
     assert max(errors.values()) <= FP32_TOLERANCE, errors

@@ -23,7 +23,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from epcomm.blocks import BlockLayout, RouterInput
+from epcomm.blocks import BlockLayout, RouterInput, correction_bias_of
 from epcomm.config import EPConfig, Router
 from epcomm.errors import EPError
 from epcomm.experts import ExpertParallelExperts
@@ -34,7 +34,7 @@ from epcomm.integrations.transformers.random_copy import (
     on_cpu,
     row_error,
 )
-from epcomm.integrations.transformers.structure import correction_bias_of, parts_of, refusal
+from epcomm.integrations.transformers.structure import parts_of, refusal
 from epcomm.moe import ExpertParallelMoE
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec

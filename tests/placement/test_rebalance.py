@@ -58,24 +58,11 @@ def config_of(num_redundant: int | None, **changes: object) -> EPConfig:
     return EPConfig(mode="normal", redundant_experts=num_redundant, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, slow=(4, 8))
 @pytest.mark.parametrize("copies_per_rank", [0, 1])
 def test_layer_computes_the_same_after_every_move(
     copies_per_rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_moves(copies_per_rank, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4, 8)
-@pytest.mark.parametrize("copies_per_rank", [0, 1])
-def test_layer_of_more_ranks_computes_the_same_after_every_move(
-    copies_per_rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    check_moves(copies_per_rank, monkeypatch)
-
-
-def check_moves(copies_per_rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with EPGroup() as group:
         placed = placed_layer(group, config_of(copies_per_rank * group.world_size))
         layer, before = placed.layer, addresses(placed.layer)

@@ -105,19 +105,19 @@ def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None
     assert max(errors.values()) <= FP32_TOLERANCE, errors
 
 
-def in_ddp(model: nn.Module, factor: float | None = None) -> nn.Module:
+def in_ddp(model: nn.Module) -> nn.Module:
     ignore_experts_in_ddp(model)
-    scale_expert_gradients(model, factor or 1 / dist.get_world_size())
+    scale_expert_gradients(model, 1 / dist.get_world_size())
     return DistributedDataParallel(model)
 
 
-def in_fsdp(model: nn.Module, factor: float | None = None) -> nn.Module:
-    scale_expert_gradients(model, factor or 1 / dist.get_world_size())
+def in_fsdp(model: nn.Module) -> nn.Module:
+    scale_expert_gradients(model, 1 / dist.get_world_size())
     fully_shard(model, ignored_params=set(sharded_parameters(model)))
     return model
 
 
-WRAPPERS: dict[str, Callable[..., nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -132,19 +132,6 @@ def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
         wrapped = WRAPPERS[wrapper](model)
         wrapped(tokens(group.rank).to(group.device)).backward()
         check(wrapped, group, expected_gradients())
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_without_the_factor_expert_gradients_are_w_times_too_large(wrapper: str) -> None:
-    with EPGroup() as group:
-        wrapped = WRAPPERS[wrapper](spread(group), factor=1.0)
-        wrapped(tokens(group.rank).to(group.device)).backward()
-        expected = expected_gradients()
-        for name in expected:
-            if "experts" in name:
-                expected[name] = expected[name] * NUM_RANKS
-        check(wrapped, group, expected)
 
 
 @pytest.mark.ranks(NUM_RANKS)

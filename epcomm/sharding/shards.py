@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from epcomm.sharding.announced import Owner
 else:
     # ExpertTensor adds the real base: importing DTensor takes seconds.
     DTensor = Tensor
@@ -82,7 +81,7 @@ class ShareTensor(DTensor):
 
 
 class ShardRanks(Protocol):
-    """The attributes of an EPGroup that messages about shares name."""
+    """The part of an EPGroup that expert parameters use."""
 
     rank: int
     world_size: int
@@ -91,6 +90,13 @@ class ShardRanks(Protocol):
     def where(self) -> str:
         """The position of this rank for messages, such as `rank 3 of 8`."""
         ...
+
+    def announce_operation(self, name: str) -> None:
+        """Compare a call of this name with the calls of the other ranks."""
+        ...
+
+
+Owner = weakref.ref[ShardRanks]
 
 
 @runtime_checkable

@@ -132,18 +132,16 @@ class ExpertParallelRegistration:
         Raises:
             ConfigError: EPConfig.record_load is not set, or no layer is of this registration.
         """
-        layers = named_expert_parallel_layers(model)
-        found = {n: each for n, each in layers.items() if each in self._bridges}
-        tables = {
-            n: each.load_table for n, each in found.items() if isinstance(each, ExpertsBridge)
-        }
-        if not tables or any(table is None for table in tables.values()):
-            why = "record_load is False" if tables else "the model has no layer of it"
+        layers = named_expert_parallel_layers(model).items()
+        bridges = {n: e for n, e in layers if isinstance(e, ExpertsBridge) and e in self._bridges}
+        tables = {n: e.load_table for n, e in bridges.items() if e.load_table is not None}
+        if not tables:
+            why = "record_load is False" if bridges else "the model has no layer of it"
             raise ConfigError(
                 f"ExpertParallelRegistration.load_tables: {why}; call register_expert_parallel "
                 "with EPConfig(record_load=True) before the model is loaded"
             )
-        return {name: table for name, table in tables.items() if table is not None}
+        return tables
 
     def close(self) -> None:
         """Close the groups; layers loaded under this name raise from then on. Idempotent."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -50,19 +50,6 @@ _LOW_LOGITS, _NUM_LOW_TOKENS = (-14.0, -46.0), 4
 _TOLERANCE = 1024 * 2.0**-24
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """The observations of one call of a block.
-
-    router_inputs: the inputs that the block gave its router.   top_k: experts of a token.
-    returns_scores: the block returned the weights [T, K] beside y.
-    """
-
-    router_inputs: tuple[RouterInput, ...]
-    top_k: int
-    returns_scores: bool
-
-
 class BlockProbe:
     """A copy of a block, with random values and without its large parts."""
 
@@ -81,8 +68,8 @@ class BlockProbe:
                 large[layout.shared_experts] = _StubOfShared(self._kind, layout.shared_experts)
             self._block = copy_with(block, large)
 
-    def trace(self) -> Trace:
-        """Run the block once and observe the call.
+    def trace(self) -> tuple[BlockLayout, int]:
+        """Run the block once; return the layout with what was observed, and K.
 
         Raises:
             ConfigError: the block cannot be run on tokens alone, gives its router other inputs, or
@@ -100,11 +87,12 @@ class BlockProbe:
         stub = cast(_StubOfBlock, self._block.get_submodule("experts"))
         if len(calls) != 1 or stub.topk_ids is None:
             raise refusal(f"{self._kind} called its router {len(calls)} times", "one call")
-        return Trace(
+        layout = replace(
+            self._layout,
             router_inputs=self._router_inputs(calls[0], x, input_ids),
-            top_k=stub.topk_ids.shape[-1],
             returns_scores=self._returns_scores(outputs, stub.topk_ids),
         )
+        return layout, stub.topk_ids.shape[-1]
 
     def disagreement(self, layout: BlockLayout, routing: RoutingSpec) -> str | None:
         """Return how the block and a layer of this layout and routing disagree, or None."""

@@ -26,8 +26,13 @@ from epcomm.errors import ShapeError
 from epcomm.sharding.announced import Announcing, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
-from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import Operation, gather_experts, own_part
+from epcomm.sharding.pieces import (
+    Operation,
+    draws_numbers,
+    gather_experts,
+    own_part,
+    run_expert_by_expert,
+)
 from epcomm.sharding.shards import (
     ExpertShard,
     Owner,

@@ -59,14 +59,10 @@ def replica_table(
     first: int = 0,
     takes_turns: bool = True,
 ) -> ReplicaTable:
-    """Return the table of replicas that kernels read.
+    """Return the table of replicas that kernels read; see ReplicaTable.
 
-    Args:
-        replicas: physical ids of each logical expert, in the order of the round robin.
-        device: where the tokens are.
-        max_replicas: columns of the table; None: as many as these replicas need.
-        first: offset of the round robin, such as the rank, so that ranks begin with different ones.
-        takes_turns: calls begin with different replicas; False where ranks share their tokens.
+    max_replicas: columns of the table; None: as many as these replicas need.
+    takes_turns: calls begin with different replicas; False where ranks share their tokens.
 
     Local.   Host sync: yes, where the device is a GPU.
     """

@@ -53,11 +53,9 @@ class RouterChoice:
     ) -> TopKOutput:
         """Route by the chosen router if it takes these logits, else by the reference.
 
-        Args:
-            logits, correction_bias, hidden_states: as route() takes them.
-            load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose,
-                in any of the N rows.
-            replicas: the physical experts of each logical one; None: returned ids are logical.
+        load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose, in
+            any of the N rows.
+        replicas: the physical experts of each logical one; None: returned ids are logical.
 
         Host sync: none.   Graph capture: after one call.
         """
@@ -80,14 +78,9 @@ class RouterChoice:
 def choose_router(
     router: Router, spec: RoutingSpec, *, num_experts: int, device: torch.device, where: str
 ) -> RouterChoice:
-    """Choose the router of a layer, once, when the layer is made.
+    """Choose the router of a layer among E = num_experts, once, when the layer is made.
 
-    Args:
-        router: EPConfig.router.
-        spec: the routing of the model.
-        num_experts: E, logical experts.
-        device: where the logits are.
-        where: `rank 3 of 8`, for messages.
+    device: where the logits are.   where: `rank 3 of 8`, for messages.
 
     Local.   Host sync: none.
     Raises:
@@ -116,11 +109,7 @@ def choose_router(
 
 
 def count_load(topk_ids: Tensor, load: Tensor) -> None:
-    """Add 1 to the load of each expert for each entry that names it; -1 names none.
-
-    Args:
-        topk_ids: [T, K], int64, logical experts.
-        load: [N, E], int64, on the same device; its first row is written.
+    """Add 1 to the first row of load [N, E] for each entry of topk_ids that names an expert.
 
     Local.   Host sync: none.   Graph capture: yes.
     """

@@ -97,15 +97,9 @@ def weigh_chosen(
     topk_ids: Tensor,
     is_weightless: Tensor,
 ) -> Tensor:
-    """Weigh experts that have been chosen as route() weighs them, for gradients of another router.
+    """Return the weights [T, K] that route() gives to chosen experts; differentiable.
 
-    Args:
-        logits: [T, E]; with the spec and correction_bias, arguments of route().
-        topk_ids: [T, K], int64, logical experts.
-        is_weightless: [T, K], bool; entries that weigh 0 and get no gradient.
-
-    Returns:
-        [T, K], as topk_weights of route(), differentiable likewise.
+    is_weightless: [T, K], bool; entries that weigh 0 and get no gradient.
 
     Local.   Host sync: none.
     """

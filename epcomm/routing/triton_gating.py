@@ -82,24 +82,14 @@ class TritonGate:
         """Route as route() does, count the load, and choose replicas, all in one launch.
 
         Scores that differ by less than 4 units in the last place of float32 may change places,
-        weights differ from the reference's by at most 8 units, and equal logits tie as there.
+        weights differ from the reference's by at most 8 units, and equal logits tie as there. Ids
+        are physical; weights are float32, and differentiable once.
 
-        Args:
-            logits: [T, E], float32, bfloat16 or float16; T = 0 is legal.
-            correction_bias: as route() takes it.
-            load: [N, E], int64, on the device; each token adds 1 to each logical expert that
-                it chose, in any of the N rows.
-            replicas: the physical experts of each logical one; None: physical ids are logical ids.
-
-        Returns:
-            topk_ids [T, K], int64, physical, best selection score first;
-            topk_weights [T, K], float32, differentiable as those of route(), once.
+        load, replicas: see RouterChoice.route().
 
         Collective: none.   Host sync: none.   Deterministic: yes.
         Graph capture: after one call with about as many tokens.
         Lifetime: ordinary tensors, owned by the caller.
-        Raises:
-            ShapeError, ConfigError: as route().
         """
         check_arguments(logits, self._spec, correction_bias)
         needs_grad = logits.requires_grad or self._learns(correction_bias)

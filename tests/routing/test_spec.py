@@ -73,7 +73,7 @@ def no_routing(
 
 
 def test_custom_function_stands_alone() -> None:
-    with pytest.raises(ConfigError, match="renormalize is set beside custom_function"):
+    with pytest.raises(ConfigError, match="renormalize is set with custom_function"):
         RoutingSpec(top_k=2, custom_function=no_routing, renormalize=True)
 
 

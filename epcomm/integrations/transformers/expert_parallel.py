@@ -125,9 +125,6 @@ class ExpertParallelRegistration:
         They are counted where EPConfig.record_load is set, on the device, but not in the calls that
         backward repeats. Ranks that hold one batch as replicated tokens all count it.
 
-        Args:
-            model: loaded under this name.
-
         Local.   Host sync: none.
         Raises:
             ConfigError: EPConfig.record_load is not set, or no layer is of this registration.
@@ -181,14 +178,10 @@ class ExpertsBridge:
         batch_mesh: DeviceMesh,
         shares_batch: bool,
     ) -> None:
-        """Replace the forward of a layer's experts.
+        """Take the forward of a layer's experts, which computes local expert ids.
 
-        Args:
-            registration: the configuration and groups that all layers share.
-            experts: the module of the experts; its forward computes local expert ids from now on.
-            ep_mesh: ranks that share the experts.
-            batch_mesh: ranks that hold the same batch.
-            shares_batch: the ranks that share the experts hold the same batch.
+        ep_mesh: ranks that share the experts.   batch_mesh: ranks that hold the same batch.
+        shares_batch: the ranks that share the experts hold the same batch.
 
         Local: dispatchers are opened by the first call.
         """

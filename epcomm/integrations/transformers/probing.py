@@ -5,11 +5,10 @@ scale; only code does. So a reading of names is never taken on trust: a copy of 
 layer that was read from it must agree, in outputs and in all gradients, in training and in
 evaluation.
 
-The copy has random float32 values on the CPU in place of the block's values: zeros would hide a
-correction bias, and a block on the meta device has no values. The large parts, experts and shared
-experts, are replaced by cheap functions; probing_experts.py tries the experts by themselves, on
-small matrices. So a probe reads no weight, talks to no other rank and takes 20 ms of a CPU for a
-small block, 0.7 s for a block of DeepSeek-V3.
+The copy has random float32 values on the CPU, because zeros would hide a correction bias, and a
+block on the meta device has no values. Experts and shared experts are replaced by cheap functions;
+probing_experts.py tries the experts by themselves, on small matrices. A probe is local, reads no
+weight and takes 20 ms of a CPU for a small block, 0.7 s for a block of DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -51,32 +50,6 @@ def _hosts_of_neighbours(hosts: HostLayout | None) -> int:
     return hosts.num_hosts if in_order else 1
 
 
-def replica_table(
-    replicas: Sequence[Sequence[int]],
-    *,
-    device: torch.device,
-    max_replicas: int | None = None,
-    first: int = 0,
-    takes_turns: bool = True,
-) -> ReplicaTable:
-    """Return the table of replicas that kernels read; see ReplicaTable.
-
-    max_replicas: columns of the table; None: as many as these replicas need.
-    takes_turns: calls begin with different replicas; False where ranks share their tokens.
-
-    Local.   Host sync: yes, where the device is a GPU.
-    """
-    width = max_replicas or max((len(copies) for copies in replicas), default=1)
-    rows = [(*copies, *[-1] * (width - len(copies))) for copies in replicas]
-    numbers = [len(copies) for copies in replicas]
-    return ReplicaTable(
-        replicas=torch.tensor(rows, dtype=torch.int32, device=device),
-        num_replicas=torch.tensor(numbers, dtype=torch.int32, device=device),
-        calls=torch.zeros((), dtype=torch.int64, device=device) if takes_turns else None,
-        first=first,
-    )
-
-
 class ReplicaTables:
     """The copies of each expert, for kernels and graphs: the tables keep their addresses.
 
@@ -94,15 +67,19 @@ class ReplicaTables:
         redundant = placement.num_physical_experts - placement.num_experts
         most = min(placement.num_ranks, redundant + 1)
         self._rank = rank
-        self.logical_of_physical = torch.tensor(placement.physical_to_logical, device=device)
-        self._in_turn = replica_table(
-            placement.replicas_for(rank),
-            device=device,
-            max_replicas=most,
+        self.logical_of_physical = torch.empty(
+            placement.num_physical_experts, dtype=torch.int64, device=device
+        )
+        sizes = {"dtype": torch.int32, "device": device}
+        self._in_turn = ReplicaTable(
+            replicas=torch.empty(placement.num_experts, most, **sizes),
+            num_replicas=torch.empty(placement.num_experts, **sizes),
+            calls=None if is_replicated else torch.zeros((), dtype=torch.int64, device=device),
+            # Ranks begin with different replicas.
             first=0 if is_replicated else rank,
-            takes_turns=not is_replicated,
         )
         self._alike = replace(self._in_turn, calls=None)
+        self.write(placement)
 
     @property
     def table(self) -> ReplicaTable:
@@ -111,14 +88,12 @@ class ReplicaTables:
 
     def write(self, placement: ExpertPlacement) -> None:
         """Write another placement of the same sizes into the tables. Local; host sync."""
-        table = self._in_turn
-        written = replica_table(
-            placement.replicas_for(self._rank),
-            device=torch.device("cpu"),
-            max_replicas=table.replicas.shape[1],
-        )
-        table.replicas.copy_(written.replicas)
-        table.num_replicas.copy_(written.num_replicas)
+        table, replicas = self._in_turn, placement.replicas_for(self._rank)
+        width = table.replicas.shape[1]
+        rows = [(*copies, *[-1] * (width - len(copies))) for copies in replicas]
+        numbers = [len(copies) for copies in replicas]
+        table.replicas.copy_(torch.tensor(rows, device="cpu"))
+        table.num_replicas.copy_(torch.tensor(numbers, device="cpu"))
         self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical, device="cpu"))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:

@@ -50,40 +50,26 @@ def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
     if spec.custom_function is not None:
         return ("custom_function is a function of its own",)
     is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
-    fills_zero = spec.drops_groups and spec.dropped_groups is DroppedGroups.ZERO
-    group_size = num_experts // spec.num_groups if spec.drops_groups else num_experts
+    selects = spec.correction_bias is CorrectionBias.SELECTION
+    ranks_logits = spec.softmax_order is SoftmaxOrder.AFTER_TOPK
+    drops, top_n = spec.drops_groups, spec.group_score_top_n
+    fills_zero = drops and spec.dropped_groups is DroppedGroups.ZERO
+    group_size = num_experts // spec.num_groups if drops else num_experts
     blocks = -(-group_size // _GROUP_BLOCK) * (num_experts // group_size)
+    in_score = spec.correction_bias is CorrectionBias.SCORE
     faults = (
         (spec.score_function is ScoreFunction.SQRT_SOFTPLUS, "scores by softmax or sigmoid"),
         (is_sigmoid and not spec.renormalize, "always renormalises sigmoid weights"),
         (spec.softcap is not None, "has no softcap"),
-        (
-            spec.correction_bias is CorrectionBias.SCORE,
-            "has a bias for the selection, not for the score",
-        ),
-        (
-            spec.correction_bias is CorrectionBias.SELECTION
-            and spec.softmax_order is SoftmaxOrder.AFTER_TOPK,
-            "adds the bias to softmax scores, not to logits",
-        ),
-        (
-            spec.drops_groups
-            and spec.group_score_top_n > 1
-            and spec.softmax_order is SoftmaxOrder.AFTER_TOPK,
-            "adds up softmax scores of a group, not logits",
-        ),
+        (in_score, "has a bias for the selection, not for the score"),
+        (selects and ranks_logits, "adds the bias to softmax scores, not to logits"),
+        (drops and top_n > 1 and ranks_logits, "adds up softmax scores of a group, not logits"),
         (spec.epsilon_mode is EpsilonMode.CLAMP, "adds epsilon to a sum, and has no lower bound"),
-        (
-            spec.drops_groups and spec.group_score_top_n not in _GROUP_MODES,
-            "scores groups by their best expert or their best two",
-        ),
-        (
-            fills_zero and spec.correction_bias is CorrectionBias.SELECTION,
-            "drops groups to -inf, and with a bias 0 is another choice",
-        ),
+        (drops and top_n not in _GROUP_MODES, "scores groups by their best one or two experts"),
+        (fills_zero and selects, "drops groups to -inf, and with a bias 0 is another choice"),
         (num_experts > MAX_EXPERTS, f"takes at most {MAX_EXPERTS} experts, not {num_experts}"),
         (
-            spec.drops_groups and group_size < _MIN_GROUP_SIZE,
+            drops and group_size < _MIN_GROUP_SIZE,
             f"takes groups of at least {_MIN_GROUP_SIZE} experts, not {group_size}",
         ),
         (

@@ -131,13 +131,9 @@ class RoutingSpec:
         for name in ("top_k", "num_groups", "topk_groups", "group_score_top_n"):
             value = getattr(self, name)
             if not is_size(value):
-                raise ConfigError(
-                    f"RoutingSpec: {name} is {value!r}, expected an integer of at least 1"
-                )
+                raise _refusal(name, value, "an integer of at least 1")
         if not isinstance(self.renormalize, bool):
-            raise ConfigError(
-                f"RoutingSpec: renormalize is {self.renormalize!r}, expected True or False"
-            )
+            raise _refusal("renormalize", self.renormalize, "True or False")
         _check_positive("routed_scaling_factor", self.routed_scaling_factor)
         if self.softcap is not None:
             _check_positive("softcap", self.softcap)
@@ -157,28 +153,22 @@ class RoutingSpec:
             ConfigError: fewer experts than top_k, or groups that do not fit.
         """
         if self.top_k > num_experts:
-            raise ConfigError(
-                f"RoutingSpec: top_k is {self.top_k}, expected at most {num_experts}, the number "
-                "of experts; lower it"
-            )
+            raise _refusal("top_k", self.top_k, f"at most {num_experts}, the number of experts")
         if not self.drops_groups:
             return
         if num_experts % self.num_groups:
-            raise ConfigError(
-                f"RoutingSpec: num_groups is {self.num_groups}, expected a divisor of "
-                f"{num_experts}, the number of experts; groups have equal sizes"
-            )
-        group_size = num_experts // self.num_groups
-        if self.group_score_top_n > group_size:
-            raise ConfigError(
-                f"RoutingSpec: group_score_top_n is {self.group_score_top_n}, expected at most "
-                f"{group_size}, the experts of a group; lower it or num_groups"
-            )
-        if self.top_k > self.topk_groups * group_size:
-            raise ConfigError(
-                f"RoutingSpec: top_k is {self.top_k}, expected at most "
-                f"{self.topk_groups * group_size}, the experts of topk_groups={self.topk_groups} "
-                "groups; raise topk_groups"
+            expected = f"a divisor of {num_experts}, the number of experts; groups have equal sizes"
+            raise _refusal("num_groups", self.num_groups, expected)
+        size = num_experts // self.num_groups
+        if self.group_score_top_n > size:
+            expected = f"at most {size}, the experts of a group; lower it or num_groups"
+            raise _refusal("group_score_top_n", self.group_score_top_n, expected)
+        if self.top_k > self.topk_groups * size:
+            raise _refusal(
+                "top_k",
+                self.top_k,
+                f"at most {self.topk_groups * size}, the experts of topk_groups={self.topk_groups} "
+                "groups; raise topk_groups",
             )
 
     @classmethod
@@ -199,10 +189,8 @@ class RoutingSpec:
 
     def _check_steps(self) -> None:
         if self.topk_groups > self.num_groups:
-            raise ConfigError(
-                f"RoutingSpec: topk_groups is {self.topk_groups}, expected at most "
-                f"num_groups={self.num_groups}; lower it"
-            )
+            expected = f"at most num_groups={self.num_groups}; lower it"
+            raise _refusal("topk_groups", self.topk_groups, expected)
         after_topk = self.softmax_order is SoftmaxOrder.AFTER_TOPK
         if after_topk and self.score_function is not ScoreFunction.SOFTMAX:
             raise ConfigError(
@@ -248,4 +236,8 @@ _ENUMS: dict[str, type[Enum]] = {
 
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"RoutingSpec: {name} is {value!r}, expected a finite number above 0")
+        raise _refusal(name, value, "a finite number above 0")
+
+
+def _refusal(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"RoutingSpec: {name} is {value!r}, expected {expected}")

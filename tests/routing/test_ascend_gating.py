@@ -179,7 +179,7 @@ def test_arguments_are_checked_as_those_of_the_reference() -> None:
         (
             RoutingSpec(top_k=2, num_groups=4, topk_groups=2, group_score_top_n=3),
             32,
-            "scores groups by their best expert",
+            "scores groups by their best one or two",
         ),
     ],
 )

@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from epcomm.errors import ConfigError
 from epcomm.records import TopKOutput
 
+# Fields of BlockLayout that name a part.
+_PARTS = (
+    *("router", "correction_bias", "shared_experts", "shared_experts_gate"),
+    *("latent_in", "latent_out", "output_norm"),
+)
+
 
 class RouterInput(StrEnum):
     """An input of the call of a router.
@@ -58,15 +64,7 @@ class BlockLayout:
 
     def names(self) -> dict[str, str]:
         """Map the field of each part that is there to the name of the part."""
-        named = {
-            "router": self.router,
-            "correction_bias": self.correction_bias,
-            "shared_experts": self.shared_experts,
-            "shared_experts_gate": self.shared_experts_gate,
-            "latent_in": self.latent_in,
-            "latent_out": self.latent_out,
-            "output_norm": self.output_norm,
-        }
+        named = {field: getattr(self, field) for field in _PARTS}
         return {field: name for field, name in named.items() if name is not None}
 
 
@@ -102,3 +100,12 @@ def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
             f"{field}; pass a BlockLayout that names it"
         )
     return part
+
+
+def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
+    """Return the tensor of a block that its layout calls correction_bias; None: there is none."""
+    if layout.correction_bias is None:
+        return None
+    bias = find_part(block, "correction_bias", layout.correction_bias)
+    assert isinstance(bias, Tensor), "find_part() checks it"
+    return bias

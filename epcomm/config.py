@@ -7,13 +7,13 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from enum import Enum, StrEnum
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from epcomm.errors import ConfigError, describe_kind, shown
-from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, is_size
+from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, enum_member, is_size
 
 
 class Mode(StrEnum):
@@ -34,8 +34,6 @@ class Router(StrEnum):
     ASCEND = "ascend"
     TRITON = "triton"
 
-
-E = TypeVar("E", bound=Enum)
 
 _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
     {
@@ -126,12 +124,12 @@ class EPConfig:
 
     def __post_init__(self) -> None:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
-        object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
-        object.__setattr__(self, "router", _enum_member("router", Router, self.router))
+        object.__setattr__(self, "mode", enum_member("EPConfig: mode", Mode, self.mode))
+        object.__setattr__(self, "router", enum_member("EPConfig: router", Router, self.router))
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _enum_member(name, kind, value))
+                object.__setattr__(self, name, enum_member(f"EPConfig: {name}", kind, value))
         scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
         _check_scales(self.dispatch_dtype, scales)
         for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
@@ -274,16 +272,6 @@ def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
             f"EPConfig: {asked}, whose scales are float32; take fp8_e4m3, or leave dispatch_scales "
             "None"
         )
-
-
-def _enum_member(name: str, kind: type[E], value: object) -> E:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = [member.value for member in kind]
-        raise ConfigError(
-            f"EPConfig: {name} is {shown(value)}, expected one of {allowed}"
-        ) from None
 
 
 _PARSERS = {

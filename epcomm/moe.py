@@ -8,7 +8,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from epcomm.blocks import BlockLayout, RouterInput, chosen_by_router, find_part
+from epcomm.blocks import (
+    BlockLayout,
+    RouterInput,
+    chosen_by_router,
+    correction_bias_of,
+    find_part,
+)
 from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
@@ -308,12 +314,8 @@ class ExpertParallelMoE(nn.Module):
         return input_ids.reshape(-1)
 
     def _correction_bias(self) -> Tensor | None:
-        name = self._layout.correction_bias
-        if name is None:
-            return None
-        bias = find_part(self, "correction_bias", name)
-        assert isinstance(bias, Tensor), "checked at creation"
-        return bias.reshape(-1)
+        bias = correction_bias_of(self, self._layout)
+        return None if bias is None else bias.reshape(-1)
 
     def _through(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else self.get_submodule(name)(x)

@@ -2,8 +2,9 @@
 
 `@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, and `@pytest.mark.host_ranks(4, 8)` on simulated
 hosts (tests/hosts/network.py) with two ranks each. A test may have several of these marks. It is
-parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The fixture
-`ep_ranks` is the argument of EPGroup: None for the default process group, or the MPI world.
+parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`; the sizes
+of `ranks(2, slow=(4, 8))` that `slow` names are marked slow. The fixture `ep_ranks` is the argument
+of EPGroup: None for the default process group, or the MPI world.
 
 Outer run (plain pytest): up to MAX_TESTS_OF_LAUNCH selected tests of one transport and size run in
 one launch of scripts/launch_multi_rank.sh, and each has its own result: passed if it passed on
@@ -132,18 +133,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     worlds = []
     for transport, mark in MARKS.items():
         marker = metafunc.definition.get_closest_marker(mark)
-        if marker is not None and not marker.args:
+        if marker is None:
+            continue
+        if not marker.args:
             pytest.fail(f"{metafunc.definition.nodeid}: {mark}() names no size", pytrace=False)
-        worlds += [World(transport, size) for size in (marker.args if marker else ())]
+        for size in (*marker.args, *marker.kwargs.get("slow", ())):
+            marks = () if size in marker.args else (pytest.mark.slow,)
+            worlds.append(pytest.param(transport, size, marks=marks, id=f"{IDS[transport]}{size}"))
     if not worlds:
         return
     names = ["transport", "num_ranks"]
     metafunc.fixturenames += [name for name in names if name not in metafunc.fixturenames]
-    metafunc.parametrize(
-        names,
-        [(world.transport, world.num_ranks) for world in worlds],
-        ids=[f"{IDS[world.transport]}{world.num_ranks}" for world in worlds],
-    )
+    metafunc.parametrize(names, worlds)
 
 
 def world_of(item: pytest.Item) -> World | None:

@@ -77,7 +77,7 @@ class ExpertState:
         return "; ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in self.pieces().items())
 
 
-def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlacement:
+def check_placement(old: ExpertPlacement, new: object, where: str) -> None:
     """Check that `new` is a placement with the sizes of the layer's. Local.
 
     Raises:
@@ -95,7 +95,6 @@ def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlac
                 f"rebalance: {name} of the placement is {came}, expected {expected} as the layer "
                 f"has ({where}); make it by balance() for these ranks and experts"
             )
-    return new
 
 
 def agree_on_move(

@@ -23,13 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.announced import Announcing, Owner, announce
+from epcomm.sharding.announced import Announcing, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
-from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import Operation, gather_experts, own_part
+from epcomm.sharding.pieces import (
+    Operation,
+    draws_numbers,
+    gather_experts,
+    own_part,
+    run_expert_by_expert,
+)
 from epcomm.sharding.shards import (
     ExpertShard,
+    Owner,
     ShareTensor,
     is_expert_tensor,
     piece_of,
@@ -94,8 +100,7 @@ class ExpertTensor(ShareTensor, DTensor):
     - Operators over lists that mix ExpertTensors with ordinary tensors compute on the local pieces.
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
     - Elementwise operators accept ordinary tensors together with an ExpertTensor. Each rank uses
-    its
-      own piece of an ordinary tensor that spans all experts.
+      its own piece of an ordinary tensor that spans all experts.
     - Every rank draws random numbers for all experts and keeps those of its own: ranks with equal
       seeds get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:

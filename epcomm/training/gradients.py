@@ -102,7 +102,6 @@ def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     their group. Then pass sum_replicated_gradients() the group of all ranks.
 
     Args:
-        model: the model of this rank.
         copies: the ranks that hold the same experts, one of each expert group.
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
@@ -166,9 +165,7 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     loaded by transformers hold, it adds up the squares over all ranks.
 
     Args:
-        model: a model with any parameters, sharded or not.
         group: the ranks that share the experts; None for a model that transformers loaded.
-        max_norm: the largest norm of gradients that are not scaled.
 
     Returns:
         The norm before scaling, a float32 scalar, equal on all ranks.

@@ -137,31 +137,19 @@ def test_tensor_that_does_not_fit_is_refused(bad: Bad) -> None:
     assert f"{bad.kind.__name__}: {bad.message}" in str(caught.value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Other:
-    id: str
-    weights: Callable[[], ExpertWeights]
-
-
-OTHERS = [
-    Other(id="biases", weights=lambda: make_weights(SPEC, 1, has_bias=True)),
-    *(
-        Other(
-            id=name,
-            weights=lambda name=name: make_weights(SPEC, 1, expert_format=ACTIVATIONS[name]),
-        )
-        for name in ("clamped_swiglu", "limited_swiglu", "relu2")
-    ),
-]
+OTHERS = {"biases": make_weights(SPEC, 1, has_bias=True)} | {
+    name: make_weights(SPEC, 1, expert_format=ACTIVATIONS[name])
+    for name in ("clamped_swiglu", "limited_swiglu", "relu2")
+}
 
 
 @every_kind
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.id)
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_experts_of_another_format_are_not_quantised(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights], other: Other
+    kind: type[Fp8BlockWeights | Int8ChannelWeights], other: ExpertWeights
 ) -> None:
     with pytest.raises(ConfigError, match="leave such experts unquantised"):
-        kind.from_unquantized(other.weights())
+        kind.from_unquantized(other)
 
 
 @every_kind

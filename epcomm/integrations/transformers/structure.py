@@ -204,17 +204,6 @@ def _read_format(experts: nn.Module, *, has_gate: bool) -> ExpertFormat:
     )
 
 
-def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
-    """Return the tensor that the layout calls correction_bias."""
-    if layout.correction_bias is None:
-        return None
-    part: object = block
-    for step in layout.correction_bias.split("."):
-        part = getattr(part, step)
-    assert isinstance(part, Tensor), "read_layout() found it"
-    return part
-
-
 def router_settings(router: nn.Module) -> dict[str, object]:
     """Return the attributes that decide how a router routes, and its children without tensors.
 

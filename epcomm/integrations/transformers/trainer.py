@@ -138,7 +138,7 @@ def _resume(trainer: Trainer, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
             f"prepare_trainer: {folder} is missing, from which step {trainer.state.global_step} "
-            f"shall go on (rank {trainer.args.process_index} of {trainer.args.world_size}); set "
+            f"resumes (rank {trainer.args.process_index} of {trainer.args.world_size}); set "
             "output_dir to the folder of the checkpoint, and save with a prepared Trainer"
         )
     state = _state_of(trainer)

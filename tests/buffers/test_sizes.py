@@ -203,7 +203,7 @@ REGIONS = {
     "collective": {
         # 4 headers sent and 4 received, of 138 words.
         "headers": (None, 8832),
-        "send order": (56, 904),
+        "send order": (40, 648),
         "sent rows": (288, 4608),
         "received rows": (288, 9216),
         # A row: 2 x 4 + 8; a slot: 4 + 4 + 8; tables: 32 B. Total: 64 x 16 + 128 x 16 + 32.

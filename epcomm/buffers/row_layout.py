@@ -32,8 +32,8 @@ class RowLayout:
         self._ids, self._scalars = slice(self.ids_at, ids_end), slice(self.scalars_at, scalars_end)
 
     def data(self, rows: Tensor) -> Tensor:
-        """Return the elements as a view [N, H]."""
-        return rows[:, self._data].view(self.format.dtype.torch_dtype)
+        """Return the elements as a view [..., H]."""
+        return rows[..., self._data].view(self.format.dtype.torch_dtype)
 
     def scales(self, rows: Tensor) -> Tensor | None:
         """Return the scales as a view [N, num_scales], or None."""
@@ -46,8 +46,8 @@ class RowLayout:
         return rows[:, self._ids].view(torch.int32)
 
     def scalars(self, rows: Tensor) -> Tensor:
-        """Return the scalars as a view [N, K], scalar_dtype."""
-        return rows[:, self._scalars].view(self.scalar_dtype)
+        """Return the scalars as a view [..., K], scalar_dtype."""
+        return rows[..., self._scalars].view(self.scalar_dtype)
 
     def first_words(self, rows: Tensor) -> Tensor:
         """Return the scalars' first four bytes, a view [N], int32, for rows that are headers."""

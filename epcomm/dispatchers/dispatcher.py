@@ -182,7 +182,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
-        handle = Handle(owner=self, call=0, num_tokens=num_tokens, dtype=dtype)
+        handle = Handle(owner=self, num_tokens=num_tokens, dtype=dtype)
         return self._make_call(hidden_states, topk, experts_need_grad, error), handle
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
@@ -201,8 +201,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if call.error is not None and call.error.was_raised:
             self.refuse_combine(call.error, out.exchange_plan)
         self._num_calls += 1
-        handle.call = self._num_calls
-        handle.open(out.exchange_plan, bool(int(out.any_flags) & _NEEDS_BACKWARD))
+        needs_backward = bool(int(out.any_flags) & _NEEDS_BACKWARD)
+        handle.open(out.exchange_plan, call=self._num_calls, needs_backward=needs_backward)
         rows, slot_weights = out.rows, out.slot_weights
         if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
             rows, slot_weights = with_history(self._buffer, call, out)

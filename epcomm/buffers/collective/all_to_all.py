@@ -225,9 +225,6 @@ class CollectiveExchangePlan(ExchangePlan):
     call: the sign of the dispatch.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     sends: SendOrder
@@ -398,7 +395,10 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._mover.check_open()
         layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
         headers = sending.headers(self._calls, batch, has_rest=self._has_rest)
-        counts = self._exchange_counts(call, headers, sending.run_ahead)
+        exchange = self._mover.exchange_headers(call)
+        counts = self._exchange_counts(
+            call, headers, exchange=exchange, meanwhile=sending.run_ahead
+        )
         send_splits = counts.rows_to_rank
         sends = sending.order(sum(send_splits))
         self._traffic.dispatch(send_splits, layout.row_bytes)
@@ -528,9 +528,6 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._announce(kind, exchange_plan.call)
         self._traffic.combine(exchange_plan.recv_splits, shape[0] * shape[1].itemsize)
         return exchange(kind.text)
-
-    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
-        return self._mover.exchange_headers(call)
 
     def close(self) -> None:
         self._mover.close()

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    UnfilteredExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
@@ -29,38 +34,27 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
-    AnyMembers,
     count_experts,
     localize,
-    reduce_rows,
     slots_by_row,
     spread_to_slots,
     sum_parts,
 )
 from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.protocol import fault_word, unpack_fault
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StaticExchangePlan(ExchangePlan):
+class StaticExchangePlan(UnfilteredExchangePlan):
     """The plan of W * (1 + M) received rows: headers, tokens and padding.
 
-    slots_by_row: the slots of each row, in k order.
-    has_no_slot: [R], bool, rows without an expert on this rank.
     has_failed: bool scalar on the device: whether the dispatch has a fault, equal on every rank.
-    call: the sign of the dispatch.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    slots_by_row: AnyMembers
-    has_no_slot: Tensor
     has_failed: Tensor
-    call: CallSign
 
 
 class StaticCollectiveBuffer(OverCollectives, AddsBias):
@@ -191,40 +185,23 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
             rows = rows.new_zeros(self._num_rows, rows.shape[1])
             rows[:: self._rows_per_rank, :1] = int(code)
-            self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
-            returned = self._send_sums(rows, phase="combine")
+            sign = replace(ANY_BATCH, buffer=self._number)
+            returned = self._send_sums(rows, CallKind.COMBINE, sign)
             self._faults.record_combine(_read_codes(returned), error)
             return rows[:0], None
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
-        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        # Header rows have no slot, so both branches set them to zero: no fault on this rank.
-        if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        else:
-            # Rows without a slot are undefined, but all rows are sent.
-            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
+        # Header rows have no slot, so their sums are zero: no fault on this rank.
+        rows = exchange_plan.sums(rows, rows_per, slot_weights)
+        num_tokens, has_failed = exchange_plan.num_tokens, exchange_plan.has_failed
         if row_scalars is None:
-            rows = rows.contiguous()
-            self._announce(kind, exchange_plan.call)
-            returned = self._send_sums(rows, phase="combine")
-            has_failed = self._faults.record_combine(_read_codes(returned), None)
-            has_failed = has_failed | exchange_plan.has_failed
-            y = _sum_returned(returned, exchange_plan.num_tokens, has_failed, bias)
-            return y, None
+            returned = self._send_sums(rows.contiguous(), CallKind.COMBINE, exchange_plan.call)
+            has_failed = self._faults.record_combine(_read_codes(returned), None) | has_failed
+            return _sum_returned(returned, num_tokens, has_failed, bias), None
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
-        self._announce(kind, exchange_plan.call)
-        returned = self._send_sums(packed, phase=kind.text).flatten(0, 1)
-        y, scalars = (
-            _sum_returned(
-                part.unflatten(0, (-1, self._rows_per_rank)),
-                exchange_plan.num_tokens,
-                exchange_plan.has_failed,
-                each,
-            )
-            for part, each in ((layout.data(returned), bias), (layout.scalars(returned), None))
-        )
-        return y, scalars
+        returned = self._send_sums(packed, CallKind.DISPATCH_BACKWARD, exchange_plan.call)
+        scalars = _sum_returned(layout.scalars(returned), num_tokens, has_failed, None)
+        return _sum_returned(layout.data(returned), num_tokens, has_failed, bias), scalars
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
@@ -253,12 +230,16 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
 
-    def _send_sums(self, rows: Tensor, *, phase: str) -> Tensor:
-        """Exchange partial sums [W * (1 + M), ...]; return those for this rank, [W, 1 + M, ...]."""
+    def _send_sums(self, rows: Tensor, kind: CallKind, sign: CallSign) -> Tensor:
+        """Announce the call and exchange partial sums; return those for this rank, [W, 1 + M, ...].
+
+        rows: [W * (1 + M), ...].
+        """
+        self._announce(kind, sign)
         ranks = self._world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
-        returned = self._collectives.all_to_all(rows, phase=phase)
+        returned = self._collectives.all_to_all(rows, phase=kind.text)
         return returned.unflatten(0, (ranks, self._rows_per_rank))
 
 

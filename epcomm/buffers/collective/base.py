@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,10 +16,11 @@ from epcomm.calls.counts import Counts, exchange_counts
 from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
-from epcomm.ops.slots import row_ops_of
+from epcomm.ops.slots import AnyMembers, reduce_rows, row_ops_of
 from epcomm.platforms.machine import Machine
+from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, WireDtype, WireFormat
+from epcomm.types import Layout, RowsPer, WireDtype, WireFormat
 
 # The capabilities of every buffer over collectives.
 COLLECTIVE_CAPS = BufferCaps(
@@ -29,14 +31,33 @@ COLLECTIVE_CAPS = BufferCaps(
 )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UnfilteredExchangePlan(ExchangePlan):
+    """The plan of a dispatch that sends tokens to ranks without their experts too.
+
+    slots_by_row: the slots of each row, in k order.
+    has_no_slot: [R], bool, rows without an expert on this rank.
+    call: the sign of the dispatch.
+    """
+
+    slots_by_row: AnyMembers
+    has_no_slot: Tensor
+    call: CallSign
+
+    def sums(self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None) -> Tensor:
+        """Return the sum of the expert results of each row, [R, H]; see Buffer.combine()."""
+        if rows_per is RowsPer.SLOT:
+            return reduce_rows(rows, self.slots_by_row, slot_weights)
+        # Rows without a slot are undefined, but all rows are sent.
+        return rows.masked_fill(self.has_no_slot.unsqueeze(1), 0)
+
+
 class OverCollectives:
     """The base of buffers that need only `Collectives`, so they serve any group."""
 
     name: ClassVar[str]
     # See Buffer.
     counts_calls: bool
-    # See read_counts().
-    _rows_have_slots: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -96,6 +117,9 @@ class OverCollectives:
         self,
         call: DispatchCall,
         headers: tuple[Tensor, Tensor],
+        *,
+        rows_have_slots: bool = True,
+        exchange: Callable[[Tensor], Tensor] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Counts:
         """Exchange row and slot counts: the only host sync of a dispatch; see exchange_counts()."""
@@ -106,15 +130,11 @@ class OverCollectives:
             call,
             headers,
             self._spec,
-            rows_have_slots=self._rows_have_slots,
-            exchange=self._exchange_headers(call),
+            rows_have_slots=rows_have_slots,
+            exchange=exchange,
             start_read=None if self._row_ops is None else self._row_ops.start_read,
             meanwhile=meanwhile,
         )
-
-    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that exchanges the headers of a dispatch, or None for the default."""
-        return None
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()

@@ -10,14 +10,19 @@ dispatch is a sum over the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    UnfilteredExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -35,36 +40,17 @@ from epcomm.calls.header import ANY_BATCH, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
 from epcomm.ops.slots import (
-    AnyMembers,
     build_slot_index,
     count_experts,
     localize,
-    reduce_rows,
     slots_by_row,
     spread_to_slots,
     sum_parts,
 )
 from epcomm.protocol import BatchFlags, FaultCode
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, align_up
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicatedExchangePlan(ExchangePlan):
-    """The plan of a dispatch of replicated tokens; row t is token t.
-
-    slots_by_row: the slots of each token on this rank, in k order.
-    has_no_slot: [T], bool, tokens without an expert on this rank.
-    call: the sign of the dispatch.
-    """
-
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    slots_by_row: AnyMembers
-    has_no_slot: Tensor
-    call: CallSign
 
 
 class ReplicatedBuffer(OverCollectives, Buffer):
@@ -119,7 +105,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             local_ids, counts, host_counts, expert_alignment=self._spec.expert_alignment
         )
         num_tokens = topk_ids.shape[0]
-        exchange_plan = ReplicatedExchangePlan(
+        exchange_plan = UnfilteredExchangePlan(
             num_tokens=num_tokens,
             num_rows=num_tokens,
             index=index,
@@ -180,53 +166,43 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         if error is not None:
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
-        assert isinstance(exchange_plan, ReplicatedExchangePlan), "an exchange plan of this buffer"
+        assert isinstance(exchange_plan, UnfilteredExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        else:
-            # Rows without a slot are undefined, but all rows are summed.
-            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
+        rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
-            rows = rows.contiguous()
-            self._announce(kind, exchange_plan.call)
-            return self._sum_over_ranks(rows, rows.dtype), None
+            parts = self._scatter(rows.contiguous(), exchange_plan, kind)
+            total = sum_parts(parts, rows.dtype)
+            return self._gather(total, kind)[: exchange_plan.num_tokens], None
         layout = self._scalar_layout(rows.dtype)
-        packed = layout.pack_rows(rows, row_scalars)
-        self._announce(kind, exchange_plan.call)
-        parts = self._scatter(packed, phase=kind.text)
-        shape, flat = parts.shape[:2], parts.flatten(0, 1)
+        parts = self._scatter(layout.pack_rows(rows, row_scalars), exchange_plan, kind)
         total = layout.pack_rows(
-            sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
-            sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
+            sum_parts(layout.data(parts), rows.dtype),
+            sum_parts(layout.scalars(parts), row_scalars.dtype),
         )
-        returned = self._gather(total, phase=kind.text)[: exchange_plan.num_tokens]
+        returned = self._gather(total, kind)[: exchange_plan.num_tokens]
         return layout.data(returned).contiguous(), layout.scalars(returned).contiguous()
 
-    def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum partial sums [T, ...] of all ranks to totals [T, ...] on every rank."""
-        share = sum_parts(self._scatter(rows, phase="combine"), dtype)
-        return self._gather(share, phase="combine")[: rows.shape[0]]
-
-    def _scatter(self, rows: Tensor, *, phase: str) -> Tensor:
-        """Scatter [T, ...] over the ranks; return this rank's share of each rank's rows.
+    def _scatter(
+        self, rows: Tensor, exchange_plan: UnfilteredExchangePlan, kind: CallKind
+    ) -> Tensor:
+        """Announce the call and scatter [T, ...]; return this rank's share of each rank's rows.
 
         Returns: [W, T' / W, ...], where T' is T rounded up to a multiple of W.
         """
+        self._announce(kind, exchange_plan.call)
         world_size = self._world_size
         padding = align_up(rows.shape[0], world_size) - rows.shape[0]
         if padding:
             rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
         share = rows.shape[0] // world_size
         self._traffic.combine([share] * world_size, row_bytes_of(rows))
-        parts = self._collectives.all_to_all(rows, phase=phase)
+        parts = self._collectives.all_to_all(rows, phase=kind.text)
         return parts.view(world_size, share, rows.shape[1])
 
-    def _gather(self, share: Tensor, *, phase: str) -> Tensor:
+    def _gather(self, share: Tensor, kind: CallKind) -> Tensor:
         """Gather the shares [T' / W, ...] of all ranks into [T', ...]."""
-        world_size = self._world_size
-        self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
-        return self._collectives.all_gather(share, phase=phase).flatten(0, 1)
+        self._traffic.combine([share.shape[0]] * self._world_size, row_bytes_of(share))
+        return self._collectives.all_gather(share, phase=kind.text).flatten(0, 1)
 
 
 def _check_same_tokens(tokens_of_rank: Sequence[int], rank: int) -> None:

@@ -18,7 +18,7 @@ from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.collective.base import (
     COLLECTIVE_CAPS,
     OverCollectives,
-    UnfilteredExchangePlan,
+    SignedExchangePlan,
     row_bytes_of,
 )
 from epcomm.buffers.sizes import (
@@ -35,29 +35,22 @@ from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import count_experts, index_slots, slots_by_row, sum_parts
+from epcomm.ops.slots import count_experts, index_slots, sum_parts
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GatheredExchangePlan(ExchangePlan):
+class GatheredExchangePlan(SignedExchangePlan):
     """The plan of a gathered dispatch: the rows that are tokens.
 
     tokens_of_rank: [W], T of each rank; all have as many rows as the largest, padding last.
     row_of_token: [sum T], int64, the gathered row of each token, by rank, then token.
-    call: the sign of the dispatch.
     """
 
     tokens_of_rank: tuple[int, ...]
     row_of_token: Tensor
-    call: CallSign
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AllGatherExchangePlan(GatheredExchangePlan, UnfilteredExchangePlan):
-    """The plan of a gathered dispatch, with the slots of each row."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,8 +91,8 @@ class AllGatherBuffer(OverCollectives, Buffer):
             Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
             rows_region("sent rows", row.dispatch, per_token=1, max_rows=max_tokens),
             rows_region("received rows", row.dispatch, per_token=world_size, max_rows=max_rows),
-            # row_of_token, int64, and has_no_slot, bool.
-            rows_region("padding map", 8 + 1, per_token=world_size, max_rows=max_rows),
+            # row_of_token, int64.
+            rows_region("padding map", 8, per_token=world_size, max_rows=max_rows),
             index_region(spec, rows_per_token=world_size, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
             rows_region("partial sums", row.combine, per_token=world_size, max_rows=max_rows),
@@ -132,13 +125,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
             first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
-        assert index.slots_of_row is not None, "an index over rows"
-        exchange_plan = AllGatherExchangePlan(
+        exchange_plan = GatheredExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=gathered.topk_ids.shape[0],
             index=index,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(index.slots_of_row < 0).all(dim=1),
             call=gathered.batch,
             tokens_of_rank=counts.rows_from_rank,
             row_of_token=gathered.row_of_token,
@@ -177,7 +167,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
+        assert isinstance(exchange_plan, GatheredExchangePlan), "an exchange plan of this buffer"
         kind, max_tokens = CallKind.COMBINE_BACKWARD, max(exchange_plan.tokens_of_rank)
         self._announce(kind, exchange_plan.call)
         return self._gather(hidden_states, max_tokens, phase=kind.text)
@@ -195,7 +185,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         if error is not None:
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
-        assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
+        assert isinstance(exchange_plan, GatheredExchangePlan), "an exchange plan of this buffer"
         rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
             returned = self._send_sums(rows, exchange_plan, CallKind.COMBINE)

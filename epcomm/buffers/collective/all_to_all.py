@@ -22,7 +22,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    SignedExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -214,22 +219,18 @@ class KernelSendPlan(SendPlan):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CollectiveExchangePlan(ExchangePlan):
+class CollectiveExchangePlan(SignedExchangePlan):
     """The rows that this rank sends and receives in one dispatch.
 
     send_splits, recv_splits: [W], number of rows to and from each rank.
-    slots_by_row: the slots of each row, in k order; None if this buffer makes no slots.
     table: number of rows from each rank to each rank; None unless all ranks receive all headers.
     views_epoch: the epoch of the exchange if the rows are views that a later exchange overwrites;
         else None.
-    call: the sign of the dispatch.
     """
 
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     sends: SendOrder
-    slots_by_row: AnyMembers | None
-    call: CallSign
     table: RowTable | None = None
     views_epoch: int | None = None
 
@@ -421,7 +422,6 @@ class RowsBuffer(OverCollectives, AddsBias):
             send_splits=send_splits,
             recv_splits=counts.rows_from_rank,
             sends=sends,
-            slots_by_row=None if index.slots_of_row is None else slots_by_row(index),
             table=self._mover.table,
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
@@ -492,11 +492,12 @@ class RowsBuffer(OverCollectives, AddsBias):
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
+        slots = slots_by_row(exchange_plan.index) if rows_per is RowsPer.SLOT else None
+
         def sums(part: slice) -> Tensor:
-            if rows_per is RowsPer.ROW:
+            if slots is None:
                 return rows[part].contiguous()
-            assert exchange_plan.slots_by_row is not None, "results of slots need an index"
-            return reduce_rows(rows, exchange_plan.slots_by_row.part(part), slot_weights)
+            return reduce_rows(rows, slots.part(part), slot_weights)
 
         rows_of_token = exchange_plan.sends.rows_of_token
         if row_scalars is None:

@@ -20,7 +20,7 @@ from epcomm.buffers.base import AddsBias, Dispatched
 from epcomm.buffers.collective.base import (
     COLLECTIVE_CAPS,
     OverCollectives,
-    UnfilteredExchangePlan,
+    SignedExchangePlan,
     row_bytes_of,
 )
 from epcomm.buffers.row_layout import RowLayout
@@ -33,14 +33,7 @@ from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import (
-    count_experts,
-    localize,
-    slots_by_row,
-    spread_to_slots,
-    sum_parts,
-)
-from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
+from epcomm.ops.slots import aligned_counts, count_experts, index_slots, sum_parts
 from epcomm.protocol import fault_word, unpack_fault
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
@@ -48,7 +41,7 @@ from epcomm.types import RowsPer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StaticExchangePlan(UnfilteredExchangePlan):
+class StaticExchangePlan(SignedExchangePlan):
     """The plan of W * (1 + M) received rows: headers, tokens and padding.
 
     has_failed: bool scalar on the device: whether the dispatch has a fault, equal on every rank.
@@ -80,10 +73,9 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         sizes = {
             "sent message": (1 + max_tokens) * row.dispatch,
             "received rows": num_rows * row.dispatch,
-            # An extra slot (4 B) receives the entries without a slot, and an extra offset (8 B)
-            # ends the tail.
-            "slot index": index + 4 + 8,
-            "row flags": num_rows + 1,
+            # An extra slot (4 B) receives the entries without a slot, an extra offset (8 B) ends
+            # the tail, and a flag (1 B) reports a failure.
+            "slot index": index + 4 + 8 + 1,
             "packed slots": num_slots * row.dispatch,
             "expert results": num_slots * row.combine,
             "partial sums": num_rows * row.combine,
@@ -117,7 +109,6 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         self._faults.check(self._num_slots, has_budget=self._has_budget)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        num_local = self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         # Pack before the header is sent, so that the header can report a failure of packing.
@@ -137,27 +128,30 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
-        all_ids = layout.ids(rows)
-        required = self._slots_required(all_ids)
-        overflows = required > self._num_slots
-        has_failed = self._faults.record(headers, overflows, required, call.error)
-        local_ids = localize(torch.where(has_failed, -1, all_ids), self._first_expert, num_local)
-        index = build_static_slot_index(
-            local_ids, num_local, self._num_slots, expert_alignment=self._spec.expert_alignment
+        ids, alignment = layout.ids(rows), self._spec.expert_alignment
+        counts = count_experts(ids, self._num_experts).view(self._world_size, -1)
+        # The aligned slots that each rank needs for this call, [W].
+        required = aligned_counts(counts, alignment).sum(1)
+        has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
+        index, slot_weights = index_slots(
+            torch.where(has_failed, -1, ids),
+            layout.scalars(rows),
+            torch.where(has_failed, 0, counts[self._rank]),
+            self._num_slots,
+            first_expert=self._first_expert,
+            expert_alignment=alignment,
         )
         exchange_plan = StaticExchangePlan(
             num_tokens=topk_ids.shape[0],
             num_rows=self._num_rows,
             index=index,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(local_ids < 0).all(dim=1),
             has_failed=has_failed,
             call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),
             index=index,
-            slot_weights=spread_to_slots(layout.scalars(rows), index),
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags),
         )
@@ -216,12 +210,6 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         layout.write_tokens(message[1:end], call, topk_ids)
         layout.ids(message[end:]).fill_(-1)
         return message
-
-    def _slots_required(self, all_ids: Tensor) -> Tensor:
-        """Return the aligned slots that each rank needs for this call, [W], int64."""
-        counts = count_experts(all_ids, self._num_experts)
-        occupied = aligned_counts(counts, self._spec.expert_alignment)
-        return occupied.view(self._world_size, -1).sum(1)
 
     def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
         """Gather [1 + M, ...] of each rank into [W * (1 + M), ...]."""

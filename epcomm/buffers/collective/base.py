@@ -16,7 +16,7 @@ from epcomm.calls.counts import Counts, exchange_counts
 from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
-from epcomm.ops.slots import AnyMembers, reduce_rows, row_ops_of
+from epcomm.ops.slots import reduce_rows, row_ops_of, slots_by_row
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
@@ -32,24 +32,21 @@ COLLECTIVE_CAPS = BufferCaps(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class UnfilteredExchangePlan(ExchangePlan):
-    """The plan of a dispatch that sends tokens to ranks without their experts too.
+class SignedExchangePlan(ExchangePlan):
+    """The plan of a buffer over collectives.
 
-    slots_by_row: the slots of each row, in k order.
-    has_no_slot: [R], bool, rows without an expert on this rank.
-    call: the sign of the dispatch.
+    call: the sign of the dispatch, for the calls along this plan.
     """
 
-    slots_by_row: AnyMembers
-    has_no_slot: Tensor
     call: CallSign
 
     def sums(self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None) -> Tensor:
-        """Return the sum of the expert results of each row, [R, H]; see Buffer.combine()."""
+        """Return the sum of the expert results of each row, [R, H], zero without a slot."""
         if rows_per is RowsPer.SLOT:
-            return reduce_rows(rows, self.slots_by_row, slot_weights)
-        # Rows without a slot are undefined, but all rows are sent.
-        return rows.masked_fill(self.has_no_slot.unsqueeze(1), 0)
+            return reduce_rows(rows, slots_by_row(self.index), slot_weights)
+        assert self.index.slots_of_row is not None, "an index over rows"
+        # Rows without a slot are undefined.
+        return rows.masked_fill((self.index.slots_of_row < 0).all(dim=1, keepdim=True), 0)
 
 
 class OverCollectives:

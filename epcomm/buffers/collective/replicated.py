@@ -20,7 +20,7 @@ from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.collective.base import (
     COLLECTIVE_CAPS,
     OverCollectives,
-    UnfilteredExchangePlan,
+    SignedExchangePlan,
     row_bytes_of,
 )
 from epcomm.buffers.row_layout import wire_tensor_of
@@ -39,14 +39,7 @@ from epcomm.calls.faults import ids_error
 from epcomm.calls.header import ANY_BATCH, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
-from epcomm.ops.slots import (
-    build_slot_index,
-    count_experts,
-    localize,
-    slots_by_row,
-    spread_to_slots,
-    sum_parts,
-)
+from epcomm.ops.slots import count_experts, index_slots, sum_parts
 from epcomm.protocol import BatchFlags, FaultCode
 from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
@@ -71,7 +64,6 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
         # Rows need no memory, because they are the caller's hidden states.
         return (
-            rows_region("row flags", 1, per_token=world_size, max_rows=max_tokens),
             index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
             *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
             rows_region("partial sums", row.combine, per_token=world_size, max_rows=padded),
@@ -94,30 +86,33 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         num_local = self._spec.num_local_experts
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        local_ids = localize(topk_ids, self._first_expert, num_local).to(torch.int32)
-        counts = count_experts(local_ids, num_local)
+        counts = count_experts(topk_ids, self._num_experts)
+        counts = counts[self._first_expert : self._first_expert + num_local]
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
         # Convert before the header is sent, so that the header can report a failure.
         rows = wire_tensor_of(call, self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
-        index = build_slot_index(
-            local_ids, counts, host_counts, expert_alignment=self._spec.expert_alignment
+        index, slot_weights = index_slots(
+            topk_ids.to(torch.int32),
+            call.topk_weights,
+            counts,
+            host_counts,
+            first_expert=self._first_expert,
+            expert_alignment=self._spec.expert_alignment,
         )
         num_tokens = topk_ids.shape[0]
-        exchange_plan = UnfilteredExchangePlan(
+        exchange_plan = SignedExchangePlan(
             num_tokens=num_tokens,
             num_rows=num_tokens,
             index=index,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(local_ids < 0).all(dim=1),
             call=batch,
         )
         return Dispatched(
             # Unquantised rows share the memory of the caller's tensor, but not its history.
             rows=replace(rows, data=rows.data.detach()),
             index=index,
-            slot_weights=spread_to_slots(call.topk_weights, index),
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=flags,
         )
@@ -166,7 +161,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         if error is not None:
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
-        assert isinstance(exchange_plan, UnfilteredExchangePlan), "an exchange plan of this buffer"
+        assert isinstance(exchange_plan, SignedExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
         rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
@@ -182,9 +177,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         returned = self._gather(total, kind)[: exchange_plan.num_tokens]
         return layout.data(returned).contiguous(), layout.scalars(returned).contiguous()
 
-    def _scatter(
-        self, rows: Tensor, exchange_plan: UnfilteredExchangePlan, kind: CallKind
-    ) -> Tensor:
+    def _scatter(self, rows: Tensor, exchange_plan: SignedExchangePlan, kind: CallKind) -> Tensor:
         """Announce the call and scatter [T, ...]; return this rank's share of each rank's rows.
 
         Returns: [W, T' / W, ...], where T' is T rounded up to a multiple of W.

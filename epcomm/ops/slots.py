@@ -135,6 +135,8 @@ def slots_by_row(index: SlotIndex) -> AnyMembers:
 
 def aligned_counts(counts: Tensor, expert_alignment: int) -> Tensor:
     """Return the slots that each expert occupies: its count, rounded up to the alignment."""
+    if expert_alignment == 1:
+        return counts
     return (counts + expert_alignment - 1) // expert_alignment * expert_alignment
 
 
@@ -171,8 +173,9 @@ def build_slot_index(
         keys = torch.where(flat_ids < 0, num_experts, flat_ids)
         expert_of_pair, pairs = torch.sort(keys, stable=True)
     else:
-        num_used = sum(size)
-        num_slots = sum(align_up(count, expert_alignment) for count in size)
+        num_slots = num_used = sum(size)
+        if expert_alignment > 1:
+            num_slots = sum(align_up(count, expert_alignment) for count in size)
         is_dense = num_slots == num_used
         pairs = torch.nonzero_static(flat_ids >= 0, size=num_used).flatten()
         expert_of_pair, order = torch.sort(flat_ids[pairs], stable=True)

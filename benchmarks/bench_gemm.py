@@ -31,7 +31,7 @@ from epcomm.bench.timing import EventClock, Percentiles, captured
 from epcomm.cli.records import takes_records
 from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, dequantize, quantize
-from epcomm.records import ExchangePlan, Handle
+from epcomm.records import Handle
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
@@ -122,13 +122,7 @@ def rows_record(counts: list[int], x: Tensor, wire: WireFormat) -> RowsDispatchO
         index=build_slot_index(ids.unsqueeze(1), device_counts, counts),
         slot_weights=None,
         weights_applied_by=WeightsAppliedBy.COMBINE,
-        handle=Handle(
-            owner=None,
-            exchange_plan=ExchangePlan(),
-            call=1,
-            num_tokens=len(ids),
-            needs_backward=False,
-        ),
+        handle=Handle(owner=None, num_tokens=len(ids)),
     )
 
 

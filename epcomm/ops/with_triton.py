@@ -117,14 +117,12 @@ class TritonRowOps:
 
     def order_sends(
         self, topk_ids: Tensor, header: Tensor, *, rows_at: int, num_local: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rows that carry each token to each rank, [T, W], and each entry, [T, K]."""
-        row_of_topk = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
-        row_of_rank = row_of_topk.new_empty(topk_ids.shape[0], header.shape[0])
-        order_sends(
-            topk_ids, header, row_of_rank, row_of_topk, rows_at=rows_at, num_local=num_local
-        )
-        return row_of_rank, row_of_topk
+    ) -> Tensor:
+        """Return the rows that carry each token to each rank, [T, W]."""
+        shape = (topk_ids.shape[0], header.shape[0])
+        row_of_rank = torch.empty(shape, dtype=torch.int32, device=topk_ids.device)
+        order_sends(topk_ids, header, row_of_rank, rows_at=rows_at, num_local=num_local)
+        return row_of_rank
 
 
 def _with_adjacent_columns(rows: Tensor) -> Tensor:

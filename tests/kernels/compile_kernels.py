@@ -315,9 +315,7 @@ ROWS: Mapping[str, Callable[[], None]] = {
     "counts": lambda: count_sends(
         rows(4, 8, I64), HEADER, HEADER[:, :0], (1,) * 9, wrong_ids=2, num_local=128
     ),
-    "order": lambda: order_sends(
-        rows(4, 8, I64), HEADER, i32(4, 2), i32(4, 8), rows_at=9, num_local=128
-    ),
+    "order": lambda: order_sends(rows(4, 8, I64), HEADER, i32(4, 2), rows_at=9, num_local=128),
     "layout": write_layout,
 }
 

@@ -24,7 +24,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.platforms.signatures import has_parameter, signature_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WireDtype, WireFormat, WireTensor
 
@@ -40,9 +40,6 @@ class AscendExchangePlan(ExchangePlan):
     is_empty: [T, 1], bool: tokens without an expert, whose y is zero.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     handle: Any
     slots_from_rank: Tensor
     is_empty: Tensor

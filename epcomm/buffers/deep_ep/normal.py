@@ -42,13 +42,13 @@ from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
     AnyMembers,
+    aligned_counts,
     build_slot_index,
     count_experts,
     reduce_rows,
     slots_by_row,
     spread_to_slots,
 )
-from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import (
     WIRE_DTYPES,
@@ -251,12 +251,9 @@ class DeepEPCalls(VendorCalls):
         num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required, self._max_slots)
-        index = build_static_slot_index(
-            torch.where(has_failed, -1, received.local_ids),
-            num_local,
-            self._max_slots,
-            expert_alignment=alignment,
-        )
+        local_ids = torch.where(has_failed, -1, received.local_ids)
+        counts = count_experts(local_ids, num_local)
+        index = build_slot_index(local_ids, counts, self._max_slots, expert_alignment=alignment)
         return self._dispatched(ids, received, index, flags, has_failed)
 
     def _send(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:

@@ -22,7 +22,7 @@ from epcomm.buffers.deep_ep.v2 import ElasticPackage
 from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.ops.static_slots import aligned_counts
+from epcomm.ops.slots import aligned_counts
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 

@@ -44,7 +44,7 @@ from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError, EPTimeout, describe_ranks
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, pack_fault
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
@@ -58,9 +58,6 @@ class HierarchicalExchangePlan(ExchangePlan):
     num_tokens: T of this rank.   num_rows, index: those of the inner exchange.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     outer: ExchangePlan
     inner: ExchangePlan
 

@@ -93,6 +93,11 @@ class RowExchange:
         return OpenBuffer(self.buffer, self.spec)
 
     @property
+    def is_over_nvlink(self) -> bool:
+        """Whether kernels alone wait for peers."""
+        return self.buffer.needs_nvlink
+
+    @property
     def row_bytes(self) -> int:
         """The most bytes of a row, for which there is memory."""
         return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
@@ -253,7 +258,7 @@ def announce_along(
 
     Collective: on CPU ranks.   Host sync: likewise.
     """
-    if exchange.buffer.needs_nvlink:
+    if exchange.is_over_nvlink:
         return
     if not ranks.owns(exchange.buffer):
         function = f"{function}, with a handle of another Buffer"
@@ -355,8 +360,8 @@ def refuse_dispatch(
     Args:
         ranks: of the buffer.   service: of the dispatch.
         error: the reason.
-        spec: of the call, if its tensors tell: the others may open such a buffer now. None: that of
-            the last call.
+        spec: of the call, if its tensors determine it: the others may open such a buffer now. None:
+            that of the last call.
         has_words, num_combines: with static sizes, whether the others send words along the
             dispatch, and the combines that they make.
 
@@ -388,71 +393,60 @@ def refuse_dispatch(
             words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
             buffer.cached_dispatch(words, out.exchange_plan)
         for _ in range(num_combines):
-            combine_error(ranks.last[service], ranks.device, error)
+            _combine_without_rows(ranks, ranks.last[service], error)
     raise error
 
 
 def refuse_along(
-    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
-) -> NoReturn:
-    """Refuse a dispatch along an exchange.
-
-    has_weights: weights [T, K], float32, are sent before the rows.
-
-    Collective: in place of the dispatch.
-    Raises:
-        error: always.
-    """
-    ranks.announce("", {}, error, over_nvlink=exchange.buffer.needs_nvlink)
-    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-    # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
-    for num_bytes in (*weight_bytes, exchange.row_bytes):
-        shape = (exchange.num_tokens, num_bytes)
-        send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
-    raise error
-
-
-def refuse_combine(
     ranks: Ranks,
     service: Service,
     error: EPError,
-    opened: OpenBuffer | None = None,
-    exchange_plan: ExchangePlan | None = None,
+    exchange: RowExchange | None = None,
     *,
-    num_combines: int = 1,
+    num_combines: int = 0,
+    has_weights: bool = False,
 ) -> NoReturn:
-    """Refuse a combine, or a dispatch along an exchange that this rank does not know.
+    """Refuse a combine, or a dispatch along an exchange.
 
-    opened: the buffer of the exchange. If it is None, the exchange is not known: over NVLink the
-        others are assumed to combine the oldest batch in low latency, and their sums are NaN; in
-        normal mode they wait until the timeout.
-    num_combines: number of combines of the buffer in the call.
+    Over NVLink the others have NaN in their sums, or in the rows of this rank.
 
-    Collective: in place of these calls.
+    Args:
+        ranks: of the buffer.   service: of the call.   error: the reason.
+        exchange: None if this rank does not know it: over NVLink the others are assumed to combine
+            the oldest batch in low latency; in normal mode they wait until the timeout.
+        num_combines: number of combines of the buffer in the call; 0 in a dispatch.
+        has_weights: in a dispatch, whether weights [T, K] are sent before the rows.
+
+    Collective: in place of the call.
     Raises:
         error: always.
     """
-    over_nvlink = ranks.is_over_nvlink(service) if opened is None else opened.buffer.needs_nvlink
+    over_nvlink = ranks.is_over_nvlink(service) if exchange is None else exchange.is_over_nvlink
     ranks.announce("", {}, error, over_nvlink=over_nvlink)
-    if opened is None and service is Service.LOW_LATENCY:
-        opened = ranks.last.get(service)
-    if opened is not None:
-        for _ in range(num_combines):
-            combine_error(opened, ranks.device, error, exchange_plan)
+    if exchange is None:
+        if service is Service.LOW_LATENCY and service in ranks.last:
+            _combine_without_rows(ranks, ranks.last[service], error)
+        raise error
+    for _ in range(num_combines):
+        _combine_without_rows(ranks, exchange.opened, error, exchange.exchange_plan)
+    if not num_combines:
+        weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+        # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
+        for num_bytes in (*weight_bytes, exchange.row_bytes):
+            shape = (exchange.num_tokens, num_bytes)
+            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device)
+            send_columns(exchange, nans)
     raise error
 
 
-def combine_error(
-    opened: OpenBuffer,
-    device: torch.device,
-    error: EPError,
-    exchange_plan: ExchangePlan | None = None,
+def _combine_without_rows(
+    ranks: Ranks, opened: OpenBuffer, error: EPError, exchange_plan: ExchangePlan | None = None
 ) -> None:
     """Take part in a combine without rows, so that the other ranks learn of `error`.
 
     Collective: in place of combine().
     """
-    no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=device)
+    no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=ranks.device)
     opened.buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
 
 

@@ -22,7 +22,6 @@ from epcomm.integrations.deep_ep.normal import (
     announce_along,
     biases_of,
     refuse_along,
-    refuse_combine,
     refuse_dispatch,
     return_rows,
     send_along,
@@ -284,7 +283,7 @@ class Buffer:
                 request.check(check)
         except EPError as error:
             if exchange is not None:
-                refuse_along(self._ranks, exchange, error)
+                refuse_along(self._ranks, service, error, exchange)
             refuse_dispatch(self._ranks, service, error, spec)
         call = self._comm_stream.call(rows.x.device, previous_event, is_async=async_finish)
         if exchange is not None:
@@ -344,7 +343,7 @@ class Buffer:
                 check.tensor("topk_weights", topk_weights, shape, FLOAT32)
             check.biases(biases, exchange)
         except EPError as error:
-            refuse_combine(self._ranks, Service.NORMAL, error, exchange.opened)
+            refuse_along(self._ranks, Service.NORMAL, error, exchange, num_combines=1)
         has_weights = topk_weights is not None
         announce_along(self._ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, previous_event, is_async=async_finish) as call:
@@ -469,7 +468,7 @@ class Buffer:
         check = self._begin_low_latency("low_latency_combine")
         if not self._is_own(handle):
             error = check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-            refuse_combine(self._ranks, Service.LOW_LATENCY, error)
+            refuse_along(self._ranks, Service.LOW_LATENCY, error)
         if zero_copy:
             x = self._combine_memory(handle)
         num_tokens = handle.num_tokens
@@ -483,7 +482,8 @@ class Buffer:
             if out is not None:
                 check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
         except EPError as error:
-            refuse_combine(self._ranks, Service.LOW_LATENCY, error, *handle.along())
+            exchange = handle.exchange
+            refuse_along(self._ranks, Service.LOW_LATENCY, error, exchange, num_combines=1)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             combined, receive = self._low_latency.combine(handle, x, topk_weights, out)
             if not return_recv_hook:
@@ -546,7 +546,7 @@ class Buffer:
         exchange = self._saved_handles.find(handle)
         if exchange is None:
             error = check.handle_error(handle, "dispatch() of this Buffer")
-            refuse_combine(self._ranks, Service.NORMAL, error)
+            refuse_along(self._ranks, Service.NORMAL, error)
         return exchange
 
     def _is_own(self, handle: object) -> TypeGuard[LowLatencyHandle]:

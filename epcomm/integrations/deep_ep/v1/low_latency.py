@@ -20,7 +20,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, ReturnsSlots
+from epcomm.buffers.base import ReturnsSlots
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import CapacityError, HandleError
@@ -31,16 +31,15 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     detached,
     dispatch_rows,
-    refuse_combine,
+    refuse_along,
     refuse_dispatch,
     return_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales
-from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, ScaleLayout, WireFormat
 
@@ -109,13 +108,13 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     layout_range [L, W], int64: first row of each source and, in the low half, how many.
 
     ranks: of the Buffer.   num_tokens: T.
-    sent: a buffer that returns slots and its exchange plan, or the pairs of the dispatch.
+    sent: the exchange of a buffer that returns slots, or the pairs of the dispatch.
     """
 
     ranks: Ranks
     num_tokens: int
     shape: LowLatencyShape
-    sent: tuple[Buffer, ExchangePlan] | SentPairs
+    sent: RowExchange | SentPairs
 
     @classmethod
     def of(
@@ -124,7 +123,7 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         num_tokens: int,
         shape: LowLatencyShape,
         sources: tuple[Tensor, Tensor],
-        sent: tuple[Buffer, ExchangePlan] | SentPairs,
+        sent: RowExchange | SentPairs,
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
@@ -132,12 +131,10 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         handle.shape, handle.sent = shape, sent
         return handle
 
-    def along(self) -> tuple[OpenBuffer | None, ExchangePlan | None]:
-        """Return the buffer that returns slots and its exchange plan; None for pairs."""
-        if isinstance(self.sent, SentPairs):
-            return None, None
-        buffer, exchange_plan = self.sent
-        return OpenBuffer(buffer, slots_spec(self.shape)), exchange_plan
+    @property
+    def exchange(self) -> RowExchange | None:
+        """The exchange of the rows; None for pairs that are not received."""
+        return self.sent.exchange if isinstance(self.sent, SentPairs) else self.sent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -208,7 +205,7 @@ class LowLatency:
         """
         if isinstance(handle.sent, SentPairs):
             return _combine_pairs(handle, handle.sent, x, topk_weights, out)
-        buffer, plan = handle.sent
+        buffer, plan = handle.sent.buffer, handle.sent.exchange_plan
         assert isinstance(buffer, ReturnsSlots), "the class was chosen for it"
         pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
         assert pending.record is not None, "y exists before it is received"
@@ -221,7 +218,8 @@ class LowLatency:
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
     ) -> ReceivedSlabs:
-        buffer = self._ranks.open(Service.LOW_LATENCY, slots_spec(shape))
+        ranks, spec, num_tokens = self._ranks, slots_spec(shape), x.shape[0]
+        buffer = ranks.open(Service.LOW_LATENCY, spec)
         call = DispatchCall(
             hidden_states=x,
             topk_ids=topk_ids.long(),
@@ -246,10 +244,21 @@ class LowLatency:
         assert isinstance(plan, NVLinkLowLatencyExchangePlan), "the buffer returns slots"
         assert plan.sources is not None, "in the layout MASKED"
         sources = (plan.sources.token_of_slot, plan.sources.ranges)
+        num_slots = len(out.rows.data.flatten(0, 1))
+        exchange = RowExchange(
+            buffer=buffer,
+            spec=spec,
+            exchange_plan=plan,
+            rank=ranks.rank,
+            num_tokens=num_tokens,
+            num_rows=num_slots,
+            max_rows=num_slots,
+            device=ranks.device,
+        )
         return ReceivedSlabs(
             rows=Rows(x=out.rows.data, scales=columns),
             counts=out.index.num_tokens_per_expert,
-            handle=LowLatencyHandle.of(self._ranks, x.shape[0], shape, sources, (buffer, plan)),
+            handle=LowLatencyHandle.of(ranks, num_tokens, shape, sources, exchange),
             receive=receive,
         )
 
@@ -361,7 +370,7 @@ def _combine_pairs(
     if exchange is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
-        refuse_combine(handle.ranks, Service.LOW_LATENCY, HandleError(error))
+        refuse_along(handle.ranks, Service.LOW_LATENCY, HandleError(error))
     rows = x.flatten(0, 1)[pairs.row_of_pair]
     y = x.new_empty(handle.num_tokens, x.shape[2]) if out is None else out
     pending = [exchange]

@@ -20,7 +20,6 @@ from epcomm.integrations.deep_ep.normal import (
     biases_of,
     detached,
     refuse_along,
-    refuse_combine,
     refuse_dispatch,
     return_rows,
     send_along,
@@ -322,11 +321,10 @@ class ElasticBuffer:
                     shape = (handle.exchange.num_tokens, handle.exchange.spec.top_k)
                     check.tensor("topk_weights", topk_weights, shape, FLOAT32)
         except EPError as error:
-            if isinstance(handle, EPHandle):
-                has_weights = topk_weights is not None
-                refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
             if handle is not None:
-                refuse_combine(ranks, Service.NORMAL, error)
+                exchange = handle.exchange if isinstance(handle, EPHandle) else None
+                has_weights = topk_weights is not None
+                refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
             follow_up = {"has_words": request.has_words, "num_combines": num_combines}
             refuse_dispatch(ranks, request.service, error, spec, **follow_up)
         with self._comm_stream.call(
@@ -399,7 +397,7 @@ class ElasticBuffer:
         events = (previous_event, previous_event_before_epilogue)
         if not isinstance(handle, EPHandle):
             error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
-            refuse_combine(ranks, Service.NORMAL, error)
+            refuse_along(ranks, Service.NORMAL, error)
         exchange, has_weights = handle.exchange, topk_weights is not None
         try:
             _check_launch(check, num_sms, num_qps, events)
@@ -407,7 +405,7 @@ class ElasticBuffer:
             check.biases(biases, exchange)
         except EPError as error:
             times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
-            refuse_combine(ranks, Service.NORMAL, error, exchange.opened, num_combines=times)
+            refuse_along(ranks, Service.NORMAL, error, exchange, num_combines=times)
         announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
             if handle.do_expand:

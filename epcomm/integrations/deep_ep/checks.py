@@ -91,15 +91,22 @@ class Check:
             fault = f"{fault}, expected at most {exchange.row_bytes}, as in the dispatch"
             raise self.error(ShapeError, fault, "convert it with .to()")
 
-    def topk_idx(self, topk_idx: Tensor | None, num_tokens: int, dtypes: Dtypes = IDS) -> None:
-        """Require [T, K], with at least one expert a token; ids() looks at the values."""
-        self.tensor("topk_idx", topk_idx, (num_tokens, None), dtypes)
-        if topk_idx is not None and topk_idx.shape[1] == 0:
-            fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
-            raise self.error(ShapeError, fault)
+    @staticmethod
+    def top_k(num_tokens: int, *topk: object) -> int:
+        """Return K if ids or weights are [T, K], whatever else is wrong with them; else 0.
+
+        The other ranks may open a buffer for K in this call.
+        """
+        for each in topk:
+            if isinstance(each, Tensor) and each.dim() == 2 and each.shape[0] == num_tokens:
+                return each.shape[1]
+        return 0
 
     def ids(self, topk_ids: Tensor, num_experts: int) -> None:
-        """Require -1 or experts, where the host reads ids: on CPUs."""
+        """Require at least one id a token: -1 or experts, where the host reads ids, on CPUs."""
+        if topk_ids.shape[1] == 0:
+            fault = f"topk_idx is {list(topk_ids.shape)}, expected at least one expert a token"
+            raise self.error(ShapeError, fault)
         if not self.ranks.reads_faults or not topk_ids.numel():
             return
         lowest, highest = (int(each) for each in topk_ids.aminmax())

@@ -349,7 +349,7 @@ def refuse_dispatch(
     spec: BufferSpec | None = None,
     *,
     has_words: bool = False,
-    num_combines: int = 1,
+    sums_each_k: bool = False,
 ) -> NoReturn:
     """Refuse a dispatch on new routes.
 
@@ -360,10 +360,10 @@ def refuse_dispatch(
     Args:
         ranks: of the buffer.   service: of the dispatch.
         error: the reason.
-        spec: of the call, if its tensors determine it: the others may open such a buffer now. None:
-            that of the last call.
-        has_words, num_combines: with static sizes, whether the others send words along the
-            dispatch, and the combines that they make.
+        spec: of the call, if its arguments determine it: the others may open such a buffer now. Its
+            K is 0 if they do not determine it. None: that of the last call.
+        has_words, sums_each_k: with static sizes, whether the others send words along the dispatch,
+            and make K combines instead of one.
 
     Collective: in place of a dispatch, and of what follows it.
     Raises:
@@ -372,7 +372,7 @@ def refuse_dispatch(
     ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
     if spec is not None:
         try:
-            ranks.open(service, spec)
+            ranks.open(service, ranks.with_open_top_k(service, spec))
         except EPError as problem:
             raise error from problem
     if service not in ranks.last:
@@ -392,7 +392,7 @@ def refuse_dispatch(
         if has_words:
             words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
             buffer.cached_dispatch(words, out.exchange_plan)
-        for _ in range(num_combines):
+        for _ in range(spec.top_k if sums_each_k else 1):
             _combine_without_rows(ranks, ranks.last[service], error)
     raise error
 

@@ -12,6 +12,7 @@ an error on every rank before rows travel. Over NVLink only the opening of a buf
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -165,6 +166,14 @@ class Ranks:
     def owns(self, buffer: Buffer) -> bool:
         """Return whether calls of this deep_ep buffer opened an epcomm buffer. Local."""
         return any(each is buffer for each in self._opened.values())
+
+    def with_open_top_k(self, service: Service, spec: BufferSpec) -> BufferSpec:
+        """Return the specification of a buffer that is open for any K, if K of `spec` is 0. Local.
+
+        Without one the shape is new: opening it is an error on every rank, as ranks disagree on K.
+        """
+        specs = [each for kind, each in self._opened if kind is service]
+        return next((each for each in reversed(specs) if replace(each, top_k=0) == spec), spec)
 
     def returns_slots(self) -> bool:
         """Return whether low latency returns each slot to its source. Collective: at first."""

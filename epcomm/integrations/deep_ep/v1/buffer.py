@@ -400,15 +400,16 @@ class Buffer:
             if x.shape[1] == 0:
                 fault = f"x is {list(x.shape)}, expected at least one column"
                 raise check.error(ShapeError, fault)
-            check.topk_idx(topk_idx, x.shape[0])
+            top_k = check.top_k(x.shape[0], topk_idx)
             check.size("num_max_dispatch_tokens_per_rank", most, ShapeError)
             check.experts(num_experts, ShapeError)
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
-            sizes = (x.shape[1], topk_idx.shape[1], most, num_experts, self.group_size)
+            sizes = (x.shape[1], top_k, most, num_experts, self.group_size)
             shape = LowLatencyShape(*sizes, use_fp8, round_scale, use_ue8m0)
             spec = slots_spec(shape)
+            check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)
             check.ids(topk_idx, num_experts)
             branches = (use_nvfp4, x_global_scale, topk_weights)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from epcomm.errors import CapacityError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
+from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Check, Dtypes
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
@@ -55,7 +55,10 @@ class NormalRequest(NamedTuple):
     service: Service
 
     def checked_spec(self, check: Check) -> BufferSpec:
-        """Check the arguments that a buffer depends on; without ids a rank is one expert."""
+        """Check the arguments that a buffer depends on, but for ids and weights.
+
+        K of the result is 0 if neither has T rows. Without both a rank is one expert.
+        """
         num_ranks = check.ranks.size
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
         check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
@@ -66,9 +69,8 @@ class NormalRequest(NamedTuple):
             raise check.error(ShapeError, f"{fault} {num_ranks} ranks")
         top_k, num_local = num_ranks, 1
         if self.topk_idx is not None or self.topk_weights is not None:
-            check.topk_idx(self.topk_idx, self.rows.x.shape[0])
-            assert self.topk_idx is not None, "just checked"
-            top_k, num_local = self.topk_idx.shape[1], num_experts // num_ranks
+            top_k = check.top_k(self.rows.x.shape[0], self.topk_idx, self.topk_weights)
+            num_local = num_experts // num_ranks
         most = self.num_worst_tokens if self.service.is_static else None
         return spec_of(self.rows.form, top_k, num_local, max_tokens=most)
 
@@ -77,7 +79,10 @@ class NormalRequest(NamedTuple):
         num_tokens, ids = self.rows.x.shape[0], self.topk_idx
         shape = (num_tokens, check.ranks.size)
         check.tensor("is_token_in_rank", self.is_in_rank, shape, (torch.bool,))
-        if ids is not None and self.per_expert is not None:
+        if ids is not None or self.topk_weights is not None:
+            check.tensor("topk_idx", ids, (num_tokens, None), IDS)
+            assert ids is not None, "just checked"
+            assert self.per_expert is not None, "checked before"
             check.tensor("topk_weights", self.topk_weights, ids.shape, FLOAT32)
             check.ids(ids, self.per_expert.shape[0])
         if self.service.is_static:

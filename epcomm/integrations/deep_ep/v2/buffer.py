@@ -300,12 +300,11 @@ class ElasticBuffer:
             do_cpu_sync=do_cpu_sync is not False,
             do_expand=do_expand,
         )
-        spec, num_combines = None, 1
+        spec = None
         try:
             _check_launch(check, num_sms, num_qps, events)
             if handle is None:
                 spec = request.checked_spec(check)
-                num_combines = self._num_combines(spec.top_k, do_expand=do_expand)
                 request.check(check, spec)
             else:
                 given = {
@@ -325,7 +324,10 @@ class ElasticBuffer:
                 exchange = handle.exchange if isinstance(handle, EPHandle) else None
                 has_weights = topk_weights is not None
                 refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
-            follow_up = {"has_words": request.has_words, "num_combines": num_combines}
+            follow_up = {
+                "has_words": request.has_words,
+                "sums_each_k": do_expand and not self.allow_multiple_reduction,
+            }
             refuse_dispatch(ranks, request.service, error, spec, **follow_up)
         with self._comm_stream.call(
             rows.x.device, *events, is_async=async_with_compute_stream
@@ -404,7 +406,8 @@ class ElasticBuffer:
             _check_combine(check, x, handle, topk_weights)
             check.biases(biases, exchange)
         except EPError as error:
-            times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
+            sums_each_k = handle.do_expand and not self.allow_multiple_reduction
+            times = exchange.spec.top_k if sums_each_k else 1
             refuse_along(ranks, Service.NORMAL, error, exchange, num_combines=times)
         announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
@@ -466,10 +469,6 @@ class ElasticBuffer:
     ) -> EventOverlap:
         """Return the event at the end of a call, which read and wrote these tensors."""
         return call.event([*given, *made])
-
-    def _num_combines(self, top_k: int, *, do_expand: bool) -> int:
-        """Return the combines of epcomm's buffer that one of V2 makes."""
-        return top_k if do_expand and not self.allow_multiple_reduction else 1
 
     def _sum_slots(
         self, x: Tensor, weights: Tensor | None, handle: EPHandle, bias: Tensor | None

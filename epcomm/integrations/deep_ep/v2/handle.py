@@ -71,17 +71,18 @@ class DispatchRequest:
         return self.topk_weights is not None and not self.do_expand
 
     def checked_spec(self, check: Check) -> BufferSpec:
-        """Check the arguments that a buffer depends on."""
+        """Check the arguments that a buffer depends on, but for ids and weights.
+
+        K of the result is 0 if neither has T rows.
+        """
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
-        check.topk_idx(self.topk_idx, self.rows.x.shape[0], (torch.int64,))
         check.experts(self.num_experts, ConfigError)
         check.size("num_max_tokens_per_rank", self.max_tokens)
         check.size("expert_alignment", self.expert_alignment)
-        assert self.topk_idx is not None, "just checked"
         assert self.num_experts is not None, "just checked"
         return spec_of(
             self.rows.form,
-            self.topk_idx.shape[1],
+            check.top_k(self.rows.x.shape[0], self.topk_idx, self.topk_weights),
             self.num_experts // check.ranks.size,
             expert_alignment=self.expert_alignment,
             max_tokens=None if self.do_cpu_sync else self.max_tokens,
@@ -89,8 +90,10 @@ class DispatchRequest:
 
     def check(self, check: Check, spec: BufferSpec) -> None:
         """Check the other arguments."""
+        num_tokens = self.rows.x.shape[0]
+        check.tensor("topk_idx", self.topk_idx, (num_tokens, None), (torch.int64,))
         topk_idx = self.routes
-        check.num_tokens(self.rows.x.shape[0], "num_max_tokens_per_rank", self.max_tokens)
+        check.num_tokens(num_tokens, "num_max_tokens_per_rank", self.max_tokens)
         check.ids(topk_idx, spec.num_local_experts * check.ranks.size)
         if self.topk_weights is not None:
             check.tensor("topk_weights", self.topk_weights, topk_idx.shape, FLOAT32)

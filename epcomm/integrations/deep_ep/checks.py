@@ -13,6 +13,7 @@ from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, Shap
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import RowExchange, Rows, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.spec import BufferSpec
 from epcomm.types import is_size
 
 Shape = tuple[int | None, ...]
@@ -34,6 +35,8 @@ class Check:
     """Checks the arguments of one call on this rank; local, before anything is sent.
 
     Each method but error() raises an EPError that names the argument and this rank.
+
+    spec: of the buffer of a dispatch, as soon as its arguments determine it.
     """
 
     def __init__(self, function: str, ranks: Ranks, like: object = None) -> None:
@@ -42,6 +45,7 @@ class Check:
         if isinstance(like, Tensor):
             ranks.follow(like.device)
         self.function, self.ranks, self._device = function, ranks, ranks.device
+        self.spec: BufferSpec | None = None
 
     def error(
         self, kind: type[EPError], fault: str, remedy: str = "correct it on this rank"
@@ -136,11 +140,12 @@ class Check:
             shape = (exchange.num_tokens, exchange.spec.hidden_size)
             self.tensor("bias", bias, shape, (exchange.sum_dtype,))
 
-    def experts(self, num_experts: object, kind: type[EPError]) -> None:
-        """Require a multiple of the ranks."""
+    def num_local_experts(self, num_experts: object, kind: type[EPError]) -> int:
+        """Require a multiple of the ranks; return L."""
         if not is_size(num_experts) or num_experts % self.ranks.size:
             fault = f"num_experts is {num_experts}, expected a multiple of {self.ranks.size} ranks"
             raise self.error(kind, fault, "pass the number of experts of all ranks")
+        return num_experts // self.ranks.size
 
     def size(self, name: str, size: object, kind: type[EPError] = ConfigError) -> None:
         """Require a positive integer."""

@@ -74,23 +74,17 @@ class Rows:
 class RowExchange:
     """The exchange plan of one dispatch, and its buffer, for which a handle of deep_ep stands.
 
-    spec: of the buffer.   num_tokens: T of this rank.
+    ranks: of the Buffer that made it.   spec: of the buffer.   num_tokens: T of this rank.
     num_rows: R, rows that this rank received; max_rows: the length of the tensors of the caller.
     """
 
+    ranks: Ranks
     buffer: Buffer
     spec: BufferSpec
     exchange_plan: ExchangePlan
-    rank: int
     num_tokens: int
     num_rows: int
     max_rows: int
-    device: torch.device
-
-    @property
-    def opened(self) -> OpenBuffer:
-        """The buffer and its specification."""
-        return OpenBuffer(self.buffer, self.spec)
 
     @property
     def is_over_nvlink(self) -> bool:
@@ -236,14 +230,13 @@ def dispatch_rows(
         dispatched=out,
         num_tokens_per_expert=counts or (),
         exchange=RowExchange(
+            ranks=ranks,
             buffer=buffer,
             spec=spec,
             exchange_plan=out.exchange_plan,
-            rank=ranks.rank,
             num_tokens=topk_ids.shape[0],
             num_rows=data.shape[0],
             max_rows=data.shape[0],
-            device=ranks.device,
         ),
     )
 
@@ -260,7 +253,7 @@ def announce_along(
     """
     if exchange.is_over_nvlink:
         return
-    if not ranks.owns(exchange.buffer):
+    if exchange.ranks is not ranks:
         function = f"{function}, with a handle of another Buffer"
     arguments = {"x": f"[rows, {x.shape[1]}] {x.dtype}", "has_topk_weights": has_weights}
     ranks.announce(function, arguments, over_nvlink=False)
@@ -427,14 +420,15 @@ def refuse_along(
         if service is Service.LOW_LATENCY and service in ranks.last:
             _combine_without_rows(ranks, ranks.last[service], error)
         raise error
+    opened = OpenBuffer(exchange.buffer, exchange.spec)
     for _ in range(num_combines):
-        _combine_without_rows(ranks, exchange.opened, error, exchange.exchange_plan)
+        _combine_without_rows(ranks, opened, error, exchange.exchange_plan)
     if not num_combines:
         weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
         # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
         for num_bytes in (*weight_bytes, exchange.row_bytes):
             shape = (exchange.num_tokens, num_bytes)
-            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device)
+            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=ranks.device)
             send_columns(exchange, nans)
     raise error
 

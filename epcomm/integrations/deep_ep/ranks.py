@@ -163,10 +163,6 @@ class Ranks:
             )
         return self._group.open_buffer(kind.__name__, spec)
 
-    def owns(self, buffer: Buffer) -> bool:
-        """Return whether calls of this deep_ep buffer opened an epcomm buffer. Local."""
-        return any(each is buffer for each in self._opened.values())
-
     def with_open_top_k(self, service: Service, spec: BufferSpec) -> BufferSpec:
         """Return the specification of a buffer that is open for any K, if K of `spec` is 0. Local.
 

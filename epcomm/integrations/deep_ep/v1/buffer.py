@@ -257,7 +257,7 @@ class Buffer:
         self._saved_handles.drop_freed()
         config = config or _config_of(self.num_sms)
         exchange = None if handle is None else self._exchange_of(check, handle)
-        service, request, spec = Service.NORMAL, None, None
+        service, request = Service.NORMAL, None
         if num_worst_tokens and topk_idx is not None and self._ranks.has(Service.ROW_BUDGET):
             # Without ids V1 has no such dispatch.
             service = Service.ROW_BUDGET
@@ -279,12 +279,11 @@ class Buffer:
                     num_sms=config.sms or None,
                     service=service,
                 )
-                spec = request.checked_spec(check)
                 request.check(check)
         except EPError as error:
             if exchange is not None:
                 refuse_along(self._ranks, service, error, exchange)
-            refuse_dispatch(self._ranks, service, error, spec)
+            refuse_dispatch(self._ranks, service, error, check.spec)
         call = self._comm_stream.call(rows.x.device, previous_event, is_async=async_finish)
         if exchange is not None:
             with call as under_way:
@@ -293,10 +292,10 @@ class Buffer:
                 event = under_way.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
         assert request is not None, "just made"
-        assert spec is not None, "just checked"
+        assert check.spec is not None, "just checked"
         assert is_token_in_rank is not None, "just checked"
         with call as under_way:
-            received = request.send(self._ranks, spec)
+            received = request.send(self._ranks, check.spec)
             made = NormalHandle.of(
                 received.exchange, is_token_in_rank, self._saved_handles, config.num_channels
             )
@@ -390,11 +389,7 @@ class Buffer:
             NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_dispatch", x)
-        most, stats, spec = (
-            num_max_dispatch_tokens_per_rank,
-            cumulative_local_expert_recv_stats,
-            None,
-        )
+        most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         try:
             check.tensor("x", x, (None, None), _BFLOAT16)
             if x.shape[1] == 0:
@@ -402,13 +397,13 @@ class Buffer:
                 raise check.error(ShapeError, fault)
             top_k = check.top_k(x.shape[0], topk_idx)
             check.size("num_max_dispatch_tokens_per_rank", most, ShapeError)
-            check.experts(num_experts, ShapeError)
+            check.num_local_experts(num_experts, ShapeError)
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
             sizes = (x.shape[1], top_k, most, num_experts, self.group_size)
             shape = LowLatencyShape(*sizes, use_fp8, round_scale, use_ue8m0)
-            spec = slots_spec(shape)
+            check.spec = slots_spec(shape)
             check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)
             check.ids(topk_idx, num_experts)
@@ -417,8 +412,7 @@ class Buffer:
             _check_hook(check, async_finish, return_recv_hook)
             check.recv_stats(stats, shape.num_local)
         except EPError as error:
-            # Without a shape no rank opens a buffer for it.
-            refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, spec)
+            refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, check.spec)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             slabs = self._low_latency.dispatch(check, x, topk_idx, shape, has_hook=return_recv_hook)
 

@@ -246,14 +246,13 @@ class LowLatency:
         sources = (plan.sources.token_of_slot, plan.sources.ranges)
         num_slots = len(out.rows.data.flatten(0, 1))
         exchange = RowExchange(
+            ranks=ranks,
             buffer=buffer,
             spec=spec,
             exchange_plan=plan,
-            rank=ranks.rank,
             num_tokens=num_tokens,
             num_rows=num_slots,
             max_rows=num_slots,
-            device=ranks.device,
         )
         return ReceivedSlabs(
             rows=Rows(x=out.rows.data, scales=columns),

@@ -54,37 +54,31 @@ class NormalRequest(NamedTuple):
     num_sms: int | None
     service: Service
 
-    def checked_spec(self, check: Check) -> BufferSpec:
-        """Check the arguments that a buffer depends on, but for ids and weights.
+    def check(self, check: Check) -> None:
+        """Check the arguments, and set check.spec; its K is 0 if no ids or weights have T rows.
 
-        K of the result is 0 if neither has T rows. Without both a rank is one expert.
+        Without both a rank is one expert.
         """
-        num_ranks = check.ranks.size
+        num_ranks, ids, weights = check.ranks.size, self.topk_idx, self.topk_weights
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
+        num_tokens = self.rows.x.shape[0]
         check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
         assert self.per_expert is not None, "just checked"
         num_experts = self.per_expert.shape[0]
         if num_experts < 1 or num_experts % num_ranks:
             fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
             raise check.error(ShapeError, f"{fault} {num_ranks} ranks")
-        top_k, num_local = num_ranks, 1
-        if self.topk_idx is not None or self.topk_weights is not None:
-            top_k = check.top_k(self.rows.x.shape[0], self.topk_idx, self.topk_weights)
-            num_local = num_experts // num_ranks
+        top_k, num_local, has_topk = num_ranks, 1, ids is not None or weights is not None
+        if has_topk:
+            top_k, num_local = check.top_k(num_tokens, ids, weights), num_experts // num_ranks
         most = self.num_worst_tokens if self.service.is_static else None
-        return spec_of(self.rows.form, top_k, num_local, max_tokens=most)
-
-    def check(self, check: Check) -> None:
-        """Check the other arguments."""
-        num_tokens, ids = self.rows.x.shape[0], self.topk_idx
-        shape = (num_tokens, check.ranks.size)
-        check.tensor("is_token_in_rank", self.is_in_rank, shape, (torch.bool,))
-        if ids is not None or self.topk_weights is not None:
+        check.spec = spec_of(self.rows.form, top_k, num_local, max_tokens=most)
+        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), (torch.bool,))
+        if has_topk:
             check.tensor("topk_idx", ids, (num_tokens, None), IDS)
             assert ids is not None, "just checked"
-            assert self.per_expert is not None, "checked before"
-            check.tensor("topk_weights", self.topk_weights, ids.shape, FLOAT32)
-            check.ids(ids, self.per_expert.shape[0])
+            check.tensor("topk_weights", weights, ids.shape, FLOAT32)
+            check.ids(ids, num_experts)
         if self.service.is_static:
             check.num_tokens(num_tokens, "num_worst_tokens", self.num_worst_tokens)
 
@@ -245,7 +239,7 @@ class NormalHandle(tuple[Tensor, ...]):
         exchange, is_in_rank = self.exchange, self.is_in_rank
         num_ranks = is_in_rank.shape[1]
         rank_prefix = is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
-        rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
+        rank_prefix[:, exchange.ranks.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
         prefix, send_head = _channels(is_in_rank, self.channels)
         before = torch.full_like(prefix, UNKNOWN)
         src_idx = is_in_rank.new_full((exchange.max_rows,), UNKNOWN, dtype=torch.int32)
@@ -273,7 +267,7 @@ class NormalHandle(tuple[Tensor, ...]):
     def __repr__(self) -> str:
         exchange = self.exchange
         sizes = (exchange.max_rows, exchange.spec.hidden_size, exchange.num_tokens)
-        return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.rank}>"
+        return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.ranks.rank}>"
 
     def __reduce__(self) -> NoReturn:
         raise HandleError(

@@ -14,6 +14,7 @@ from epcomm.errors import EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.checks import FLOAT32, Absent, Check
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
+    RowExchange,
     Rows,
     XTensors,
     announce_along,
@@ -34,7 +35,6 @@ from epcomm.integrations.deep_ep.v2.handle import (
     DispatchRequest,
     EPHandle,
     Positions,
-    send_request,
     send_weights,
 )
 from epcomm.ops.slots import (
@@ -205,19 +205,14 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the SMs whose memory traffic keeps NVLink busy with balanced routing, even. Local.
+        """Return the SMs, an even number, whose writes keep NVLink busy. Local.
 
         nvlink_gbs: GB/s of one direction, 0 for those of an H200.
         """
         del num_scaleout_topk, rdma_gbs  # Of several hosts.
-        others = num_experts - num_experts // self.num_ranks
-        missed = math.comb(others, num_topk) / math.comb(num_experts, num_topk)
-        num_expected_ranks = self.num_ranks * (1 - missed)
-        remote_share = 1 - 1 / self.num_ranks
-        num_sms = float(sizes.NUM_DEVICE_SMS)
-        if remote_share > 0 and num_expected_ranks > 0:
-            rows_gbs = (nvlink_gbs or sizes.NVLINK_GBS) / remote_share
-            num_sms = max(rows_gbs / num_expected_ranks / sm_read_gbs, rows_gbs / sm_write_gbs)
+        del num_experts, num_topk, sm_read_gbs  # An SM reads a token once, and so writes more.
+        num_others = max(self.num_ranks - 1, 1)
+        num_sms = (nvlink_gbs or sizes.NVLINK_GBS) * self.num_ranks / num_others / sm_write_gbs
         least = sizes.MIN_SMS if self.prefer_overlap_with_compute else sizes.MIN_SMS_ALONE
         wanted = align_up(max(least, math.ceil(num_sms * sizes.SMS_MARGIN)), 2)
         return min(wanted, sizes.NUM_DEVICE_SMS)
@@ -287,25 +282,25 @@ class ElasticBuffer:
         ranks, rows = self._ranks, Rows.of(x)
         check = Check("dispatch", ranks, rows.x)
         events = (previous_event, previous_event_before_epilogue)
-        request = DispatchRequest(
-            rows=rows,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            recv_stats=cumulative_local_expert_recv_stats,
-            num_experts=num_experts,
-            max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
-            expert_alignment=_or(expert_alignment, 1),
-            num_sms=num_sms,
-            do_handle_copy=do_handle_copy,
-            do_cpu_sync=do_cpu_sync is not False,
-            do_expand=do_expand,
-        )
-        spec = None
+        request = None
+        if handle is None:
+            request = DispatchRequest(
+                rows=rows,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                recv_stats=cumulative_local_expert_recv_stats,
+                num_experts=num_experts,
+                max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
+                expert_alignment=_or(expert_alignment, 1),
+                num_sms=num_sms,
+                do_handle_copy=do_handle_copy,
+                do_cpu_sync=do_cpu_sync is not False,
+                do_expand=do_expand,
+            )
         try:
             _check_launch(check, num_sms, num_qps, events)
-            if handle is None:
-                spec = request.checked_spec(check)
-                request.check(check, spec)
+            if request is not None:
+                request.check(check)
             else:
                 given = {
                     "num_experts": num_experts,
@@ -314,13 +309,13 @@ class ElasticBuffer:
                     "do_expand": do_expand or None,
                 }
                 absent = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
-                _check_along(check, handle, given, absent)
-                check.rows_along(rows, handle.exchange, PLAIN, QUANTIZED)
+                exchange = _check_along(check, handle, given, absent)
+                check.rows_along(rows, exchange, PLAIN, QUANTIZED)
                 if topk_weights is not None:
-                    shape = (handle.exchange.num_tokens, handle.exchange.spec.top_k)
+                    shape = (exchange.num_tokens, exchange.spec.top_k)
                     check.tensor("topk_weights", topk_weights, shape, FLOAT32)
         except EPError as error:
-            if handle is not None:
+            if request is None:
                 exchange = handle.exchange if isinstance(handle, EPHandle) else None
                 has_weights = topk_weights is not None
                 refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
@@ -328,12 +323,13 @@ class ElasticBuffer:
                 "has_words": request.has_words,
                 "sums_each_k": do_expand and not self.allow_multiple_reduction,
             }
-            refuse_dispatch(ranks, request.service, error, spec, **follow_up)
+            refuse_dispatch(ranks, request.service, error, check.spec, **follow_up)
         with self._comm_stream.call(
             rows.x.device, *events, is_async=async_with_compute_stream
         ) as call:
-            if spec is not None:
-                arrived = send_request(ranks, request, spec)
+            if request is not None:
+                assert check.spec is not None, "it was checked"
+                arrived = request.send(ranks, check.spec)
                 handle = self._handle_of(request, arrived)
                 received, weights = arrived.received.rows, arrived.weights
                 if cumulative_local_expert_recv_stats is not None:
@@ -444,10 +440,11 @@ class ElasticBuffer:
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""
-        exchange = arrived.received.exchange
-        num_experts = exchange.spec.num_local_experts * self.num_ranks
-        num_sms = self.get_theoretical_num_sms(num_experts, exchange.spec.top_k)
-        return EPHandle(request, arrived, request.num_sms or num_sms, self.num_ranks)
+        num_sms = request.num_sms
+        if not num_sms:
+            assert request.num_experts is not None, "it was checked"
+            num_sms = self.get_theoretical_num_sms(request.num_experts, request.routes.shape[1])
+        return EPHandle(request, arrived, num_sms)
 
     def _finish(
         self,
@@ -529,8 +526,8 @@ def _check_launch(
 
 def _check_along(
     check: Check, handle: object, given: Mapping[str, object], absent: Mapping[str, object]
-) -> None:
-    """Raise if a dispatch along a handle asks for something else than the handle has.
+) -> RowExchange:
+    """Return the exchange of a handle, if a dispatch along it asks for what the handle has.
 
     given: arguments by name, which are None or as the handle has them.
     absent: arguments by name, which are None or False.
@@ -546,6 +543,7 @@ def _check_along(
         if value is not None and value is not False:
             fault = f"{name} came with a handle, expected {name}=None: the handle has routes and"
             raise check.error(HandleError, f"{fault} waits for no counts", "leave it out")
+    return handle.exchange
 
 
 def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:

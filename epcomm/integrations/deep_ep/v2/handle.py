@@ -39,6 +39,21 @@ _SCALE_COLUMN_ALIGNMENT_WORDS = 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Arrived:
+    """The rows, weights and sources that this rank received in one dispatch.
+
+    weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand;
+        None where none were given.
+    sources: source rank * M + token of each row, [R], int32; None: they are sent when they are
+        read.
+    """
+
+    received: ReceivedRows
+    weights: Tensor | None
+    sources: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class DispatchRequest:
     """One dispatch of T tokens on new routes; see ElasticBuffer.dispatch.
 
@@ -70,34 +85,26 @@ class DispatchRequest:
         """
         return self.topk_weights is not None and not self.do_expand
 
-    def checked_spec(self, check: Check) -> BufferSpec:
-        """Check the arguments that a buffer depends on, but for ids and weights.
-
-        K of the result is 0 if neither has T rows.
-        """
+    def check(self, check: Check) -> None:
+        """Check the arguments, and set check.spec; its K is 0 if no ids or weights have T rows."""
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
-        check.experts(self.num_experts, ConfigError)
+        num_tokens, topk_idx, weights = self.rows.x.shape[0], self.topk_idx, self.topk_weights
+        num_local = check.num_local_experts(self.num_experts, ConfigError)
         check.size("num_max_tokens_per_rank", self.max_tokens)
         check.size("expert_alignment", self.expert_alignment)
-        assert self.num_experts is not None, "just checked"
-        return spec_of(
+        check.spec = spec_of(
             self.rows.form,
-            check.top_k(self.rows.x.shape[0], self.topk_idx, self.topk_weights),
-            self.num_experts // check.ranks.size,
+            check.top_k(num_tokens, topk_idx, weights),
+            num_local,
             expert_alignment=self.expert_alignment,
             max_tokens=None if self.do_cpu_sync else self.max_tokens,
         )
-
-    def check(self, check: Check, spec: BufferSpec) -> None:
-        """Check the other arguments."""
-        num_tokens = self.rows.x.shape[0]
-        check.tensor("topk_idx", self.topk_idx, (num_tokens, None), (torch.int64,))
-        topk_idx = self.routes
+        check.tensor("topk_idx", topk_idx, (num_tokens, None), (torch.int64,))
         check.num_tokens(num_tokens, "num_max_tokens_per_rank", self.max_tokens)
-        check.ids(topk_idx, spec.num_local_experts * check.ranks.size)
-        if self.topk_weights is not None:
-            check.tensor("topk_weights", self.topk_weights, topk_idx.shape, FLOAT32)
-        check.recv_stats(self.recv_stats, spec.num_local_experts)
+        check.ids(self.routes, num_local * check.ranks.size)
+        if weights is not None:
+            check.tensor("topk_weights", weights, self.routes.shape, FLOAT32)
+        check.recv_stats(self.recv_stats, num_local)
 
     @property
     def routes(self) -> Tensor:
@@ -105,60 +112,38 @@ class DispatchRequest:
         assert self.topk_idx is not None, "it was checked"
         return self.topk_idx
 
+    def send(self, ranks: Ranks, spec: BufferSpec) -> Arrived:
+        """Send the tokens.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrived:
-    """The rows, weights and sources that this rank received in one dispatch.
-
-    weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand;
-        None where none were given.
-    sources: source rank * M + token of each row, [R], int32; None: they are sent when they are
-        read.
-    """
-
-    received: ReceivedRows
-    weights: Tensor | None
-    sources: Tensor | None
-
-
-def send_request(ranks: Ranks, request: DispatchRequest, spec: BufferSpec) -> Arrived:
-    """Send the tokens of a request.
-
-    Collective: yes.   Host sync: one with do_cpu_sync, else none.
-    Raises:
-        ShapeError, CapacityError: some rank refuses its call; on every rank with do_cpu_sync and on
-            CPUs, else there alone, and the other ranks get NaN from combine.
-    """
-    topk_idx, weights = request.routes, request.topk_weights
-    options = {
-        "num_max_tokens_per_rank": request.max_tokens,
-        "has_topk_weights": weights is not None,
-        "do_expand": request.do_expand,
-    }
-    sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
-    topk = topk_idx, sent
-    received = dispatch_rows(
-        ranks,
-        request.service,
-        request.rows,
-        topk,
-        spec,
-        num_sms=request.num_sms or None,
-        options=options,
-    )
-    exchange = received.exchange
-    if request.service.is_static and ranks.reads_faults:
-        exchange.buffer.check()
-    if weights is None or not request.has_words:
-        weights = None if weights is None else received.dispatched.slot_weights
-        return Arrived(received=received, weights=weights, sources=None)
-    words = [_own_sources(exchange, request.max_tokens), weights.contiguous().view(torch.int32)]
-    columns = _send_words(exchange, torch.cat(words, dim=1))
-    return Arrived(
-        received=received,
-        weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
-        sources=columns[:, 0].contiguous(),
-    )
+        Collective: yes.   Host sync: one with do_cpu_sync, else none.
+        Raises:
+            ShapeError, CapacityError: some rank refuses its call; on every rank with do_cpu_sync
+                and on CPUs, else there alone, and the other ranks get NaN from combine.
+        """
+        topk_idx, weights = self.routes, self.topk_weights
+        options = {
+            "num_max_tokens_per_rank": self.max_tokens,
+            "has_topk_weights": weights is not None,
+            "do_expand": self.do_expand,
+        }
+        sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
+        num_sms, topk = self.num_sms or None, (topk_idx, sent)
+        received = dispatch_rows(
+            ranks, self.service, self.rows, topk, spec, num_sms=num_sms, options=options
+        )
+        exchange = received.exchange
+        if self.service.is_static and ranks.reads_faults:
+            exchange.buffer.check()
+        if weights is None or not self.has_words:
+            weights = None if weights is None else received.dispatched.slot_weights
+            return Arrived(received=received, weights=weights, sources=None)
+        words = [_own_sources(exchange, self.max_tokens), weights.contiguous().view(torch.int32)]
+        columns = _send_words(exchange, torch.cat(words, dim=1))
+        return Arrived(
+            received=received,
+            weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
+            sources=columns[:, 0].contiguous(),
+        )
 
 
 def send_weights(exchange: RowExchange, topk_weights: Tensor) -> Tensor:
@@ -177,8 +162,9 @@ def send_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
 
 def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
     """Return this rank * M + token of its tokens, [T, 1], int32."""
-    tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=exchange.device)
-    return (tokens + exchange.rank * max_tokens).unsqueeze(1)
+    ranks = exchange.ranks
+    tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=ranks.device)
+    return (tokens + ranks.rank * max_tokens).unsqueeze(1)
 
 
 def _send_words(exchange: RowExchange, words: Tensor) -> Tensor:
@@ -247,14 +233,12 @@ class EPHandle:
     positions: of what came.
     """
 
-    def __init__(
-        self, request: DispatchRequest, arrived: Arrived, num_sms: int, num_ranks: int
-    ) -> None:
+    def __init__(self, request: DispatchRequest, arrived: Arrived, num_sms: int) -> None:
         """Describe what arrived. Host sync: none."""
         received = arrived.received
+        num_ranks = received.exchange.ranks.size
         self.exchange, self.index = received.exchange, received.dispatched.index
         self.local_ids, self._sources = received.topk_ids, arrived.sources
-        self._num_ranks = num_ranks
         self.is_row = None if request.do_cpu_sync else (received.topk_ids >= 0).any(1)
         self.do_expand = request.do_expand
         self.num_experts = self.exchange.spec.num_local_experts * num_ranks
@@ -384,9 +368,9 @@ class EPHandle:
         This rank * M + the number of the token among those for the same rank, given to the first k
         of that rank; -1 at others.
         """
-        topk_idx, num_ranks = self.topk_idx, self._num_ranks
+        topk_idx, num_ranks = self.topk_idx, self.exchange.ranks.size
         is_in_rank = layout_of(topk_idx, self.num_experts, num_ranks).is_in_rank
-        numbers = is_in_rank.cumsum(0) - 1 + self.exchange.rank * self.num_max_tokens_per_rank
+        numbers = is_in_rank.cumsum(0) - 1 + self.exchange.ranks.rank * self.num_max_tokens_per_rank
         ranks = topk_idx.div(self.num_experts // num_ranks, rounding_mode="floor")
         is_again = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)
         found = numbers.gather(1, ranks.clamp(min=0))

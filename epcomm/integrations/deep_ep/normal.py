@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import NoReturn, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots, RowTopkDispatched
@@ -36,6 +37,7 @@ XTensors = Tensor | tuple[Tensor, Tensor]
 NO_OPTIONS: Record = MappingProxyType({})
 # The copy engine of a GPU moves multiples of it.
 _VECTOR_BYTES = 16
+_VECTOR_WORDS = _VECTOR_BYTES // 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -221,6 +223,8 @@ def dispatch_rows(
     data, scales = _dense(out.rows.data), out.rows.scales
     if scales is not None and rows.scales is not None:
         scales = _as_dtype(_dense(scales), rows.scales.dtype)
+    if service.is_static and ranks.reads_faults:
+        buffer.check()
     counts = out.index.host_num_tokens_per_expert
     assert counts is not None or spec.max_tokens_per_rank is not None, "sizes are exact"
     return ReceivedRows(
@@ -259,31 +263,44 @@ def announce_along(
     ranks.announce(function, arguments, over_nvlink=False)
 
 
-def send_along(exchange: RowExchange, rows: Rows) -> Rows:
-    """Send other rows [T, H] of the same tokens along an exchange; return [R, H].
+def send_along(
+    ranks: Ranks, exchange: RowExchange, rows: Rows, topk_weights: Tensor | None = None
+) -> tuple[Rows, Tensor | None]:
+    """Send other rows [T, H], and weights [T, K], of the same tokens along an exchange.
 
-    Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
+    Returns: [R, H], and [R, K] or None; weights of experts of other ranks too.
+    Collective: yes; with weights or without them on all ranks.   Host sync: on CPU ranks.
+    Lifetime: the caller owns the result.
     """
+    has_weights = topk_weights is not None
+    announce_along(ranks, exchange, "dispatch along a handle", rows.x, has_weights=has_weights)
+    weights = None
+    if topk_weights is not None:
+        words = send_words(exchange, detached(topk_weights).contiguous().view(torch.int32))
+        weights = words[:, : exchange.spec.top_k].contiguous().view(torch.float32)
     if rows.scales is None:
-        return Rows(x=_dense(send_columns(exchange, rows.x)))
+        return Rows(x=_dense(_send_columns(exchange, rows.x))), weights
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
     gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
-    received = send_columns(exchange, torch.cat([x, scales, gap], dim=1))
-    return Rows(
-        x=received[:, :width].contiguous().view(rows.x.dtype),
-        scales=received[:, width:end].contiguous().view(rows.scales.dtype),
-    )
+    received = _send_columns(exchange, torch.cat([x, scales, gap], dim=1))
+    x = received[:, :width].contiguous().view(rows.x.dtype)
+    scales = received[:, width:end].contiguous().view(rows.scales.dtype)
+    return Rows(x=x, scales=scales), weights
 
 
-def send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
-    """Send [T, N] of any dtype along an exchange; return [R, N], which the caller owns.
+def send_words(exchange: RowExchange, words: Tensor) -> Tensor:
+    """Send [T, N], int32, along an exchange, in whole vectors, which every buffer carries.
 
-    A row takes a multiple of 16 bytes, and at most exchange.row_bytes.
-
+    Returns: [R, N + gap], which the caller owns.
     Collective: yes.   Host sync: none.
     """
+    return _send_columns(exchange, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
+
+
+def _send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
+    """Send [T, N] of any dtype, N * itemsize a multiple of 16 and at most exchange.row_bytes."""
     received = exchange.buffer.cached_dispatch(detached(columns), exchange.exchange_plan)
     return received[: exchange.num_rows]
 
@@ -429,7 +446,7 @@ def refuse_along(
         for num_bytes in (*weight_bytes, exchange.row_bytes):
             shape = (exchange.num_tokens, num_bytes)
             nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=ranks.device)
-            send_columns(exchange, nans)
+            _send_columns(exchange, nans)
     raise error
 
 

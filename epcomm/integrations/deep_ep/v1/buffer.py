@@ -287,8 +287,8 @@ class Buffer:
         call = self._comm_stream.call(rows.x.device, previous_event, is_async=async_finish)
         if exchange is not None:
             with call as under_way:
-                announce_along(self._ranks, exchange, "dispatch along a handle", rows.x)
-                along = with_length(send_along(exchange, rows), exchange.max_rows)
+                along, _ = send_along(self._ranks, exchange, rows)
+                along = with_length(along, exchange.max_rows)
                 event = under_way.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
         assert request is not None, "just made"

@@ -108,13 +108,14 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     layout_range [L, W], int64: first row of each source and, in the low half, how many.
 
     ranks: of the Buffer.   num_tokens: T.
-    sent: the exchange of a buffer that returns slots, or the pairs of the dispatch.
+    pairs: None where a buffer returns slots.   exchange: None for pairs that are not received.
     """
 
     ranks: Ranks
     num_tokens: int
     shape: LowLatencyShape
-    sent: RowExchange | SentPairs
+    pairs: SentPairs | None
+    exchange: RowExchange | None
 
     @classmethod
     def of(
@@ -127,14 +128,10 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
-        handle.ranks, handle.num_tokens = ranks, num_tokens
-        handle.shape, handle.sent = shape, sent
+        handle.ranks, handle.num_tokens, handle.shape = ranks, num_tokens, shape
+        is_received = isinstance(sent, RowExchange)
+        handle.pairs, handle.exchange = (None, sent) if is_received else (sent, None)
         return handle
-
-    @property
-    def exchange(self) -> RowExchange | None:
-        """The exchange of the rows; None for pairs that are not received."""
-        return self.sent.exchange if isinstance(self.sent, SentPairs) else self.sent
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,14 +152,12 @@ class SentPairs:
     """The (token, expert) pairs of a batch by token, then k: [S] each. Masked entries are none.
 
     is_chosen: [T, K], bool, which entries are pairs.
-    exchange: of the pairs; None until they are received.
-    row_of_pair: [R], row of the flattened slabs that holds each received pair.
+    row_of_pair: [R], row of the flattened slabs that holds each received pair, once they came.
     """
 
     is_chosen: Tensor
     tokens: Tensor
     experts: Tensor
-    exchange: RowExchange | None = None
     row_of_pair: Tensor | None = None
 
     @classmethod
@@ -203,9 +198,10 @@ class LowLatency:
 
         The second result writes y, and reads topk_weights, as in V1.
         """
-        if isinstance(handle.sent, SentPairs):
-            return _combine_pairs(handle, handle.sent, x, topk_weights, out)
-        buffer, plan = handle.sent.buffer, handle.sent.exchange_plan
+        if handle.pairs is not None:
+            return _combine_pairs(handle, handle.pairs, x, topk_weights, out)
+        assert handle.exchange is not None, "slots are sent with the dispatch"
+        buffer, plan = handle.exchange.buffer, handle.exchange.exchange_plan
         assert isinstance(buffer, ReturnsSlots), "the class was chosen for it"
         pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
         assert pending.record is not None, "y exists before it is received"
@@ -232,7 +228,11 @@ class LowLatency:
         assert out is not None, "rows exist before they are received"
         travelled = columns = out.rows.scales
         if travelled is not None and travelled.dtype == torch.float8_e8m0fnu:
-            columns = self._columns_of(out.rows.data, travelled)
+            # The same memory for the same rows, whose addresses a captured graph keeps.
+            address = out.rows.data.data_ptr()
+            if address not in self._columns:
+                self._columns[address] = _column_major(travelled.shape, travelled.device)
+            columns = self._columns[address]
 
         def receive() -> None:
             if pending is not None:
@@ -260,13 +260,6 @@ class LowLatency:
             handle=LowLatencyHandle.of(ranks, num_tokens, shape, sources, exchange),
             receive=receive,
         )
-
-    def _columns_of(self, rows: Tensor, scales: Tensor) -> Tensor:
-        """Return memory for scales [L, W * M, S], column-major, at the address it had before."""
-        found = self._columns.get(rows.data_ptr())
-        if found is None:
-            found = self._columns[rows.data_ptr()] = _column_major(scales.shape, scales.device)
-        return found
 
 
 def _column_major(
@@ -313,7 +306,7 @@ def _dispatch_pairs(
     )
 
     def receive() -> None:
-        if pairs.exchange is not None:
+        if handle.exchange is not None:
             raise HandleError(f"low_latency_dispatch: the hook was called twice ({ranks.where})")
         received = dispatch_rows(
             ranks,
@@ -323,12 +316,13 @@ def _dispatch_pairs(
             spec_of(sent.form, 1, num_local),
             options={"num_max_tokens_per_rank": shape.max_tokens},
         )
-        pairs.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
+        handle.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
 
+    handle = LowLatencyHandle.of(ranks, x.shape[0], shape, layout, pairs)
     slabs = ReceivedSlabs(
         rows=Rows(x=codes.new_empty(shape.slab_shape), scales=scales),
         counts=topk_ids.new_empty(num_local, dtype=torch.int32),
-        handle=LowLatencyHandle.of(ranks, x.shape[0], shape, layout, pairs),
+        handle=handle,
         receive=receive,
     )
     return slabs
@@ -365,7 +359,7 @@ def _combine_pairs(
     out: Tensor | None,
 ) -> tuple[Tensor, Receive]:
     """Read the rows here, and the weights in the second half, as in V1."""
-    exchange, where = pairs.exchange, handle.ranks.where
+    exchange, where = handle.exchange, handle.ranks.where
     if exchange is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"

@@ -35,7 +35,6 @@ from epcomm.integrations.deep_ep.v2.handle import (
     DispatchRequest,
     EPHandle,
     Positions,
-    send_weights,
 )
 from epcomm.ops.slots import (
     AnyMembers,
@@ -337,7 +336,9 @@ class ElasticBuffer:
                     cumulative_local_expert_recv_stats.add_(counts)
             else:
                 assert handle is not None, "one of both is there"
-                received, weights = self._send_along(handle, rows, topk_weights, do_expand)
+                received, weights = send_along(ranks, handle.exchange, rows, topk_weights)
+                if weights is not None and do_expand:
+                    weights = spread_to_slots(weights, handle.index)
             positions = handle.positions
             if handle.do_expand and not do_expand:
                 positions = handle.positions_of(do_expand=False)
@@ -420,23 +421,6 @@ class ElasticBuffer:
                 exchange.buffer.check()
             event = self._event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
-
-    def _send_along(
-        self, handle: EPHandle, rows: Rows, topk_weights: Tensor | None, do_expand: bool
-    ) -> tuple[Rows, Tensor | None]:
-        """Send other rows, and weights [T, K], of the same tokens on the routes of a handle.
-
-        Collective: yes; with weights or without them on all ranks.
-        """
-        weights, has_weights = None, topk_weights is not None
-        function, exchange = "dispatch along a handle", handle.exchange
-        announce_along(self._ranks, exchange, function, rows.x, has_weights=has_weights)
-        if topk_weights is not None:
-            weights = send_weights(handle.exchange, topk_weights)
-        received = send_along(handle.exchange, rows)
-        if weights is not None and do_expand:
-            weights = spread_to_slots(weights, handle.index)
-        return received, weights
 
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.errors import ConfigError
@@ -20,9 +19,8 @@ from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
-    detached,
     dispatch_rows,
-    send_columns,
+    send_words,
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
@@ -32,8 +30,6 @@ from epcomm.types import align_up
 # The dtypes of x without scales, and with scales.
 PLAIN: Dtypes = (torch.bfloat16,)
 QUANTIZED: Dtypes = (torch.float8_e4m3fn,)
-# 16 B, in words of an int32.
-_VECTOR_WORDS = 4
 # 16 B of scale words: the bulk copies of a GEMM start at such a column.
 _SCALE_COLUMN_ALIGNMENT_WORDS = 4
 
@@ -132,13 +128,11 @@ class DispatchRequest:
             ranks, self.service, self.rows, topk, spec, num_sms=num_sms, options=options
         )
         exchange = received.exchange
-        if self.service.is_static and ranks.reads_faults:
-            exchange.buffer.check()
         if weights is None or not self.has_words:
             weights = None if weights is None else received.dispatched.slot_weights
             return Arrived(received=received, weights=weights, sources=None)
         words = [_own_sources(exchange, self.max_tokens), weights.contiguous().view(torch.int32)]
-        columns = _send_words(exchange, torch.cat(words, dim=1))
+        columns = send_words(exchange, torch.cat(words, dim=1))
         return Arrived(
             received=received,
             weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
@@ -146,18 +140,9 @@ class DispatchRequest:
         )
 
 
-def send_weights(exchange: RowExchange, topk_weights: Tensor) -> Tensor:
-    """Send weights [T, K], float32, along an exchange; [R, K], those of experts of other ranks too.
-
-    Collective: yes.   Host sync: none.
-    """
-    words = _send_words(exchange, detached(topk_weights).contiguous().view(torch.int32))
-    return words[:, : exchange.spec.top_k].contiguous().view(torch.float32)
-
-
 def send_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
     """Send source rank * M + token of each row; [R], int32. Collective: yes.   Host sync: none."""
-    return _send_words(exchange, _own_sources(exchange, max_tokens))[:, 0].contiguous()
+    return send_words(exchange, _own_sources(exchange, max_tokens))[:, 0].contiguous()
 
 
 def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
@@ -165,11 +150,6 @@ def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
     ranks = exchange.ranks
     tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=ranks.device)
     return (tokens + ranks.rank * max_tokens).unsqueeze(1)
-
-
-def _send_words(exchange: RowExchange, words: Tensor) -> Tensor:
-    """Send [T, N], int32, in whole vectors, which every buffer carries; [R, N + gap]."""
-    return send_columns(exchange, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

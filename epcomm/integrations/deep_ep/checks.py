@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from numbers import Integral
 from typing import NoReturn
 
@@ -36,7 +36,8 @@ class Check:
 
     Each method but error() raises an EPError that names the argument and this rank.
 
-    spec: of the buffer of a dispatch, as soon as its arguments determine it.
+    spec: of the buffer of a dispatch, as soon as its arguments determine it; its K is 0 if neither
+        ids nor weights have T rows.
     """
 
     def __init__(self, function: str, ranks: Ranks, like: object = None) -> None:
@@ -97,10 +98,7 @@ class Check:
 
     @staticmethod
     def top_k(num_tokens: int, *topk: object) -> int:
-        """Return K if ids or weights are [T, K], whatever else is wrong with them; else 0.
-
-        The other ranks may open a buffer for K in this call.
-        """
+        """Return K if ids or weights are [T, K], whatever else is wrong with them; else 0."""
         for each in topk:
             if isinstance(each, Tensor) and each.dim() == 2 and each.shape[0] == num_tokens:
                 return each.shape[1]
@@ -172,12 +170,14 @@ class Check:
             f"({self.ranks.where}); pass it as it is, without a copy"
         )
 
-    def absent(self, advice: Mapping[str, str], *given: object) -> None:
-        """Refuse arguments that are not None or False; advice: what to use in place of each."""
-        for (argument, use), value in zip(advice.items(), given, strict=True):
+    def absent(self, **given: object) -> None:
+        """Refuse arguments that are not None or False."""
+        for name, value in given.items():
             if value is not None and value is not False:
+                argument = f"{name}=True" if value is True else name
                 fault = f"{argument} is not there in epcomm.integrations.deep_ep"
-                raise self.error(MissingArgumentError, fault, use)
+                remedy = "leave it out, and see docs/migrating_from_deepep.md for what to use"
+                raise self.error(MissingArgumentError, fault, remedy)
 
 
 def _fits(found: torch.Size, shape: Shape) -> bool:

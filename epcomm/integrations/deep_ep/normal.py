@@ -56,10 +56,9 @@ class Rows:
     @classmethod
     def of(cls, x: XTensors) -> Rows:
         """Read the argument `x` of deep_ep."""
-        if isinstance(x, tuple) and len(x) == len(("rows", "scales")):
-            return cls(x=x[0], scales=x[1])
         # The checks of the call report other types.
-        return cls(x=cast("Tensor", x))
+        x, scales = x if isinstance(x, tuple) and len(x) == 2 else (cast("Tensor", x), None)
+        return cls(x=x, scales=scales)
 
     @property
     def form(self) -> tuple[torch.dtype, int, int | None]:
@@ -87,11 +86,6 @@ class RowExchange:
     num_tokens: int
     num_rows: int
     max_rows: int
-
-    @property
-    def is_over_nvlink(self) -> bool:
-        """Whether kernels alone wait for peers."""
-        return self.buffer.needs_nvlink
 
     @property
     def row_bytes(self) -> int:
@@ -185,11 +179,9 @@ def dispatch_rows(
 
     Args:
         ranks: of the buffer.   service: normal mode, or low latency of single pairs.
-        rows: [T, H]; quantised rows come with their scales.
-        topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
-        spec: of the buffer, see spec_of(); exact sizes, or static.
-        num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the
-            buffer's choice; None for that.
+        rows: [T, H].   topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
+        spec: of the buffer, see spec_of().
+        num_sms: most SMs of a GPU for kernels that wait for peers; None: the buffer chooses.
         options: arguments that hosts compare on CPUs in addition to the specification.
 
     Collective: yes.   Host sync: one, none where sizes are static.
@@ -250,13 +242,11 @@ def announce_along(
 ) -> None:
     """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights travel.
 
-    A program may replace its Buffer between forward and backward. Then all ranks pass handles of
-    the previous Buffer.
-
     Collective: on CPU ranks.   Host sync: likewise.
     """
-    if exchange.is_over_nvlink:
+    if exchange.buffer.needs_nvlink:
         return
+    # A program may replace its Buffer between forward and backward, on all ranks.
     if exchange.ranks is not ranks:
         function = f"{function}, with a handle of another Buffer"
     arguments = {"x": f"[rows, {x.shape[1]}] {x.dtype}", "has_topk_weights": has_weights}
@@ -315,8 +305,8 @@ def return_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] too.
 
-    bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
-        slot, and a rank sums and rounds those of a row first.
+    bias: [T, H], float32, with which the sums begin.
+    rows_per: SLOT: x is [C, H], by slot, and a rank sums and rounds those of a row first.
 
     Returns: [T, H], and [T, K] or None.
     Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
@@ -325,12 +315,9 @@ def return_rows(
     if rows_per is RowsPer.ROW:
         x = x[: exchange.num_rows]
     weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
-    plan, buffer = exchange.exchange_plan, exchange.buffer
-    if bias is None:
-        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
-    else:
-        assert isinstance(buffer, AddsBias), "those of normal mode do"
-        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
+    # As all buffers of normal mode.
+    buffer, plan = cast("AddsBias", exchange.buffer), exchange.exchange_plan
+    y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
     return _dense(y), None if scalars is None else _dense(scalars)
 
 
@@ -368,10 +355,9 @@ def refuse_dispatch(
     rank if the shape of its call is new, wait until the timeout.
 
     Args:
-        ranks: of the buffer.   service: of the dispatch.
-        error: the reason.
-        spec: of the call, if its arguments determine it: the others may open such a buffer now. Its
-            K is 0 if they do not determine it. None: that of the last call.
+        ranks: of the buffer.   service: of the dispatch.   error: the reason.
+        spec: of the call, see Check.spec: the others may open such a buffer now. None: that of the
+            last call.
         has_words, sums_each_k: with static sizes, whether the others send words along the dispatch,
             and make K combines instead of one.
 
@@ -388,12 +374,18 @@ def refuse_dispatch(
     if service not in ranks.last:
         raise error
     buffer, spec = ranks.last[service]
-    call = _call_without_rows(spec, ranks.device, error)
+    hidden_dtype = spec.hidden_format.dtype.torch_dtype
+    call = DispatchCall(
+        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=ranks.device),
+        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=ranks.device),
+        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=ranks.device),
+        flags=BatchFlags.GRAD_ENABLED,
+        error=error,
+    )
     out = buffer.dispatch(call)
     if isinstance(buffer, ReturnsSlots) and spec.returns_slots:
         # The others combine what they received, and wait for every rank. This rank does not: its
         # next batch may have to come first.
-        hidden_dtype = spec.hidden_format.dtype.torch_dtype
         no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=ranks.device)
         buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
     elif service.is_static and ranks.reads_faults:
@@ -431,7 +423,9 @@ def refuse_along(
     Raises:
         error: always.
     """
-    over_nvlink = ranks.is_over_nvlink(service) if exchange is None else exchange.is_over_nvlink
+    over_nvlink = ranks.is_over_nvlink(service)
+    if exchange is not None:
+        over_nvlink = exchange.buffer.needs_nvlink
     ranks.announce("", {}, error, over_nvlink=over_nvlink)
     if exchange is None:
         if service is Service.LOW_LATENCY and service in ranks.last:
@@ -459,17 +453,6 @@ def _combine_without_rows(
     """
     no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=ranks.device)
     opened.buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
-
-
-def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:
-    hidden_dtype = spec.hidden_format.dtype.torch_dtype
-    return DispatchCall(
-        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
-        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
-        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
-        flags=BatchFlags.GRAD_ENABLED,
-        error=error,
-    )
 
 
 def _dense(rows: Tensor) -> Tensor:

@@ -1,12 +1,11 @@
 """The ranks of one deep_ep buffer, and the epcomm buffers that are opened on them by shape.
 
 A Buffer of deep_ep learns H, K, E and the type of elements from its calls, so an epcomm buffer is
-opened at the first call that needs it. All ranks make the same calls, and none decides by its own
-T: buffers without a limit of tokens grow through the header that all ranks read.
+opened at the first call that needs it. No rank decides by its own T.
 
-On CPU ranks, whose hosts wait for one another, each call begins with an exchange of its name and of
-the arguments that all ranks have in common. So a call that one rank makes otherwise, or refuses, is
-an error on every rank before rows travel. Over NVLink only the opening of a buffer compares.
+On CPU ranks each call begins with an exchange of its name and of the arguments that all ranks have
+in common. So a call that one rank makes otherwise, or refuses, is an error on every rank before
+rows travel. Over NVLink ranks compare only where a buffer opens.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ class Ranks:
     """
 
     def __init__(self, ranks: dist.ProcessGroup | MPI.Comm) -> None:
-        """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
+        """Wrap the ranks, which may be a part of the world. Local."""
         self._ranks = ranks
         self._group = EPGroup(ranks)
         self.rank, self.size = self._group.rank, self._group.world_size
@@ -118,10 +117,7 @@ class Ranks:
         return (self.device.type, service) in _CLASSES
 
     def follow(self, device: torch.device) -> None:
-        """Serve tensors on `device`, if the first call brings some that the group does not move.
-
-        Programs make groups of gloo for what hosts say, and call with tensors of their GPU. Local.
-        """
+        """Serve tensors on the GPU of the first call, also if the group is of gloo. Local."""
         if device.type == self.device.type or self._classes or device.type != "cuda":
             return
         self._group = EPGroup(self._ranks, device=device)
@@ -137,8 +133,7 @@ class Ranks:
     def open(self, service: Service, spec: BufferSpec) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
 
-        Collective: for a new shape; all ranks come to new shapes in the same call.
-        Host sync: for a new shape.
+        Collective: for a new shape.   Host sync: likewise.
         Raises:
             BackendUnavailable: no class here provides the service; on every rank.
             ConfigError: ranks ask for other shapes; on every rank.
@@ -183,11 +178,10 @@ class Ranks:
     def announce(
         self, function: str, arguments: Record, error: EPError | None = None, *, over_nvlink: bool
     ) -> None:
-        """Compare a call on all ranks before rows travel, where hosts wait for one another.
+        """Compare a call on all ranks before rows travel, unless kernels alone wait for peers.
 
         arguments: those that all ranks have in common.
         error: the reason why this rank refuses the call; then it returns only over NVLink.
-        over_nvlink: no host waits in this call.
 
         Collective: on CPU ranks.   Host sync: likewise.
         Raises:
@@ -266,8 +260,7 @@ class Ranks:
 
         Collective: yes.
         Raises:
-            BackendUnavailable: there is none; on every rank.
-            EPError: some rank refused its call.
+            BackendUnavailable: there is none.   EPError: some rank refused its call.
         """
         ranks = PlannedRanks.of(self._group)
         machine = ranks.machine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -68,25 +67,6 @@ _ONE_HOST = (
     "call dispatch() and combine() on ranks of one host, or epcomm's own API, with backend "
     "collective or deep_ep_v1"
 )
-# Arguments of low latency that are not there -> what to use in their place.
-_DISPATCH_ADVICE = MappingProxyType(
-    {
-        "dispatch_wait_recv_cost_stats": "leave it out, and use a profiler",
-        "use_nvfp4=True": "pass use_fp8=True or False",
-        "x_global_scale": "it belongs to use_nvfp4",
-        "topk_weights": "pass them to low_latency_combine()",
-    }
-)
-_COMBINE_ADVICE = MappingProxyType(
-    {
-        "use_logfmt=True": "leave it out: rows return in bfloat16",
-        "combine_wait_recv_cost_stats": "leave it out, and use a profiler",
-        "overlap=True": "run the experts before combine",
-        **dict.fromkeys(
-            ("packed_recv_count", "comp_signal", "src_signals"), "it belongs to overlap"
-        ),
-    }
-)
 
 # A configuration costs as much as a small call.
 _config_of = lru_cache(Config)
@@ -97,6 +77,11 @@ class Buffer:
 
     Every call but the statics is collective over the group. Sizes in bytes are kept and mean
     nothing: epcomm's buffers open at the first call of a shape, and grow.
+
+    Raises:
+        ShapeError, CapacityError, ConfigError, HandleError: some rank refuses its call; on every
+            rank. On GPUs without a host sync: on that rank, and the sums of the others are NaN.
+        NotImplementedError: some rank asks for what is not there; an EPError on the others.
     """
 
     # For all buffers of the process, as V1 has it.
@@ -215,7 +200,7 @@ class Buffer:
         Local.   Host sync: none.
         """
         check = self._begin("get_dispatch_layout", topk_idx)
-        _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+        _check_launch(check, None, previous_event, async_finish, allocate_on_comm_stream)
         with self._comm_stream.call(topk_idx.device, previous_event, is_async=async_finish) as call:
             layout = layout_of(topk_idx, num_experts, self.group_size)
             per_rank, per_expert = layout.tokens_per_rank, layout.tokens_per_expert
@@ -248,9 +233,6 @@ class Buffer:
 
         Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
         Lifetime: the caller owns what it gets.
-        Raises:
-            ShapeError, CapacityError: some rank refuses its call; on every rank. Without a host
-                sync: on that rank, and the sums of the others are NaN.
         """
         rows = Rows.of(x)
         check = self._begin("dispatch", rows.x)
@@ -264,8 +246,7 @@ class Buffer:
         try:
             check.size("expert_alignment", expert_alignment)
             check.number("num_worst_tokens", num_worst_tokens)
-            _check_config(check, config)
-            _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+            _check_launch(check, config, previous_event, async_finish, allocate_on_comm_stream)
             if exchange is not None:
                 check.rows_along(rows, exchange, PLAIN, QUANTIZED)
             else:
@@ -321,20 +302,15 @@ class Buffer:
         """Sum rows over the ranks of each token, without weights.
 
         topk_weights [R, K] are summed in the same way, entry by entry, also where the id is -1:
-        pass 0 there if only the rank of an expert is to return its weight.
-
-        A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
-        float32 and rounded once.
+        pass 0 there if only the rank of an expert is to return its weight. Sums, which are float32
+        and rounded once, begin with the bias: [T, H] in the dtype of x, or two of them.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
-        Raises:
-            ShapeError, HandleError: some rank refuses its call; on every rank.
         """
         check = self._begin("combine")
         exchange, biases = self._exchange_of(check, handle), biases_of(bias)
         try:
-            _check_config(check, config)
-            _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+            _check_launch(check, config, previous_event, async_finish, allocate_on_comm_stream)
             shape = (exchange.max_rows, exchange.spec.hidden_size)
             check.tensor("x", x, shape, (exchange.sum_dtype,))
             if topk_weights is not None:
@@ -384,9 +360,6 @@ class Buffer:
 
         Collective: yes; M and E equal on all ranks.   Host sync: on a CPU alone.
         Lifetime: on a CPU the caller owns what it gets.
-        Raises:
-            ShapeError, CapacityError: some rank refuses its call; on every rank.
-            NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_dispatch", x)
         most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
@@ -407,8 +380,12 @@ class Buffer:
             check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)
             check.ids(topk_idx, num_experts)
-            branches = (use_nvfp4, x_global_scale, topk_weights)
-            check.absent(_DISPATCH_ADVICE, dispatch_wait_recv_cost_stats, *branches)
+            check.absent(
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+                use_nvfp4=use_nvfp4,
+                x_global_scale=x_global_scale,
+                topk_weights=topk_weights,
+            )
             _check_hook(check, async_finish, return_recv_hook)
             check.recv_stats(stats, shape.num_local)
         except EPError as error:
@@ -456,9 +433,6 @@ class Buffer:
         others must be off.
 
         Collective: yes.   Host sync: on a CPU alone.   Lifetime: the caller owns the result.
-        Raises:
-            ShapeError, HandleError: some rank refuses its call; on every rank.
-            NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_combine")
         if not self._is_own(handle):
@@ -468,8 +442,14 @@ class Buffer:
             x = self._combine_memory(handle)
         num_tokens = handle.num_tokens
         try:
-            branches = (overlap, packed_recv_count, comp_signal, src_signals)
-            check.absent(_COMBINE_ADVICE, use_logfmt, combine_wait_recv_cost_stats, *branches)
+            check.absent(
+                use_logfmt=use_logfmt,
+                combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
+                overlap=overlap,
+                packed_recv_count=packed_recv_count,
+                comp_signal=comp_signal,
+                src_signals=src_signals,
+            )
             _check_hook(check, async_finish, return_recv_hook)
             check.tensor("x", x, handle.shape.slab_shape, _BFLOAT16)
             check.tensor("topk_idx", topk_idx, (num_tokens, handle.shape.top_k), IDS)
@@ -499,13 +479,12 @@ class Buffer:
         mask_status.copy_(self._masks().view(mask_status.shape))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask no rank, if none was left out of a call yet.
-
-        Raises:
-            NotImplementedError: a rank was left out already.
-        """
-        check = Check("low_latency_clean_mask_buffer", self._ranks)
-        check.absent({"taking a rank back": "make a new Buffer on all ranks"}, bool(self._excluded))
+        """Mask no rank, if none was left out of a call yet."""
+        if self._excluded:
+            raise NotImplementedError(
+                f"low_latency_clean_mask_buffer: ranks {sorted(self._excluded)} were left out, and "
+                "cannot be taken back; make a new Buffer on all ranks"
+            )
         self._masks().zero_()
 
     def get_next_low_latency_combine_buffer(
@@ -565,16 +544,16 @@ class Buffer:
         return memory
 
 
-def _check_config(check: Check, config: object) -> None:
+def _check_launch(
+    check: Check,
+    config: object,
+    event: EventOverlap | None,
+    is_async: bool,
+    allocates_here: bool,
+) -> None:
     if config is not None and not isinstance(config, Config):
         fault = f"config is {type(config).__name__}, expected Config or None"
         raise check.error(ConfigError, fault)
-
-
-def _check_stream(
-    check: Check, event: EventOverlap | None, is_async: bool, allocates_here: bool
-) -> None:
-    """Raise what is wrong with the arguments of the communication stream."""
     check.event("previous_event", event)
     if allocates_here and not (is_async and event is not None and event.event is not None):
         fault = "allocate_on_comm_stream=True came without previous_event or without async_finish"

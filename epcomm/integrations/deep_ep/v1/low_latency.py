@@ -1,13 +1,12 @@
 """Low latency of V1: a slab of rows for each expert, and a row returned for each (token, expert).
 
-Buffers that return slots, those over NVLink, do it themselves. Slabs, scales, counts and sources
-are memory of a receive buffer there, used in turn: their addresses stay, also in a captured graph,
-and a third batch overwrites the first, as in V1. Scales that are powers of two travel as bytes, and
-are copied once where they are wanted as float32.
+Buffers over NVLink return slots themselves. Slabs, scales, counts and sources are memory of two
+receive buffers in turn there, as in V1: their addresses stay, and a third batch overwrites the
+first. Scales that are powers of two travel as bytes, and are copied where float32 is wanted.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
-alone, and the source multiplies by the weights and sums, as V1 does. The router weight of a pair,
-which V1 has in combine alone, carries the source of the pair.
+alone, and the source multiplies by the weights and sums. The router weight of a pair, which V1 has
+in combine alone, carries the source of the pair.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows.
-
-A dispatch may have no ids, and return rows that nobody sent. A program may keep the six tensors in
-place of the handle, for instance by `ctx.save_for_backward(*handle)`. `SavedHandles` finds the
-exchange by their memory.
-"""
+"""Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows."""
 
 from __future__ import annotations
 
@@ -55,10 +50,7 @@ class NormalRequest(NamedTuple):
     service: Service
 
     def check(self, check: Check) -> None:
-        """Check the arguments, and set check.spec; its K is 0 if no ids or weights have T rows.
-
-        Without both a rank is one expert.
-        """
+        """Check the arguments, and set check.spec; without ids and weights a rank is one expert."""
         num_ranks, ids, weights = check.ranks.size, self.topk_idx, self.topk_weights
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
         num_tokens = self.rows.x.shape[0]
@@ -87,8 +79,8 @@ class NormalRequest(NamedTuple):
 
         Collective: yes.   Host sync: one, none where sizes are static.
         Raises:
-            CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
-                static sizes on a GPU sums are NaN instead, on every rank.
+            CapacityError: some rank received more than num_worst_tokens rows; on every rank. On a
+                GPU their sums are NaN instead.
         """
         ids, weights, most = self.topk_idx, self.topk_weights, self.num_worst_tokens
         options = {"num_worst_tokens": most, "has_topk_weights": ids is not None}
@@ -164,9 +156,9 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
 class SavedHandles:
     """Finds the exchange of a plain tuple or list of the six tensors of a handle.
 
-    The key is the memory of channel_prefix_matrix, which a handle allocates: autograd may return
-    other tensor objects in the same memory. An entry is removed, and its exchange freed, by the
-    first call after the program has freed this memory.
+    Programs save these in its place, for instance by `ctx.save_for_backward(*handle)`. The key is
+    the memory of channel_prefix_matrix: autograd may return other tensor objects in it. The first
+    call after the program has freed this memory frees the exchange.
     """
 
     def __init__(self) -> None:
@@ -206,11 +198,10 @@ class NormalHandle(tuple[Tensor, ...]):
     5: send_head [T, W], int32; position of a token in the queue of its channel, -1 where it is not
         sent.
 
-    Reading, printing and comparing are local: the tensors are computed from what the dispatch left
-    on this rank, at the first read. The numbers of 2 and 3 are on the source ranks, and do not
-    travel: no call reads them.
-    Lifetime: a handle needs no close; its memory lives as long as the program holds it, or its
-        tensors.
+    Reading, printing and comparing are local: the tensors are computed at the first read from what
+    the dispatch left on this rank. The numbers of 2 and 3 are on the source ranks: no call reads
+    them.
+    Lifetime: as long as the program holds it, or its tensors.
     """
 
     exchange: RowExchange
@@ -222,10 +213,7 @@ class NormalHandle(tuple[Tensor, ...]):
     def of(
         cls, exchange: RowExchange, is_in_rank: Tensor, saved: SavedHandles, channels: int
     ) -> Self:
-        """Make the handle of a dispatch of V1 with this number of channels. Local.
-
-        saved: of the Buffer whose calls will take the handle.
-        """
+        """Make the handle of a dispatch; saved: of the Buffer whose calls will take it. Local."""
         handle = cls()
         handle.exchange, handle.is_in_rank = exchange, is_in_rank
         handle.channels, handle._saved = channels, saved
@@ -253,14 +241,8 @@ class NormalHandle(tuple[Tensor, ...]):
     def __getitem__(self, position: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
         return self.tensors[position]
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    # That of a tuple compares what a tuple holds, which is nothing here.
-    def __ne__(self, other: object) -> bool:
-        return self is not other
+    # Those of a tuple compare what a tuple holds, which is nothing here.
+    __hash__, __eq__, __ne__ = object.__hash__, object.__eq__, object.__ne__
 
     def __repr__(self) -> str:
         exchange = self.exchange

@@ -65,8 +65,10 @@ class ElasticBuffer:
     Every call but the statics and the sizes is collective over the group. Sizes in bytes are kept
     and mean nothing: epcomm's buffers open at the first call of a shape.
 
-    Attributes, as in the package: group, rank_idx, num_ranks, num_bytes, num_max_tokens_per_rank,
-    the sizes of domains, and the options of the constructor.
+    Raises:
+        ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H, K,
+            E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
+        HandleError: the handle is no EPHandle, or the buffer is destroyed.
     """
 
     get_engram_storage_size_hint = Absent(_ENGRAM)
@@ -272,11 +274,6 @@ class ElasticBuffer:
             ranks compare a handle of another buffer first.
         Graph capture: where there is no host sync, once the shape was seen.
         Lifetime: the tensors are the caller's.
-        Raises:
-            ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H,
-                K, E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
-            HandleError: the handle is of other sizes or no EPHandle, as above; or the buffer is
-                destroyed.
         """
         ranks, rows = self._ranks, Rows.of(x)
         check = Check("dispatch", ranks, rows.x)
@@ -385,11 +382,7 @@ class ElasticBuffer:
 
         Collective: all ranks of the group.   Host sync: none.
         Graph capture: with a handle that was made without CPU sync.
-        Raises:
-            ShapeError, HandleError: x, topk_weights or bias are not those of the handle, or the
-                handle is no EPHandle; on every rank. On GPUs on this rank alone: the sums of the
-                others are NaN, or, where the handle is no EPHandle, they raise EPTimeout.
-            HandleError: the buffer is destroyed.
+        Lifetime: the tensors are the caller's.
         """
         ranks, biases = self._ranks, biases_of(bias)
         check = Check("combine", ranks)
@@ -475,11 +468,8 @@ class ElasticBuffer:
         shape = (exchange.num_tokens, x.shape[1])
         total = torch.zeros(shape, dtype=torch.float32, device=x.device) if bias is None else bias
         sums = None
-        for slots_of_k in slots_of_row.unbind(1):
-            is_slot = (slots_of_k >= 0).unsqueeze(1)
-            rows = x.new_zeros(exchange.num_rows, x.shape[1])
-            if x.shape[0]:
-                rows = torch.where(is_slot, x[slots_of_k.clamp(min=0).long()], rows)
+        for slots_of_k in slots_of_row.split(1, dim=1):
+            rows = reduce_rows(detached(x), _members_of(slots_of_k))
             y, returned = return_rows(exchange, _without_unknown(rows, named, x), scalars)
             total, sums, scalars = total + y.float(), sums if scalars is None else returned, None
         return total.to(x.dtype), sums

@@ -82,7 +82,7 @@ class DispatchRequest:
         return self.topk_weights is not None and not self.do_expand
 
     def check(self, check: Check) -> None:
-        """Check the arguments, and set check.spec; its K is 0 if no ids or weights have T rows."""
+        """Check the arguments, and set check.spec."""
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
         num_tokens, topk_idx, weights = self.rows.x.shape[0], self.topk_idx, self.topk_weights
         num_local = check.num_local_experts(self.num_experts, ConfigError)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
 from typing import NoReturn
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.normal import RowExchange, Rows, scale_block
+from epcomm.integrations.deep_ep.normal import RowExchange, Rows, XTensors, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
 from epcomm.spec import BufferSpec
 from epcomm.types import is_size
@@ -23,8 +22,6 @@ IDS: Dtypes = (torch.int64, torch.int32)
 FLOAT32: Dtypes = (torch.float32,)
 # Scales are opaque words of four bytes.
 _SCALES: Dtypes = (torch.float32, torch.int32, torch.uint32)
-_MOST_BIASES = 2
-_INTEGERS = (int, Integral)
 
 
 class MissingArgumentError(ConfigError, NotImplementedError):
@@ -56,7 +53,7 @@ class Check:
 
     def tensor(self, name: str, tensor: object, shape: Shape, dtypes: Dtypes) -> None:
         """Require a tensor of one of these dtypes on the device; shape: None for any size."""
-        # What holds in right calls comes first: decoding counts microseconds of the host.
+        # Right calls first: decoding counts microseconds of the host.
         if (
             isinstance(tensor, Tensor)
             and tensor.dtype in dtypes
@@ -129,14 +126,16 @@ class Check:
             name = "cumulative_local_expert_recv_stats"
             self.tensor(name, stats, (num_local,), (torch.int32,))
 
-    def biases(self, biases: Sequence[object], exchange: RowExchange) -> None:
-        """Require at most two tensors that the sums of an exchange begin with."""
-        if len(biases) > _MOST_BIASES:
+    def biases(self, bias: XTensors | None, exchange: RowExchange) -> tuple[Tensor, ...]:
+        """Require none, one or two tensors that the sums of an exchange begin with; return them."""
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        if len(biases) > 2:
             fault = f"bias is a tuple of {len(biases)}, expected two tensors at most"
             raise self.error(ShapeError, fault, "add them up")
+        shape = (exchange.num_tokens, exchange.spec.hidden_size)
         for bias in biases:
-            shape = (exchange.num_tokens, exchange.spec.hidden_size)
             self.tensor("bias", bias, shape, (exchange.sum_dtype,))
+        return biases
 
     def num_local_experts(self, num_experts: object, kind: type[EPError]) -> int:
         """Require a multiple of the ranks; return L."""
@@ -153,7 +152,7 @@ class Check:
 
     def number(self, name: str, number: object) -> None:
         """Require an integer of at least 0."""
-        if not isinstance(number, _INTEGERS) or number < 0:
+        if not isinstance(number, Integral) or number < 0:
             fault = f"{name} is {number!r}, expected an integer of at least 0"
             raise self.error(ConfigError, fault, "pass 0 for the default")
 

@@ -43,11 +43,9 @@ class EventOverlap:
         self._releases_at_end = False
 
     def current_stream_wait(self, release_handle: bool = False) -> object:
-        """Make the current stream wait for the event, which async_finish or capture() made.
+        """Make the current stream wait for the event; return what the registered hook returns.
 
         release_handle: drop the event afterwards.
-
-        Returns: what the hook returned that was registered, if one was.
         """
         assert self.event is not None, "an event exists only after async_finish or capture()"
         self.event.current_stream_wait()
@@ -89,10 +87,7 @@ class AsyncCall:
         self._streams = streams
 
     def event(self, tensors: Sequence[Tensor | None]) -> EventOverlap:
-        """Return the event at the end of the call; without async_finish it holds none.
-
-        tensors: all that the call reads and writes, whose memory both streams use.
-        """
+        """Return the event at the end of the call; tensors: all that it reads and writes."""
         if self._streams is None:
             return EventOverlap()
         for stream in self._streams:
@@ -118,12 +113,10 @@ class CommStream:
     def call(
         self, device: torch.device, *events: EventHandle | EventOverlap | None, is_async: bool
     ) -> AbstractContextManager[AsyncCall]:
-        """Run a call on tensors of `device`, after all of these events.
+        """Run a call on tensors of `device` after all of these events, in a context.
 
         is_async: the current stream does not wait for the call. Without events the call waits for
             all that the current stream holds.
-
-        Returns: a context whose value makes the event of the call.
         """
         given = [each.event if isinstance(each, EventOverlap) else each for each in events]
         given = [each for each in given if each is not None]

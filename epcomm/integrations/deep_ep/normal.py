@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NoReturn, cast
 
 import torch
@@ -34,7 +33,6 @@ from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
 XTensors = Tensor | tuple[Tensor, Tensor]
 
-NO_OPTIONS: Record = MappingProxyType({})
 # The copy engine of a GPU moves multiples of it.
 _VECTOR_BYTES = 16
 _VECTOR_WORDS = _VECTOR_BYTES // 4
@@ -158,10 +156,8 @@ def scale_block(hidden_size: int, num_scales: int) -> int | None:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory without its history: autograd belongs to the callers.
-
-    torch.no_grad() takes 3 us of the host even if no tensor has a history.
-    """
+    """Return a tensor in the same memory without its history: autograd belongs to the callers."""
+    # torch.no_grad() takes 3 us of the host even if no tensor has a history.
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -172,8 +168,8 @@ def dispatch_rows(
     topk: tuple[Tensor, Tensor],
     spec: BufferSpec,
     *,
+    options: Record,
     num_sms: int | None = None,
-    options: Record = NO_OPTIONS,
 ) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
 
@@ -181,8 +177,8 @@ def dispatch_rows(
         ranks: of the buffer.   service: normal mode, or low latency of single pairs.
         rows: [T, H].   topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of().
-        num_sms: most SMs of a GPU for kernels that wait for peers; None: the buffer chooses.
         options: arguments that hosts compare on CPUs in addition to the specification.
+        num_sms: most SMs of a GPU for kernels that wait for peers; None: the buffer chooses.
 
     Collective: yes.   Host sync: one, none where sizes are static.
     Lifetime: the caller owns all tensors.
@@ -321,18 +317,8 @@ def return_rows(
     return _dense(y), None if scalars is None else _dense(scalars)
 
 
-def biases_of(bias: XTensors | None) -> tuple[Tensor, ...]:
-    """Read the argument `bias` of combine: none, one or two tensors."""
-    if bias is None:
-        return ()
-    return bias if isinstance(bias, tuple) else (bias,)
-
-
 def sum_of_biases(biases: Sequence[Tensor]) -> Tensor | None:
-    """Return the sum of biases [T, H] of combine in float32, contiguous; None where there are none.
-
-    Combine of deep_ep adds up biases first, then the rows of ranks, and rounds once.
-    """
+    """Return the sum of biases [T, H] in float32, contiguous, as combine adds them up first."""
     if not biases:
         return None
     first, *others = (detached(each) for each in biases)

@@ -53,11 +53,6 @@ class Service(StrEnum):
     LOW_LATENCY = "low_latency"
 
     @property
-    def mode(self) -> Mode:
-        """The mode of epcomm."""
-        return Mode.LOW_LATENCY if self is Service.LOW_LATENCY else Mode.NORMAL
-
-    @property
     def is_static(self) -> bool:
         """Whether this is normal mode with static sizes."""
         return self in (Service.STATIC, Service.ROW_BUDGET)
@@ -264,23 +259,21 @@ class Ranks:
         """
         ranks = PlannedRanks.of(self._group)
         machine = ranks.machine
-        names = _CLASSES.get((self.device.type, service), ())
+        mode = Mode.LOW_LATENCY if service is Service.LOW_LATENCY else Mode.NORMAL
+        kinds = {name: buffer_class(name) for name in _CLASSES.get((self.device.type, service), ())}
         found: dict[str, str] = {"host": machine.host()}
-        for name in names:
-            kind = buffer_class(name)
-            own_reasons = ranks.own_reasons(kind, kind.caps(service.mode))
+        for name, kind in kinds.items():
+            own_reasons = ranks.own_reasons(kind, kind.caps(mode))
             found[name] = "; ".join([*kind.probe(machine).reasons, *own_reasons])
         everyone = self.gather(_CHOICE, found)
-        hosts = {str(each["host"]) for each in everyone}
-        is_one_host = len(hosts) == 1 and bool(machine.host())
-        lacking = []
-        for name in names:
+        hosts, lacking = {each["host"] for each in everyone}, []
+        for name, kind in kinds.items():
             reasons = [
                 f"{name} on rank {rank}: {each[name]}"
                 for rank, each in enumerate(everyone)
                 if each[name]
             ]
-            if buffer_class(name).needs_one_host and not is_one_host:
+            if kind.needs_one_host and (len(hosts) > 1 or "" in hosts):
                 reasons.append(f"{name}: ranks are on {len(hosts)} hosts, expected one")
             if not reasons:
                 return name

@@ -19,7 +19,6 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     XTensors,
     announce_along,
-    biases_of,
     refuse_along,
     refuse_dispatch,
     return_rows,
@@ -308,7 +307,7 @@ class Buffer:
         Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
         """
         check = self._begin("combine")
-        exchange, biases = self._exchange_of(check, handle), biases_of(bias)
+        exchange = self._exchange_of(check, handle)
         try:
             _check_launch(check, config, previous_event, async_finish, allocate_on_comm_stream)
             shape = (exchange.max_rows, exchange.spec.hidden_size)
@@ -316,7 +315,7 @@ class Buffer:
             if topk_weights is not None:
                 shape = (exchange.max_rows, exchange.spec.top_k)
                 check.tensor("topk_weights", topk_weights, shape, FLOAT32)
-            check.biases(biases, exchange)
+            biases = check.biases(bias, exchange)
         except EPError as error:
             refuse_along(self._ranks, Service.NORMAL, error, exchange, num_combines=1)
         has_weights = topk_weights is not None
@@ -374,8 +373,8 @@ class Buffer:
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
-            sizes = (x.shape[1], top_k, most, num_experts, self.group_size)
-            shape = LowLatencyShape(*sizes, use_fp8, round_scale, use_ue8m0)
+            form = (use_fp8, round_scale, use_ue8m0)
+            shape = LowLatencyShape(x.shape[1], top_k, most, num_experts, self.group_size, *form)
             check.spec = slots_spec(shape)
             check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)

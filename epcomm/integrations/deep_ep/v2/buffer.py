@@ -18,7 +18,6 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     XTensors,
     announce_along,
-    biases_of,
     detached,
     refuse_along,
     refuse_dispatch,
@@ -47,10 +46,8 @@ from epcomm.ops.slots import (
 )
 from epcomm.types import RowsPer, align_up
 
-# Queue pairs that the package allocates on its own, in hybrid mode and without it.
-_QPS_HYBRID, _QPS_DIRECT = 129, 17
-# Of each SM, and the most without hybrid mode.
-_QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
+# Queue pairs of each SM, and those that the package allocates in hybrid mode and without it.
+_QPS_PER_SM, _QPS_HYBRID, _QPS_DIRECT = 16, 129, 17
 
 _PEERS = "use torch.distributed.isend and irecv"
 _GATHER = "use torch.distributed.all_gather_into_tensor"
@@ -117,14 +114,9 @@ class ElasticBuffer:
         self.group = group
         self.rank_idx, self.num_ranks = self._ranks.rank, self._ranks.size
         if num_bytes is None:
+            options = (use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction)
             num_bytes = self.get_buffer_size_hint(
-                group,
-                num_max_tokens_per_rank,
-                hidden,
-                num_topk,
-                use_fp8_dispatch,
-                allow_hybrid_mode,
-                allow_multiple_reduction,
+                group, num_max_tokens_per_rank, hidden, num_topk, *options
             )
         self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -189,12 +181,10 @@ class ElasticBuffer:
         return cast(torch.Stream, self._comm_stream.of(self._ranks.device))
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return the ranks over RDMA, and those over NVLink."""
+        """Return the numbers of hosts and of ranks of a host: all ranks are on one host."""
         return 1, self.num_ranks
 
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return the scale-out ranks and the scale-up ranks."""
-        return 1, self.num_ranks
+    get_logical_domain_size = get_physical_domain_size
 
     def get_theoretical_num_sms(
         self,
@@ -220,10 +210,7 @@ class ElasticBuffer:
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return the queue pairs that V2 would use, at most those allocated. Local."""
-        wanted = (
-            num_sms * _QPS_PER_SM + 1 if self.allow_hybrid_mode else min(num_sms, _MOST_QPS_DIRECT)
-        )
-        return min(wanted, self.num_allocated_qps)
+        return min(num_sms * _QPS_PER_SM + 1, self.num_allocated_qps)
 
     def dispatch(
         self,
@@ -260,25 +247,23 @@ class ElasticBuffer:
             do_cpu_sync: exact sizes and counts on the host; else the worst case. Not with a handle.
             do_expand: a row for each (token, expert), by expert; else for each (token, rank). Along
                 a handle only if it was made so.
-            do_zero_padding: rows of alignment are zero; they are undefined else.
+            do_zero_padding: rows of alignment are zero, not undefined.
 
         Returns:
             The rows, at most M from a rank, by (source rank, token) or by (expert, source rank,
             token); [N, K] experts of this rank, -1 for others, None if expanded; weights [N, K], or
-            [N] if expanded; the handle, which is the given one; the event, empty without
-            async_with_compute_stream. Without CPU sync, rows after those that came are undefined,
-            and their ids are -1.
+            [N] if expanded; the handle; the event, empty without async_with_compute_stream. Without
+            CPU sync, rows after those that came are undefined, and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.
-        Host sync: one with do_cpu_sync, none without it and along a handle of this buffer. CPU
-            ranks compare a handle of another buffer first.
+        Host sync: one with do_cpu_sync; else none.
         Graph capture: where there is no host sync, once the shape was seen.
         Lifetime: the tensors are the caller's.
         """
         ranks, rows = self._ranks, Rows.of(x)
         check = Check("dispatch", ranks, rows.x)
         events = (previous_event, previous_event_before_epilogue)
-        request = None
+        request, max_tokens = None, num_max_tokens_per_rank
         if handle is None:
             request = DispatchRequest(
                 rows=rows,
@@ -286,8 +271,8 @@ class ElasticBuffer:
                 topk_weights=topk_weights,
                 recv_stats=cumulative_local_expert_recv_stats,
                 num_experts=num_experts,
-                max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
-                expert_alignment=_or(expert_alignment, 1),
+                max_tokens=self.num_max_tokens_per_rank if max_tokens is None else max_tokens,
+                expert_alignment=1 if expert_alignment is None else expert_alignment,
                 num_sms=num_sms,
                 do_handle_copy=do_handle_copy,
                 do_cpu_sync=do_cpu_sync is not False,
@@ -301,7 +286,7 @@ class ElasticBuffer:
                 given = {
                     "num_experts": num_experts,
                     "expert_alignment": expert_alignment,
-                    "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                    "num_max_tokens_per_rank": max_tokens,
                     "do_expand": do_expand or None,
                 }
                 absent = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
@@ -384,7 +369,7 @@ class ElasticBuffer:
         Graph capture: with a handle that was made without CPU sync.
         Lifetime: the tensors are the caller's.
         """
-        ranks, biases = self._ranks, biases_of(bias)
+        ranks = self._ranks
         check = Check("combine", ranks)
         events = (previous_event, previous_event_before_epilogue)
         if not isinstance(handle, EPHandle):
@@ -394,7 +379,7 @@ class ElasticBuffer:
         try:
             _check_launch(check, num_sms, num_qps, events)
             _check_combine(check, x, handle, topk_weights)
-            check.biases(biases, exchange)
+            biases = check.biases(bias, exchange)
         except EPError as error:
             sums_each_k = handle.do_expand and not self.allow_multiple_reduction
             times = exchange.spec.top_k if sums_each_k else 1
@@ -501,11 +486,7 @@ def _check_launch(
 def _check_along(
     check: Check, handle: object, given: Mapping[str, object], absent: Mapping[str, object]
 ) -> RowExchange:
-    """Return the exchange of a handle, if a dispatch along it asks for what the handle has.
-
-    given: arguments by name, which are None or as the handle has them.
-    absent: arguments by name, which are None or False.
-    """
+    """Return the exchange of a handle; given: arguments that are None or those of the handle."""
     if not isinstance(handle, EPHandle):
         raise check.handle_error(handle, "dispatch() of an ElasticBuffer")
     for name, value in given.items():
@@ -543,7 +524,3 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
     if weights is not None:
         shape = (x.shape[0],) if handle.do_expand else (x.shape[0], top_k)
         check.tensor("topk_weights", weights, shape, FLOAT32)
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value

@@ -38,10 +38,8 @@ _SCALE_COLUMN_ALIGNMENT_WORDS = 4
 class Arrived:
     """The rows, weights and sources that this rank received in one dispatch.
 
-    weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand;
-        None where none were given.
-    sources: source rank * M + token of each row, [R], int32; None: they are sent when they are
-        read.
+    weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand.
+    sources: source rank * M + token of each row, [R], int32; None: they are sent when read.
     """
 
     received: ReceivedRows
@@ -75,10 +73,7 @@ class DispatchRequest:
 
     @property
     def has_words(self) -> bool:
-        """True if weights, and the sources with them, are sent in a separate exchange.
-
-        These are weights of experts of other ranks, with which rows that do not expand return.
-        """
+        """True if weights of other ranks' experts, and sources, are sent in a separate exchange."""
         return self.topk_weights is not None and not self.do_expand
 
     def check(self, check: Check) -> None:
@@ -112,9 +107,6 @@ class DispatchRequest:
         """Send the tokens.
 
         Collective: yes.   Host sync: one with do_cpu_sync, else none.
-        Raises:
-            ShapeError, CapacityError: some rank refuses its call; on every rank with do_cpu_sync
-                and on CPUs, else there alone, and the other ranks get NaN from combine.
         """
         topk_idx, weights = self.routes, self.topk_weights
         options = {
@@ -138,11 +130,6 @@ class DispatchRequest:
             weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
             sources=columns[:, 0].contiguous(),
         )
-
-
-def send_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
-    """Send source rank * M + token of each row; [R], int32. Collective: yes.   Host sync: none."""
-    return send_words(exchange, _own_sources(exchange, max_tokens))[:, 0].contiguous()
 
 
 def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
@@ -191,9 +178,8 @@ class Positions:
 class EPHandle:
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
-    It lives as long as it is held, needs no close, and any number of combines and dispatches go
-    along it. Programs may set its fields of counts; no call reads those. The columns of rows of
-    recv_src_metadata, which a program may read, write and set, are what combine reads.
+    It lives as long as it is held, and any number of combines and dispatches go along it. Programs
+    may set its fields of counts, which no call reads.
 
     do_expand: rows are one for each (token, expert), else one for each (token, rank).
     topk_idx: [T, K] of this rank's tokens, a copy unless do_handle_copy was False.
@@ -279,15 +265,16 @@ class EPHandle:
         assert self.index.slots_of_row is not None, "rows have an index over them"
         return self.index.slots_of_row
 
-    @cached_property
+    @property
     def sources(self) -> Tensor:
         """Source rank * M + token of each row, [R], int32.
 
         Collective: at the first read, unless the dispatch brought them.   Host sync: none.
         """
-        if self._sources is not None:
-            return self._sources
-        return send_sources(self.exchange, self.num_max_tokens_per_rank)
+        if self._sources is None:
+            own = _own_sources(self.exchange, self.num_max_tokens_per_rank)
+            self._sources = send_words(self.exchange, own)[:, 0].contiguous()
+        return self._sources
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -300,19 +287,12 @@ class EPHandle:
         A program may set it, or write into it, to name other rows of the tensor that combine takes:
         N' <= N lines, in the order of the received tokens; tokens without a line add nothing.
 
-        Collective: at the first read, for rows that expand or came without weights: all ranks read
-        it at the same point. Later reads are local.
+        Collective: at the first read, for rows that expand or came without weights.
         """
         sources, is_here = self.sources.unsqueeze(1), self.local_ids >= 0
         first_k = is_here.to(torch.int32).argmax(1, keepdim=True)
         choice = sources // self.num_max_tokens_per_rank * is_here.shape[1] + first_k
-        slots, order = self.slots_of_row, self.positions.element_of_position
-        if self.do_expand and order is not None and slots.numel():
-            position_of_slot = torch.empty_like(order)
-            position_of_slot[order] = torch.arange(order.shape[0], device=order.device)
-            found = position_of_slot[slots.clamp(min=0).long()]
-            slots = torch.where(slots >= 0, found, -1).to(torch.int32)
-        table = torch.cat([sources, choice.to(torch.int32), slots], dim=1)
+        table = torch.cat([sources, choice.to(torch.int32), self.slots_of_row], dim=1)
         rows = self.positions.row_of_message
         return table if rows is None else table[rows]
 
@@ -322,10 +302,9 @@ class EPHandle:
         return vars(self).get("recv_src_metadata")
 
     def named_slots(self) -> Tensor | None:
-        """Return the combined rows that recv_src_metadata names for each received row, [R, K].
+        """Return the rows that recv_src_metadata names for each received row, [R, K], int32.
 
-        int32, -1 for none. None: no program has read or set it, and so none has changed it.
-        Host sync: none.
+        -1 for none. None: no program has read or set it. Host sync: none.
         """
         table = self.known_metadata
         if table is None:
@@ -334,19 +313,15 @@ class EPHandle:
         # The first two columns, which name the source, do not change.
         slots = table[:, 2:]
         named = slots.new_full(self.local_ids.shape, -1)
-        if rows is None:
-            named[: len(slots)] = slots
-        else:
-            named[rows[: len(slots)]] = slots
+        named[slice(len(slots)) if rows is None else rows[: len(slots)]] = slots
         # Lines after the tokens that came are undefined.
         return named if self.is_row is None else named.masked_fill_(~self.is_row[:, None], -1)
 
     @cached_property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """The position of each token among those for a rank, [T, K], int32.
+        """The position of each token among those for the rank of k, [T, K], int32.
 
-        This rank * M + the number of the token among those for the same rank, given to the first k
-        of that rank; -1 at others.
+        Rank * M + the number of the token; -1 at all k of a rank but the first.
         """
         topk_idx, num_ranks = self.topk_idx, self.exchange.ranks.size
         is_in_rank = layout_of(topk_idx, self.num_experts, num_ranks).is_in_rank

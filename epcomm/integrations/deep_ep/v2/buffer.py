@@ -504,9 +504,9 @@ def _check_along(
 def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:
     """Raise if x, weights or recv_src_metadata are not what the handle asks for."""
     hidden_size, top_k = handle.exchange.spec.hidden_size, handle.topk_idx.shape[1]
-    table, most, is_named = handle.known_metadata, handle.num_recv_tokens, False
+    # A program that has read or set recv_src_metadata may have any number of expanded rows.
+    table, most, is_named = vars(handle).get("recv_src_metadata"), handle.num_recv_tokens, False
     if handle.do_expand:
-        # A program that names the rows by recv_src_metadata may have any number of them.
         most, is_named = handle.num_expanded_tokens, table is not None
     check.tensor("x", x, (None if is_named else most, hidden_size), (torch.bfloat16,))
     if is_named:

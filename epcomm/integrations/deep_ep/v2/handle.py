@@ -296,17 +296,12 @@ class EPHandle:
         rows = self.positions.row_of_message
         return table if rows is None else table[rows]
 
-    @property
-    def known_metadata(self) -> Tensor | None:
-        """Return recv_src_metadata, None where no program has read or set it. Local."""
-        return vars(self).get("recv_src_metadata")
-
     def named_slots(self) -> Tensor | None:
         """Return the rows that recv_src_metadata names for each received row, [R, K], int32.
 
         -1 for none. None: no program has read or set it. Host sync: none.
         """
-        table = self.known_metadata
+        table = vars(self).get("recv_src_metadata")
         if table is None:
             return None
         rows = self.positions.row_of_message

@@ -31,7 +31,6 @@ from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
     ll_combine,
-    ll_combine_slots,
     ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
@@ -39,7 +38,6 @@ from epcomm.kernels.nvlink import (
 from epcomm.kernels.nvlink.common import barrier, dependent_launch
 from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.kernels.nvlink.lines import combine_recv
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
@@ -256,8 +254,8 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "send combine": lambda: ll_combine.send_combine(
         low_latency_exchange(), Y, f32(2), SLOTS, per_row=False, batch=0, status=0
     ),
-    "send combine slots": lambda: ll_combine_slots.send_slots(
-        low_latency_exchange(returns_slots=True), Y, SLOTS, batch=0, status=0
+    "send combine slots": lambda: ll_combine.send_combine(
+        low_latency_exchange(returns_slots=True), Y, None, SLOTS, per_row=False, batch=0, status=0
     ),
     "receive combine": lambda: ll_combine.receive_combine(
         low_latency_exchange(), Y, IS_SENT, batch=0
@@ -265,8 +263,8 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "receive combine slots": lambda: ll_combine.receive_combine(
         low_latency_exchange(returns_slots=True), Y, IS_SENT, f32(2, 8), batch=0
     ),
-    "receive lines": lambda: combine_recv.receive_combine_lines(
-        low_latency_exchange(), Y, IS_SENT, 2, batch=0
+    "receive lines": lambda: ll_combine.receive_combine(
+        low_latency_exchange(), Y, IS_SENT, batch=0, line_tokens=2
     ),
 }
 

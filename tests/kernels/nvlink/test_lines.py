@@ -18,7 +18,6 @@ import triton.language as tl
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv
 from epcomm.kernels.nvlink.common.exchange import SOURCES_AT
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
-from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines
 from epcomm.kernels.nvlink.ll_dispatch_header import PLAIN
 from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
 from epcomm.protocol import Wait
@@ -168,7 +167,7 @@ def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
         assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
     assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    receive_combine_lines(ranks[1].exchange, y, ranks[1].is_sent, 2, batch=0)
+    ll_combine.receive_combine(ranks[1].exchange, y, ranks[1].is_sent, batch=0, line_tokens=2)
     assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]
 
 

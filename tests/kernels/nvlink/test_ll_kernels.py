@@ -17,15 +17,15 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
+from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels import launch
 from epcomm.kernels.nvlink import (
     ll_combine,
-    ll_combine_slots,
     ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
+    ll_launchers,
 )
 from epcomm.kernels.nvlink.common.exchange import (
     METADATA_ARRIVALS,
@@ -321,7 +321,9 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     rows[5], rows[2] = 10, 2
     home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     home.fill_(float("nan"))
-    ll_combine_slots.send_slots(sender.exchange, rows, slots_of_row, batch=0, status=0)
+    ll_combine.send_combine(
+        sender.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
+    )
     # Those of token 1 of rank 1, from rank 0.
     assert torch.equal(home[[3, 5]], rows[[5, 2]])
     assert home[[0, 1, 2, 4]].isnan().all()
@@ -400,14 +402,14 @@ def test_sums_are_given_memory_before_they_are_sent(
             assert weights.is_contiguous()
             allocated.append(seen.count)
 
-        monkeypatch.setattr(ll_combine, "send_combine", send)
+        monkeypatch.setattr(ll_launchers, "send_combine", send)
         monkeypatch.setattr(
-            ll_combine, "receive_combine", lambda *_, **__: allocated.append(seen.count)
+            ll_launchers, "receive_combine", lambda *_, **__: allocated.append(seen.count)
         )
         rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
-        buffer._kernels = LowLatencyKernels.load()
+        buffer._kernels = ll_launchers
         buffer._spec = spec_of(2, MAX_TOKENS)
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         integers = torch.zeros(8, dtype=torch.int32, device=device)

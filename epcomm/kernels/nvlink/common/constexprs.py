@@ -42,6 +42,7 @@ class Layout:
     K_LANES: tl.constexpr
     L: tl.constexpr
     L_LANES: tl.constexpr
+    RETURNS_SLOTS: tl.constexpr
     LINE_TOKENS: tl.constexpr
     ROW_LINES: tl.constexpr
     DATA_LINES: tl.constexpr
@@ -81,6 +82,7 @@ class Layout:
             K_LANES=layout.metadata_words,
             L=layout.num_local_experts,
             L_LANES=layout.local_lanes,
+            RETURNS_SLOTS=layout.returns_slots,
             LINE_TOKENS=layout.line_tokens,
             ROW_LINES=layout.row_lines,
             DATA_LINES=layout.data_lines_at,

@@ -36,7 +36,13 @@ from epcomm.kernels.nvlink import (
     ll_dispatch_send,
 )
 from epcomm.kernels.nvlink.common import barrier, dependent_launch
-from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import (
+    NO_SLABS,
+    LayoutT,
+    LowLatencyExchange,
+    PeerBlocks,
+    SlabMemory,
+)
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
@@ -209,10 +215,9 @@ def send_words(*, in_lines: bool = False) -> None:
 
 
 def receive_dispatch(*, is_masked: bool) -> None:
-    slabs = ll_dispatch_recv.Slabs(
+    slabs = SlabMemory(
         data=i32(8),
         scales=i32(8),
-        scale_strides=(56 * 1024, 1, 1024),
         token_of_slot=i32(8),
         source_ranges=torch.empty(8, dtype=I64),
     )
@@ -225,7 +230,8 @@ def receive_dispatch(*, is_masked: bool) -> None:
         i32(8),
         expert_alignment=1,
         is_captured=False,
-        slabs=slabs if is_masked else None,
+        scale_strides=(56 * 1024, 1, 1024) if is_masked else (0, 0, 0),
+        slabs=slabs if is_masked else NO_SLABS,
     )
 
 

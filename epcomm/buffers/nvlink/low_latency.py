@@ -256,6 +256,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             expert_alignment=self._spec.expert_alignment,
             is_captured=receive_buffer.was_captured,
             batch=batch,
+            scale_strides=receive_buffer.scale_strides,
             slabs=receive_buffer.slabs,
         )
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import (
+    NO_SLABS,
+    LowLatencyExchange,
+    PeerBlocks,
+    SlabMemory,
+)
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.types import WireDtype, WireFormat, WireTensor
-
-if TYPE_CHECKING:
-    # It imports Triton, and plans read this folder without it.
-    from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
 
 _MAX_INT32 = 2**31 - 1
 
@@ -58,8 +58,8 @@ class ReceiveBuffer:
         the index has none.   slots_of_row: [W * M, K].
     is_sent: [M, W], uint8, whether the token was sent to the rank; if each slot returns, [M, K],
         1 + the rank that has the slot.   slot_weights: None if each slot returns.
-    slabs: the memory to which rows of MASKED are copied.   sources: the sources of slots that
-        return.
+    slabs, scale_strides: the memory to which rows of MASKED are copied.   sources: the sources of
+        slots that return.
     batch: number of the last dispatch, of T = num_tokens, sent in lines or in bulk; its header has
         the batch.   is_open: the batch awaits its combine.   is_combined: this rank has received
         the sums, so that the batch can be combined again.
@@ -74,7 +74,8 @@ class ReceiveBuffer:
     index: SlotIndex
     slot_weights: Tensor | None
     is_sent: Tensor
-    slabs: Slabs | None = None
+    slabs: SlabMemory = NO_SLABS
+    scale_strides: tuple[int, int, int] = (0, 0, 0)
     sources: SlotSources | None = None
     batch: int = -1
     num_tokens: int = 0

@@ -31,7 +31,6 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
     HELD_BATCH,
     SOURCES_AT,
@@ -45,13 +44,12 @@ from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
-    begin_wait,
+    await_all,
     bits_of_ranks,
-    end_look,
-    flag_of,
     int64_at,
-    is_waiting,
     line_of,
+    next_epoch,
+    send_to_all,
     word_of,
     words_of,
 )
@@ -231,22 +229,10 @@ def _begin_again_kernel(
         return
     epoch = tl.load(peers.state)
     tl.store(peers.state + 1, epoch)
-    lane = tl.arange(0, c.W_LANES)
-    is_rank = living_ranks(peers, c)
-    bases = tl.load(peers.bases + lane, mask=is_rank, other=0)
-    # The header of a dispatch, by which peers know that this rank no longer reads their sums: the
-    # kernel that did has ended.
-    lines_ptr = (bases + c.HEADER_LINES_AT + rank * (2 * _LINE_BYTES)).to(tl.pointer_type(tl.int64))
-    tl.store(lines_ptr, line_of(tl.zeros([c.W_LANES], tl.int32), epoch), mask=is_rank)
-    headers_ptr = int64_at(buffer_address + c.HEADER_LINES_AT) + lane * 2
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(own_address), volatile=True)
-        headers = tl.load(headers_ptr, mask=is_rank, other=0, volatile=True)
-        is_late = is_rank & (flag_of(headers) != epoch)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, 32
-        )
+    # A header as a dispatch sends it: it tells peers that this rank no longer reads their sums,
+    # because the kernel that read them has ended. No rank can be an epoch ahead.
+    send_to_all(peers, c.HEADER_LINES_AT, 2, epoch, c)  # pyright: ignore[reportArgumentType]
+    late = await_all(peers, c.HEADER_LINES_AT, 2, epoch, c, 32)  # pyright: ignore[reportArgumentType]
     abort_if_late(peers, late, WAIT_COMBINE, epoch, c)
 
 

@@ -10,9 +10,8 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH, Peers
-from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of
+from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of, next_epoch
 from epcomm.kernels.nvlink.common.signals import int32_at
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 

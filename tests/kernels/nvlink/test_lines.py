@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv
-from epcomm.kernels.nvlink.common.exchange import SOURCES_AT
+from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, SlabMemory
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
 from epcomm.kernels.nvlink.ll_dispatch_header import PLAIN
 from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
@@ -195,10 +195,9 @@ def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
         first,
         expert_alignment=1,
         is_captured=False,
-        slabs=ll_dispatch_recv.Slabs(
+        slabs=SlabMemory(
             data=memory[:num_slots],
             scales=None,
-            scale_strides=(0, 0, 0),
             token_of_slot=None,
             source_ranges=None,
         ),

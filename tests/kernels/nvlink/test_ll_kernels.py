@@ -33,6 +33,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     SUM_ARRIVALS,
     LowLatencyExchange,
     PeerBlocks,
+    SlabMemory,
 )
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
@@ -278,10 +279,9 @@ def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> 
     slots_of_row, counts, first = integers(4, 2), integers(2), integers(3)
     slot_weights = torch.full((8,), float("nan"), device=device)
     slab = torch.full((8, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    slabs = ll_dispatch_recv.Slabs(
+    slabs = SlabMemory(
         data=slab.view(torch.int32),
         scales=None,
-        scale_strides=(0, 0, 0),
         token_of_slot=integers(8),
         source_ranges=torch.full((2, 2), 77, device=device),
     )

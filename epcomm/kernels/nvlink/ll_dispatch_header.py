@@ -144,6 +144,18 @@ def load_ids(
 
 
 @triton.jit
+def peer_in_turn(
+    peers: Peers, token: tl.tensor, turn: tl.constexpr, c: constexprs.Layout
+) -> tl.tensor:
+    """Return the rank to which this rank sends a token after `turn` others: 2 0 1 for 1 + 1 of 3.
+
+    For each token every rank begins with another one. If all began with rank 0, the rows of all
+    would queue for one GPU after another.
+    """
+    return (peers.rank + token + turn) % c.W
+
+
+@triton.jit
 def base_of(peers: Peers, peer: tl.tensor) -> tl.tensor:
     """Load the address of the receive buffer of a rank, 0 if the rank is excluded."""
     base = tl.load(peers.bases + peer)
@@ -164,7 +176,8 @@ def send_metadata(
 ) -> None:
     """Send every rank its experts of a token, their positions, and weights, if any.
 
-    bases: base_of() all ranks, or None to load each when it is needed, which takes fewer registers.
+    bases: base_of() the ranks from peer_in_turn() of 0 on, or None to load each when it is needed,
+        which takes fewer registers.
     """
     k = tl.arange(0, c.K_LANES)
     ids = load_ids(ids_ptr, token, token >= 0, c)
@@ -176,8 +189,9 @@ def send_metadata(
     if IN_LINES:
         weight_words, positions = line_of(weight_words, epoch), line_of(positions, epoch)
     owners = tl.where(ids >= 0, ids // c.L, -1)
-    for peer in tl.static_range(c.W):
-        base = base_of(peers, peer) if bases is None else bases[peer]
+    for turn in tl.static_range(c.W):
+        peer = peer_in_turn(peers, token, turn, c)
+        base = base_of(peers, peer) if bases is None else bases[turn]
         experts = tl.where(owners == peer, ids - peer * c.L, -1)
         if IN_LINES:
             experts = line_of(experts, epoch)

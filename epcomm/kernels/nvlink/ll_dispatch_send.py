@@ -54,6 +54,7 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     load_ids,
     load_scales,
     note_owners,
+    peer_in_turn,
     send_header,
     send_metadata,
 )
@@ -242,7 +243,8 @@ def _send_dispatch_kernel(
                 note_owners(peers, is_sent_ptr, token, owners, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
-            for peer in tl.static_range(c.W):
+            for turn in tl.static_range(c.W):
+                peer = peer_in_turn(peers, token, turn, c)
                 base = base_of(peers, peer)
                 # Entries of an excluded rank are as masked entries.
                 is_needed = tl.max(((owners == peer) & (base != 0)).to(tl.int32)) > 0

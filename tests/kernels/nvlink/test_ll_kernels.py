@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     SlabMemory,
 )
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
@@ -126,7 +128,9 @@ def make_ranks(
     ]
 
 
-def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor:
+def send(
+    rank: Rank, ids: list[list[int]], weights: list[list[float]], *, in_lines: bool = False
+) -> Tensor:
     """Tokens of 1, 2, ... (rank + 1) times 10 each; returns them."""
     device = rank.block.device
     values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.peers.rank + 1)
@@ -143,6 +147,7 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         kind=ll_dispatch_header.PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
+        in_lines=in_lines,
     )
     return x
 
@@ -191,6 +196,32 @@ def receive(rank: Rank) -> list[Tensor]:
 def arrivals_of(rank: Rank) -> list[int]:
     """Those of metadata, rows and sums that have not been told of."""
     return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
+
+
+@pytest.mark.skipif(not launch.IS_INTERPRETED, reason="compiled kernels record nothing")
+@pytest.mark.parametrize("in_lines", [False, True])
+def test_ranks_begin_each_token_with_different_peers(
+    in_lines: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[list[int]] = []
+    base_of = ll_dispatch_header.base_of
+
+    def noted(peers: Any, peer: Any) -> Any:  # noqa: ANN401
+        orders[-1].append(int(peer.handle.data[0]))
+        return base_of(peers, peer)
+
+    for module in (ll_dispatch_header, ll_dispatch_send, dispatch_send):
+        monkeypatch.setattr(module, "base_of", noted)
+    ranks = make_ranks(3, device, num_programs=3)
+    for rank in ranks:
+        orders.append([])
+        send(rank, [[0, 3], [3, 5]], [[1, 1], [1, 1]], in_lines=in_lines)
+    # Of metadata and of rows; programs that send headers in lines look at all ranks too.
+    turns = [torch.tensor(order).view(-1, 3) for order in orders]
+    assert all(torch.equal(each.sort().values, torch.arange(3).expand_as(each)) for each in turns)
+    firsts = torch.stack(turns)[:, 3 if in_lines else 0 :, 0]
+    assert firsts.shape[1] == 4
+    assert all(len(set(each)) == 3 for each in firsts.T.tolist())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])

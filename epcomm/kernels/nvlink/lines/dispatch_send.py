@@ -38,6 +38,7 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     load_ids,
     load_scales,
     note_owners,
+    peer_in_turn,
     send_header,
     send_metadata,
 )
@@ -163,8 +164,9 @@ def _send_dispatch_lines_kernel(
         given = load_scales(x_scales_ptr, token, scale_lane, is_given, scales_stride, scale_stride)
     ids = load_ids(ids_ptr, token, is_row, c)
     bases = ()
-    for peer in tl.static_range(c.W):  # pyright: ignore[reportGeneralTypeIssues]
-        bases += (base_of(peers, peer),)
+    sent_token = tl.where(is_row, token, tl.maximum(program - c.W, 0))
+    for turn in tl.static_range(c.W):  # pyright: ignore[reportGeneralTypeIssues]
+        bases += (base_of(peers, peer_in_turn(peers, sent_token, turn, c)),)
 
     if await_credit(peers, epoch, c, _THREADS):
         return
@@ -208,16 +210,17 @@ def _send_dispatch_lines_kernel(
         if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
             if part == 0:
                 note_owners(peers, is_sent_ptr, token, owners, c)
-        for peer in tl.static_range(c.W):
+        for turn in tl.static_range(c.W):
+            peer = peer_in_turn(peers, token, turn, c)
             # Entries of an excluded rank are as masked entries.
-            is_owner = (owners == peer) & (bases[peer] != 0)
+            is_owner = (owners == peer) & (bases[turn] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:
                 if weights_ptr is not None:
                     tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
-                lines_ptr = int64_at(bases[peer] + row_at)
+                lines_ptr = int64_at(bases[turn] + row_at)
                 tl.store(lines_ptr + c.DATA_LINES + word, lines, mask=is_word)
                 if scale_words is not None:
                     scale_lines = line_of(scale_words, epoch)

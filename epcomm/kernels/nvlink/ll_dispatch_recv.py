@@ -58,7 +58,11 @@ from epcomm.kernels.nvlink.common.status import (
     codes_of_one_mode,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.lines.dispatch_unpack import (
+    UNPACKED_WORDS,
+    num_unpackers,
+    unpack_rows,
+)
 from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES
@@ -552,11 +556,9 @@ def receive_dispatch(
             num_warps=_WARPS,
             **overlapping(slots_of_row.device),
         )
-    # Rows that come in lines are shared by the programs behind.
-    parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
-    items = layout.world_size * layout.line_tokens * parts
+    # Rows in lines are unpacked by the programs after the indexers.
     launch(
-        indexers + min(items, exchange.peers.num_programs),
+        indexers + num_unpackers(layout, exchange.peers.num_programs),
         row_of_slot,
         slots_of_row,
         slot_weights,

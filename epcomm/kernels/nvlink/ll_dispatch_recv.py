@@ -9,8 +9,6 @@ Memory order: as in the senders, whose signals and lines it awaits. There is no 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,10 +21,10 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
     COUNTED_EPOCH,
     HELD_BATCH,
+    NO_SLABS,
     SOURCES_AT,
     VARYING,
     LowLatencyExchange,
@@ -44,6 +42,7 @@ from epcomm.kernels.nvlink.common.lines import (
     give_credit,
     int64_at,
     is_waiting,
+    next_epoch,
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
@@ -59,7 +58,11 @@ from epcomm.kernels.nvlink.common.status import (
     codes_of_one_mode,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.lines.dispatch_unpack import (
+    UNPACKED_WORDS,
+    num_unpackers,
+    unpack_rows,
+)
 from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES
@@ -79,25 +82,6 @@ _THREADS = tl.constexpr(32 * _WARPS)
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
 _COUNTED_EPOCH, _SOURCES_AT = tl.constexpr(COUNTED_EPOCH), tl.constexpr(SOURCES_AT)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slabs:
-    """Memory for the rows of each expert, in the layout MASKED; every expert has the slots W * M.
-
-    data: [C, words of a row], int32: rows as they came, with the gap between them.
-    scales: the words of their scales, int32, with scale_strides in words: from one expert to the
-        next, from slot to slot, from word to word; None where rows have none.
-    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
-    source_ranges: [L, W], int64, written with the slots of each expert from each rank,
-        first << 32 | number, where the first is counted from the expert's first. Both or neither.
-    """
-
-    data: Tensor
-    scales: Tensor | None
-    scale_strides: tuple[int, int, int]
-    token_of_slot: Tensor | None
-    source_ranges: Tensor | None
 
 
 @triton.jit
@@ -523,7 +507,8 @@ def receive_dispatch(
     expert_alignment: int,
     is_captured: bool,
     batch: int = -1,
-    slabs: Slabs | None = None,
+    scale_strides: tuple[int, int, int] = (0, 0, 0),
+    slabs: SlabMemory = NO_SLABS,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
@@ -535,8 +520,9 @@ def receive_dispatch(
         expert_alignment: each expert's slots start at a multiple of this.
         is_captured: as send_dispatch() was given it.
         batch: likewise, where a replay may have come between; nothing is received then. -1: none.
-        slabs: where rows are copied to, each expert with one capacity; None: they stay where they
-            are.
+        scale_strides: in words, of the scales of slabs: from one expert to the next, from slot to
+            slot, from word to word.
+        slabs: memory to which rows are copied; without it they stay in the receive buffer.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
@@ -544,15 +530,11 @@ def receive_dispatch(
     key = ("receive rows", capacity, expert_alignment)
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
-    if slabs is not None:
+    if slabs.data is not None:
         rows = min(rows, _PACKED_ROWS)
-    strides = (0, 0, 0) if slabs is None else slabs.scale_strides
     indexers = layout.world_size * -(-layout.max_tokens // rows)
     launch = exchange.launches.get(key)
     if launch is None:
-        memory = SlabMemory()
-        if slabs is not None:
-            memory = SlabMemory(slabs.data, slabs.scales, slabs.token_of_slot, slabs.source_ranges)
         index = constexprs.constants(
             constexprs.Index,
             C=capacity,
@@ -560,25 +542,23 @@ def receive_dispatch(
             ROWS=rows,
             INDEXERS=indexers,
             WORDS=UNPACKED_WORDS,
-            CAPACITY=0 if slabs is None else layout.num_rows,
+            CAPACITY=0 if slabs.data is None else layout.num_rows,
             WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
             SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
-            **dict(zip(_SCALE_STRIDES, strides, strict=True)),
+            **dict(zip(_SCALE_STRIDES, scale_strides, strict=True)),
         )
         launch = exchange.launches[key] = prepare(
             exchange,
             _receive_dispatch_kernel,
-            [*[CHANGES] * 5, memory],
+            [*[CHANGES] * 5, slabs],
             2,
             index=index,
             num_warps=_WARPS,
             **overlapping(slots_of_row.device),
         )
-    # Rows that come in lines are shared by the programs behind.
-    parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
-    items = layout.world_size * layout.line_tokens * parts
+    # Rows in lines are unpacked by the programs after the indexers.
     launch(
-        indexers + min(items, exchange.peers.num_programs),
+        indexers + num_unpackers(layout, exchange.peers.num_programs),
         row_of_slot,
         slots_of_row,
         slot_weights,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
-from epcomm.platforms.cuda import on_device as current_device
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -92,12 +90,24 @@ class Memory(NamedTuple):
 
 
 class SlabMemory(NamedTuple):
-    """The memory of Slabs, to which the receiver of dispatch gets pointers, or None."""
+    """Memory for the rows of each expert, in the layout MASKED; each expert has W * M slots.
+
+    data: [C, words of a row], int32: rows as they came, with the gap between them.
+    scales: int32, the words of their scales; None where rows have none.
+    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
+    source_ranges: [L, W], int64, written with the slots of each expert from each rank,
+        first << 32 | number, where the first is counted from the expert's first. Both or neither.
+
+    Kernels have pointers in place of tensors.
+    """
 
     data: Any = None
     scales: Any = None
     token_of_slot: Any = None
     source_ranges: Any = None
+
+
+NO_SLABS = SlabMemory()
 
 
 class Peers(NamedTuple):
@@ -170,8 +180,3 @@ def first_state(world_size: int, device: torch.device) -> Tensor:
     state = torch.zeros(SOURCES_AT + world_size, dtype=torch.int32, device=device)
     state[0] = 1
     return state
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch where a tensor is; nothing on a CPU."""
-    return current_device(tensor.device)

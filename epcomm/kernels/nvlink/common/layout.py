@@ -58,11 +58,6 @@ class MemoryLayout(ABC):
     scale_bytes: int
     return_bytes: int
 
-    @property
-    @abstractmethod
-    def header_bytes(self) -> int:
-        """The bytes from one header to the next."""
-
     @abstractmethod
     def shared_sizes(self) -> dict[str, int]:
         """Return the bytes of regions that buffers share, in order, the abort flag first."""
@@ -177,11 +172,6 @@ class LowLatencyLayout(MemoryLayout):
         """The most rows that return to the source of a token: W sums, or K slots."""
         return self.top_k if self.returns_slots else self.world_size
 
-    @property
-    def header_bytes(self) -> int:
-        """The bytes of a header without its flags: two words."""
-        return 2 * _WORD_BYTES
-
     @cached_property
     def data_lines_at(self) -> int:
         """The lines of a token before those of its row."""
@@ -204,8 +194,8 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def control_bytes(self) -> int:
-        """The bytes of a dispatch to each rank besides its tokens: a header and counts."""
-        return self.header_bytes + _WORD_BYTES * self.num_local_experts
+        """The bytes that a dispatch sends to each rank besides tokens: two words, and counts."""
+        return _WORD_BYTES * (2 + self.num_local_experts)
 
     def shared_sizes(self) -> dict[str, int]:
         return {"abort": _WORD_BYTES}

@@ -27,7 +27,6 @@ import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.epochs import previous_epoch
 from epcomm.kernels.nvlink.common.exchange import Peers
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES, MAX_LINE_RANKS
 from epcomm.kernels.nvlink.common.signals import (
@@ -46,6 +45,12 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
 # A wait keeps the ranks that it still misses as bits, below this one.
 _ABORTED = tl.constexpr(1 << MAX_LINE_RANKS)
+
+
+@triton.jit
+def next_epoch(epoch: tl.tensor) -> tl.tensor:
+    """Return the epoch after an epoch: never 0, the flag of lines that no rank has written."""
+    return tl.where(epoch == -1, 1, epoch + 1)
 
 
 @triton.jit
@@ -173,33 +178,63 @@ def abort_if_late(
 
 
 @triton.jit
-def give_credit(peers: Peers, epoch: tl.tensor, c: constexprs.Layout) -> None:
-    """Stand in for a combine of `epoch` that does not come, whose batch this rank has read."""
+def send_to_all(
+    peers: Peers,
+    lines_at: tl.constexpr,
+    stride: tl.constexpr,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Send every rank a line of the word 0: line rank * stride of its region at `lines_at`."""
     is_rank = living_ranks(peers, c)
     bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_rank, other=0)
-    lines_at = bases + c.COMBINED_LINES_AT + peers.rank * _LINE_BYTES
-    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    addresses = bases + lines_at + peers.rank * (stride * _LINE_BYTES)
     lines = line_of(tl.zeros([c.W_LANES], tl.int32), epoch)
-    tl.store(lines_at.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
+    tl.store(addresses.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
+
+
+@triton.jit
+def give_credit(peers: Peers, epoch: tl.tensor, c: constexprs.Layout) -> None:
+    """End `epoch`, of which this rank has read the batch, as a combine would."""
+    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    send_to_all(peers, c.COMBINED_LINES_AT, 1, epoch, c)  # pyright: ignore[reportArgumentType]
+
+
+@triton.jit
+def await_all(
+    peers: Peers,
+    lines_at: tl.constexpr,
+    stride: tl.constexpr,
+    wanted: tl.tensor,
+    c: constexprs.Layout,
+    THREADS: tl.constexpr,
+) -> tl.tensor:
+    """Wait for lines of all ranks, as send_to_all() sends them, in the epoch `wanted` or later.
+
+    Returns: bits of the ranks whose lines did not come, as end_look() leaves them.
+    """
+    is_rank = living_ranks(peers, c)
+    lines_ptr = int64_at(peers.buffer_address + lines_at) + tl.arange(0, c.W_LANES) * stride
+    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(peers.own_address), volatile=True)
+        lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
+        is_late = is_rank & (flag_of(lines) - wanted < 0)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
+        )
+    return late
 
 
 @triton.jit
 def await_credit(
     peers: Peers, epoch: tl.tensor, c: constexprs.Layout, THREADS: tl.constexpr
 ) -> tl.tensor:
-    """Wait until every rank has read the last batch of a receive buffer; so it may be written.
+    """Wait until every rank has read the last batch of a receive buffer, which may be written then.
 
-    The combine of that batch, on every rank, has written the lines that are awaited.
     Returns: whether this rank cannot go on.
     """
-    is_rank = living_ranks(peers, c)
-    lines_ptr = int64_at(peers.buffer_address + c.COMBINED_LINES_AT) + tl.arange(0, c.W_LANES)
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(peers.own_address), volatile=True)
-        lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
-        is_late = is_rank & (flag_of(lines) - previous_epoch(epoch) < 0)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
-        )
+    # Of the first epoch -1, which lines of 0 are not behind.
+    previous = tl.where(epoch == 1, -1, epoch - 1)
+    late = await_all(peers, c.COMBINED_LINES_AT, 1, previous, c, THREADS)  # pyright: ignore[reportArgumentType]
     return abort_if_late(peers, late, WAIT_CREDIT, epoch, c)

@@ -52,44 +52,10 @@ def int32_at(address: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def taking_part(excluded_ptr: tl.tensor, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Return which ranks take part, [LANES]: yes, no, yes with the flags 0 1 0 of excluded ranks.
-
-    excluded_ptr: [W], int32, of this rank, written by its host between kernels.
-    """
-    lane = tl.arange(0, LANES)
-    is_rank = lane < W
-    return is_rank & (tl.load(excluded_ptr + lane, mask=is_rank, other=0) == 0)
-
-
-@triton.jit
 def living_ranks(peers: Peers, c: constexprs.Layout) -> tl.tensor:
-    """Return which ranks take part, [W_LANES]."""
-    return taking_part(peers.excluded, c.W, c.W_LANES)
-
-
-@triton.jit
-def publish(
-    bases_ptr: tl.tensor,
-    offset: tl.tensor,
-    amount: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    excluded_ptr: tl.tensor,
-) -> None:
-    """Add `amount` to a signal of every rank, after all that this program stored.
-
-    bases_ptr: [W] addresses of the ranks.   offset: of the signal, in bytes, the same on all ranks.
-    excluded_ptr: as of taking_part().
-    """
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
-    # The release is made by a few threads: it covers the stores of the others only after this.
-    tl.debug_barrier()
-    signals = (bases + offset).to(tl.pointer_type(tl.int32))
-    amounts = is_rank.to(tl.int32) * amount
-    # Read by await_at() on every rank. One vector, hence one fence for all ranks.
-    tl.atomic_add(signals, amounts, mask=is_rank, sem="release", scope="sys")
+    """Return which ranks take part, [W_LANES]: yes, no, yes if rank 1 of 3 is excluded."""
+    lane = tl.arange(0, c.W_LANES)
+    return (lane < c.W) & (tl.load(peers.excluded + lane, mask=lane < c.W, other=1) == 0)
 
 
 @triton.jit

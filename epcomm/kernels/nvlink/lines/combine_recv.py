@@ -22,7 +22,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     Peers,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -41,7 +41,7 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.prepared import CHANGES
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
 # Words of a sum that a program adds up: 16 bytes of lines of each rank a thread.
@@ -174,43 +174,32 @@ def _receive_combine_lines_kernel(
         await_previous()
 
 
-def receive_combine_lines(
-    exchange: LowLatencyExchange,
-    out: Tensor,
-    is_sent: Tensor,
-    sent_tokens: int,
-    topk_weights: Tensor | None = None,
-    *,
-    batch: int,
-) -> None:
-    """Wait for the sums of all ranks in lines and add them up, as receive_combine() does.
-
-    Args:
-        exchange, out, is_sent, topk_weights, batch: as of receive_combine().
-        sent_tokens: T of the dispatch, at most layout.line_tokens; `out` has none if this rank
-            refuses to combine, which receives all the same, for ranks may read rows until then.
-
-    Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
-    """
-    num_tokens, hidden_size = out.shape
-    layout = exchange.peers.layout
+def _words_of_part(layout: LowLatencyLayout) -> int:
     # No fewer than threads: the compiler may load a smaller block twice, for flags and for words.
-    words = min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
-    parts = -(-layout.return_words // words)
-    key = ("receive sums in lines", out.dtype, hidden_size, topk_weights is None)
-    launch = exchange.launches.get(key)
-    if launch is None:
-        launch = exchange.launches[key] = prepare(
-            exchange,
-            _receive_combine_lines_kernel,
-            [CHANGES] * 3,
-            3,
-            HIDDEN=hidden_size,
-            PARTS=parts,
-            WORDS=words,
-            num_warps=_WARPS,
-            **EXACT,
-            **overlapping(out.device),
-        )
-    # Programs without a token still hear of faults.
-    launch(max(1, sent_tokens) * parts, out, topk_weights, is_sent, num_tokens, sent_tokens, batch)
+    return min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
+
+
+def num_parts(layout: LowLatencyLayout) -> int:
+    """Return the programs that share a token."""
+    return -(-layout.return_words // _words_of_part(layout))
+
+
+def prepare_lines(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
+    """Return the launch that receives sums in lines, num_parts() programs for each token.
+
+    Tokens are those of the dispatch. If this rank refuses to combine, `out` has none, and it still
+    waits for them, because until then ranks may read the rows that it sent.
+    """
+    layout = exchange.peers.layout
+    return prepare(
+        exchange,
+        _receive_combine_lines_kernel,
+        [CHANGES] * 3,
+        3,
+        HIDDEN=out.shape[1],
+        PARTS=num_parts(layout),
+        WORDS=_words_of_part(layout),
+        num_warps=_WARPS,
+        **EXACT,
+        **overlapping(out.device),
+    )

@@ -74,8 +74,8 @@ FAULTS = {
         new="add_relaxed(a.table[lane] + ROWS_READY_AT",
     ),
     "sums are signalled by a relaxed store": Fault(
-        old="release(a.table[source_of(a, number)] + SUMS_READY_AT",
-        new="store_relaxed(a.table[source_of(a, number)] + SUMS_READY_AT",
+        old="release(a.table[source] + SUMS_READY_AT",
+        new="store_relaxed(a.table[source] + SUMS_READY_AT",
     ),
     "rows are signalled before they are stored": Fault(
         old="meet<3, 32 * WARPS>();\n        if (warp == 0) publish_rows(a);",

@@ -154,22 +154,23 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
 
 // Store `value` to words `first` to `end` of memory that begins at a multiple of 16 bytes. By all helpers
 // of all blocks.
-__device__ void fill(void* words, i64 first, i64 end, u32 value, int helper) {
-    const i64 begin = (i64)blockIdx.x * 32 * HELPERS + helper, step = (i64)gridDim.x * 32 * HELPERS;
+__device__ void fill(void* words, u32 first, u32 end, u32 value, int helper) {
+    const u32 begin = blockIdx.x * 32 * HELPERS + helper, step = gridDim.x * 32 * HELPERS;
 #pragma unroll 1
-    for (i64 at = 4 * (first / 4 + begin); at < end; at += 4 * step) {
+    for (u32 vector = first / 4 + begin; 4 * vector < end; vector += step) {
+        const u32 at = 4 * vector;
         if (at >= first && at + 4 <= end) {
-            *(uint4*)((u32*)words + at) = {value, value, value, value};
+            ((uint4*)words)[vector] = {value, value, value, value};
             continue;
         }
-        for (i64 word = at; word < at + 4; ++word) {
+        for (u32 word = at; word < at + 4; ++word) {
             if (word >= first && word < end) ((u32*)words)[word] = value;
         }
     }
 }
 
 // Write that rows `first` to `end` have no entries.
-__device__ void clear_rows(const Arguments& a, i64 first, i64 end, int helper) {
+__device__ void clear_rows(const Arguments& a, u32 first, u32 end, int helper) {
     fill(a.slots_of_row, first * TOP_K, end * TOP_K, ALL_LANES, helper);
     if (a.row_ids == nullptr) return;
     fill(a.row_ids, 2 * first * TOP_K, 2 * end * TOP_K, ALL_LANES, helper);
@@ -229,7 +230,7 @@ __device__ void pad_rows(const Arguments& a, const Index& index, int helper) {
         return;
     }
     for (int source = 0; source < WORLD; ++source) {
-        const i64 first = index.row_bases[source];
+        const u32 first = index.row_bases[source];
         clear_rows(a, first + index.rows_from[source], first + MAX_TOKENS, helper);
     }
 }
@@ -282,12 +283,12 @@ __device__ void empty_index(const Arguments& a) {
 __device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epoch, int helper) {
     if (helper < 32) {
         const u64 word = takes_part(a, helper) ? a.own + COUNTS_READY_AT + 4 * helper : 0;
-        const bool is_there = wait(a, word, epoch, WAIT_HEADERS);
+        const bool is_there = wait(a, word, epoch, WAIT_HEADERS, a.num_senders);
         if (helper == 0) index.is_lost = !is_there;
     }
     helpers_meet();
     read_headers(a, index, buffer + HEADER_AT, epoch, helper);
-    index_entries(a, index, buffer + METADATA_AT, helper);
-    pad(a, index, helper);
     pad_rows(a, index, helper);
+    pad(a, index, helper);
+    index_entries(a, index, buffer + METADATA_AT, helper);
 }

@@ -128,16 +128,3 @@ __device__ void count_headers(const Arguments& a) {
     for (int peer = 0; peer < WORLD; ++peer) num_notified += peer != a.rank && takes_part(a, peer);
     atomicAdd(a.counters, num_notified);
 }
-
-// The last block of this rank to arrive signals all ranks that headers and metadata are there. By one warp.
-__device__ void publish_counts(const Arguments& a) {
-    const int lane = threadIdx.x % 32;
-    int before = 0;
-    if (lane == 0) before = arrive_here(a.state + DISPATCH_COUNTED);
-    if (__shfl_sync(ALL_LANES, before, 0) != (int)gridDim.x - 1) return;
-    // The other lanes release what lane 0 has acquired.
-    __syncwarp();
-    if (lane == 0) a.state[DISPATCH_COUNTED] = 0;
-    // Read in index_rows() of every rank.
-    if (takes_part(a, lane)) add_released(a.table[lane] + COUNTS_READY_AT + 4 * a.rank, 1);
-}

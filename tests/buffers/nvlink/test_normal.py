@@ -197,8 +197,8 @@ def test_epochs_may_wrap(epoch: int) -> None:
         # As if the epochs before had been, of which no item of sums tells.
         for name, amount in (
             ("dispatch_begin", 1),
-            ("counts_ready", 1),
             ("combine_begin", 1),
+            ("counts_ready", exchange.peers.num_programs),
             ("rows_ready", exchange.peers.num_programs),
         ):
             begin = layout.offsets[name] // 4

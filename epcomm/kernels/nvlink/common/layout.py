@@ -225,8 +225,8 @@ class NormalLayout(MemoryLayout):
 
     abort            int32 flag: some rank has timed out
     dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
-                     dispatches begun, headers and metadata sent, blocks that have sent, combines
-                     begun
+                     dispatches begun, blocks that have sent metadata and headers, blocks that have
+                     sent rows, combines begun
     combine_status [2, W]   int32: fault code of the combine call, alternating
     sums_ready [W, items]   int32: the number of the combine whose sums are there
     returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens, read_wire
+from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_numbers, read_wire
 from epcomm.bench.plot import check_plot, draw
 from epcomm.bench.ranks import (
     join_ranks,
@@ -80,7 +80,7 @@ class SizeOptions:
         """
         inner = self.hidden if self.intermediate is None else self.intermediate
         return BenchOptions(
-            tokens=read_tokens(self.tokens),
+            tokens=read_numbers(self.tokens),
             hidden=self.hidden,
             experts=self.experts,
             top_k=self.top_k,
@@ -108,14 +108,6 @@ class ReportOptions:
     ] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A run of a rank, and how rank 0 reports it."""
-
-    options: BenchOptions
-    report: ReportOptions
-
-
 @takes_records
 def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions) -> None:
     """Check every backend that serves here against a formula, then time it beside torch alone.
@@ -130,11 +122,11 @@ def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions)
         _check_files(report)
     except ConfigError as error:
         raise typer.Exit(report_error(error, rank_of_environment())) from None
-    work = Work(options=options, report=report)
+    work = partial(bench_on_rank, options, report)
     if num_started is not None:
-        raise typer.Exit(start_ranks(num_started, bench_on_rank, work))
+        raise typer.Exit(start_ranks(num_started, work))
     join_ranks()
-    raise typer.Exit(run_work(bench_on_rank, work))
+    raise typer.Exit(run_work(work))
 
 
 def _command() -> str:
@@ -186,12 +178,11 @@ def _check_writable(path: Path) -> None:
         ) from None
 
 
-def bench_on_rank(work: Work) -> int:
+def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
     """Run on one rank of the default process group; rank 0 prints and writes. Collective: yes."""
     is_first = dist.get_rank() == 0
     console = Console(stderr=True, quiet=not is_first)
     with Progress(console=console, transient=True) as progress:
-        options = work.options
         task = progress.add_task("checking", total=len(options.tokens) * options.iterations)
 
         def show(tokens: int) -> None:
@@ -199,7 +190,7 @@ def bench_on_rank(work: Work) -> int:
 
         report = run_bench(options, show)
     if is_first:
-        _show(report, work.report)
+        _show(report, shown_as)
     is_timed = any(not each.is_of_torch for each in report.timings)
     return 0 if is_timed and not report.wrong else NOT_TIMED
 

@@ -15,13 +15,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from epcomm.bench import layer, run, turns
+from epcomm.bench.contenders import backends
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.report import as_json
 from epcomm.bench.run import run_bench
 from epcomm.cli import app
-from epcomm.cli.bench import NOT_TIMED, ReportOptions, Work, bench_on_rank
+from epcomm.cli.bench import NOT_TIMED, ReportOptions, bench_on_rank
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
@@ -103,9 +104,10 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
 def test_where_nothing_of_epcomm_serves_scripts_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = replace(OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",))
-    work = Work(options=replace(options, intermediate=None), report=ReportOptions(json=True))
-    assert bench_on_rank(work) == NOT_TIMED
+    options = replace(
+        OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",), intermediate=None
+    )
+    assert bench_on_rank(options, ReportOptions(json=True)) == NOT_TIMED
     printed = capsys.readouterr().out
     if dist.get_rank() == 0:
         report = json.loads(printed)
@@ -114,7 +116,7 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
     else:
         assert printed == ""
     for is_verbose in (False, True):
-        assert bench_on_rank(replace(work, report=ReportOptions(verbose=is_verbose))) == NOT_TIMED
+        assert bench_on_rank(options, ReportOptions(verbose=is_verbose)) == NOT_TIMED
         printed = capsys.readouterr().out
         if dist.get_rank() == 0:
             assert ("there is no CUDA device" in printed) == is_verbose
@@ -132,7 +134,7 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
     report = run_bench(replace(options, modes=(Mode.NORMAL, Mode.LOW_LATENCY)), silent)
     assert report.wrong == []
     assert [each.mode for each in report.timings] == ["normal", "low_latency", "", ""]
-    monkeypatch.setattr(Epcomm, "row_error", 1e-4)
+    monkeypatch.setattr(backends, "_ROW_ERRORS", {wire: 1e-4})
     report = run_bench(replace(options, modes=(Mode.NORMAL,)), silent)
     assert [each.name for each in report.wrong] == ["normal collective"]
 

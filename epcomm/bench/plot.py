@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_plot(path: Path, *, command: str = "epcomm bench") -> None:
+def check_plot(path: Path, *, command: str) -> None:
     """Refuse a picture that cannot be drawn here. Local.
 
     Raises:
@@ -34,6 +34,24 @@ def check_plot(path: Path, *, command: str = "epcomm bench") -> None:
             f"{command}: --plot is {str(path)!r}, expected a name that ends in one of "
             f"{sorted(known)}"
         )
+
+
+def check_writable(path: Path, *, command: str) -> None:
+    """Make the folder of a file, and refuse one that cannot be written; a file keeps its content.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{command}: {path} cannot be written ({error.strerror}); name another file"
+        ) from None
 
 
 def draw(report: Report) -> Figure:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_numbers, read_wire
-from epcomm.bench.plot import check_plot, draw
+from epcomm.bench.plot import check_plot, check_writable, draw
 from epcomm.bench.ranks import (
     join_ranks,
     rank_of_environment,
@@ -158,24 +158,10 @@ def _ranks_to_start(ranks: int | None) -> int | None:
 def _check_files(report: ReportOptions) -> None:
     """Refuse before the run what cannot be written after it; rank 0 makes the folders."""
     if report.plot is not None:
-        check_plot(report.plot)
+        check_plot(report.plot, command="epcomm bench")
     for path in (report.output, report.plot):
         if path is not None and rank_of_environment() == 0:
-            _check_writable(path)
-
-
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        with path.open("ab"):
-            pass
-        if is_new:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"epcomm bench: {path} cannot be written ({error.strerror}); name another file"
-        ) from None
+            check_writable(path, command="epcomm bench")
 
 
 def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:

@@ -49,8 +49,8 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     printed = rows(result.stdout)
     assert ["chosen", "prefill and training", "decode"] in printed
     assert ["mode", "normal", "low_latency"] in printed
-    assert ["gradients", "yes", "yes"] in printed
-    assert ["limit: tokens a rank", "no limit", "at most 16"] in printed
+    assert ["has gradients", "yes", "yes"] in printed
+    assert ["limits: tokens a rank", "no limit", "at most 16"] in printed
     assert [
         "shared_memory",
         "prefill and training",
@@ -121,9 +121,9 @@ def test_config_file_is_read_and_an_option_wins(tmp_path: Path) -> None:
     path.write_text('mode = "low_latency"\nmax_tokens_per_rank = 128\n')
     from_file = rows(run("plan", *LAYER, "--config", str(path)).stdout)
     assert ["mode", "low_latency"] in from_file
-    assert ["limit: tokens a rank", "at most 128"] in from_file
+    assert ["limits: tokens a rank", "at most 128"] in from_file
     by_option = rows(run("plan", *LAYER, "--config", str(path), "--max-tokens", "16").stdout)
-    assert ["limit: tokens a rank", "at most 16"] in by_option
+    assert ["limits: tokens a rank", "at most 16"] in by_option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +333,7 @@ def test_hosts_show_the_bytes_between_them(mode: str, num_rows: int) -> None:
     expected = num_rows * (2 * 64 + 2 * 8 + 2 * 64)
     phase = json.loads(run(*words, "--json").stdout)["phases"]["all"]
     assert phase["max_bytes_between_hosts"] == expected
-    assert ["bytes a token, between hosts", f"{expected} B"] in rows(run(*words).stdout)
+    assert ["max bytes between hosts", f"{expected} B"] in rows(run(*words).stdout)
 
 
 def test_on_one_host_nothing_is_said_of_bytes_between_hosts() -> None:

@@ -37,8 +37,10 @@ class Router(StrEnum):
 
 E = TypeVar("E", bound=Enum)
 
-_OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
+_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
     {
+        "mode": Mode,
+        "router": Router,
         "dispatch_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
@@ -126,11 +128,9 @@ class EPConfig:
 
     def __post_init__(self) -> None:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
-        object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
-        object.__setattr__(self, "router", _enum_member("router", Router, self.router))
-        for name, kind in _OPTIONAL_ENUMS.items():
+        for name, kind in _ENUMS.items():
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name in ("mode", "router"):
                 object.__setattr__(self, name, _enum_member(name, kind, value))
         scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
         _check_scales(self.dispatch_dtype, scales)

@@ -102,7 +102,7 @@ def run(options: BenchOptions, gbit_per_s: float) -> dict[str, object]:
     report = run_bench(options, lambda tokens: None)
     if report.wrong:
         raise CheckError("; ".join(each.fault for each in report.wrong))
-    timings = {each.backend: each for each in report.timings}
+    timings = {each.backend: each for each in report.results}
     with EPGroup(dist.group.WORLD) as group:
         sent = bytes_of_contenders(options, group)
     return {

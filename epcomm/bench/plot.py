@@ -61,7 +61,7 @@ def draw(report: Report) -> Figure:
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    for name, points in _lines(report.timings).items():
+    for name, points in _lines(report.results).items():
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     sizes = report.configuration
     place = report.hardware.get("accelerator", sizes["device"])

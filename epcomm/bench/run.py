@@ -75,7 +75,7 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
         hardware=describe_hardware(device),
         versions=describe_versions(device),
         command=options.command,
-        timings=found.timings,
+        results=found.timings,
         layers=found.layers,
         wrong=found.wrong,
         absent=list(found.absent.values()),

@@ -12,7 +12,7 @@ from epcomm.bench.check import run_experts
 from epcomm.bench.contenders.base import Contender, DispatchedT
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Clock, Percentiles, captured, clock_for, slowest_rank
+from epcomm.bench.timing import Clock, Percentiles, captured, slowest_rank
 from epcomm.planning.plans import PhasePlan
 from epcomm.testing.data import RankBatch
 
@@ -66,7 +66,7 @@ def take_turns(
 
     Returns: by name, the spans that the call measured on this rank in each round.
     """
-    clock = clock_for(device)
+    clock = Clock(device)
     spans: dict[str, list[Mapping[str, float]]] = {name: [] for name in calls}
     for _ in range(num_rounds):
         for name, call in calls.items():

@@ -79,20 +79,16 @@ class SizeOptions:
             ConfigError: one of them is bad.
         """
         inner = self.hidden if self.intermediate is None else self.intermediate
+        # These fields of BenchOptions have the values of their options.
+        names = ("hidden", "experts", "top_k", "dtype", "iterations", "warm_up", "seed")
         return BenchOptions(
             tokens=read_numbers(self.tokens),
-            hidden=self.hidden,
-            experts=self.experts,
-            top_k=self.top_k,
             modes=read_modes(self.modes),
             backends=read_backends(self.backend),
-            dtype=self.dtype,
             intermediate=inner if self.layer else None,
             wire=read_wire(self.wire),
-            iterations=self.iterations,
-            warm_up=self.warm_up,
-            seed=self.seed,
             command=_command(),
+            **{name: getattr(self, name) for name in names},
         )
 
 
@@ -177,7 +173,7 @@ def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
         report = run_bench(options, show)
     if is_first:
         _show(report, shown_as)
-    is_timed = any(not each.is_of_torch for each in report.timings)
+    is_timed = any(not each.is_of_torch for each in report.results)
     return 0 if is_timed and not report.wrong else NOT_TIMED
 
 
@@ -197,7 +193,7 @@ def _show(found: Report, report: ReportOptions) -> None:
         f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
         f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
     )
-    console.print(timings_table(found.timings))
+    console.print(timings_table(found.results))
     if found.layers:
         console.print(layers_table(found.layers))
     for line in _absent_lines(found, is_verbose=report.verbose):
@@ -224,6 +220,6 @@ def _absent_lines(report: Report, *, is_verbose: bool) -> list[str]:
             f"not timed: {backend} in {', '.join(modes[backend])}: {'; '.join(found)}"
             for backend, found in reasons.items()
         ]
-    timed = {each.backend for each in report.timings}
+    timed = {each.backend for each in report.results}
     names = [f"{b} in {' and '.join(m)}" if b in timed else b for b, m in modes.items()]
     return [f"not timed (--verbose prints why): {', '.join(names)}"]

@@ -31,11 +31,10 @@ from epcomm.spec import BufferCaps, BufferSpec, HostLayout
 from epcomm.testing.data import (
     BatchSpec,
     RankBatch,
-    crowded_ids,
     holed_ids,
     last_expert_ids,
     make_batch,
-    no_ids,
+    only_id,
     random_ids,
     repeated_ids,
 )
@@ -213,7 +212,7 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
-        "nowhere": BatchSpec(tokens_of_rank=uneven, choose_ids=no_ids),
+        "nowhere": BatchSpec(tokens_of_rank=uneven, choose_ids=only_id(-1)),
         "top_1": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=1),
         "bf16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.bfloat16),
         "fp16": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, dtype=torch.float16),
@@ -661,7 +660,7 @@ def check_repeated_ids(env: BufferEnv) -> None:
         check_batch(env, PLAIN)
         return
     check_batch(env, spec)
-    crowded = env.adapted(replace(spec, choose_ids=crowded_ids))
+    crowded = env.adapted(replace(spec, choose_ids=only_id(0)))
     made = env.buffer_spec(crowded)
     required = _slots_needed(env.batches(crowded), 0, crowded.num_local_experts, 1)
     num_rows = (made.max_tokens_per_rank or 0) * env.group.world_size

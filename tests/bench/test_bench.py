@@ -64,11 +64,11 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
     }
     alone = {("", "expert_rows"), ("", "all_gather")}
     for tokens in OPTIONS.tokens:
-        timed = {(each.mode, each.backend) for each in report.timings if each.tokens == tokens}
+        timed = {(each.mode, each.backend) for each in report.results if each.tokens == tokens}
         assert timed == served | alone
         layers = {(each.mode, each.backend) for each in report.layers if each.tokens == tokens}
         assert layers == served
-    for each in report.timings:
+    for each in report.results:
         assert set(each.us) == SPANS | {"grouped_dispatch", "grouped_pair"}
         assert each.us["pair"].p50 < each.us["grouped_pair"].p50
         assert all(0 < span.p50 <= span.p95 <= span.p99 for span in each.us.values())
@@ -94,7 +94,7 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
     for phase, tokens, modes in ((chosen.prefill, 8, {}), (chosen.decode, 3, decode)):
         medians = {
             each.backend: each.us["pair"].p50
-            for each in report.timings
+            for each in report.results
             if (each.mode, each.tokens) == (modes.get(each.backend, "normal"), tokens)
         }
         assert phase.backend == min(medians, key=lambda name: medians[name])
@@ -133,7 +133,7 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
     )
     report = run_bench(replace(options, modes=(Mode.NORMAL, Mode.LOW_LATENCY)), silent)
     assert report.wrong == []
-    assert [each.mode for each in report.timings] == ["normal", "low_latency", "", ""]
+    assert [each.mode for each in report.results] == ["normal", "low_latency", "", ""]
     monkeypatch.setattr(backends, "_ROW_ERRORS", {wire: 1e-4})
     report = run_bench(replace(options, modes=(Mode.NORMAL,)), silent)
     assert [each.name for each in report.wrong] == ["normal collective"]
@@ -157,7 +157,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "is_in_graph", lambda phase, device: phase.is_capturable)
     report = run_bench(replace(OPTIONS, tokens=(4,), backends=("collective",)), silent)
     assert report.wrong == []
-    replayed = {(each.mode, each.in_graph) for each in report.timings}
+    replayed = {(each.mode, each.in_graph) for each in report.results}
     assert replayed == {("normal", False), ("low_latency", True), ("standard", False), ("", False)}
     layers = [(each.mode, each.in_graph) for each in report.layers]
     assert layers == [
@@ -166,7 +166,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
         ("low_latency", True),
         ("standard", False),
     ]
-    for each in report.timings:
+    for each in report.results:
         assert set(each.us) >= SPANS
 
 
@@ -200,7 +200,7 @@ def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         "layer in normal on shared_memory",
     ]
     assert all("rank 1: y is" in each.fault for each in report.wrong)
-    timed = {(each.mode, each.backend) for each in report.timings}
+    timed = {(each.mode, each.backend) for each in report.results}
     assert timed == {("normal", "shared_memory"), ("", "all_gather")}
     assert {each.backend for each in report.layers} == {"collective"}
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from epcomm.bench.timing import clock_for
+from epcomm.bench.timing import Clock
 
 # More than the L2 cache of any GPU.
 _FLUSHED_BYTES = 256_000_000
@@ -33,7 +33,7 @@ def bench(
     """Return the average, smallest and largest time of fn in seconds, without the first call."""
     for _ in range(num_warmups):
         fn()
-    clock = clock_for(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    clock = Clock(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for _ in range(num_tests):
         flush_l2_cache(flush_l2)
         clock.mark()

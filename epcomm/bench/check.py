@@ -122,7 +122,7 @@ def find_sum_fault(
     # The same error of a token's row in all its terms.
     allowed += (1 + limit) * row_error * _largest(batch.x) * factors.sum(dim=1, keepdim=True)
     excess = (y.double() - expected).abs() - allowed
-    # Not `> 0`: NaN must fail too.
+    # The negation makes NaN fail too.
     if not bool((excess <= 0).all()):
         return f"y is beyond the tolerance of {limit:.1e} in {int((~(excess <= 0)).sum())} elements"
     return None

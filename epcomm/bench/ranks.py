@@ -108,7 +108,7 @@ def _run_rank(rank: int, num_ranks: int, folder: str, work: Callable[[], int]) -
     )
     code = run_work(work)
     if rank == 0:
-        # Not as the code of this process, which would end the others while they leave.
+        # The exit code of this process would end the other ranks while they leave.
         Path(folder, _EXIT_CODE).write_text(str(code), encoding="utf-8")
 
 
@@ -135,7 +135,7 @@ def run_work(work: Callable[[], int]) -> int:
         # Rank 0 has printed then; the first rank that leaves with an error ends the others.
         dist.barrier()
     except EPError as error:
-        # Without destroy_process_group(), which may wait for ranks that never come.
+        # destroy_process_group() is left out, because it may wait for ranks that never arrive.
         os._exit(report_error(error, rank))
     dist.destroy_process_group()
     return code

@@ -25,7 +25,7 @@ def as_json(report: Report) -> str:
 
 def _as_record(timing: Timing) -> Mapping[str, Any]:
     values = asdict(timing)
-    # A hundredth of a microsecond is below what any clock here can tell.
+    # A hundredth of a microsecond is below the resolution of every clock here.
     values["us"] = {
         span: {name: round(us, 2) for name, us in times.items()}
         for span, times in values["us"].items()

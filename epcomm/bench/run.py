@@ -50,7 +50,7 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
     Collective: yes, over the default process group.   Host sync: yes.
     Raises:
         ConfigError: the ranks cannot share the experts.
-        EPTimeout: some rank did not come.
+        EPTimeout: some rank did not arrive.
     """
     options.check_ranks(dist.get_world_size())
     found = _Found()

@@ -106,7 +106,7 @@ class ReportOptions:
 
 @takes_records
 def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions) -> None:
-    """Check every backend that serves here against a formula, then time it beside torch alone.
+    """Check every backend that serves here against a formula, then time it and torch alone.
 
     Starts CPU ranks with --ranks, or runs on those of torchrun:
     torchrun --nproc-per-node 8 -m epcomm bench

@@ -35,7 +35,7 @@ _DTYPES = {
     if not each.is_quantized
     for name in (each.value, str(each.torch_dtype).removeprefix("torch."))
 }
-# Of a matrix [H, I]: gate and up as float64 have fewer than 2**63 bytes, the limit of torch.
+# Elements of a matrix [H, I]: gate and up as float64 are below 2**63 bytes, the limit of torch.
 _MAX_ELEMENTS = 2**58
 _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
@@ -165,8 +165,8 @@ def plan_command(
 ) -> None:
     """Print what would serve a layer, what would not and why, bytes and limits.
 
-    An option wins over the file that says the same. Exit code 1: nothing serves the layer, or what
-    was named does not. 2: bad input. Both in one line on stderr.
+    An option takes precedence over a file. Exit code 1: nothing serves the layer, or what was named
+    does not. 2: bad input. Both in one line on stderr.
     """
     assumed: AssumedMachine | None = None
     try:

@@ -90,7 +90,7 @@ class _Chunk:
 class AscendFused(AscendCalls, Generic[AscendPackedT]):
     """The base of the operators, which have static sizes: check() raises the faults.
 
-    It comes before FusedBackend among the bases.
+    It precedes FusedBackend among the bases.
 
     kind: the record of packed experts that the operator reads.
     limits: the sizes that it takes.

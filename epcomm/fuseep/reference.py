@@ -147,7 +147,7 @@ def _to_codes(values: Tensor) -> tuple[Tensor, Tensor]:
     """
     amax = values.abs().amax(dim=1, keepdim=True)
     largest = torch.full_like(amax, INT8_MAX)
-    # Not `127 / amax`, which torch computes as 127 times a rounded reciprocal.
+    # torch computes `127 / amax` as 127 times a rounded reciprocal, so it is not used.
     factor = torch.where(amax > 0, torch.div(largest, amax), 0.0)
     return (values * factor).round().to(torch.int8), amax / largest
 

@@ -111,7 +111,7 @@ class CudaKernel:
             launch = partial(driver().cuLaunchKernel, *sizes, pointers, None)
         status = launch()
         if status == _INVALID_CONTEXT:
-            # A thread, of autograd say, in which torch has called nothing of CUDA yet.
+            # In a thread, such as one of autograd, torch may not have called CUDA yet.
             _check_driver(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
             status = launch()
         if status:

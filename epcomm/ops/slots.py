@@ -7,7 +7,7 @@ Worked example, two experts, K = 2, received ids (local, -1 for none):
                                                                             [1, 3]]
     row 2: [0, 1]                                           first_slot   = [0, 2, 4]
 
-Rows arrive by source rank, then token, and the sort is stable, so slots come in
+Rows arrive by source rank, then token, and the sort is stable, so slots are in
 (expert, source rank, token) order.
 """
 

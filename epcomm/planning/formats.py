@@ -62,7 +62,7 @@ def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireF
 
 
 def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
-    """Return the format of dispatch: what the configuration says, else what the experts want."""
+    """Return the format of dispatch: that of the configuration, otherwise what the experts want."""
     dtype = config.dispatch_dtype
     chosen = wanted if dtype is None else _wire_format(dtype, hidden_format, wanted)
     if config.dispatch_scales is None:

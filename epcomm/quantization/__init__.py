@@ -1,7 +1,7 @@
 """Quantise hidden states and back: FP8 by block, INT8 by token, and scales as GEMMs read them.
 
 quantize() is plain torch and runs on any device; quantizer_for() gives the implementation that a
-device has of its own, which returns the same bits.
+device has, which returns the same bits.
 """
 
 from collections.abc import Mapping

@@ -93,7 +93,7 @@ def gating_flags(spec: RoutingSpec) -> GatingFlags:
 def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
     """Return why the operator cannot express this routing; empty if it can. Local; pure."""
     if spec.custom_function is not None:
-        return ("custom_function is a function of its own",)
+        return ("custom_function is another function",)
     is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
     fills_zero = spec.drops_groups and spec.dropped_groups is DroppedGroups.ZERO
     group_size = num_experts // spec.num_groups if spec.drops_groups else num_experts
@@ -157,7 +157,7 @@ def call_gating(logits: Tensor, flags: GatingFlags, bias: Tensor | None) -> TopK
     if not logits.shape[0]:
         # The documentation does not say that zero tokens are legal.
         return empty_topk(flags.k, logits.device)
-    # The weights come in the dtype of the logits, and the reference computes in float32. The result
+    # The weights have the dtype of the logits, and the reference computes in float32. The result
     # for NaN is not documented, and infinities would give NaN: they are replaced by the lowest and
     # the largest float32, so that ids are valid whatever the model computed.
     finite = logits.float().nan_to_num(nan=torch.finfo(torch.float32).min)

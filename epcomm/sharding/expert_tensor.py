@@ -94,10 +94,9 @@ class ExpertTensor(ShareTensor, DTensor):
     - Operators over lists that mix ExpertTensors with ordinary tensors compute on the local pieces.
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
     - Elementwise operators accept ordinary tensors together with an ExpertTensor. Each rank uses
-    its
-      own piece of an ordinary tensor that spans all experts.
-    - Every rank draws random numbers for all experts and keeps those of its own: ranks with equal
-      seeds get the values of one process that draws expert by expert.
+      its piece of an ordinary tensor that spans all experts.
+    - Every rank draws random numbers for all experts and keeps those of its experts: ranks with
+      equal seeds get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
       collective.
     - torch.distributed's functions work on the local piece if all of their ranks hold the same
@@ -179,7 +178,7 @@ class ExpertTensor(ShareTensor, DTensor):
         return part_at(self, index)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
-        """Return this rank's piece; gradients come back as an ExpertTensor."""
+        """Return this rank's piece; gradients are an ExpertTensor."""
         return local_views([self])[0] if torch.is_grad_enabled() else self._local_tensor
 
     def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
@@ -387,7 +386,7 @@ def _reduced_loss(func: Callable[..., Any], given: BoundArguments, some: ExpertT
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     """Refuse memory and values; the message names what safetensors and others should save."""
     raise ShapeError(
-        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
+        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no separate memory, "
         f"because each rank holds {list(tensor._local_tensor.shape)} of it ({tensor.position}); "
         "call it on to_local() for this rank's experts or on full_tensor() for all, and to save a "
         "model write whole tensors, for example "
@@ -494,7 +493,7 @@ def _run_as_dtensor(op: Operation) -> object:
 
     Collective: where the result is no tensor of experts.
     Raises:
-        ShapeError: torch refuses it, or it writes to several placed experts at once.
+        ShapeError: torch refuses it, or it writes to several placed experts in one call.
     """
     some, originals = op.some, dict[int, ExpertTensor]()
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.

@@ -1,7 +1,7 @@
 """Draw random numbers into an ExpertTensor as one process would, expert by expert.
 
 Ranks often share a seed. If each drew for its own piece alone, all ranks would get the same
-experts. So each rank draws for all P experts in logical order and keeps the numbers of its own:
+experts. So each rank draws for all P experts in logical order and keeps the numbers of its experts:
 they do not depend on how many ranks share the experts, and generators that began equal stay equal.
 """
 
@@ -43,7 +43,7 @@ def run_expert_by_expert(op: Operation) -> Tensor | None:
             part = own_part(leaf, some)
             if not isinstance(part, Tensor) or part.dim() < some.dim():
                 return part
-            # For another rank's expert, arguments of one of this rank's experts are used.
+            # The arguments of one of this rank's experts serve for another rank's expert.
             return part[(place or 0) if part.shape[0] > 1 else 0]
 
         drawn = op.run(of_expert)

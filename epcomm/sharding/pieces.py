@@ -63,9 +63,10 @@ def own_part(leaf: object, some: ShareTensor) -> object:
     # A parameter, its gradient and its state have the same object.
     if is_expert_tensor(leaf) and leaf.shard is not some.shard and leaf.held != some.held:
         raise ShapeError(
-            f"an operator takes expert parameters of {list(some.shape)} that lie differently on "
-            f"the ranks ({some.position}): experts of one have moved; call rebalance() with the "
-            "same placement on copies and averages of a layer, and take state_dicts again"
+            f"an operator takes expert parameters of {list(some.shape)} that are stored "
+            f"differently on the ranks ({some.position}): experts of one have moved; call "
+            "rebalance() with the same placement on copies and averages of a layer, and take "
+            "state_dicts again"
         )
     if isinstance(leaf, DTensor):
         return leaf._local_tensor

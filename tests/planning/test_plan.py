@@ -348,7 +348,7 @@ IMPOSSIBLE = [
             }
         ),
         config=EPConfig(),
-        message="plan: hidden_size of the experts is 72, expected 64 as MoESpec says",
+        message="plan: hidden_size of the experts is 72, expected 64 as in MoESpec",
     ),
     Impossible(
         id="another dispatch dtype than experts in eight bits return",
@@ -431,7 +431,7 @@ def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch)
     assert (
         "plan: no runner computes these experts: grouped_mm: intermediate_size is 12, but "
         "torch.bfloat16 rows need a multiple of 8; reference: reads masked, but "
-        "collective hands out rows"
+        "collective returns rows"
     ) in str(caught.value)
 
 
@@ -451,7 +451,7 @@ def test_backend_whose_layout_the_runner_does_not_read_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
-    with pytest.raises(ConfigError, match="hands out rows, which runner reference does not read"):
+    with pytest.raises(ConfigError, match="returns rows, which runner reference does not read"):
         plan(EPConfig(mode="normal", runner="reference"), SPEC)
 
 

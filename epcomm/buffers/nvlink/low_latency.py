@@ -1,7 +1,7 @@
 """Low latency between the GPUs of one host: kernels store rows where the experts' rank reads them.
 
 Static sizes, no host sync, two launches a phase, two receive buffers used in turn, router weights
-that travel with the tokens, and one returned row for the sum of a rank's experts. Signals, memory
+that are sent with the tokens, and one returned row for the sum of a rank's experts. Signals, memory
 order and reuse: epcomm/kernels/nvlink/ll_dispatch_send.py, ll_dispatch_recv.py and ll_combine.py.
 
 A dispatch into a receive buffer whose last batch was never combined ends that batch first, on every
@@ -153,7 +153,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._kernels = LowLatencyKernels.load()
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
-        # Of rows that the kernels quantise, and of those that travel as they come.
+        # The kinds of rows that the kernels quantise, and of rows that are sent as they are passed.
         self._kind, self._plain_kind = kind_of(spec.dispatch_format), kind_of(spec.hidden_format)
         self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
@@ -331,7 +331,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         out: Tensor | None = None,
     ) -> Tensor:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
-        # Not when it is received: as y, see _send_results().
+        # It is allocated before the receive, as y is: see _send_results().
         weights = topk_weights.contiguous()
         y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
         return self._take_sums(receive_buffer, y, weights)
@@ -345,7 +345,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         out: Tensor | None = None,
     ) -> Pending[Tensor]:
         receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
-        # Not when it is received: as y, see _send_results().
+        # It is allocated before the receive, as y is: see _send_results().
         weights = topk_weights.contiguous()
         y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
         return self._receive_later(receive_buffer, y, weights)
@@ -403,8 +403,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         # to() takes host time where there is nothing to do.
         rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         shape = (num_tokens, self._spec.hidden_size)
-        # Not when it is received: its kernel does not wait for those behind this sender, whose
-        # inputs, freed by then, could be the same memory.
+        # It is allocated before the receive, whose kernel does not wait for the kernels after this
+        # sender: their inputs, freed by then, could be the same memory.
         y = rows.new_empty(shape) if out is None else out
         if out is not None:
             is_fit = out.shape == shape and out.dtype is self._sum_dtype and out.is_contiguous()
@@ -475,7 +475,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             receive_buffer.is_open = receive_buffer.is_combined = False
             receive_buffer.was_captured = False
             receive_buffer.unfinished = None
-        # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
+        # Ranks may have reached different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches
 
     def _release(self) -> None:
@@ -485,7 +485,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def _warm_up(self) -> None:
         """Run batches without tokens through each receive buffer: kernels are compiled and loaded.
 
-        They travel in bulk, then in lines, whose kernels differ. A barrier follows each step, for
+        They are sent in bulk, then in lines, whose kernels differ. A barrier follows each step, for
         compiling may take one rank longer than a wait.
         """
         for line_tokens in (0, self._layout.line_tokens):

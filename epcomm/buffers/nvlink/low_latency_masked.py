@@ -21,14 +21,14 @@ _WORD_BYTES = 4
 
 
 def scale_reasons(spec: BufferSpec) -> list[str]:
-    """Return why scales of slabs cannot lie as a specification asks; none if they can."""
+    """Return why slabs cannot have the scale layout of a specification; none if they can."""
     wire, layout = spec.dispatch_format, spec.scale_layout
     if layout == ROW_MAJOR:
         return []
     if wire.scale_dtype is None:
-        return [f"rows of {wire} have no scales that could lie {layout}"]
+        return [f"rows of {wire} have no scales that could be {layout}"]
     if layout.packed != (wire.scale_dtype.itemsize < _WORD_BYTES):
-        return [f"scales of {wire} move as words, so they lie {layout} only if words hold them"]
+        return [f"scales of {wire} move as words, so they can be {layout} only if words hold them"]
     return []
 
 
@@ -70,7 +70,7 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
 def _scales(
     spec: BufferSpec, capacity: int, scale_bytes: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int]]:
-    """Return the scales of slabs as they are handed out, as words, and the strides of Slabs."""
+    """Return the scales of slabs as they are returned, as words, and the strides of Slabs."""
     wire, layout, num_local = spec.dispatch_format, spec.scale_layout, spec.num_local_experts
     num_scales = wire.num_scales(spec.hidden_size)
     if wire.scale_dtype is None:

@@ -156,7 +156,7 @@ class ReceiveBuffer:
 
     def take_sums(self, kernels: LowLatencyKernels, y: Tensor, topk_weights: Tensor | None) -> None:
         """End the combine of the batch: y is written."""
-        # As this rank sent, which its header told all ranks.
+        # The receiver follows how this rank sent, which its header reported to all ranks.
         if self.is_in_lines:
             kernels.receive_combine_lines(
                 self.exchange,

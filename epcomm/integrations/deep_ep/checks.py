@@ -51,7 +51,7 @@ class Check:
 
     def tensor(self, name: str, tensor: object, shape: Shape, dtypes: Dtypes) -> None:
         """Require a tensor of one of these dtypes on the device; shape: None for any size."""
-        # What holds in right calls comes first: decoding counts microseconds of the host.
+        # The usual case is first, because decoding counts microseconds of the host.
         if (
             isinstance(tensor, Tensor)
             and tensor.dtype in dtypes
@@ -109,7 +109,7 @@ class Check:
             raise self.error(ShapeError, fault)
 
     def num_tokens(self, num_tokens: int, limit: str, most: int) -> None:
-        """Require at most as many tokens as the argument `limit` says."""
+        """Require at most as many tokens as the argument `limit`."""
         if num_tokens > most:
             fault = f"x has {num_tokens} tokens, expected at most {limit} = {most}"
             raise self.error(CapacityError, fault, "pass a larger number on all ranks")

@@ -2,7 +2,7 @@
 
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
 and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
-it is held, and rows travel along it any number of times, in both directions.
+it is held, and rows are sent along it any number of times, in both directions.
 
 A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and where
 buffers open, every rank raises the error, whichever call it makes. Over NVLink no host reads what
@@ -40,7 +40,7 @@ _VECTOR_BYTES = 16
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Rows that travel: x [N, H], and scales [N, S] of four bytes where x is quantised."""
+    """Rows that are sent: x [N, H], and scales [N, S] of four bytes where x is quantised."""
 
     x: Tensor
     scales: Tensor | None = None
@@ -184,7 +184,7 @@ def dispatch_rows(
 
     Args:
         ranks: of the buffer.   service: normal mode, or low latency of single pairs.
-        rows: [T, H]; quantised rows come with their scales.
+        rows: [T, H]; quantised rows have their scales.
         topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of(); exact sizes, or static.
         num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the
@@ -201,7 +201,7 @@ def dispatch_rows(
     ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
     buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
-        # Four bytes of scale travel as a float32, whatever they are.
+        # Four bytes of scale are sent as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
     topk_ids, topk_weights = topk
@@ -209,7 +209,7 @@ def dispatch_rows(
         hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
-        # Rows of batches with gradients are in memory of their own.
+        # Rows of batches with gradients are in separate memory.
         flags=BatchFlags.GRAD_ENABLED,
         num_sms=num_sms,
     )
@@ -246,7 +246,7 @@ def dispatch_rows(
 def announce_along(
     ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
 ) -> None:
-    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights travel.
+    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights are sent.
 
     A program may replace its Buffer between forward and backward. Then all ranks pass handles of
     the previous Buffer.
@@ -268,7 +268,7 @@ def send_along(exchange: RowExchange, rows: Rows) -> Rows:
     """
     if rows.scales is None:
         return Rows(x=_dense(send_columns(exchange, rows.x)))
-    # Side by side as bytes: a cached dispatch carries one tensor.
+    # Data and scales are joined as bytes, because a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
     gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
@@ -355,8 +355,8 @@ def refuse_dispatch(
     Args:
         ranks: of the buffer.   service: of the dispatch.
         error: the reason.
-        spec: of the call, if its tensors tell: the others may open such a buffer now. None: that of
-            the last call.
+        spec: of the call, if its tensors determine it: the others may open such a buffer now.
+            None: that of the last call.
         has_words, num_combines: with static sizes, whether the others send words along the
             dispatch, and the combines that they make.
 
@@ -377,7 +377,7 @@ def refuse_dispatch(
     out = buffer.dispatch(call)
     if isinstance(buffer, ReturnsSlots) and spec.returns_slots:
         # The others combine what they received, and wait for every rank. This rank does not: its
-        # next batch may have to come first.
+        # next batch may have to precede it.
         hidden_dtype = spec.hidden_format.dtype.torch_dtype
         no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=ranks.device)
         buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
@@ -405,7 +405,7 @@ def refuse_along(
     """
     ranks.announce("", {}, error, over_nvlink=exchange.buffer.needs_nvlink)
     weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-    # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
+    # Rows are as wide as those of other ranks. All bits set are NaN, in codes and scales too.
     for num_bytes in (*weight_bytes, exchange.row_bytes):
         shape = (exchange.num_tokens, num_bytes)
         send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))

@@ -6,7 +6,7 @@ T: buffers without a limit of tokens grow through the header that all ranks read
 
 On CPU ranks, whose hosts wait for one another, each call begins with an exchange of its name and of
 the arguments that all ranks have in common. So a call that one rank makes otherwise, or refuses, is
-an error on every rank before rows travel. Over NVLink only the opening of a buffer compares.
+an error on every rank before rows are sent. Over NVLink only the opening of a buffer compares.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Ranks:
     def follow(self, device: torch.device) -> None:
         """Serve tensors on `device`, if the first call brings some that the group does not move.
 
-        Programs make groups of gloo for what hosts say, and call with tensors of their GPU. Local.
+        Programs make gloo groups for host messages, and call with tensors of their GPU. Local.
         """
         if device.type == self.device.type or self._classes or device.type != "cuda":
             return
@@ -136,7 +136,7 @@ class Ranks:
     def open(self, service: Service, spec: BufferSpec) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
 
-        Collective: for a new shape; all ranks come to new shapes in the same call.
+        Collective: for a new shape; all ranks reach new shapes in the same call.
         Host sync: for a new shape.
         Raises:
             BackendUnavailable: no class here provides the service; on every rank.
@@ -178,7 +178,7 @@ class Ranks:
     def announce(
         self, function: str, arguments: Record, error: EPError | None = None, *, over_nvlink: bool
     ) -> None:
-        """Compare a call on all ranks before rows travel, where hosts wait for one another.
+        """Compare a call on all ranks before rows are sent, where hosts wait for one another.
 
         arguments: those that all ranks have in common.
         error: the reason why this rank refuses the call; then it returns only over NVLink.

@@ -55,7 +55,7 @@ class Trace:
     """The observations of one call of a block.
 
     router_inputs: the inputs that the block gave its router.   top_k: experts of a token.
-    returns_scores: the block returned the weights [T, K] beside y.
+    returns_scores: the block returned the weights [T, K] in addition to y.
     """
 
     router_inputs: tuple[RouterInput, ...]

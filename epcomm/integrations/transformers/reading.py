@@ -4,7 +4,7 @@ A block is read by structure, whatever its class is called: structure.py says wh
 parts, tensors and attributes mean, and refuses unknown names; routings.py says which presets its
 router may be; probing.py runs the block itself, on a few random tokens. Where no preset agrees with
 the router, the router goes on choosing experts by its own code. All of this is local and reads no
-weight, so a block may lie on the meta device.
+weight, so a block may be on the meta device.
 
 A block that computes something else than its parts propose is refused before its experts are
 copied, on all ranks.

@@ -1,10 +1,10 @@
 """Low-latency combine over NVLink: reduce on the experts' rank, store one sum a (token, rank).
 
-Memory order: as in dispatch. The sums lie in the receive buffer of their dispatch: its sources have
+Memory order: as in dispatch. The sums are in the receive buffer of their dispatch: its sources have
 read what they got there before, for they sent the rows to which these sums belong.
 
-Sums of few tokens travel in lines, in parts of a row, and lines/combine_recv.py receives them. The
-line that every rank sends to every rank says whether it refuses, and is the credit of dispatch.
+Sums of few tokens are sent in lines, in parts of a row; lines/combine_recv.py receives them. The
+line that every rank sends to every rank reports whether it refuses, and is the credit of dispatch.
 
 Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
 sum in the memory of the token's rank; receivers add the sums of the ranks, in rank order, in
@@ -67,12 +67,12 @@ from epcomm.kernels.nvlink.common.status import (
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
-# A row of 7168 elements is then 28 of them a thread.
+# A thread then has 28 elements of a row of 7168.
 _WARPS = 8
-# A receiver takes half a row at once: it is to fit on an SM beside a sender.
+# A receiver reads half a row per step, so that it fits on an SM together with a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
-# Elements of a sum that a program sends in lines at once: four a thread.
+# Elements of a sum that a program sends in lines in one step: four for each thread.
 _LINE_COLUMNS = 1024
 
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
@@ -120,7 +120,7 @@ def slots_of(
     num_items: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Load the slots of row item // W of source item % W, -1 for none; none behind the last."""
+    """Load the slots of row item // W of source item % W, -1 for none; none after the last item."""
     k = tl.arange(0, c.K_LANES)
     row = item % c.W * c.M + item // c.W
     is_slot = both(k < c.K, item < num_items)
@@ -133,12 +133,12 @@ def begin_combine(
 ) -> tl.tuple:
     """Send every rank, in the first W programs, a credit, or why this rank refuses.
 
-    Returns: the epoch; whether nothing may be sent, for some rank has timed out, or the receive
-        buffer holds another batch; the most tokens of a source that came in bulk, and in lines; the
-        sources of the latter as bits, and of the former.
+    Returns: the epoch; whether nothing may be sent, because some rank has timed out, or the receive
+        buffer holds another batch; the most tokens of a source that arrived in bulk, and in lines;
+        the sources of the latter as bits, and of the former.
     """
     program = tl.program_id(0)
-    # All these are on their way together.
+    # All these loads are in flight together.
     epoch = tl.load(peers.state + 1)
     aborted = tl.load(int32_at(peers.own_address), volatile=True)
     has_no_rows = tl.load(peers.state + 2)
@@ -149,10 +149,10 @@ def begin_combine(
     source_lane = tl.arange(0, c.W_LANES)
     told = tl.load(peers.state + _SOURCES_AT + source_lane, mask=source_lane < c.W, other=0)
     is_source = living_ranks(peers, c)
-    # The epoch is that of a replay then, on every rank alike: nobody sends, and nobody waits.
+    # The epoch is then that of a replay on every rank: no rank sends, and no rank waits.
     if (program == 0) & (is_overwritten == 0):
         tl.store(peers.state, next_epoch(epoch))
-    # Why this rank alone has no rows, if it is so, is for all to hear.
+    # If only this rank has no rows, all ranks learn the reason.
     code = tl.where((status == 0) & (has_no_rows > 1), has_no_rows, status)
     if aborted != 0:
         tl.store(peers.report + REPORT_ABORTED, aborted)
@@ -231,7 +231,7 @@ def _send_combine_kernel(
 ) -> None:
     """Send the sums of rows p, p + P, ... in program p of P, counted over tokens, then sources.
 
-    Before these, likewise, parts of the sums of sources whose tokens came in lines.
+    Before these, likewise, parts of the sums of sources whose tokens arrived in lines.
 
     Row 3 has the slots 5 -1 2, which hold 10 and 1 (slot 5) and 2 and 3 (slot 2), with weights .5
     and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3.
@@ -308,7 +308,7 @@ def _send_combine_kernel(
             return_ptr = return_address.to(tl.pointer_type(rows_ptr.dtype.element_ty))
             tl.store(tl.multiple_of(return_ptr, 16) + column, value, mask=is_element)
             num_sent += tl.where(source == rank, 0, 1)
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
     # The first W programs have sent the lines of combine, all others without a row in bulk nothing
     # that a signal tells of. Those that poll the lines themselves await no signal.
@@ -328,7 +328,7 @@ def _parts_of(
     """Return the parts of a token as bits: 5 is parts 0 and 2; 0 after the last token."""
     part = tl.arange(0, PART_LANES)
     is_part = both(part < PARTS, token < num_tokens)
-    # Not from the L1 cache: a wait that empties it comes only later.
+    # The load bypasses the L1 cache, which a later wait empties.
     is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
     return tl.sum((is_sent != 0).to(tl.int32) << part)
 
@@ -359,14 +359,14 @@ def _receive_combine_kernel(
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
     following = _parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
     source_lane = tl.arange(0, c.W_LANES)
     is_source = living_ranks(peers, c)
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
-    # Looked at before it is known whether the batch is still there.
+    # The lines are read before it is known whether the batch is still in the buffer.
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         int32_at(buffer_address + c.ARRIVED_SUMS_AT) + source_lane,
         both(is_source, is_overwritten == 0),
@@ -379,7 +379,7 @@ def _receive_combine_kernel(
     )
     is_lost = abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
 
-    # Sent before the signal, so there.
+    # It was sent before the signal, so it has arrived.
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT) + source_lane
     codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
     codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
@@ -406,7 +406,7 @@ def _receive_combine_kernel(
                     tl.pointer_type(dtype)
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
-                # On its way before it is known whether the call has failed.
+                # The load starts before it is known whether the call has failed.
                 part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
                     part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)
@@ -444,7 +444,7 @@ def send_combine(
 
     Args:
         exchange: the receive buffer of the dispatch.
-        rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may lie apart.
+        rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may have gaps.
         slot_weights: [C], float32, multiplied into slots, or None.
         slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
         per_row: rows are sums already.
@@ -490,9 +490,9 @@ def receive_combine(
     Args:
         exchange: the receive buffer.
         out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed, or if a
-            replay has taken the receive buffer since, which is a fault of all ranks. Allocated
-            before send_combine(): kernels between the two may run still, and memory that they
-            read is given away once the host has launched them.
+            replay has taken the receive buffer since, which is a fault of all ranks. It is
+            allocated before send_combine(): kernels between the two may still run, and memory that
+            they read may be reused once the host has launched them.
         is_sent: as send_dispatch() wrote it.
         topk_weights: [T, K], float32, contiguous: weights of the slots that have returned; others
             are ignored.

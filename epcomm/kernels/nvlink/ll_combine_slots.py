@@ -1,9 +1,10 @@
-"""Low-latency combine over NVLink that keeps slots apart: every result travels home by itself.
+"""Low-latency combine over NVLink that keeps slots apart: every result returns separately.
 
-For router weights that come with combine: the experts' rank does not know them, so it sends its
-results as they are, and the rank of the token multiplies and adds them up, by the receivers of
-ll_combine.py and lines/combine_recv.py. More bytes than sums where a token has several experts on
-one rank. Slot k of token t lies at t * K + k of the memory of the token's rank, whoever sends it.
+It serves router weights that are passed to combine: the experts' rank does not know them, so it
+sends its results as they are, and the rank of the token multiplies and adds them up, by the
+receivers of ll_combine.py and lines/combine_recv.py. It sends more bytes than sums do where a token
+has several experts on one rank. Slot k of token t is at t * K + k of the memory of the token's
+rank, whoever sends it.
 
 Memory order: that of ll_combine.py, whose signal and lines these are.
 """
@@ -37,10 +38,10 @@ from epcomm.kernels.nvlink.ll_combine import begin_combine, slots_of
 from epcomm.kernels.prepared import CHANGES
 
 _WARPS = 8
-# Columns of the slots of a row that a program sends at once: half a row of 7168, so that the loads
-# of all K are under way together.
+# Columns of the slots of a row that a program sends at a time: half a row of 7168, so that loads
+# of all K are in flight together.
 _COLUMNS = 4096
-# The same in lines: four a thread.
+# Columns that a program sends in lines: four for each thread.
 _LINE_COLUMNS = 1024
 
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
@@ -83,7 +84,7 @@ def _send_slots_kernel(
 ) -> None:
     """Send columns of the slots of rows p, p + P, ..., counted over columns, sources, then tokens.
 
-    Before these, likewise, in lines to sources whose tokens came in lines. Row 3 has the slots
+    Before these, likewise, in lines to sources whose tokens arrived in lines. Row 3 has the slots
     5 -1 2 of three experts: rows 5 and 2 go to 3 * t and 3 * t + 2 of its source, where it is t.
     """
     program = tl.program_id(0)
@@ -148,9 +149,9 @@ def _send_slots_kernel(
                 tl.store(return_ptr, elements, mask=both(column < results.HIDDEN, is_slot))
             is_counted = (source != rank) & (piece == 0)
             num_sent += tl.where(is_counted, tl.sum((slots >= 0).to(tl.int32)), 0)
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    # As of sums: see _send_combine_kernel().
+    # The number is the same as for sums: see _send_combine_kernel().
     num_arriving = tl.maximum(c.W, tl.minimum(num_programs, most * (c.W * PIECES)))
     if (program < num_arriving) & (tl.max(in_bulk.to(tl.int32)) > 0):
         publish_as_last(peers, _SUM_ARRIVALS, num_arriving, c.ARRIVED_SUMS_AT, epoch, in_bulk, c)
@@ -163,7 +164,7 @@ def send_slots(
 
     Args:
         exchange: the receive buffer of the dispatch.
-        rows: [C, H] in the dtype that travels; rows may lie apart.
+        rows: [C, H] in the dtype that is sent; rows may have gaps between them.
         slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
         batch: as send_dispatch() was given it.
         status: why this rank refuses the call, a FaultCode, or 0.

@@ -58,15 +58,15 @@ from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
-# Pairs of an id and an expert that a program compares at once: sixteen a thread.
+# Pairs of an id and an expert that a program compares in one step: 16 for each thread.
 _COMPARISONS = 8192
-# A row of 7168 elements is then 28 of them a thread.
+# A thread then has 28 elements of a row of 7168.
 _WARPS = 8
 # Most programs that send rows, and metadata: together one on each of the SMs of an H200, where more
 # of the former slow one another.
 _MOST_ROW_PROGRAMS, _MOST_METADATA_PROGRAMS = 64, 64
 
-# Ids that a program counts at once: those of 128 tokens at K = 8.
+# Ids that a program counts in one step: those of 128 tokens at K = 8.
 _COUNTED = tl.constexpr(1024)
 _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
@@ -85,7 +85,7 @@ def _load_token(
     is_element: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tensor:
-    """Load the elements `at` of a token, zeros behind the last token."""
+    """Load the elements `at` of a token, zeros after the last token."""
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     return tl.load(row_ptr + at, mask=both(is_element, token < num_tokens), other=0.0)
 
@@ -97,7 +97,7 @@ def _load_ids(
     num_tokens: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Load the experts of a token as int32, [K_LANES], -1 behind the last token."""
+    """Load the experts of a token as int32, [K_LANES], -1 after the last token."""
     k = tl.arange(0, c.K_LANES)
     is_entry = both(k < c.K, token < num_tokens)
     return tl.load(ids_ptr + token * c.K + k, mask=is_entry, other=-1).to(tl.int32)
@@ -160,7 +160,7 @@ def _send_all_metadata(
     for token in tl.range(program, num_tokens, PROGRAMS, num_stages=1):
         _send_metadata(peers, ids_ptr, weights_ptr, token, c, CHUNK)
         num_metadata += num_others
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
     tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
@@ -181,9 +181,9 @@ def _wire_form(
     scale_stride: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tuple:
-    """Return a row as it travels, and its scales, 0 if it has none."""
+    """Return a row in the wire format, and its scales, 0 if it has none."""
     if rows.KIND == _PLAIN:
-        # Bits, whatever they mean: an interpreter need not know the dtype.
+        # Rows are copied as bits, so that an interpreter need not know the dtype.
         scale = 0
         if x_scales_ptr is not None:
             lane = tl.arange(0, rows.SCALE_LANES)
@@ -213,12 +213,12 @@ def _store_row(
     c: constexprs.Layout,
     rows: constexprs.SentRows,
 ) -> None:
-    """Store a row and its scales at a place of the receive buffer at `base`, if it is needed there.
+    """Store a row and its scales at an index of the receive buffer at `base`, if needed there.
 
-    x_scales_ptr: None unless it was quantised before it came.   at, is_element: its elements.
+    x_scales_ptr: None unless it was quantised before.   at, is_element: its elements.
     """
     scale_address = base + c.SCALES_AT + place * c.SCALE_BYTES
-    # By masks: in a branch for each peer, scales would change threads each time.
+    # Stores are masked: in a branch for each peer, scales would change threads each time.
     if x_scales_ptr is not None:
         scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
         lane = tl.arange(0, rows.SCALE_LANES)
@@ -282,7 +282,7 @@ def _send_dispatch_kernel(
         lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
         at = tl.arange(0, rows.BLOCKS)[:, None] * rows.BLOCK + lane
         is_element = (lane < rows.BLOCK) & (at < rows.HIDDEN)
-    # On its way while the credit is awaited, and each later one while the one before is stored.
+    # The load is in flight during the wait for the credit, later ones while the previous is stored.
     is_loaded = both(is_element, first >= 0)
     following = _load_token(x_ptr, first, num_tokens, at, is_loaded, rows)
     next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, c)
@@ -315,13 +315,13 @@ def _send_dispatch_kernel(
             row, scale = _wire_form(  # pyright: ignore[reportGeneralTypeIssues]
                 elements, x_scales_ptr, token, scales_stride, scale_stride, rows
             )
-            # For the receiver of combine on this rank.
+            # The receiver of combine on this rank reads it.
             if weights_ptr is None:
                 note_owners(peers, is_sent_ptr, token, owners, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
             for peer in tl.static_range(c.W):
-                # Entries of an excluded rank are as masked entries.
+                # Entries of an excluded rank are treated as masked entries.
                 is_owner = (owners == peer) & (tl.load(peers.excluded + peer) == 0)
                 is_needed = tl.max(is_owner.to(tl.int32)) > 0
                 if weights_ptr is not None:
@@ -340,7 +340,7 @@ def _send_dispatch_kernel(
                 )
                 num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
-        # Of programs without a row the first alone speaks, if there are no others.
+        # If no program has a row, the first one sends the signal.
         num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
         if first < num_arriving:
             publish_as_last(
@@ -393,7 +393,7 @@ def send_dispatch(
     Args:
         exchange: the receive buffer, whose last batch was combined or released, as far as the host
             knows.
-        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
+        hidden_states: [T, H], bfloat16, float16 or float32; rows may have gaps. Of rows that are
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
         topk_weights: [T, K], float32, contiguous; None if each slot returns.

@@ -48,7 +48,7 @@ def exp_up_to_20(x: tl.tensor) -> tl.tensor:
     p = 0.0013926392421126366 * r + 0.008363345637917519
     p = (p * r + 0.04166655242443085) * r + 0.16666576266288757
     p = 1.0 + (r + r * r * (p * r + 0.5))
-    # In two steps, as 2**-150 is no float32.
+    # The product is made in two steps, because 2**-150 is no float32.
     power = n.to(tl.int32)
     half = power >> 1
     p *= ((half + 127) << 23).to(tl.float32, bitcast=True)

@@ -69,7 +69,7 @@ def _scatter_tokens_kernel(
     """
     TILES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    # int64 before a stride multiplies them: tokens and rows may begin beyond 2**31 elements.
+    # Both are widened before a stride multiplies them: rows may begin beyond 2**31 elements.
     token = (program // TILES * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (program % TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token, is_in = token < num_tokens, column < HIDDEN

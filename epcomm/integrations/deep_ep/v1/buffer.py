@@ -69,7 +69,7 @@ _ONE_HOST = (
     "call dispatch() and combine() on ranks of one host, or epcomm's own API, with backend "
     "collective or deep_ep_v1"
 )
-# Arguments of low latency that are not there -> what to use in their place.
+# Arguments of low latency that are not supported, with what to use instead.
 _DISPATCH_ADVICE = MappingProxyType(
     {
         "dispatch_wait_recv_cost_stats": "leave it out, and use a profiler",
@@ -100,7 +100,7 @@ class Buffer:
     nothing: epcomm's buffers open at the first call of a shape, and grow.
     """
 
-    # For all buffers of the process, as V1 has it.
+    # The number applies to all buffers of the process, as in V1.
     num_sms: int = 20
 
     internode_dispatch = Absent(_ONE_HOST)
@@ -141,7 +141,7 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        # Ranks that calls leave out already.
+        # Ranks that calls already leave out.
         self._excluded: frozenset[int] = frozenset()
         self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
 
@@ -194,7 +194,7 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Return memory of the size of the buffer of V1; nothing that travels is stored in it.
+        """Return memory of the size of the buffer of V1; nothing that is sent is stored in it.
 
         Programs clear the buffer of V1 after a failure. Lifetime: the caller owns it.
         """
@@ -417,7 +417,7 @@ class Buffer:
             _check_hook(check, async_finish, return_recv_hook)
             check.recv_stats(stats, shape.num_local)
         except EPError as error:
-            # Without a shape no rank opens a buffer for it.
+            # No rank opens a buffer for a call without a shape.
             refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, spec)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             slabs = self._low_latency.dispatch(check, x, topk_idx, shape, has_hook=return_recv_hook)
@@ -520,7 +520,7 @@ class Buffer:
         check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
         if not self._is_own(handle):
             raise check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-        # Each caller's own alias: what autograd records of writes must not stay with the memory.
+        # Each caller gets an alias: autograd's records of writes must not stay with the memory.
         return self._combine_memory(handle).detach()
 
     def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:

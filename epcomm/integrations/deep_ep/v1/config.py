@@ -11,7 +11,7 @@ from epcomm.types import align_up
 
 # Ranks that reach one another by NVLink.
 MAX_NVL_PEERS = 8
-# Bytes: sizes of buffers are multiples of it.
+# Sizes of buffers are multiples of this number of bytes.
 BUFFER_ALIGNMENT_BYTES = 128
 # Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
 _MAX_TOPK = _MAX_SCALES = 128
@@ -37,7 +37,7 @@ class Config:
                 f"{rdma[0]} of {rdma[1]}, expected num_sms >= 0, fewer sent than received over "
                 "NVLink and at most half over RDMA; take Buffer.get_dispatch_config()"
             )
-        # Not under the names of the arguments: the class of V1 shows no attributes.
+        # The names differ from the arguments, because the class of V1 has no such attributes.
         self._num_sms = num_sms
         self._nvl_recv_tokens = nvl[1]
         self._rdma_recv_tokens = rdma[1]

@@ -2,8 +2,8 @@
 
 Buffers that return slots, those over NVLink, do it themselves. Slabs, scales, counts and sources
 are memory of a receive buffer there, used in turn: their addresses stay, also in a captured graph,
-and a third batch overwrites the first, as in V1. Scales that are powers of two travel as bytes, and
-are copied once where they are wanted as float32.
+and a third batch overwrites the first, as in V1. Scales that are powers of two are sent as bytes,
+and are copied once where they are wanted as float32.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
 alone, and the source multiplies by the weights and sums, as V1 does. The router weight of a pair,
@@ -50,7 +50,7 @@ _ALIGNMENT = 4
 # Bits of a layout range below its beginning.
 _COUNT_BITS = 32
 
-# Receives what was sent, once.
+# The hook receives the rows; it may be called once.
 Receive = Callable[[], None]
 
 
@@ -78,7 +78,7 @@ class LowLatencyShape(NamedTuple):
 
     @property
     def wire_format(self) -> WireFormat:
-        """The format in which rows travel."""
+        """The format in which rows are sent."""
         if not self.use_fp8:
             return _BF16
         return FP8_POWER_OF_TWO_SCALES if self.round_scale else FP8_FLOAT32_SCALES
@@ -225,7 +225,7 @@ class LowLatency:
         call = DispatchCall(
             hidden_states=x,
             topk_ids=topk_ids.long(),
-            # Not read: weights come with combine.
+            # It is not read, because combine takes the weights.
             topk_weights=topk_ids,
             flags=BatchFlags.NONE,
         )

@@ -261,7 +261,7 @@ class NormalHandle(tuple[Tensor, ...]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
-    # That of a tuple compares what a tuple holds, which is nothing here.
+    # __eq__ of a tuple compares its elements, of which this one has none.
     def __ne__(self, other: object) -> bool:
         return self is not other
 

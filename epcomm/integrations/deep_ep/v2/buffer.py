@@ -51,7 +51,7 @@ from epcomm.types import RowsPer, align_up
 
 # Queue pairs that the package allocates on its own, in hybrid mode and without it.
 _QPS_HYBRID, _QPS_DIRECT = 129, 17
-# Of each SM, and the most without hybrid mode.
+# Queue pairs of each SM, and the maximum without hybrid mode.
 _QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
 
 _PEERS = "use torch.distributed.isend and irecv"
@@ -109,8 +109,8 @@ class ElasticBuffer:
         """Wrap the ranks. Local; no rank is waited for.
 
         allow_multiple_reduction: expanded rows of a token are summed and rounded at their rank
-            before the sums travel; else each travels, and they are rounded once.
-        deterministic: changes nothing: rows always come in the order of (source rank, token).
+            before the sums are sent; otherwise each row is sent, and the sum is rounded once.
+        deterministic: changes nothing: rows are always in the order of (source rank, token).
         """
         self._ranks = Ranks(group)
         self._comm_stream = CommStream()
@@ -210,7 +210,7 @@ class ElasticBuffer:
 
         nvlink_gbs: GB/s of one direction, 0 for those of an H200.
         """
-        del num_scaleout_topk, rdma_gbs  # Of several hosts.
+        del num_scaleout_topk, rdma_gbs  # They matter on several hosts only.
         others = num_experts - num_experts // self.num_ranks
         missed = math.comb(others, num_topk) / math.comb(num_experts, num_topk)
         num_expected_ranks = self.num_ranks * (1 - missed)
@@ -271,7 +271,7 @@ class ElasticBuffer:
             The rows, at most M from a rank, by (source rank, token) or by (expert, source rank,
             token); [N, K] experts of this rank, -1 for others, None if expanded; weights [N, K], or
             [N] if expanded; the handle, which is the given one; the event, empty without
-            async_with_compute_stream. Without CPU sync, rows after those that came are undefined,
+            async_with_compute_stream. Without CPU sync, rows after the received ones are undefined,
             and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.
@@ -384,7 +384,7 @@ class ElasticBuffer:
             previous_event, previous_event_before_epilogue: what the call waits for.
 
         Returns:
-            [T, H], bfloat16; [T, K], float32, 0 where no weight came, or None; the event.
+            [T, H], bfloat16; [T, K], float32, 0 where no weight was sent, or None; the event.
 
         Collective: all ranks of the group.   Host sync: none.
         Graph capture: with a handle that was made without CPU sync.
@@ -456,7 +456,7 @@ class ElasticBuffer:
         *,
         do_zero_padding: bool,
     ) -> None:
-        """Write what no row came for; tests write more. made: x, scales, ids and weights."""
+        """Write rows that were not received; tests write more. made: x, scales, ids, weights."""
         del handle
         if do_zero_padding:
             x, scales, _, weights = made

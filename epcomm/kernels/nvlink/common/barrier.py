@@ -1,6 +1,6 @@
-"""A barrier of the ranks on their devices: none goes on before all have come, or polls are spent.
+"""A barrier of the ranks on their devices: none continues before all arrive, or polls are spent.
 
-Memory order: what a rank's stream did before its launch is visible to all ranks behind it, by the
+Memory order: what a rank's stream did before its launch is visible to all ranks after it, by the
 release of publish() and the acquire of await_at(). Unlike a barrier of the host's transport it
 ends when a rank is dead, and it needs nothing but the memory that the ranks share.
 """
@@ -28,7 +28,7 @@ def _barrier_kernel(
     W: tl.constexpr,
     W_LANES: tl.constexpr,
 ) -> None:
-    """Wait: in the third barrier rank 0 finds the signals 3 2, and 3 3 once rank 1 has come."""
+    """Wait: in the third barrier rank 0 finds the signals 3 2, and 3 3 once rank 1 has arrived."""
     publish(flags_table_ptr, rank * 4, 1, W, W_LANES, excluded_ptr)
     lane = tl.arange(0, W_LANES)
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
@@ -60,7 +60,7 @@ def device_barrier(
         flags_table: [W], int64: addresses of the W signals of each rank, zero at first, used for
             nothing else.
         excluded: [W], int32: not 0: a rank that does not take part.
-        missing: [W], int32, written: 1 for each rank that did not come.
+        missing: [W], int32, written: 1 for each rank that did not arrive.
         flags_address: of the signals of this rank.
         rank: this one.
         number: of the barrier, from 1.

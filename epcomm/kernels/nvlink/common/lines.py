@@ -1,4 +1,4 @@
-"""Lines: words of 32 bits that travel with the epoch that wrote them, each pair one 64-bit access.
+"""Lines: words of 32 bits that are stored with their epoch, each pair by one 64-bit access.
 
 A rank that polls a line until its flag is the epoch of the batch has its word as well, so nothing
 is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
@@ -8,11 +8,11 @@ Rules: memory of lines holds nothing else and is zero at first; epochs begin at 
 left out when they wrap; the flag
 of data is compared for equality, that of the credit of combine by order, for the next one may be
 there already when a slow program looks. Every line of a batch is awaited, or is of no use to
-anybody: stores of one rank to one place keep their order. The model of tests/kernels/nvlink/
+anybody: stores of one rank to one address keep their order. The model of tests/kernels/nvlink/
 test_line_protocol.py tries it in random schedules.
 
 What orders reads before the writes of the next batch: a rank sends the line that gives the credit
-in a kernel behind those that read, whose loads have returned. The sender of combine gives it before
+in a kernel after those that read, whose loads have returned. The sender of combine gives it before
 it has read the rows that it combines in place. So who combines rows in place must send a sum for
 each row that it reads: their source awaits these sums before it dispatches again.
 
@@ -38,7 +38,7 @@ from epcomm.kernels.nvlink.common.signals import (
 )
 from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 
-# Polls that a look takes up in an interpreter, where it does more than one at a signal.
+# Polls that one look counts for in an interpreter, because it does more work there.
 INTERPRETED_POLLS = 4
 
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
@@ -138,7 +138,7 @@ def end_look(
 ) -> tl.tuple:
     """Agree on what all threads of the program have seen in a look, and count it.
 
-    late: bits of the ranks whose lines have not come.   aborted: the abort flag.
+    late: bits of the ranks whose lines have not arrived.   aborted: the abort flag.
     Returns: what begin_wait() returns, after this look.
     """
     seen = tl.where(aborted != 0, _ABORTED, late)
@@ -160,7 +160,7 @@ def abort_if_late(
 ) -> tl.tensor:
     """End a wait for lines as abort_if_missing() does; return whether this rank cannot go on.
 
-    late: bits of the ranks whose lines did not come, as end_look() left them.
+    late: bits of the ranks whose lines did not arrive, as end_look() left them.
     """
     is_lost = late != 0
     if is_lost:
@@ -174,11 +174,11 @@ def abort_if_late(
 
 @triton.jit
 def give_credit(peers: Peers, epoch: tl.tensor, c: constexprs.Layout) -> None:
-    """Stand in for a combine of `epoch` that does not come, whose batch this rank has read."""
+    """Replace a combine of `epoch` that is never made, whose batch this rank has read."""
     is_rank = living_ranks(peers, c)
     bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_rank, other=0)
     lines_at = bases + c.COMBINED_LINES_AT + peers.rank * _LINE_BYTES
-    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    # await_credit() reads it on every rank: all loads of earlier kernels have returned.
     lines = line_of(tl.zeros([c.W_LANES], tl.int32), epoch)
     tl.store(lines_at.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
 

@@ -1,4 +1,4 @@
-"""Low-latency dispatch over NVLink, its sender of few tokens: rows travel in lines.
+"""Low-latency dispatch over NVLink, its sender of few tokens: rows are sent in lines.
 
 Receivers poll the lines themselves, so nothing is released: the first line may be read while the
 last one is made. A row is shared by many programs, for one alone would take longer than the wire.
@@ -42,7 +42,7 @@ from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 
-# Elements of a row that a program sends: eight a thread; a quarter of it, if they are words.
+# Elements of a row that a program sends: eight for each thread, or a quarter as many words.
 _PART = 1024
 _WORD_BYTES = 4
 # Blocks whose scales are whole words, whatever their type.
@@ -116,7 +116,7 @@ def _send_header_lines(
             True,
             rows.NEEDS_DISTINCT,
         )
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
     tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
 
@@ -138,13 +138,13 @@ def _columns_of(part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr) 
 def _place_of_words(
     part: tl.tensor, NUM_WORDS: tl.constexpr, c: constexprs.Layout, rows: constexprs.SentRows
 ) -> tl.tuple:
-    """Return the places of the words of a part among those of its row, and which there are."""
+    """Return the indices of the words of a part in its row, and which of them exist."""
     place = tl.arange(0, NUM_WORDS)
     if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
         word = part * NUM_WORDS + place
         is_word = word < c.DATA_WORDS
     else:
-        # Whole words of a block, which may have lanes to spare.
+        # Whole words of a block; some lanes may be unused.
         of_block = place % (rows.BLOCK_LANES // 4)
         block = part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)
         word = block * (rows.BLOCK // 4) + of_block
@@ -193,7 +193,7 @@ def _send_dispatch_lines_kernel(
     token, part = item // PARTS, item % PARTS
     is_row = item >= 0
     column, is_element = _columns_of(part, rows, PART)  # pyright: ignore[reportGeneralTypeIssues]
-    # On their way while the credit is awaited.
+    # The loads are in flight while the credit is awaited.
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     elements = tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0)
     if rows.KIND == _INT8:
@@ -232,7 +232,7 @@ def _send_dispatch_lines_kernel(
         tl.atomic_add(peers.counters + 1, tl.cast(num_others, tl.int64), sem="relaxed")
     else:
         if rows.KIND == _PLAIN:
-            # Bits, whatever they mean: an interpreter need not know the dtype.
+            # Rows are copied as bits, so that an interpreter need not know the dtype.
             words = words_of(elements)
             if x_scales_ptr is not None:
                 scale_words = words_of(given)
@@ -247,16 +247,16 @@ def _send_dispatch_lines_kernel(
             scale_words = words_of(scales)
         word, is_word = _place_of_words(part, words.shape[0], c, rows)  # pyright: ignore[reportGeneralTypeIssues]
         lines = line_of(words, epoch)
-        # Of the row of this token, in the memory of any rank.
+        # The lines of the row of this token, in the memory of any rank.
         row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
         owners = tl.where(ids >= 0, ids // c.L, -1)
         num_sent = 0
-        # For the receiver of combine on this rank.
+        # The receiver of combine on this rank reads it.
         if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
             if part == 0:
                 note_owners(peers, is_sent_ptr, token, owners, c)
         for peer in tl.static_range(c.W):
-            # Entries of an excluded rank are as masked entries.
+            # Entries of an excluded rank are treated as masked entries.
             is_owner = (owners == peer) & (bases[peer] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:

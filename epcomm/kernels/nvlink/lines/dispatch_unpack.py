@@ -1,4 +1,4 @@
-"""Put rows that arrive in lines where rows lie, so that nothing behind dispatch need know of lines.
+"""Copy rows that arrive in lines to where rows are stored: code after dispatch sees no lines.
 
 A part of the receiver of low-latency dispatch over NVLink. Memory order: common/lines.py.
 """
@@ -24,7 +24,7 @@ from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH
 from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 
-# Words that a program unpacks at once: 16 bytes of lines a thread.
+# Words that a program unpacks in one step: 16 bytes of lines for each thread.
 UNPACKED_WORDS = 256
 
 
@@ -37,9 +37,9 @@ def _await_lines(
     epoch: tl.tensor,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose did not come.
+    """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose lines are missing.
 
-    Nothing that is loaded here is returned: who needs the words loads them behind the wait.
+    Nothing that is loaded here is returned: code that needs the words loads them after the wait.
     """
     late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
@@ -69,7 +69,7 @@ def unpack_rows(
     What comes, if anything, the header of the source and the metadata of the token tell, which are
     looked at beside the lines of the row. A row of 300 words has two parts: with two sources, the
     first four items are both parts of the first tokens of rank 0 and of rank 1. With slabs, rows
-    are put where the slots of their experts lie: the counts of the sources before tell that.
+    are copied to the slots of their experts, which follow from the counts of earlier sources.
 
     Returns: whether this rank cannot go on.
     """
@@ -104,7 +104,7 @@ def unpack_rows(
             entries = tl.where((k < c.K) & (word_of(experts) >= 0), 1, 0)
             told = tl.max(tl.where(flag_of(experts) != epoch, 2, entries))
             is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
-            # What a header of another epoch says decides nothing.
+            # A header of another epoch decides nothing.
             is_late = (told == 2) | ((told == 1) & is_absent)
             if slabs.data is not None:
                 positions = tl.load(row_lines_ptr + c.K_LANES + k, volatile=True)
@@ -119,10 +119,10 @@ def unpack_rows(
                 THREADS,
             )
             if late == 0:
-                # Of the look that found them: to load them again would take as long as to look.
+                # The words that the look found are used: loading them again takes as long.
                 is_part = is_token & (told == 1)
                 if slabs.data is not None:
-                    # They stay as they are from here on, however often they are loaded.
+                    # The words do not change from here on, however often they are loaded.
                     local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
                     places = word_of(tl.load(row_lines_ptr + c.K_LANES + k, volatile=True))
                     is_slot = both((k < c.K) & (local_ids >= 0) & (local_ids < c.L), is_part)
@@ -130,7 +130,7 @@ def unpack_rows(
                     counts_ptr += source_lane[:, None] * c.L + local_ids[None, :]
                     is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
                     late = _await_lines(counts_ptr, is_count, source_lane, peers, epoch, THREADS)
-                    # That wait was as long as any: it is not begun again.
+                    # The wait has timed out, so it is not repeated.
                     polls_left = tl.where(late != 0, 0, polls_left)
                     counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                     before = tl.sum(tl.where(is_count, counts, 0), axis=0)
@@ -138,7 +138,7 @@ def unpack_rows(
                     # No expert has more rows than its slab, whatever a rank has sent.
                     is_slot = both(is_slot & (before + places < index.CAPACITY), late == 0)
                     slots = tl.where(is_slot, slots, -1)
-                    # One after the other: as a block they would take more registers than there are.
+                    # The parts are loaded in turn: as a block they need too many registers.
                     for each in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
                         slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
                         to_ptr = slabs.data + slot * (c.DATA_BYTES // 4) + word

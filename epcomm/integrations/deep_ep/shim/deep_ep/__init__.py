@@ -4,7 +4,7 @@ from torch.distributed import ProcessGroup
 
 from epcomm.integrations.deep_ep import *  # noqa: F403
 
-# As in the metadata of this folder and in packages/deep_ep/pyproject.toml.
+# The metadata of this folder and packages/deep_ep/pyproject.toml have the same version.
 __version__ = "2.1.0+epcomm"
 
 

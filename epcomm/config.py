@@ -189,7 +189,7 @@ class EPConfig:
         if path.suffix not in _READERS:
             endings = ", ".join(_READERS)
             raise ConfigError(
-                f"EPConfig.from_file: {path.name} has another ending than {endings}; rename or "
+                f"EPConfig.from_file: {path.name} does not end in one of {endings}; rename or "
                 "convert it"
             )
         values = _read_values(path)
@@ -263,7 +263,7 @@ def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
 
 
 def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
-    """Check that rows have the scales asked for; what the experts want is not known here."""
+    """Check that rows have the scales asked for; what the experts need is not known here."""
     if dtype is None or scales is None:
         return
     asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"

@@ -151,7 +151,7 @@ class ExpertParallelMoE(nn.Module):
         Local.   Host sync: none.
         Raises:
             ShapeError: x is no tensor, or has another H.
-            ConfigError: the router wants input_ids and there are none.
+            ConfigError: the router needs input_ids and there are none.
         """
         return self._route(x, input_ids)
 
@@ -201,8 +201,8 @@ class ExpertParallelMoE(nn.Module):
         Host sync: see explain().
         Raises:
             ShapeError: x is no tensor, or has another H.
-            ConfigError: the router wants input_ids and there are none.
-            Exception: whatever the router raises. Each on this rank; the others raise an EPError
+            ConfigError: the router needs input_ids and there are none.
+            Exception: any error of the router. Each on this rank; the others raise an EPError
                 that names it, see docs/failures.md.
         Further it raises what ExpertParallelExperts.forward raises.
         """

@@ -27,7 +27,7 @@ BAD_INPUT = 2
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 # The file to which rank 0 writes the exit code.
 _EXIT_CODE = "exit_code"
-# Seconds that other ranks than 0 wait before they report an error: most errors are those of all
+# Seconds that all ranks but 0 wait before they report an error: most errors are those of all
 # ranks, and rank 0 has reported it and ended the run by then.
 _PATIENCE_S = 2.0
 

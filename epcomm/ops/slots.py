@@ -308,7 +308,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
-        weights: [N], float32 (float64 beside float64 rows), multiplied into the rows, or None.
+        weights: [N], float32 (float64 for float64 rows), multiplied into the rows, or None.
 
     Returns:
         [targets, H], contiguous; a target without members is zero.
@@ -325,7 +325,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     flat, offsets, whole, dtype = members.flat, members.offsets, _whole_rows(rows), rows.dtype
     if weights is not None:
         weights = weights[flat]
-        # Both ways of summing want the weights in the dtype of the rows.
+        # Both methods of summing need the weights in the dtype of the rows.
         if dtype is torch.bfloat16:
             # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
             # cost many times as much as reading the rows three times, from the cache.

@@ -127,9 +127,9 @@ def check_scales(
 
     Args:
         wire: the wire tensor to check; its scales may have any layout.
-        expected: the layout of scales that the reader wants.
-        scale_block: number of elements that share a scale that it wants; 0: the whole row.
-        scale_dtype: dtype of one scale before packing that it wants.
+        expected: the layout of scales that the reader needs.
+        scale_block: number of elements that share a scale there; 0: the whole row.
+        scale_dtype: dtype of one scale there, before packing.
         caller: name of the calling function, which begins the message.
 
     Host sync: none.

@@ -243,7 +243,7 @@ class RoutingSpec:
         ]
         if ignored:
             raise ConfigError(
-                f"RoutingSpec: {ignored[0]} is set beside custom_function, expected its default; "
+                f"RoutingSpec: {ignored[0]} is set with custom_function, expected its default; "
                 "the function replaces every step, so nothing would read it"
             )
 

@@ -154,7 +154,7 @@ FILES = [
         ("--config", "ep.toml", 'measurements = "a\\u0000b"', "which is no path (embedded null"),
         ("--config", "ep.toml", b"\xff", "ep.toml does not parse: "),
         ("--config", "ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
-        ("--config", "ep.ini", "mode=normal", "another ending than .toml, .json, .yaml, .yml"),
+        ("--config", "ep.ini", "mode=normal", "does not end in one of .toml, .json, .yaml, .yml"),
         ("--model", "no.json", None, "does not exist"),
         ("--model", "model.json", "{", "is no JSON ("),
         ("--model", "model.json", "[1]", "holds a list, expected an object"),

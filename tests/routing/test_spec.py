@@ -74,7 +74,7 @@ def no_routing(
 def test_custom_function_stands_alone() -> None:
     spec = RoutingSpec(top_k=2, custom_function=no_routing)
 
-    with pytest.raises(ConfigError, match="renormalize is set beside custom_function"):
+    with pytest.raises(ConfigError, match="renormalize is set with custom_function"):
         RoutingSpec(top_k=2, custom_function=no_routing, renormalize=True)
     with pytest.raises(ConfigError, match="to_dict: custom_function is set"):
         spec.to_dict()

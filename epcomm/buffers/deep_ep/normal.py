@@ -4,7 +4,7 @@ A token goes once to each rank that needs it. Dispatch returns rows with the ids
 expert-major index is built here from those. Combine adds rows up and knows no weights, so the
 runner applies them, or the reduction of slots to rows that comes before. Backward goes along the
 handle. With max_recv_slots nothing is read on the host: W * M rows are returned, and ids of rows
-that nobody sent are -1.
+that no rank sent are -1.
 """
 
 from __future__ import annotations

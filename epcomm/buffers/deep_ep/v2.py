@@ -70,8 +70,8 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
 
     @staticmethod
     def own_region(spec: BufferSpec, world_size: int) -> Region:
-        # Rows of every rank in dispatch and combine; its size hint, asked when it is opened, is a
-        # little more.
+        # Rows of every rank in dispatch and combine; the size hint of the package, which is read
+        # on opening, is slightly larger.
         row, max_rows = row_bytes_of(spec), (spec.max_tokens_per_rank or 0) * world_size
         return Region(name="deep_ep's rows", max_bytes=max_rows * max(row.dispatch, row.combine))
 

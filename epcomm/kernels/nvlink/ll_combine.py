@@ -1,7 +1,7 @@
 """Low-latency combine over NVLink: reduce on the experts' rank, store one sum a (token, rank).
 
 Memory order: as in dispatch. The sums are in the receive buffer of their dispatch: its sources have
-read what they got there before, for they sent the rows to which these sums belong.
+read its earlier contents, because they sent the rows to which these sums belong.
 
 Sums of few tokens are sent in lines, in parts of a row; lines/combine_recv.py receives them. The
 line that every rank sends to every rank reports whether it refuses, and is the credit of dispatch.

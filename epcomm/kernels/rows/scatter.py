@@ -27,7 +27,7 @@ def _beside(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Copy WIDTH values of each token to its row, cast as the row wants them."""
+    """Copy WIDTH values of each token to its row, cast to the dtype of the row."""
     lane = tl.arange(0, LANES)[None, :]
     mask = is_sent[:, None] & (lane < WIDTH)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]

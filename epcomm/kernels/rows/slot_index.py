@@ -41,7 +41,7 @@ def _members_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Load the local experts of pairs before `end`, -1 for none here, and a 1 in its expert's bits.
 
-    The second is 0 where the expert is of another group.
+    The second is 0 where the expert belongs to another group.
     """
     row = (pair // K).to(tl.int64)
     ids = tl.load(ids_ptr + row * IDS_STRIDE + pair % K, mask=pair < end, other=-1)

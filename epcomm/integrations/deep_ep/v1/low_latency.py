@@ -275,7 +275,7 @@ def _dispatch_pairs(
 ) -> ReceivedSlabs:
     """Begin a dispatch of pairs.
 
-    x and topk_ids are read here, the exchange is in the second half: a send waits for nobody.
+    x and topk_ids are read here, the exchange is in the second half: a send waits for no rank.
     """
     ranks, pairs, rows = check.ranks, SentPairs.of(topk_ids), Rows(x=x)
     most = int(torch.bincount(pairs.experts, minlength=1).max())

@@ -1,6 +1,6 @@
 """Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows.
 
-A dispatch may have no ids, and return rows that nobody sent. A program may keep the six tensors in
+A dispatch may have no ids, and return rows that no rank sent. A program may keep the six tensors in
 place of the handle, for instance by `ctx.save_for_backward(*handle)`. `SavedHandles` finds the
 exchange by their memory.
 """

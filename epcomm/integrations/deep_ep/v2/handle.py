@@ -66,7 +66,7 @@ class DispatchRequest:
     def has_words(self) -> bool:
         """True if weights, and the sources with them, are sent in a separate exchange.
 
-        These are weights of experts of other ranks, with which rows that do not expand return.
+        These weights are of experts of other ranks; rows that do not expand return with them.
         """
         return self.topk_weights is not None and not self.do_expand
 

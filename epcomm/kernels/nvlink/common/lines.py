@@ -2,11 +2,11 @@
 
 A rank that polls a line until its flag is the epoch of the batch has its word as well, so nothing
 is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
-for a few tokens. Two neighbours may be one access of 128 bits, for each brings its own flag.
+for a few tokens. Two neighbours may be one access of 128 bits, because each has its own flag.
 
 Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow, and 0 is
 left out when they wrap; the flag
-of data is compared for equality, that of the credit of combine by order, for the next one may be
+of data is compared for equality, that of the credit of combine by order: the next one may be
 there already when a slow program looks. Every line of a batch is awaited, or is of no use to
 anybody: stores of one rank to one address keep their order. The model of tests/kernels/nvlink/
 test_line_protocol.py tries it in random schedules.

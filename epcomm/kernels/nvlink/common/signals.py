@@ -4,8 +4,8 @@ A signal is a counter of one source rank in the memory of the rank that waits. I
 each program of the source that has sent; in low latency the last of them to arrive sets it to the
 epoch. Each of these releases, so a full count means that all that the programs stored is visible to
 the rank that acquires it. Signals that are written in each epoch never shrink, and are compared by
-the sign of a difference, for a fast rank may be one epoch ahead. Those that are written in some
-epochs alone are compared for equality: nobody can be ahead, for that takes a signal of the next
+the sign of a difference: a fast rank may be one epoch ahead. Those that are written in some
+epochs alone are compared for equality: no rank can be ahead, as that takes a signal of the next
 epoch from the rank that waits, and a word of an epoch 2**31 before would look ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
@@ -202,7 +202,7 @@ def await_at(
 ) -> tuple[tl.tensor, tl.tensor | int]:
     """Wait until signals are at least `wanted`; what their sources stored before is visible then.
 
-    IS_EXACT: they are to be `wanted` itself, as signals that are not written in each epoch.
+    IS_EXACT: they must equal `wanted`, as signals that are not written in each epoch.
 
     signals_ptr: [n], a signal of each source, of this rank.
     is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.

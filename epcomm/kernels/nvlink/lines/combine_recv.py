@@ -188,7 +188,7 @@ def receive_combine_lines(
     Args:
         exchange, out, is_sent, topk_weights, batch: as of receive_combine().
         sent_tokens: T of the dispatch, at most layout.line_tokens; `out` has none if this rank
-            refuses to combine, which receives all the same, for ranks may read rows until then.
+            refuses to combine; it receives nevertheless, because ranks may read rows until then.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """

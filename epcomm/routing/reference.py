@@ -141,7 +141,7 @@ def _adjust_logits(
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
-        # torch divides by a number like this on GPUs; written out, all devices give the same bits.
+        # torch divides by a Python number like this on GPUs; all devices then give the same bits.
         logits = spec.softcap * torch.tanh(logits * (1.0 / spec.softcap))
     if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
         logits = logits + bias.to(dtype)

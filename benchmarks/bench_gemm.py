@@ -27,7 +27,7 @@ from torch import Tensor
 from benchmarks.measuring import Output, copy_rate, gpu_of, report_of, write_report
 from epcomm import Fp8BlockWeights, Int8ChannelWeights, RowsDispatchOutput
 from epcomm.bench.check import CheckError
-from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.bench.timing import Clock, Percentiles, captured
 from epcomm.cli.records import takes_records
 from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, dequantize, quantize
@@ -155,14 +155,14 @@ def run_bf16(slots: Tensor, ends: Tensor, experts: ExpertWeights) -> Tensor:
 
 
 def time_in_turn(
-    calls: Mapping[str, Callable[[], object]], num_calls: int
+    calls: Mapping[str, Callable[[], object]], device: torch.device, num_calls: int
 ) -> dict[str, Percentiles]:
     """Return milliseconds of each call as a graph, one after another: clocks treat all alike.
 
     The host waits once, at the end, so that no launch counts.
     """
     graphs = {name: captured(call) for name, call in calls.items()}
-    clocks = {name: [EventClock() for _ in range(num_calls)] for name in calls}
+    clocks = {name: [Clock(device) for _ in range(num_calls)] for name in calls}
     for _ in range(_WARM_UP):
         for graph in graphs.values():
             graph.replay()
@@ -197,7 +197,7 @@ def measure(
         check(runner.run(dispatched, experts.codes).hidden_states, dispatched, experts)
         calls[name] = partial(runner.run, dispatched, experts.codes)
     calls["bf16"] = partial(run_bf16, x, dispatched.index.first_slot[1:], experts.plain)
-    times = time_in_turn(calls, num_calls)
+    times = time_in_turn(calls, device, num_calls)
     own_ms = times[experts.format].p50
     return {
         "rows": rows,

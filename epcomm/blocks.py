@@ -35,10 +35,10 @@ class RouterInput(StrEnum):
 class BlockLayout:
     """The parts of a block by what they do: dotted names below the block; None: there is none.
 
-    router: returns logits [T, E], or a tuple whose first entry they are; with the routing
+    router: returns logits [T, E], or a tuple that begins with them; with the routing
         chosen_by_router, (logits, topk_weights [T, K], topk_ids [T, K], ...).
     router_inputs: its arguments, in order.
-    correction_bias: E values, whatever their shape, that the routing wants.
+    correction_bias: E values in any shape, which the routing adds to scores.
     shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
     shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies the result of the shared
     experts.

@@ -205,7 +205,7 @@ class ExpertParallelExperts(nn.Module):
 
         If an ordinary parameter with this rank's experts replaces an expert parameter, it is
         wrapped in an ExpertTensor of the same memory, so that checkpoints and optimizers know which
-        experts it has. Then a warning says that the layer holds a different object.
+        experts it has. Then a warning reports that the layer holds a different object.
         """
         if param is not None and name in self._names.values() and not hasattr(param, "device_mesh"):
             held = self.as_expert_tensor(param.detach())
@@ -505,7 +505,7 @@ class PipelinePath:
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            # As in ExpertParallelExperts.refuse().
+            # refuse() of ExpertParallelExperts reports the error in the same manner.
             with suppress(EPError, RuntimeError):
                 error = unready_error(problem, self._group.where, function="combine")
                 dispatcher.refuse_combine(error, out.handle.exchange_plan)

@@ -45,7 +45,7 @@ class GateCall:
 class ExpertParallelMoE(nn.Module):
     """Routes, computes the routed experts of all ranks' tokens, and adds the shared experts.
 
-    Parts keep the names of the block they came from, so state_dict names do too.
+    Parts keep their names in the block, so state_dict names do too.
 
     gate_calls: collects calls of the gate, for watch_gates() of
         epcomm/training/auxiliary_losses.py; None: they are not collected.
@@ -107,7 +107,7 @@ class ExpertParallelMoE(nn.Module):
         """Spread the experts of a transformers MoE block over the group.
 
         The block is read by its structure, whatever its class, and a copy of it confirms on a few
-        random tokens what was read; docs/blocks.md says how.
+        random tokens what was read; docs/blocks.md describes how.
 
         Args:
             block: a whole block, equal on all ranks; its experts are copied, the rest is reused.
@@ -157,7 +157,7 @@ class ExpertParallelMoE(nn.Module):
         Local.   Host sync: none.
         Raises:
             ShapeError: x is no tensor, or has another H.
-            ConfigError: the router wants input_ids and there are none.
+            ConfigError: the router needs input_ids and there are none.
         """
         return self._route(x, input_ids)
 
@@ -197,19 +197,19 @@ class ExpertParallelMoE(nn.Module):
             input_ids: [...], ids of the tokens in the vocabulary, for routers that look experts up
                 by token; others do not read them.
             decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
-                decode_phase() says, else False.
+                decode_phase() sets, otherwise False.
 
         Returns:
             The shape and dtype of x; for blocks that return their router's scores, these follow:
             topk_weights [T, K], best expert first.
 
         Collective: yes, forward and backward, on every rank also when it has no token.
-        Host sync: as explain() says.
+        Host sync: see explain().
         Raises:
             ShapeError: x is no tensor, or has another H.
-            ConfigError: the router wants input_ids and there are none.
-            Exception: whatever the router raises. Each on this rank; the others raise an EPError
-                that names it, where docs/failures.md says so.
+            ConfigError: the router needs input_ids and there are none.
+            Exception: any error of the router. Each on this rank; the others raise an EPError
+                that names it, see docs/failures.md.
         Further it raises what ExpertParallelExperts.forward raises.
         """
         layout = self._layout

@@ -102,8 +102,8 @@ class Availability:
 class HostLayout:
     """The host of each rank of a group; equal on all ranks.
 
-    The place of a rank is its index among the ranks of its host. Hosts are numbered in the order of
-    their first ranks. Example: ranks on hosts 0 0 1 1 have the places 0 1 0 1.
+    The local index of a rank is its index among the ranks of its host. Hosts are numbered in the
+    order of their first ranks. Example: ranks on hosts 0 0 1 1 have the local indices 0 1 0 1.
 
     host_of_rank: [W], the number of the host of each rank.
     """

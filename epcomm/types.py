@@ -46,7 +46,7 @@ def align_up(value: int, multiple: int) -> int:
 
 
 class WireDtype(StrEnum):
-    """The element type of hidden states while they travel.
+    """The element type in which hidden states are sent.
 
     torch_dtype: the torch dtype that holds one element.
     is_quantized: rows have scales.

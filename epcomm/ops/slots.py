@@ -7,7 +7,7 @@ Worked example, two experts, K = 2, received ids (local, -1 for none):
                                                                             [1, 3]]
     row 2: [0, 1]                                           first_slot   = [0, 2, 4]
 
-Rows arrive by source rank, then token, and the sort is stable, so slots come in
+Rows arrive by source rank, then token, and the sort is stable, so slots are in
 (expert, source rank, token) order.
 """
 
@@ -318,7 +318,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
-        weights: [N], float32 (float64 beside float64 rows), multiplied into the rows, or None.
+        weights: [N], float32 (float64 for float64 rows), multiplied into the rows, or None.
 
     Returns:
         [targets, H], contiguous; a target without members is zero.
@@ -335,7 +335,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     flat, offsets, whole, dtype = members.flat, members.offsets, _whole_rows(rows), rows.dtype
     if weights is not None:
         weights = weights[flat]
-        # Both ways of summing want the weights in the dtype of the rows.
+        # Both methods of summing need the weights in the dtype of the rows.
         if dtype is torch.bfloat16:
             # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
             # cost many times as much as reading the rows three times, from the cache.

@@ -42,7 +42,7 @@ class TritonRowOps:
         """Return the sums of the rows that each line of a table names: [targets, H]."""
         rows = _with_adjacent_columns(rows)
         out = rows.new_empty(table.shape[0], rows.shape[1])
-        # As one combines may be a column of something.
+        # The weights of a caller may be a column of another tensor.
         sum_rows(rows, table, out, None if weights is None else weights.contiguous())
         return out
 

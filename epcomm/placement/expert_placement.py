@@ -179,7 +179,7 @@ class ExpertPlacement:
             if twice:
                 raise _fault(
                     f"rank {rank} holds {held.count(twice[0])} copies of expert {twice[0]}",
-                    "at most one a rank, because a second one takes no load from it",
+                    "at most one a rank, because a second copy does not reduce its load",
                 )
 
 

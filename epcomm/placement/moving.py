@@ -114,7 +114,7 @@ def stage_experts(
 
     Collective: yes.   Host sync: yes.
     Raises:
-        EPTimeout: some ranks did not come; nothing was written.
+        EPTimeout: some ranks did not arrive; nothing was written.
     """
     transfers = transfers_between(old, new)
     rank, size = collectives.rank, old.num_local_experts

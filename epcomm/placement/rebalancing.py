@@ -139,7 +139,7 @@ def agree_to_write(calls: Calls) -> EPTimeout | None:
 
     Collective: yes.   Host sync: yes.
     Raises:
-        EPTimeout: some ranks did not come, and no survivor writes.
+        EPTimeout: some ranks did not arrive, and no survivor writes.
     """
     try:
         calls.agree({}, what="rebalance, all rows are there")

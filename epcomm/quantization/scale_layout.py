@@ -1,4 +1,4 @@
-"""Lay scales out in memory: row-major as they travel, or as a GEMM reads them.
+"""Lay scales out in memory: row-major as they are sent, or as a GEMM reads them.
 
 Column-major with 3 rows of 2 scales and an alignment of 4: memory holds
 s00 s10 s20 0 | s01 s11 s21 0, and the tensor is its [3, 2] view with strides (1, 4).
@@ -74,7 +74,7 @@ def to_column_major(scales: Tensor, alignment: int) -> Tensor:
 
 def from_column_major(scales: Tensor) -> Tensor:
     """Copy scales [..., R, S] of any strides into new row-major memory."""
-    # Not contiguous(), which keeps whatever strides a dimension of one element has.
+    # contiguous() keeps whatever strides a dimension of one element has, so it is not used.
     return scales.clone(memory_format=torch.contiguous_format)
 
 

@@ -48,7 +48,7 @@ def gating_lacks(device: torch.device) -> tuple[str, ...]:
 def gating_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
     """Return why the operator cannot express this routing; empty if it can. Local; pure."""
     if spec.custom_function is not None:
-        return ("custom_function is a function of its own",)
+        return ("custom_function is another function",)
     is_sigmoid = spec.score_function is ScoreFunction.SIGMOID
     selects = spec.correction_bias is CorrectionBias.SELECTION
     ranks_logits = spec.softmax_order is SoftmaxOrder.AFTER_TOPK

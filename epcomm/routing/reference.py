@@ -132,7 +132,7 @@ def _adjust_logits(
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
-        # torch divides by a number like this on GPUs; written out, all devices give the same bits.
+        # torch divides by a Python number like this on GPUs; all devices then give the same bits.
         logits = spec.softcap * torch.tanh(logits * (1.0 / spec.softcap))
     if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
         logits = logits + bias.to(dtype)
@@ -170,7 +170,7 @@ def _sqrt_softplus(logits: Tensor) -> Tensor:
     # exp(x / 2) has the same value and a finite gradient.
     end = 40.0 if logits.dtype is torch.float64 else 20.0
     is_tail, is_head = logits < -end, logits > end
-    # Not clamp(), whose gradient at its bounds is 1 up to torch 2.13 and 0 in torch 2.15.
+    # The gradient of clamp() at its bounds is 1 up to torch 2.13 and 0 in torch 2.15.
     tail = torch.exp(logits.masked_fill(~is_tail, -end) / 2)
     body = torch.log1p(torch.exp(logits.masked_fill(is_tail | is_head, 0.0))).sqrt()
     head = logits.masked_fill(~is_head, end).sqrt()

@@ -126,7 +126,7 @@ class ExpertRunner(ABC):
                 f"{each} ({each.dtype.torch_dtype}, scales {each.scale_dtype})" for each in readings
             )
             raise ShapeError(
-                f"{cls.name}: rows came as {wire} ({rows.data.dtype}, scales {wire.scale_dtype}), "
+                f"{cls.name}: rows are {wire} ({rows.data.dtype}, scales {wire.scale_dtype}), "
                 f"expected one of {expected} for {type(weights).__name__}; dispatch with a plan "
                 "made for this runner"
             )
@@ -163,7 +163,7 @@ class ExpertRunner(ABC):
 
     @final
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        """Compute each slot with its expert, and weight the result where the record says `runner`.
+        """Compute each slot with its expert, and weight the result if the runner applies weights.
 
         Rows and slots past the counts do not affect any result. Differentiable in rows,
         slot_weights and weights, where has_gradients. Local.
@@ -279,7 +279,7 @@ def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tens
     """Return router weights of slots, [C] or [L, C], if the runner applies them, else None.
 
     Raises:
-        ShapeError: the record says `runner` and has no weights, or not one for each slot.
+        ShapeError: the runner applies weights, but the record has none, or not one for each slot.
     """
     if dispatched.weights_applied_by is not WeightsAppliedBy.RUNNER:
         return None

@@ -184,7 +184,7 @@ class ExpertTensor(ShareTensor, DTensor):
         return part_at(self, index)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
-        """Return this rank's piece; gradients come back as an ExpertTensor."""
+        """Return this rank's piece; gradients are an ExpertTensor."""
         return local_views([self])[0] if torch.is_grad_enabled() else self._local_tensor
 
     def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
@@ -392,7 +392,7 @@ def _reduced_loss(func: Callable[..., Any], given: BoundArguments, some: ExpertT
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     """Refuse memory and values; the message names what safetensors and others should save."""
     raise ShapeError(
-        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
+        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no separate memory, "
         f"because each rank holds {list(tensor._local_tensor.shape)} of it ({tensor.position}); "
         "call it on to_local() for this rank's experts or on full_tensor() for all, and to save a "
         "model write whole tensors, for example "
@@ -499,7 +499,7 @@ def _run_as_dtensor(op: Operation) -> object:
 
     Collective: where the result is no tensor of experts.
     Raises:
-        ShapeError: torch refuses it, or it writes to several placed experts at once.
+        ShapeError: torch refuses it, or it writes to several placed experts in one call.
     """
     some, originals = op.some, dict[int, ExpertTensor]()
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.

@@ -242,7 +242,7 @@ def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
         if is_expert_tensor(value):
             if value.shard is not parameter.shard and value.shard != parameter.shard:
                 raise ConfigError(
-                    f"{_named(optimizer, name, parameter)} is of another placement than the "
+                    f"{_named(optimizer, name, parameter)} has a different placement from the "
                     f"parameter ({parameter.position}); call rebalance(placement, optimizer) with "
                     "this optimizer"
                 )

@@ -131,7 +131,7 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     copied = [place for place, expert in enumerate(held) if len(placement.replicas[expert]) > 1]
     copied.sort(key=held.__getitem__)
     # By rank, the local experts here of which it has a copy too, in the order of logical ids: what
-    # goes there, and what comes from there.
+    # is sent there, and what is received from there.
     shared = [
         [place for place in copied if held[place] in placement.experts_of_rank(rank)]
         for rank in range(placement.num_ranks)

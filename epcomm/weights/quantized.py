@@ -60,7 +60,7 @@ class EightBitWeights(ExpertTensors):
             if tensor.dtype != dtype or list(tensor.shape) != shapes[name]:
                 raise ShapeError(
                     f"{type(self).__name__}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {dtype} {shapes[name]} beside gate_up_proj in "
+                    f"expected {dtype} {shapes[name]} for gate_up_proj in "
                     f"{self.gate_up_proj.dtype} and gate_up_scale in {self.gate_up_scale.dtype}; "
                     "see the docstring for scales"
                 )

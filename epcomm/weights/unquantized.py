@@ -88,7 +88,7 @@ class ExpertTensors(ABC):
     @property
     @abstractmethod
     def wire_format(self) -> WireFormat:
-        """Return the wire format of hidden states that these experts want."""
+        """Return the wire format of hidden states that these experts need."""
 
     @property
     @abstractmethod

@@ -121,7 +121,7 @@ def test_optimizer_state_moves_on_request_and_is_refused_where_it_stayed() -> No
         # One copy of each expert: no sum of gradients has another order within an expert.
         assert relative_error(found[1], found[0]) <= SAME
         layer.rebalance(any_placement(layer, 4))
-        with pytest.raises(ConfigError, match="another placement than the parameter"):
+        with pytest.raises(ConfigError, match="a different placement from the parameter"):
             step(placed, optimizer)
 
 

@@ -463,7 +463,7 @@ def test_kernels_that_scale_by_float32_refuse_powers_of_two() -> None:
         for scales in ScaleDtype
     ]
     assert verdicts[1].reasons[1:] == (
-        "the experts want fp8_e4m3/128/ue8m0 rows, expected fp8_e4m3/128",
+        "the experts need fp8_e4m3/128/ue8m0 rows, expected fp8_e4m3/128",
         *verdicts[0].reasons[1:],
     )
 

@@ -73,7 +73,7 @@ BAD = [
         name="down_scale",
         change=lambda scale: scale.to(torch.float8_e8m0fnu),
         message="down_scale is torch.float8_e8m0fnu [3, 2, 2], expected torch.float32 [3, 2, 2] "
-        "beside gate_up_proj in torch.float8_e4m3fn and gate_up_scale in torch.float32",
+        "for gate_up_proj in torch.float8_e4m3fn and gate_up_scale in torch.float32",
     ),
     Bad(
         id="powers of two for int8",

@@ -64,7 +64,7 @@ def format_arguments(
 class AscendBuffer(AscendCalls):
     """A buffer of packed rows, one per (token, expert); combine multiplies by the router weights.
 
-    It comes before Buffer among the bases.
+    It precedes Buffer among the bases.
 
     dispatching: the method of the package that takes the format of rows.
     """
@@ -193,7 +193,7 @@ class AscendBuffer(AscendCalls):
             return rows, None
         self._check_open()
         assert isinstance(exchange_plan, AscendExchangePlan), "an exchange plan of this buffer"
-        # Without the dummy token of a rank that has no token.
+        # The dummy token of a rank without tokens is left out.
         y = self._return_rows(rows, exchange_plan)[: exchange_plan.num_tokens].masked_fill(
             exchange_plan.is_empty, 0.0
         )

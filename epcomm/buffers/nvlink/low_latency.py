@@ -1,7 +1,7 @@
 """Low latency between the GPUs of one host: kernels store rows where the experts' rank reads them.
 
 Static sizes, no host sync, two launches a phase, two receive buffers used in turn, router weights
-that travel with the tokens, and one returned row for the sum of a rank's experts. Signals, memory
+that are sent with the tokens, and one returned row for the sum of a rank's experts. Signals, memory
 order and reuse: epcomm/kernels/nvlink/ll_dispatch_send.py, ll_dispatch_recv.py and ll_combine.py.
 
 A dispatch into a receive buffer whose last batch was never combined ends that batch first, on every
@@ -159,7 +159,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._kernels = ll_launchers
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
-        # Of rows that the kernels quantise, and of those that travel as they come.
+        # The kinds of rows that the kernels quantise, and of rows that are sent as they are passed.
         self._kind, self._plain_kind = kind_of(spec.dispatch_format), kind_of(spec.hidden_format)
         self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
@@ -508,7 +508,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             receive_buffer.is_open = receive_buffer.is_combined = False
             receive_buffer.was_captured = False
             receive_buffer.unfinished = None
-        # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
+        # Ranks may have reached different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches
 
     def _release(self) -> None:
@@ -518,7 +518,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def _warm_up(self) -> None:
         """Run batches without tokens through each receive buffer: kernels are compiled and loaded.
 
-        They travel in bulk, then in lines, whose kernels differ. A barrier follows each step, for
+        They are sent in bulk, then in lines, whose kernels differ. A barrier follows each step, for
         compiling may take one rank longer than a wait.
         """
         for line_tokens in (0, self._layout.line_tokens):

@@ -22,14 +22,14 @@ _WORD_BYTES = 4
 
 
 def scale_reasons(spec: BufferSpec) -> list[str]:
-    """Return why scales of slabs cannot lie as a specification asks; none if they can."""
+    """Return why slabs cannot have the scale layout of a specification; none if they can."""
     wire, layout = spec.dispatch_format, spec.scale_layout
     if layout == ROW_MAJOR:
         return []
     if wire.scale_dtype is None:
-        return [f"rows of {wire} have no scales that could lie {layout}"]
+        return [f"rows of {wire} have no scales that could be {layout}"]
     if layout.packed != (wire.scale_dtype.itemsize < _WORD_BYTES):
-        return [f"scales of {wire} move as words, so they lie {layout} only if words hold them"]
+        return [f"scales of {wire} move as words, so they can be {layout} only if words hold them"]
     return []
 
 

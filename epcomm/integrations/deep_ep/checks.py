@@ -116,7 +116,7 @@ class Check:
             raise self.error(ShapeError, fault)
 
     def num_tokens(self, num_tokens: int, limit: str, most: int) -> None:
-        """Require at most as many tokens as the argument `limit` says."""
+        """Require at most as many tokens as the argument `limit`."""
         if num_tokens > most:
             fault = f"x has {num_tokens} tokens, expected at most {limit} = {most}"
             raise self.error(CapacityError, fault, "pass a larger number on all ranks")

@@ -18,13 +18,13 @@ class EventHandle:
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
-        # Not is_available(): a process that has not used its GPU has no work to wait for.
+        # is_initialized() rather than is_available(): an unused GPU has no work to wait for.
         if torch.cuda.is_initialized():
             self.event = torch.cuda.Event()
             self.event.record()
 
     def current_stream_wait(self) -> None:
-        """Make the current stream wait for all that came before this point. Host sync: none."""
+        """Make the current stream wait for all work before this point. Host sync: none."""
         if self.event is not None:
             self.event.wait()
 
@@ -78,7 +78,7 @@ class EventOverlap:
 
 
 class AsyncCall:
-    """A call under way; event() returns its event at the end.
+    """A call in progress; event() returns its event at the end.
 
     streams: of the call and of its caller; none on a CPU. None if the call is not asynchronous.
     """
@@ -143,6 +143,6 @@ class CommStream:
 
     def _on_gpu(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
-            # With priority, as in DeepEP: its few programs would wait behind those of a product.
+            # As in DeepEP the stream has priority; its programs would wait for those of a product.
             self._stream = torch.cuda.Stream(device, priority=-1)
         return self._stream

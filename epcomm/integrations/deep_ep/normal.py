@@ -2,7 +2,7 @@
 
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
 and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
-it is held, and rows travel along it any number of times, in both directions.
+it is held, and rows are sent along it any number of times, in both directions.
 
 A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and where
 buffers open, every rank raises the error, whichever call it makes. Over NVLink no host reads what
@@ -40,7 +40,7 @@ _VECTOR_WORDS = _VECTOR_BYTES // 4
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Rows that travel: x [N, H], and scales [N, S] of four bytes where x is quantised."""
+    """Rows that are sent: x [N, H], and scales [N, S] of four bytes where x is quantised."""
 
     x: Tensor
     scales: Tensor | None = None
@@ -190,7 +190,7 @@ def dispatch_rows(
     ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
     buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
-        # Four bytes of scale travel as a float32, whatever they are.
+        # Four bytes of scale are sent as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
     topk_ids, topk_weights = topk
@@ -198,7 +198,7 @@ def dispatch_rows(
         hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
-        # Rows of batches with gradients are in memory of their own.
+        # Rows of batches with gradients are in separate memory.
         flags=BatchFlags.GRAD_ENABLED,
         num_sms=num_sms,
     )
@@ -236,7 +236,7 @@ def dispatch_rows(
 def announce_along(
     ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
 ) -> None:
-    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights travel.
+    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights are sent.
 
     Collective: on CPU ranks.   Host sync: likewise.
     """

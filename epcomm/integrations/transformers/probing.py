@@ -258,7 +258,7 @@ class _StubOfShared(nn.Module):
     def forward(self, x: Tensor, *others: object, **further: object) -> Tensor:
         if others or further:
             names = sorted(further) or [type(each).__name__ for each in others]
-            raise refusal(f"{self._what} with {names} beside the tokens", "tokens alone")
+            raise refusal(f"{self._what} with {names} in addition to the tokens", "tokens alone")
         return x.flip(-1) * 0.7
 
 

@@ -264,7 +264,7 @@ def _bias_of_router(block: nn.Module, names: Mapping[str, str]) -> dict[str, str
 def _check_takes(
     owner: nn.Module, module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError unless forward takes num_inputs arguments, and only `extra` beside them."""
+    """Raise ConfigError unless forward takes num_inputs arguments, and otherwise only `extra`."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     further = sorted(set(names[num_inputs:]) - set(extra))
     if len(names) < num_inputs or further:
@@ -289,7 +289,7 @@ def _check_no_jitter(block: nn.Module, settings: Mapping[str, object]) -> None:
         if settings.get(name):
             raise ConfigError(
                 f"from_transformers: router jitter of {_kind(block)} is {settings[name]}, expected "
-                "0, because noise on the input is not built; set router_jitter_noise=0"
+                "0, because noise on the input is not supported; set router_jitter_noise=0"
             )
 
 

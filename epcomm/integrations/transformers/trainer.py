@@ -64,7 +64,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 def _sum_replicas_after_backward(trainer: Trainer) -> None:
     """Add the gradients of copies at the end of the last backward of a step.
 
-    Trainer's own callbacks come after it has clipped, by norms that count one copy of each expert.
+    Trainer's own callbacks run after it has clipped, by norms that count one copy of each expert.
     """
     compute_gradients = trainer.training_step
 

@@ -168,12 +168,12 @@ def _begin_combine(
 ) -> tl.tuple:
     """Send every rank, in the first W programs, a credit, or why this rank refuses.
 
-    Returns: the epoch; whether nothing may be sent, for some rank has timed out, or the receive
-        buffer holds another batch; the most tokens of a source that came in bulk, and in lines; the
-        sources of the latter as bits, and of the former.
+    Returns: the epoch; whether nothing may be sent, because some rank has timed out, or the receive
+        buffer holds another batch; the most tokens of a source that arrived in bulk, and in lines;
+        the sources of the latter as bits, and of the former.
     """
     program = tl.program_id(0)
-    # All these are on their way together.
+    # All these loads are in flight together.
     epoch = tl.load(peers.state + 1)
     aborted = tl.load(int32_at(peers.own_address), volatile=True)
     has_no_rows = tl.load(peers.state + 2)
@@ -184,10 +184,10 @@ def _begin_combine(
     source_lane = tl.arange(0, c.W_LANES)
     told = tl.load(peers.state + _SOURCES_AT + source_lane, mask=source_lane < c.W, other=0)
     is_source = living_ranks(peers, c)
-    # The epoch is that of a replay then, on every rank alike: nobody sends, and nobody waits.
+    # The epoch is then that of a replay on every rank: no rank sends, and no rank waits.
     if (program == 0) & (is_overwritten == 0):
         tl.store(peers.state, next_epoch(epoch))
-    # Why this rank alone has no rows, if it is so, is for all to hear.
+    # If only this rank has no rows, all ranks learn the reason.
     code = tl.where((status == 0) & (has_no_rows > 1), has_no_rows, status)
     if aborted != 0:
         tl.store(peers.report + REPORT_ABORTED, aborted)
@@ -351,7 +351,7 @@ def _sent_parts_of(
     """Return the parts of a token as bits: 5 is parts 0 and 2; 0 after the last token."""
     part = tl.arange(0, PART_LANES)
     is_part = both(part < PARTS, token < num_tokens)
-    # Not from the L1 cache: a wait that empties it comes only later.
+    # The load bypasses the L1 cache, which a later wait empties.
     is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
     return tl.sum((is_sent != 0).to(tl.int32) << part)
 
@@ -382,14 +382,14 @@ def _receive_combine_kernel(
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
     following = _sent_parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
     source_lane = tl.arange(0, c.W_LANES)
     is_source = living_ranks(peers, c)
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
-    # Looked at before it is known whether the batch is still there.
+    # The lines are read before it is known whether the batch is still in the buffer.
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         int32_at(buffer_address + c.ARRIVED_SUMS_AT) + source_lane,
         both(is_source, is_overwritten == 0),
@@ -402,7 +402,7 @@ def _receive_combine_kernel(
     )
     is_lost = abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
 
-    # Sent before the signal, so there.
+    # It was sent before the signal, so it has arrived.
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT) + source_lane
     codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
     codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
@@ -429,7 +429,7 @@ def _receive_combine_kernel(
                     tl.pointer_type(dtype)
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
-                # On its way before it is known whether the call has failed.
+                # The load starts before it is known whether the call has failed.
                 part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
                     part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)

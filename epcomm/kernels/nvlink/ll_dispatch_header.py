@@ -32,9 +32,9 @@ def dispatch_epoch(peers: Peers, is_captured: tl.tensor) -> tl.tensor:
     A host releases the receive buffer first if its batch was not combined. The host of a replay
     does not know: if an eager batch 5 is there, which has no combine, a captured dispatch is 6.
     """
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state, volatile=True)
-    # An eager sender writes this word beside its receiver: neither looks at it.
+    # An eager sender writes this word while its receiver runs; neither reads it.
     is_open = (is_captured != 0) & (tl.load(peers.state + _EAGER_EPOCH, volatile=True) == epoch)
     return tl.where(is_open, next_epoch(epoch), epoch)
 
@@ -57,7 +57,7 @@ def begin_dispatch(
         else:
             last = tl.load(peers.state)
             if last != epoch:
-                # The eager batch ends, on every rank alike.
+                # The eager batch ends on every rank.
                 give_credit(peers, last, c)
     return epoch
 
@@ -75,7 +75,7 @@ def send_header(
     IN_LINES: tl.constexpr,
     NEEDS_DISTINCT: tl.constexpr,
 ) -> None:
-    """Send `peer` a header: how T rows come, and the counts of its L experts.
+    """Send `peer` a header: how T rows are sent, and the counts of its L experts.
 
     ids 0 2 | 3 2 with L = 2: rank 1 receives the counts 2 1 of its experts 2 and 3. If an id is
     neither -1 nor an expert, or NEEDS_DISTINCT and a token names an expert twice, every rank
@@ -89,7 +89,7 @@ def send_header(
         ids = tl.load(ids_ptr + at, mask=at < num_tokens * c.K, other=-1)
         faults = ((ids < -1) | (ids >= c.W * c.L)).to(tl.int32) * _BAD
         if NEEDS_DISTINCT:
-            # Loads that depend on nothing; one reduction finds both kinds of faults.
+            # These loads are independent; one reduction finds both kinds of faults.
             for step in tl.static_range(1, c.K):  # pyright: ignore[reportGeneralTypeIssues]
                 has_later = (at % c.K + step < c.K) & (at < num_tokens * c.K)
                 later = tl.load(ids_ptr + at + step, mask=has_later, other=-1)
@@ -232,7 +232,7 @@ def load_scales(
     scales_stride: tl.tensor,
     scale_stride: tl.tensor,
 ) -> tl.tensor:
-    """Load the scales `at` of a token whose row was quantised before it came.
+    """Load the scales `at` of a token whose row was quantised before.
 
     scales_stride: elements from the scales of a token to those of the next.
     scale_stride: elements from one scale of a token to the next.

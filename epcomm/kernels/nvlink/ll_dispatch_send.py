@@ -62,15 +62,15 @@ from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
-# Pairs of an id and an expert that a program compares at once: sixteen a thread.
+# Pairs of an id and an expert that a program compares in one step: 16 for each thread.
 _COMPARISONS = 8192
-# A row of 7168 elements is then 28 of them a thread.
+# A thread then has 28 elements of a row of 7168.
 _WARPS = 8
 # Most programs that send rows, and metadata: together one on each of the SMs of an H200, where more
 # of the former slow one another.
 _MOST_ROW_PROGRAMS, _MOST_METADATA_PROGRAMS = 64, 64
 
-# Ids that a program counts at once: those of 128 tokens at K = 8.
+# Ids that a program counts in one step: those of 128 tokens at K = 8.
 _COUNTED = tl.constexpr(1024)
 _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
@@ -89,7 +89,7 @@ def _load_token(
     is_element: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tensor:
-    """Load the elements `at` of a token, zeros behind the last token."""
+    """Load the elements `at` of a token, zeros after the last token."""
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     return tl.load(row_ptr + at, mask=both(is_element, token < num_tokens), other=0.0)
 
@@ -122,7 +122,7 @@ def _send_all_metadata(
     for token in tl.range(program, num_tokens, PROGRAMS, num_stages=1):
         send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
         num_metadata += num_others
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
     tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
@@ -238,7 +238,7 @@ def _send_dispatch_kernel(
             row, scales, lane, is_scale = _wire_form(  # pyright: ignore[reportGeneralTypeIssues]
                 elements, x_scales_ptr, token, scales_stride, scale_stride, rows
             )
-            # For the receiver of combine on this rank.
+            # The receiver of combine on this rank reads it.
             if weights_ptr is None:
                 note_owners(peers, is_sent_ptr, token, owners, c)
             # The row of this token, in the memory of any rank.
@@ -262,7 +262,7 @@ def _send_dispatch_kernel(
                     tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
                 num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
-        # Of programs without a row the first alone speaks, if there are no others.
+        # If no program has a row, the first one sends the signal.
         num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
         if first < num_arriving:
             publish_as_last(
@@ -315,7 +315,7 @@ def send_dispatch(
     Args:
         exchange: the receive buffer, whose last batch was combined or released, as far as the host
             knows.
-        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
+        hidden_states: [T, H], bfloat16, float16 or float32; rows may have gaps. Of rows that are
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
         topk_weights: [T, K], float32, contiguous; None if each slot returns.

@@ -1,6 +1,6 @@
 """Route tokens in one launch: a program of one warp chooses the experts of one token or of a few.
 
-All experts of a token lie in registers. Scores become integers in the same order, so that a
+All experts of a token are in registers. Scores become integers in the same order, so that a
 maximum over the warp is one instruction of the GPU; K rounds of a maximum and of the lowest expert
 that has it give the top k, ties and NaN included. Weights are computed again from the K logits that
 were chosen, which are in the cache. Programs count the load and choose replicas as they store.
@@ -275,7 +275,7 @@ def _route_tokens_kernel(
     if BIAS == "selection":
         selection = scores + bias
     selection = tl.where((raw == raw) & is_expert, selection, float("nan"))
-    # The lowest bit of a code says that the group was dropped; codes are in the order of experts.
+    # The lowest bit of a code marks a dropped group; codes are in the order of experts.
     codes = tl.broadcast_to(expert * 2, raw.shape)
     if TOPK_GROUPS < NUM_GROUPS:
         is_kept = _groups_kept(
@@ -311,7 +311,7 @@ def _route_tokens_kernel(
     if load_ptr is not None:
         counter_ptr = load_ptr + tl.program_id(0) % LOAD_COPIES * NUM_EXPERTS + experts
         one = tl.full(experts.shape, 1, tl.int64)
-        # Sums of integers do not depend on their order; readers come with a later kernel.
+        # Sums of integers do not depend on their order; a later kernel reads it.
         tl.atomic_add(counter_ptr, one, mask=is_chosen, sem="relaxed")
     place = token.to(tl.int64) * TOP_K + k
     ids = experts

@@ -83,7 +83,7 @@ class Buffer:
         NotImplementedError: some rank asks for what is not there; an EPError on the others.
     """
 
-    # For all buffers of the process, as V1 has it.
+    # The number applies to all buffers of the process, as in V1.
     num_sms: int = 20
 
     internode_dispatch = Absent(_ONE_HOST)
@@ -124,7 +124,7 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        # Ranks that calls leave out already.
+        # Ranks that calls already leave out.
         self._excluded: frozenset[int] = frozenset()
         self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
 
@@ -177,7 +177,7 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Return memory of the size of the buffer of V1; nothing that travels is stored in it.
+        """Return memory of the size of the buffer of V1; nothing that is sent is stored in it.
 
         Programs clear the buffer of V1 after a failure. Lifetime: the caller owns it.
         """
@@ -493,7 +493,7 @@ class Buffer:
         check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
         if not self._is_own(handle):
             raise check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-        # Each caller's own alias: what autograd records of writes must not stay with the memory.
+        # Each caller gets an alias: autograd's records of writes must not stay with the memory.
         return self._combine_memory(handle).detach()
 
     def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:

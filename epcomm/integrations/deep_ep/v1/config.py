@@ -11,7 +11,7 @@ from epcomm.types import align_up
 
 # Ranks that reach one another by NVLink.
 MAX_NVL_PEERS = 8
-# Bytes: sizes of buffers are multiples of it.
+# Sizes of buffers are multiples of this number of bytes.
 BUFFER_ALIGNMENT_BYTES = 128
 # Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
 _MAX_TOPK = _MAX_SCALES = 128

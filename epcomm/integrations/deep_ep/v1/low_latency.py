@@ -48,7 +48,7 @@ _ALIGNMENT = 4
 # Bits of a layout range below its beginning.
 _COUNT_BITS = 32
 
-# Receives what was sent, once.
+# The hook receives the rows; it may be called once.
 Receive = Callable[[], None]
 
 
@@ -76,7 +76,7 @@ class LowLatencyShape(NamedTuple):
 
     @property
     def wire_format(self) -> WireFormat:
-        """The format in which rows travel."""
+        """The format in which rows are sent."""
         if not self.use_fp8:
             return _BF16
         return FP8_POWER_OF_TWO_SCALES if self.round_scale else FP8_FLOAT32_SCALES
@@ -218,7 +218,7 @@ class LowLatency:
         call = DispatchCall(
             hidden_states=x,
             topk_ids=topk_ids.long(),
-            # Not read: weights come with combine.
+            # It is not read, because combine takes the weights.
             topk_weights=topk_ids,
             flags=BatchFlags.NONE,
         )
@@ -275,7 +275,7 @@ def _dispatch_pairs(
 ) -> ReceivedSlabs:
     """Begin a dispatch of pairs.
 
-    x and topk_ids are read here, the exchange is in the second half: a send waits for nobody.
+    x and topk_ids are read here, the exchange is in the second half: a send waits for no rank.
     """
     ranks, pairs, rows = check.ranks, SentPairs.of(topk_ids), Rows(x=x)
     most = int(torch.bincount(pairs.experts, minlength=1).max())

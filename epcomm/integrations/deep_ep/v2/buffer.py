@@ -106,8 +106,8 @@ class ElasticBuffer:
         """Wrap the ranks. Local; no rank is waited for.
 
         allow_multiple_reduction: expanded rows of a token are summed and rounded at their rank
-            before the sums travel; else each travels, and they are rounded once.
-        deterministic: changes nothing: rows always come in the order of (source rank, token).
+            before the sums are sent; otherwise each row is sent, and the sum is rounded once.
+        deterministic: changes nothing: rows are always in the order of (source rank, token).
         """
         self._ranks = Ranks(group)
         self._comm_stream = CommStream()
@@ -363,7 +363,7 @@ class ElasticBuffer:
             previous_event, previous_event_before_epilogue: what the call waits for.
 
         Returns:
-            [T, H], bfloat16; [T, K], float32, 0 where no weight came, or None; the event.
+            [T, H], bfloat16; [T, K], float32, 0 where no weight was sent, or None; the event.
 
         Collective: all ranks of the group.   Host sync: none.
         Graph capture: with a handle that was made without CPU sync.
@@ -416,7 +416,7 @@ class ElasticBuffer:
         *,
         do_zero_padding: bool,
     ) -> None:
-        """Write what no row came for; tests write more. made: x, scales, ids and weights."""
+        """Write rows that were not received; tests write more. made: x, scales, ids, weights."""
         del handle
         if do_zero_padding:
             x, scales, _, weights = made

@@ -194,9 +194,9 @@ class EPHandle:
 
     These are not of the package:
     exchange: of the rows.   index: of the slots over the rows.
-    local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, rows that came; None:
+    local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, received rows; None:
         all did.
-    positions: of what came.
+    positions: those of the received rows.
     """
 
     def __init__(self, request: DispatchRequest, arrived: Arrived, num_sms: int) -> None:
@@ -212,7 +212,7 @@ class EPHandle:
         self.num_max_tokens_per_rank = request.max_tokens
         self.num_sms = num_sms
         self.topk_idx = request.routes.clone() if request.do_handle_copy else request.routes
-        # With static sizes the most that can come.
+        # With static sizes this is the most that can arrive.
         most = num_ranks * request.max_tokens
         self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most
         self.num_expanded_tokens = self.row_of_slot.shape[0]
@@ -347,7 +347,7 @@ class EPHandle:
 def _select(rows: Tensor, index: Tensor) -> Tensor:
     """Select rows; torch cannot index eight-bit floats, which are viewed as bytes."""
     if rows.shape[0] == 0:
-        # No row came, and the positions hold padding alone.
+        # No row arrived, and the positions hold only padding.
         return rows.new_zeros(index.shape[0], *rows.shape[1:])
     movable = rows.view(torch.uint8) if rows.itemsize == 1 else rows
     return movable.index_select(0, index).view(rows.dtype)

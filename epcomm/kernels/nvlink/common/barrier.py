@@ -67,7 +67,7 @@ def device_barrier(
         flags_table: [W], int64: addresses of the W signals of each rank, zero at first, used for
             nothing else.
         excluded: [W], int32: not 0: a rank that does not take part.
-        missing: [W], int32, written: 1 for each rank that did not come.
+        missing: [W], int32, written: 1 for each rank that did not arrive.
         flags_address: of the signals of this rank.
         rank: this one.
         number: of the barrier, from 1.

@@ -16,7 +16,7 @@ LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 # Looks of a GPU at a signal between two looks at its clock: some 50 to 200 us, so that most waits,
 # of microseconds, never read it.
 LOOKS_PER_TICK = 256
-# One poll of a GPU takes 2**POLL_BITS nanoseconds: a tick that comes late counts all that are over.
+# One poll of a GPU takes 2**POLL_BITS nanoseconds: a late tick counts all polls that have passed.
 POLL_BITS = 20
 
 # Integers that change from call to call, by their names in kernels: one compiled variant serves
@@ -38,11 +38,11 @@ VARYING = (
 )
 
 
-# Places in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
-# programs that have come to the end of their sending; the batch that the receive buffer holds; the
+# Indices in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
+# programs that have finished sending; the batch that the receive buffer holds; the
 # epoch of the last dispatch whose counts are written.
 EAGER_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS, HELD_BATCH, COUNTED_EPOCH = range(3, 9)
-# The place there from which on lies what the header of each rank said of its tokens.
+# The index there from which the contents of each rank's header are stored.
 SOURCES_AT = 9
 
 
@@ -59,7 +59,7 @@ class PeerBlocks(Generic[LayoutT]):
     faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
     report: [REPORT_MISSING + W], int32, in memory that the host reads while kernels run.
 
-    No tensor here lies in a block: an interpreter copies its arguments back.
+    No tensor here is in a block: an interpreter copies its arguments back.
     """
 
     rank: int

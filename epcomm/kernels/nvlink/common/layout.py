@@ -1,4 +1,4 @@
-"""The places of signals and rows of NVLink buffers in the symmetric memory of a rank, its block.
+"""The offsets of signals and rows of NVLink buffers in the symmetric memory of a rank, its block.
 
 Layouts are equal on all ranks. A block is what all dispatches share, then N receive buffers of what
 comes to the experts, used in turn. In each of them the entry of source rank s is entry s, and its
@@ -141,7 +141,7 @@ class LowLatencyLayout(MemoryLayout):
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
         scales and of a sum.
     returns_slots: each slot returns to its source, so that weights are not sent, and K rows take
-        the place of W sums.
+        the memory of W sums.
 
     abort              int32 flag: some rank has timed out
     arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the last epoch in which a
@@ -152,7 +152,7 @@ class LowLatencyLayout(MemoryLayout):
     row_lines [W, line_tokens, row_lines]       metadata, row and scales of a token
     sum_lines [W, line_tokens, sum_lines]       sums of rank d for token t; of slots, [t, k]
     metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
-    data [W * M, H], scales [W * M, num_scales] as they travel
+    data [W * M, H], scales [W * M, num_scales] as they are sent
     returned [W * M, H]                         sums of rank d for token t, at d * M + t; of slots,
                                                 [M * K, H], at t * K + k
     """
@@ -232,7 +232,7 @@ class NormalLayout(MemoryLayout):
     returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank
     header [W]       int32: status, T, rows for each rank [W], pairs of each expert [E]
     metadata [W * M, 3, K]   expert of this rank or -1, position, weight
-    data [W * M, H], scales [W * M, num_scales]    as they travel
+    data [W * M, H], scales [W * M, num_scales]    as they are sent
     """
 
     item_rows: int = 16

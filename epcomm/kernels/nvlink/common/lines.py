@@ -1,18 +1,18 @@
-"""Lines: words of 32 bits that travel with the epoch that wrote them, each pair one 64-bit access.
+"""Lines: words of 32 bits that are stored with their epoch, each pair by one 64-bit access.
 
 A rank that polls a line until its flag is the epoch of the batch has its word as well, so nothing
 is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
-for a few tokens. Two neighbours may be one access of 128 bits, for each brings its own flag.
+for a few tokens. Two neighbours may be one access of 128 bits, because each has its own flag.
 
 Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow, and 0 is
 left out when they wrap; the flag
-of data is compared for equality, that of the credit of combine by order, for the next one may be
+of data is compared for equality, that of the credit of combine by order: the next one may be
 there already when a slow program looks. Every line of a batch is awaited, or is of no use to
-anybody: stores of one rank to one place keep their order. The model of tests/kernels/nvlink/
+anybody: stores of one rank to one address keep their order. The model of tests/kernels/nvlink/
 test_line_protocol.py tries it in random schedules.
 
 What orders reads before the writes of the next batch: a rank sends the line that gives the credit
-in a kernel behind those that read, whose loads have returned. The sender of combine gives it before
+in a kernel after those that read, whose loads have returned. The sender of combine gives it before
 it has read the rows that it combines in place. So who combines rows in place must send a sum for
 each row that it reads: their source awaits these sums before it dispatches again.
 
@@ -37,7 +37,7 @@ from epcomm.kernels.nvlink.common.signals import (
 )
 from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 
-# Polls that a look takes up in an interpreter, where it does more than one at a signal.
+# Polls that one look counts for in an interpreter, because it does more work there.
 INTERPRETED_POLLS = 4
 
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
@@ -143,7 +143,7 @@ def end_look(
 ) -> tl.tuple:
     """Agree on what all threads of the program have seen in a look, and count it.
 
-    late: bits of the ranks whose lines have not come.   aborted: the abort flag.
+    late: bits of the ranks whose lines have not arrived.   aborted: the abort flag.
     Returns: what begin_wait() returns, after this look.
     """
     seen = tl.where(aborted != 0, _ABORTED, late)
@@ -165,7 +165,7 @@ def abort_if_late(
 ) -> tl.tensor:
     """End a wait for lines as abort_if_missing() does; return whether this rank cannot go on.
 
-    late: bits of the ranks whose lines did not come, as end_look() left them.
+    late: bits of the ranks whose lines did not arrive, as end_look() left them.
     """
     is_lost = late != 0
     if is_lost:

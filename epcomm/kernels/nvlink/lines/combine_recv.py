@@ -1,4 +1,4 @@
-"""Low-latency combine over NVLink, its receiver of few tokens: sums travel in lines.
+"""Low-latency combine over NVLink, its receiver of few tokens: sums are sent in lines.
 
 The sender is that of ll_combine.py, which learned from each source's header how its tokens came.
 Memory order: common/lines.py.
@@ -44,7 +44,7 @@ from epcomm.kernels.nvlink.common.status import (
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
-# Words of a sum that a program adds up: 16 bytes of lines of each rank a thread.
+# Words of a sum that a program adds up: 16 bytes of lines of each rank for each thread.
 _WORDS = 256
 _WARPS = 4
 
@@ -79,12 +79,12 @@ def _receive_combine_lines_kernel(
     """
     token, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
     # has no rows, it sends a fault code to itself, too.
     has_failed = tl.load(peers.state + 2, volatile=True) == 1
-    # Lines of another batch are there then, in an epoch of their own.
+    # The buffer then holds lines of another batch, with another epoch.
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT)
@@ -119,7 +119,7 @@ def _receive_combine_lines_kernel(
         absent = tl.zeros([WORDS], tl.int32)
         for source in tl.static_range(c.W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
-            # By order: a rank that did not receive the next batch may have ended it already.
+            # The epochs are compared by order: a rank may already have ended the next batch.
             is_late = living[source] & (flag_of(combined) - epoch < 0)
             late |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
@@ -140,7 +140,7 @@ def _receive_combine_lines_kernel(
                 is_part = both(is_word, owner >= 0)
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no slots. Those of all others are awaited: the next
-                # batch may bring another rank's to the same place.
+                # batch may write another rank's to the same position.
                 code = tl.load(combined_ptr + owner, mask=owner >= 0, other=0, volatile=True)
                 is_absent = is_part & (word_of(code) == 0) & (flag_of(lines) != epoch)
                 absent |= tl.where(is_absent, 1 << tl.maximum(owner, 0), 0)
@@ -156,7 +156,7 @@ def _receive_combine_lines_kernel(
             _THREADS,
         )
         if late == 0:
-            # Of the look that found them: to load them again would take as long as to look.
+            # The codes that the look found are used, because loading them again takes as long.
             if (tl.program_id(0) == 0) & (any_code != 0):
                 is_source = living_ranks(peers, c)
                 codes_ptr = combined_ptr + tl.arange(0, c.W_LANES)

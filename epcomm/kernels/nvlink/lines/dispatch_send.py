@@ -1,4 +1,4 @@
-"""Low-latency dispatch over NVLink, its sender of few tokens: rows travel in lines.
+"""Low-latency dispatch over NVLink, its sender of few tokens: rows are sent in lines.
 
 Receivers poll the lines themselves, so nothing is released: the first line may be read while the
 last one is made. A row is shared by many programs, for one alone would take longer than the wire.
@@ -46,7 +46,7 @@ from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 
-# Elements of a row that a program sends: eight a thread; a quarter of it, if they are words.
+# Elements of a row that a program sends: eight for each thread, or a quarter as many words.
 _PART = 1024
 _WORD_BYTES = 4
 # Blocks whose scales are whole words, whatever their type.
@@ -87,7 +87,7 @@ def _send_header_lines(
             True,
             rows.NEEDS_DISTINCT,
         )
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
     tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
 
@@ -96,13 +96,13 @@ def _send_header_lines(
 def _place_of_words(
     part: tl.tensor, NUM_WORDS: tl.constexpr, c: constexprs.Layout, rows: constexprs.SentRows
 ) -> tl.tuple:
-    """Return the places of the words of a part among those of its row, and which there are."""
+    """Return the indices of the words of a part in its row, and which of them exist."""
     place = tl.arange(0, NUM_WORDS)
     if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
         word = part * NUM_WORDS + place
         is_word = word < c.DATA_WORDS
     else:
-        # Whole words of a block, which may have lanes to spare.
+        # Whole words of a block; some lanes may be unused.
         of_block = place % (rows.BLOCK_LANES // 4)
         block = part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)
         word = block * (rows.BLOCK // 4) + of_block
@@ -180,7 +180,7 @@ def _send_dispatch_lines_kernel(
     else:
         scale_words = None
         if rows.KIND == _PLAIN:
-            # Bits, whatever they mean: an interpreter need not know the dtype.
+            # Rows are copied as bits, so that an interpreter need not know the dtype.
             words = words_of(elements)
             if x_scales_ptr is not None:
                 scale_words = words_of(given)
@@ -202,11 +202,11 @@ def _send_dispatch_lines_kernel(
             is_scale = scale_word < c.SCALE_WORDS
         word, is_word = _place_of_words(part, words.shape[0], c, rows)  # pyright: ignore[reportGeneralTypeIssues]
         lines = line_of(words, epoch)
-        # Of the row of this token, in the memory of any rank.
+        # The lines of the row of this token, in the memory of any rank.
         row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
         owners = tl.where(ids >= 0, ids // c.L, -1)
         num_sent = 0
-        # For the receiver of combine on this rank.
+        # The receiver of combine on this rank reads it.
         if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
             if part == 0:
                 note_owners(peers, is_sent_ptr, token, owners, c)

@@ -25,7 +25,7 @@ from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH
 from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 
-# Words that a program unpacks at once: 16 bytes of lines a thread.
+# Words that a program unpacks in one step: 16 bytes of lines for each thread.
 UNPACKED_WORDS = 256
 
 
@@ -38,9 +38,9 @@ def _await_lines(
     epoch: tl.tensor,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose did not come.
+    """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose lines are missing.
 
-    Nothing that is loaded here is returned: who needs the words loads them behind the wait.
+    Nothing that is loaded here is returned: code that needs the words loads them after the wait.
     """
     late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):

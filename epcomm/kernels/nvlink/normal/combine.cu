@@ -1,7 +1,7 @@
 // Combine of normal mode over NVLink: the sums of each row's slots are sent to the rank of its token,
 // and added up there.
 //
-// Senders sum the slots of a row in k order, in float32, round once, and store the sum at the place of
+// Senders sum the slots of a row in k order, in float32, round once, and store the sum at the index of
 // its token on the token's rank. Reducers there add the sums of the ranks up, in rank order, in float32,
 // and round once. A signal of each item, ITEM_ROWS rows of one source, lets reducers follow while the
 // wire is busy.
@@ -139,12 +139,12 @@ struct Rows {
     u32 mask;
 };
 
-// The pieces that a warp has under way; all lanes hold the same.
+// The pieces that a warp has in flight; all lanes hold the same.
 struct Ring {
     u32 memory;  // of RING pieces and their barriers, in shared memory
     int stage;   // of the next piece to be read
     u32 parity;
-    bool is_begun;  // pieces of the row that comes next are under way
+    bool is_begun;  // pieces of the next row are in flight
     u32 left;       // lanes whose rows' current piece is not brought in yet
     int piece;      // that is brought in
 };

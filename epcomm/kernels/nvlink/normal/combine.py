@@ -137,7 +137,7 @@ def combine_rows(
         slots_of_row: [R, K], int32, as dispatch_rows() wrote it.
         num_tokens: T.
         slot_weights: [C], float32, multiplied into slots, or None.
-        row_scalars: [R, K], float32, that travel with the rows, and whose sums over the rows of a
+        row_scalars: [R, K], float32, sent with the rows, and whose sums over the rows of a
             token are written to out_scalars [T, K].
         bias: [T, H], float32, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.

@@ -3,7 +3,7 @@
 //
 // While the last warp of a block waits for all ranks to begin, the other warps plan its tokens. Then
 // copiers push rows. Helpers send metadata, signal that it is there, send scales, and write the index over
-// the rows that come to this rank, while rows are on the wire. Block 0 waits for the rows of all ranks in
+// the rows that arrive on this rank, while rows are on the wire. Block 0 waits for the rows of all ranks in
 // the end. A launch has no more blocks than SMs, because blocks wait for one another.
 //
 // Memory order: a rank signals that it has begun a dispatch, so it no longer reads the receive buffer.
@@ -24,7 +24,7 @@
 __device__ bool begin(const Arguments& a, int epoch) {
     const int lane = threadIdx.x % 32;
     const bool takes = takes_part(a, lane);
-    // All earlier work of this stream is done, so rows may come to this receive buffer.
+    // All earlier work of this stream is done, so rows may arrive in this receive buffer.
     if (blockIdx.x == 0 && takes) add_released(a.table[lane] + DISPATCH_BEGIN_AT + 4 * a.rank, 1);
     const u64 word = takes ? a.own + DISPATCH_BEGIN_AT + 4 * lane : 0;
     if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;

@@ -207,7 +207,7 @@ def dispatch_rows(
     totals: Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
-    """Send tokens to the ranks of their experts, index the rows that come, and wait for them.
+    """Send tokens to the ranks of their experts, index the rows that arrive, and wait for them.
 
     Args:
         exchange: the memory of all ranks.

@@ -1,4 +1,4 @@
-// Write the expert-major index over the rows that come to this rank. Headers and metadata arrive before the
+// Write the expert-major index over the rows that arrive on this rank. Headers and metadata arrive before the
 // rows, so it is written while rows are on the wire.
 
 struct Index {

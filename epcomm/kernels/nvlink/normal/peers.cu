@@ -17,7 +17,7 @@ __device__ bool takes_part(const A& a, int rank) {
     return rank < WORLD && (a.excluded == nullptr || a.excluded[rank] == 0);
 }
 
-// Report to the host that the signals of the lanes in `missing` did not come, and end the waits of all
+// Report to the host that the signals of the lanes in `missing` did not arrive, and end the waits of all
 // ranks; or report that another rank has ended them.
 template <class A>
 __device__ void abort_ranks(const A& a, u32 missing, u32 aborted, int phase, int epoch) {

@@ -2,8 +2,9 @@
 
 `@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, and `@pytest.mark.host_ranks(4, 8)` on simulated
 hosts (tests/hosts/network.py) with two ranks each. A test may have several of these marks. It is
-parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The fixture
-`ep_ranks` is the argument of EPGroup: None for the default process group, or the MPI world.
+parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`; more than
+two ranks under MPI are marked slow. The fixture `ep_ranks` is the argument of EPGroup: None for the
+default process group, or the MPI world.
 
 Outer run (plain pytest): up to MAX_TESTS_OF_LAUNCH selected tests of one transport and size run in
 one launch of scripts/launch_multi_rank.sh, and each has its own result: passed if it passed on
@@ -100,6 +101,11 @@ class World:
     def __str__(self) -> str:
         return f"{MARKS[self.transport]}({self.num_ranks})"
 
+    @property
+    def is_slow(self) -> bool:
+        """Ranks of MPI are interpreters, of which each imports and collects for 7 s of CPU time."""
+        return self.transport == "mpi" and self.num_ranks > 2
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
@@ -150,8 +156,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.fixturenames += [name for name in names if name not in metafunc.fixturenames]
     metafunc.parametrize(
         names,
-        [(world.transport, world.num_ranks) for world in worlds],
-        ids=[f"{IDS[world.transport]}{world.num_ranks}" for world in worlds],
+        [
+            pytest.param(
+                world.transport,
+                world.num_ranks,
+                id=f"{IDS[world.transport]}{world.num_ranks}",
+                marks=[pytest.mark.slow] if world.is_slow else [],
+            )
+            for world in worlds
+        ],
     )
 
 

@@ -205,6 +205,7 @@ def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert {each.backend for each in report.layers} == {"collective"}
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_prints_and_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -274,17 +272,6 @@ def test_no_command_prints_help() -> None:
     result = run()
     assert result.exit_code == 0
     assert "doctor" in result.stdout
-
-
-def test_module_is_the_command() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "epcomm", "plan", *LAYER, "--mode", "normal"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "8 experts on 4 ranks, 2 each" in done.stdout
 
 
 @pytest.mark.parametrize(("mode", "num_rows"), [("normal", 1), ("low_latency", 2)])

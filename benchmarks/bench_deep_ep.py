@@ -29,11 +29,12 @@ import typer
 from rich.console import Console
 from torch import Tensor
 
-from benchmarks.bench_nvlink import launched, numbers_of
+from benchmarks.bench_nvlink import launched
 from benchmarks.bench_overlap import Product, free_sms
 from benchmarks.host_time import EagerRow, eager_row
 from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm.bench.check import CheckError
+from epcomm.bench.options import read_numbers
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles
 from epcomm.bench.turns import percentiles_of, take_turns
@@ -390,7 +391,7 @@ def measured(options: Options, device: torch.device) -> dict[str, object]:
     found: dict[str, Percentiles] = {}
     hidden: dict[str, Hidden] = {}
     eager_calls: dict[str, Call] = {}
-    tokens = numbers_of(options.tokens)
+    tokens = read_numbers(options.tokens)
     for number, num_tokens in enumerate(tokens):
         batch = Batch.of(options, num_tokens, device, number)
         pairs = LowLatency(options, buffer, batch, max(tokens))

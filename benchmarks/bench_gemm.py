@@ -27,11 +27,11 @@ from torch import Tensor
 from benchmarks.measuring import Output, copy_rate, gpu_of, report_of, write_report
 from epcomm import Fp8BlockWeights, Int8ChannelWeights, RowsDispatchOutput
 from epcomm.bench.check import CheckError
-from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.bench.timing import Clock, Percentiles, captured
 from epcomm.cli.records import takes_records
 from epcomm.ops.slots import build_slot_index
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN, dequantize, quantize
-from epcomm.records import ExchangePlan, Handle
+from epcomm.records import Handle
 from epcomm.runners.base import ExpertRunner
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
@@ -122,13 +122,7 @@ def rows_record(counts: list[int], x: Tensor, wire: WireFormat) -> RowsDispatchO
         index=build_slot_index(ids.unsqueeze(1), device_counts, counts),
         slot_weights=None,
         weights_applied_by=WeightsAppliedBy.COMBINE,
-        handle=Handle(
-            owner=None,
-            exchange_plan=ExchangePlan(),
-            call=1,
-            num_tokens=len(ids),
-            needs_backward=False,
-        ),
+        handle=Handle(owner=None, num_tokens=len(ids)),
     )
 
 
@@ -161,14 +155,14 @@ def run_bf16(slots: Tensor, ends: Tensor, experts: ExpertWeights) -> Tensor:
 
 
 def time_in_turn(
-    calls: Mapping[str, Callable[[], object]], num_calls: int
+    calls: Mapping[str, Callable[[], object]], device: torch.device, num_calls: int
 ) -> dict[str, Percentiles]:
     """Return milliseconds of each call as a graph, one after another: clocks treat all alike.
 
     The host waits once, at the end, so that no launch counts.
     """
     graphs = {name: captured(call) for name, call in calls.items()}
-    clocks = {name: [EventClock() for _ in range(num_calls)] for name in calls}
+    clocks = {name: [Clock(device) for _ in range(num_calls)] for name in calls}
     for _ in range(_WARM_UP):
         for graph in graphs.values():
             graph.replay()
@@ -203,7 +197,7 @@ def measure(
         check(runner.run(dispatched, experts.codes).hidden_states, dispatched, experts)
         calls[name] = partial(runner.run, dispatched, experts.codes)
     calls["bf16"] = partial(run_bf16, x, dispatched.index.first_slot[1:], experts.plain)
-    times = time_in_turn(calls, num_calls)
+    times = time_in_turn(calls, device, num_calls)
     own_ms = times[experts.format].p50
     return {
         "rows": rows,

@@ -40,7 +40,7 @@ from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, timings_table
 from epcomm.bench.run import run_bench
-from epcomm.bench.timing import Percentiles, clock_for
+from epcomm.bench.timing import Clock, Percentiles
 from epcomm.bench.turns import wait_for_all
 from epcomm.cli.records import takes_records
 from epcomm.testing.data import RankBatch
@@ -94,7 +94,7 @@ class Copies:
         num_rows = -(-_BUFFER_BYTES // (rows.shape[1] * rows.element_size()))
         self._source = rows.new_ones(num_rows, rows.shape[1])
         self._target = self._source.clone()
-        self._clock = clock_for(rows.device)
+        self._clock = Clock(rows.device)
         self._ms: list[float] = []
 
     def run(self) -> None:
@@ -142,7 +142,7 @@ def run(options: BenchOptions) -> tuple[Report, dict[str, float]]:
     batches = options.make_batches(tokens, world_size, torch.device("cpu"))
     moved = MovedBytes.of(batches, options.experts // world_size)
     rate = copies.gb_per_s()
-    us = next(each.us["pair"].p50 for each in report.timings if not each.is_of_torch)
+    us = next(each.us["pair"].p50 for each in report.results if not each.is_of_torch)
     return report, {
         "copied_bytes": moved.copied,
         "touched_bytes": moved.touched,
@@ -187,7 +187,7 @@ def main(sizes: Sizes, output: Output) -> None:
         )
         report, beside = run(options)
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
-        console.print(timings_table(report.timings))
+        console.print(timings_table(report.results))
         console.print(f"{beside}, keeps freed memory: {keeps}", soft_wrap=True)
         values = {"copies": beside, "keeps_freed_memory": keeps, "benchmark": "memory"}
         write_report(json.loads(as_json(report)) | values, output)

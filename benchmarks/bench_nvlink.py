@@ -36,10 +36,10 @@ from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.base import Experts, SentBytes
 from epcomm.bench.contenders.expert_rows import ExpertRows
-from epcomm.bench.options import BenchOptions
+from epcomm.bench.options import BenchOptions, read_numbers
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Clock, Percentiles, captured
-from epcomm.bench.turns import call_of, percentiles_of, take_turns, time_launch
+from epcomm.bench.timing import Percentiles, captured
+from epcomm.bench.turns import Timed, call_of, time_all, time_launch
 from epcomm.cli.records import takes_records
 from epcomm.quantization import quantizer_for
 from epcomm.records import DispatchOutput
@@ -47,13 +47,8 @@ from epcomm.testing.data import RankBatch
 
 # Most tokens of a rank in low latency: beyond them rows fill the wire for longer than waits last.
 _LOW_LATENCY_TOKENS = 512
-# Calls of each before those on the clock.
-_WARM_UP = 3
 # Rows towards the experts; None: as the hidden states.
 WIRES: Mapping[str, WireDtype | None] = {"fp8": WireDtype.FP8_E4M3, "bf16": None}
-
-# Measures one call on this rank, in milliseconds by span.
-Timed = Callable[[Clock], Mapping[str, float]]
 
 
 class NormalRows(Epcomm):
@@ -153,15 +148,6 @@ def nccl_calls(batch: RankBatch, experts: Experts) -> dict[str, Timed]:
     return {name: launched(call, x.device) for name, call in calls.items()}
 
 
-def measured(
-    calls: Mapping[str, Timed], options: BenchOptions, device: torch.device
-) -> dict[str, dict[str, Percentiles]]:
-    """Return microseconds of the slowest rank by call and span.   Collective: yes."""
-    take_turns(calls, device, num_rounds=_WARM_UP)
-    spans = take_turns(calls, device, num_rounds=options.iterations)
-    return {name: percentiles_of(each) for name, each in spans.items()}
-
-
 def by_tokens(options: BenchOptions, pairs: int) -> dict[str, object]:
     """Measure all contenders at one T.   Collective: yes."""
     us: dict[str, Percentiles] = {}
@@ -171,13 +157,9 @@ def by_tokens(options: BenchOptions, pairs: int) -> dict[str, object]:
             us |= of_epcomm(options, wire, pairs, group)
     (tokens,) = options.tokens
     with EPGroup(dist.group.WORLD) as group:
-        experts = Experts(
-            rank=group.rank,
-            world_size=group.world_size,
-            num_local=options.experts // group.world_size,
-        )
+        experts = Experts.of(group, options.experts)
         batches = options.make_batches(tokens, group.world_size, group.device)
-        found = measured(nccl_calls(batches[group.rank], experts), options, group.device)
+        found = time_all(nccl_calls(batches[group.rank], experts), group.device, options)
         us |= {name: spans["call"] for name, spans in found.items()}
     return {"tokens": tokens, "us": {name: asdict(each) for name, each in us.items()}}
 
@@ -197,7 +179,7 @@ def of_epcomm(
         contenders.append(low_latency)
         calls["pair"] = call_of(low_latency, batch, first_expert)
         calls["chain"] = chain_call(low_latency, batch, first_expert, pairs)
-    found = measured(calls, options, group.device)
+    found = time_all(calls, group.device, options)
     for each in contenders:
         each.check()
     us = {"dispatch_fp8": found["normal"]["dispatch"]}
@@ -234,14 +216,9 @@ def on_sms(
     batch, first_expert = batches[group.rank], group.rank * options.experts // group.world_size
     normal = open_normal(options, group, num_sms, batches)
     sent = max(of_all_ranks(normal.sent_bytes(batch)), key=lambda each: each.total)
-    found = measured({"normal": call_of(normal, batch, first_expert)}, options, group.device)
+    found = time_all({"normal": call_of(normal, batch, first_expert)}, group.device, options)
     normal.check()
     return found["normal"], sent
-
-
-def numbers_of(text: str) -> tuple[int, ...]:
-    """Read `8,16,32`."""
-    return tuple(int(part) for part in text.split(",") if part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +240,7 @@ class Sweep:
     def options(self) -> BenchOptions:
         """Return the sizes of the sweep by tokens."""
         return BenchOptions(
-            tokens=numbers_of(self.tokens),
+            tokens=read_numbers(self.tokens),
             hidden=self.hidden,
             top_k=self.top_k,
             experts=self.experts,
@@ -286,7 +263,7 @@ def main(sweep: Sweep, output: Output) -> None:
             for each in options.tokens
         ]
         of_sms = replace(options, tokens=(sweep.sms_tokens,))
-        steps += [("by_sms", partial(by_sms, of_sms, each)) for each in numbers_of(sweep.sms)]
+        steps += [("by_sms", partial(by_sms, of_sms, each)) for each in read_numbers(sweep.sms)]
         findings: dict[str, list[dict[str, object]]] = {"by_tokens": [], "by_sms": []}
         for name, measure in steps:
             findings[name].append(measure())

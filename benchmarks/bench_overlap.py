@@ -28,11 +28,11 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 
-from benchmarks.bench_nvlink import WIRES, numbers_of, open_normal
+from benchmarks.bench_nvlink import WIRES, open_normal
 from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import EPGroup
 from epcomm.bench.check import CheckError
-from epcomm.bench.options import BenchOptions
+from epcomm.bench.options import BenchOptions, read_numbers
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import captured
 from epcomm.bench.turns import percentiles_of, wait_for_all
@@ -196,7 +196,7 @@ def main(sizes: Sizes, product: Product, output: Output) -> None:
         configuration = asdict(sizes) | asdict(product)
         report = report_of("overlap", configuration, device, "benchmarks.bench_overlap")
         findings: list[dict[str, object]] = []
-        for num_sms in numbers_of(sizes.sms):
+        for num_sms in read_numbers(sizes.sms):
             for wire in WIRES:
                 with EPGroup(dist.group.WORLD) as group:
                     findings.append(measure(options, product, num_sms, wire, group))

@@ -35,7 +35,6 @@ from epcomm.quantization import (
     quantize,
     quantizer_for,
 )
-from epcomm.quantization.outputs import output_for
 from epcomm.records import SlotIndex
 from epcomm.types import WireDtype, WireFormat
 
@@ -257,7 +256,8 @@ def index_case(arrived: Arrived) -> Case:
 def quantize_case(name: str, x: Tensor) -> Case:
     """Quantise hidden states [T, H] by one of QUANTIZATIONS."""
     wire, profile = QUANTIZATIONS[name]
-    quantizer, out = quantizer_for(x.device), output_for("bench_rows", x, wire, None)
+    quantizer = quantizer_for(x.device)
+    out = quantizer(x, wire, profile=profile)
     assert out.scales is not None, "quantised formats have scales"
 
     def check() -> None:

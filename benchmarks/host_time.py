@@ -1,4 +1,4 @@
-"""Time calls by what they cost the host that makes them: bench_host, bench_eager, bench_deep_ep.
+"""Time calls by what they cost the host that makes them, for bench_eager and bench_deep_ep.
 
 An eager call is timed without waiting for the device, in bursts that fill no queue of launches, in
 units of a small operator of torch: bursts of the unit are timed in between, so that a clock that
@@ -29,17 +29,6 @@ _SHOWN_FUNCTIONS = 25
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostCost:
-    """What one call costs the thread that makes it, without what it waits for.
-
-    cpu_us: median.   python_calls: of functions in Python, the same in every run of one version.
-    """
-
-    cpu_us: float
-    python_calls: float
-
-
-@dataclass(frozen=True, kw_only=True)
 class EagerRow:
     """The host time of one call, by medians.
 
@@ -60,24 +49,6 @@ class EagerRow:
     def units(self) -> float:
         """The host time in units, waiting left out."""
         return (self.us - self.waited_us) / self.unit_us
-
-
-def host_cost(call: Callable[[], object], *, num_calls: int) -> HostCost:
-    """Measure a call after a warm-up, `num_calls` times on the clock, then under a profiler."""
-    for _ in range(30):
-        call()
-    laps_ns = []
-    for _ in range(num_calls):
-        start_ns = time.thread_time_ns()
-        call()
-        laps_ns.append(time.thread_time_ns() - start_ns)
-    profiler, num_profiled = cProfile.Profile(), 10
-    for _ in range(num_profiled):
-        profiler.runcall(call)
-    return HostCost(
-        cpu_us=statistics.median(laps_ns) / 1e3,
-        python_calls=_python_calls(pstats.Stats(profiler)) / num_profiled,
-    )
 
 
 def eager_row(
@@ -157,13 +128,10 @@ def _profile_of(call: Callable[[], object], device: torch.device, burst: int) ->
     text = io.StringIO()
     stats = pstats.Stats(profiler, stream=text).sort_stats("tottime")
     stats.print_stats(_SHOWN_FUNCTIONS)
-    return _python_calls(stats) / (_PROFILED_BURSTS * burst), text.getvalue()
-
-
-def _python_calls(stats: pstats.Stats) -> int:
-    """Count the calls of functions in Python; what is built in has no file."""
     times: Mapping[tuple[str, int, str], tuple[int, int]] = stats.stats  # type: ignore[attr-defined]
-    return sum(each[1] for (path, _, _), each in times.items() if path != "~")
+    # Built-in functions have no file.
+    num_calls = sum(each[1] for (path, _, _), each in times.items() if path != "~")
+    return num_calls / (_PROFILED_BURSTS * burst), text.getvalue()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -24,7 +24,7 @@ from epcomm import ConfigError
 from epcomm.bench.check import CheckError
 from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.ranks import join_ranks
-from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.bench.timing import Clock, Percentiles, captured
 
 # 256 MiB: several times the cache of any GPU, so that writing it leaves nothing else there.
 _FLUSH_BYTES = 256 * 2**20
@@ -78,7 +78,7 @@ def time_cold(call: Callable[[], object], device: torch.device, num_calls: int) 
     graph, laps = captured(call), []
     for _ in range(num_calls):
         flush.zero_()
-        clock = EventClock()
+        clock = Clock(device)
         clock.mark()
         graph.replay()
         clock.mark()
@@ -98,7 +98,7 @@ def copy_rate(device: torch.device, num_calls: int) -> float:
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     target.copy_(source)
-    clock = EventClock()
+    clock = Clock(device)
     for _ in range(num_calls + 1):
         clock.mark()
         target.copy_(source)

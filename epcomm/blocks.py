@@ -10,6 +10,12 @@ from torch import Tensor, nn
 from epcomm.errors import ConfigError
 from epcomm.records import TopKOutput
 
+# Fields of BlockLayout that name a part.
+_PARTS = (
+    *("router", "correction_bias", "shared_experts", "shared_experts_gate"),
+    *("latent_in", "latent_out", "output_norm"),
+)
+
 
 class RouterInput(StrEnum):
     """An input of the call of a router.
@@ -29,10 +35,10 @@ class RouterInput(StrEnum):
 class BlockLayout:
     """The parts of a block by what they do: dotted names below the block; None: there is none.
 
-    router: returns logits [T, E], or a tuple whose first entry they are; with the routing
+    router: returns logits [T, E], or a tuple that begins with them; with the routing
         chosen_by_router, (logits, topk_weights [T, K], topk_ids [T, K], ...).
     router_inputs: its arguments, in order.
-    correction_bias: E values, whatever their shape, that the routing wants.
+    correction_bias: E values in any shape, which the routing adds to scores.
     shared_experts: [..., H] to [..., H], computed on every rank's own tokens.
     shared_experts_gate: [..., H] to [..., 1]; its sigmoid multiplies the result of the shared
     experts.
@@ -58,15 +64,7 @@ class BlockLayout:
 
     def names(self) -> dict[str, str]:
         """Map the field of each part that is there to the name of the part."""
-        named = {
-            "router": self.router,
-            "correction_bias": self.correction_bias,
-            "shared_experts": self.shared_experts,
-            "shared_experts_gate": self.shared_experts_gate,
-            "latent_in": self.latent_in,
-            "latent_out": self.latent_out,
-            "output_norm": self.output_norm,
-        }
+        named = {field: getattr(self, field) for field in _PARTS}
         return {field: name for field, name in named.items() if name is not None}
 
 
@@ -102,3 +100,12 @@ def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
             f"{field}; pass a BlockLayout that names it"
         )
     return part
+
+
+def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
+    """Return the tensor of a block that its layout calls correction_bias; None: there is none."""
+    if layout.correction_bias is None:
+        return None
+    bias = find_part(block, "correction_bias", layout.correction_bias)
+    assert isinstance(bias, Tensor), "find_part() checks it"
+    return bias

@@ -7,17 +7,17 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from enum import Enum, StrEnum
+from enum import StrEnum
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, TypeVar
+from typing import Literal
 
 from epcomm.errors import ConfigError, describe_kind, shown
-from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, is_size
+from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, enum_member, is_size
 
 
 class Mode(StrEnum):
-    """The way in which tokens travel."""
+    """The manner in which tokens are sent."""
 
     STANDARD = "standard"
     NORMAL = "normal"
@@ -35,10 +35,10 @@ class Router(StrEnum):
     TRITON = "triton"
 
 
-E = TypeVar("E", bound=Enum)
-
 _OPTIONAL_ENUMS: Mapping[str, type[StrEnum]] = MappingProxyType(
     {
+        "mode": Mode,
+        "router": Router,
         "dispatch_dtype": WireDtype,
         "dispatch_scales": ScaleDtype,
         "int8_profile": Int8Profile,
@@ -61,7 +61,7 @@ def environment() -> Mapping[str, str]:
 class EPConfig:
     """Every choice of one expert-parallel layer; equal on all ranks.
 
-    mode: how tokens travel; `auto` takes normal, or low latency if the caller passes decode=True
+    mode: how tokens are sent; `auto` takes normal, or low latency if the caller passes decode=True
         (with exact sizes on CPU ranks); in `fuseep` one operator also computes the experts.
     backend: `collective`, `shared_memory`, `hierarchical`, `nvlink`, `deep_ep_v1`, `deep_ep_v2`,
         `deep_ep` for whichever of the two is installed, `ascend`, or `auto`; it serves every phase
@@ -126,12 +126,12 @@ class EPConfig:
 
     def __post_init__(self) -> None:
         # Plain strings are welcome (files, command lines); the fields hold the enums.
-        object.__setattr__(self, "mode", _enum_member("mode", Mode, self.mode))
-        object.__setattr__(self, "router", _enum_member("router", Router, self.router))
+        object.__setattr__(self, "mode", enum_member("EPConfig: mode", Mode, self.mode))
+        object.__setattr__(self, "router", enum_member("EPConfig: router", Router, self.router))
         for name, kind in _OPTIONAL_ENUMS.items():
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, _enum_member(name, kind, value))
+                object.__setattr__(self, name, enum_member(f"EPConfig: {name}", kind, value))
         scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
         _check_scales(self.dispatch_dtype, scales)
         for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
@@ -142,7 +142,7 @@ class EPConfig:
         is_count = is_count and not isinstance(redundant, bool)
         _expect("redundant_experts", redundant, is_count, f"0 to {MAX_SIZE}, or None")
         is_number = isinstance(self.timeout_s, int | float) and not isinstance(self.timeout_s, bool)
-        # `> 0` alone would let NaN through the other way round, and text raise by itself.
+        # NaN fails the comparison; text would raise a TypeError, so the type is checked first.
         is_time = is_number and 0 < self.timeout_s <= MAX_SIZE
         _expect("timeout_s", self.timeout_s, is_time, f"seconds > 0, at most {MAX_SIZE}")
         for name in ("backend", "runner"):
@@ -168,7 +168,7 @@ class EPConfig:
                 f"EPConfig: {source} has unknown fields {unknown}; known are {sorted(known)}"
             )
         for name, value in values.items():
-            # Also because showing what is nested may take as long as it likes.
+            # Showing a nested value could also take unbounded time.
             if isinstance(value, list | dict):
                 raise ConfigError(
                     f"EPConfig: {source} gives {name} as {describe_kind(value)}, expected one value"
@@ -189,7 +189,7 @@ class EPConfig:
         if path.suffix not in _READERS:
             endings = ", ".join(_READERS)
             raise ConfigError(
-                f"EPConfig.from_file: {path.name} has another ending than {endings}; rename or "
+                f"EPConfig.from_file: {path.name} does not end in one of {endings}; rename or "
                 "convert it"
             )
         values = _read_values(path)
@@ -225,7 +225,7 @@ def _read_values(path: Path) -> Mapping[str, object]:
             "pip install pyyaml, or write TOML or JSON"
         ) from None
     except ValueError as error:
-        # Some parsers tell where in several lines.
+        # Some parsers describe the position in several lines.
         why = " ".join(str(error).split())
         raise ConfigError(f"EPConfig.from_file: {path.name} does not parse: {why}") from None
     except RecursionError:
@@ -246,9 +246,9 @@ def _parse_yaml(text: str) -> object:
     try:
         values = yaml.safe_load(text)
     except (yaml.YAMLError, LookupError, AttributeError, ArithmeticError) as error:
-        # The others come of tags beside values that are not theirs, as `!!int ""`.
+        # The other errors come from tags on values of another type, such as `!!int ""`.
         raise ValueError(str(error)) from None
-    # An empty file says nothing, as an empty one of TOML.
+    # An empty file has no fields, as in TOML.
     return {} if values is None else values
 
 
@@ -263,7 +263,7 @@ def _expect(name: str, value: object, is_valid: bool, expected: str) -> None:
 
 
 def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
-    """Check that rows have the scales asked for; what the experts want is not known here."""
+    """Check that rows have the scales asked for; what the experts need is not known here."""
     if dtype is None or scales is None:
         return
     asked = f"dispatch_scales is {scales.value!r} with dispatch_dtype {dtype.value!r}"
@@ -274,16 +274,6 @@ def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
             f"EPConfig: {asked}, whose scales are float32; take fp8_e4m3, or leave dispatch_scales "
             "None"
         )
-
-
-def _enum_member(name: str, kind: type[E], value: object) -> E:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = [member.value for member in kind]
-        raise ConfigError(
-            f"EPConfig: {name} is {shown(value)}, expected one of {allowed}"
-        ) from None
 
 
 _PARSERS = {

@@ -46,7 +46,7 @@ from epcomm.records import (
 from epcomm.registry import runner_class
 from epcomm.runners.base import ExpertRunner
 from epcomm.sharding.data_parallel import check_fsdp, watch_ddp
-from epcomm.sharding.shards import is_expert_tensor, local_share, shard_of_rank
+from epcomm.sharding.shards import cut_share, is_expert_tensor, shard_of_rank
 from epcomm.sharding.state import cut_before_load, note_share, watch_optimizers
 from epcomm.spec import MoESpec
 from epcomm.stats import EPStats, LayerCounter
@@ -205,7 +205,7 @@ class ExpertParallelExperts(nn.Module):
 
         If an ordinary parameter with this rank's experts replaces an expert parameter, it is
         wrapped in an ExpertTensor of the same memory, so that checkpoints and optimizers know which
-        experts it has. Then a warning says that the layer holds a different object.
+        experts it has. Then a warning reports that the layer holds a different object.
         """
         if param is not None and name in self._names.values() and not hasattr(param, "device_mesh"):
             held = self.as_expert_tensor(param.detach())
@@ -425,7 +425,9 @@ class ExpertParallelExperts(nn.Module):
     def _register(self, weights: ExpertTensors, *, is_local: bool) -> None:
         trains = isinstance(weights, ExpertWeights) and self.plan.prefill.caps.trainable
         for role, tensor in weights.tensors().items():
-            share = _copy_of(tensor) if is_local else local_share(tensor, self.shard)
+            part = tensor.detach() if is_local else cut_share(tensor.detach(), self.shard)
+            # Kernels and gather_state_dict() need contiguous tensors, and the whole may be freed.
+            share = part.clone(memory_format=torch.contiguous_format)
             is_decided = isinstance(tensor, nn.Parameter)
             requires_grad = tensor.requires_grad if is_decided else tensor.requires_grad or trains
             parameter = nn.Parameter(self.as_expert_tensor(share), requires_grad=requires_grad)
@@ -460,11 +462,6 @@ class ExpertParallelExperts(nn.Module):
                 "operator dispatches, computes and combines in one call, layer.path.run()"
             )
         return self.path
-
-
-def _copy_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous copy, which kernels and gather_state_dict() need."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 class PipelinePath:
@@ -508,7 +505,7 @@ class PipelinePath:
         try:
             results = self._run_experts(out, weights)
         except Exception as problem:
-            # As in ExpertParallelExperts.refuse().
+            # refuse() of ExpertParallelExperts reports the error in the same manner.
             with suppress(EPError, RuntimeError):
                 error = unready_error(problem, self._group.where, function="combine")
                 dispatcher.refuse_combine(error, out.handle.exchange_plan)

@@ -67,7 +67,9 @@ class EPGroup:
             ConfigError: this rank is not a member, a mesh has more dimensions, there is no default
                 process group, or the argument has another type.
         """
-        mesh = ranks if _is_mesh(ranks) else None
+        from torch.distributed.device_mesh import DeviceMesh
+
+        mesh = ranks if isinstance(ranks, DeviceMesh) else None
         self.collectives = _collectives_of(ranks)
         # A mesh of hosts may have its ranks in another order than the process group.
         self._mesh = mesh if mesh is not None and mesh.ndim == 1 else None
@@ -326,19 +328,9 @@ def _hosts_of(mesh: DeviceMesh) -> HostLayout | None:
     """Return the host of each rank of the EP group, or None if the mesh has no hosts."""
     if mesh.ndim != _NUM_HOST_DIMENSIONS:
         return None
-    ranks, ranks_per_host = _ranks_of(mesh), mesh.size(1)
+    ranks, ranks_per_host = mesh.mesh.flatten().tolist(), mesh.size(1)
     # A process group has its ranks in ascending order, a mesh in any order.
     return HostLayout.of([ranks.index(rank) // ranks_per_host for rank in sorted(ranks)])
-
-
-def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    return mesh.mesh.flatten().tolist()
-
-
-def _is_mesh(ranks: object) -> TypeGuard[DeviceMesh]:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return isinstance(ranks, DeviceMesh)
 
 
 def _is_communicator(ranks: object) -> TypeGuard[MPI.Comm]:

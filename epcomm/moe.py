@@ -8,7 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from epcomm.blocks import BlockLayout, RouterInput, chosen_by_router, find_part
+from epcomm.blocks import (
+    BlockLayout,
+    RouterInput,
+    chosen_by_router,
+    correction_bias_of,
+    find_part,
+)
 from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
@@ -26,7 +32,7 @@ from epcomm.stats import EPStats
 class ExpertParallelMoE(nn.Module):
     """Routes, computes the routed experts of all ranks' tokens, and adds the shared experts.
 
-    Parts keep the names of the block they came from, so state_dict names do too.
+    Parts keep their names in the block, so state_dict names do too.
     """
 
     def __init__(
@@ -86,7 +92,7 @@ class ExpertParallelMoE(nn.Module):
         """Spread the experts of a transformers MoE block over the group.
 
         The block is read by its structure, whatever its class, and a copy of it confirms on a few
-        random tokens what was read; docs/blocks.md says how.
+        random tokens what was read; docs/blocks.md describes how.
 
         Args:
             block: a whole block, equal on all ranks; its experts are copied, the rest is reused.
@@ -136,7 +142,7 @@ class ExpertParallelMoE(nn.Module):
         Local.   Host sync: none.
         Raises:
             ShapeError: x is no tensor, or has another H.
-            ConfigError: the router wants input_ids and there are none.
+            ConfigError: the router needs input_ids and there are none.
         """
         return self._route(x, input_ids)
 
@@ -181,7 +187,7 @@ class ExpertParallelMoE(nn.Module):
             input_ids: [...], ids of the tokens in the vocabulary, for routers that look experts up
                 by token; others do not read them.
             decode: the phase, equal on all ranks; in mode auto it selects low latency. None: as
-                decode_phase() says, else False.
+                decode_phase() sets, otherwise False.
             topk_ids: [..., K], integers, logical experts in place of those that the router would
                 choose, distinct for a token; -1: the router chooses. Their weights follow from the
                 router's logits, with gradients. None: the router chooses all.
@@ -191,13 +197,13 @@ class ExpertParallelMoE(nn.Module):
             topk_weights [T, K], best expert first.
 
         Collective: yes, forward and backward, on every rank also when it has no token.
-        Host sync: as explain() says.
+        Host sync: see explain().
         Raises:
             ShapeError: x is no tensor, or has another H; topk_ids of another shape or dtype.
-            ConfigError: the router wants input_ids and there are none; or topk_ids are given to a
+            ConfigError: the router needs input_ids and there are none; or topk_ids are given to a
                 routing with a custom function, or inside replay_routes().
-            Exception: whatever the router raises. Each on this rank; the others raise an EPError
-                that names it, where docs/failures.md says so.
+            Exception: any error of the router. Each on this rank; the others raise an EPError
+                that names it, see docs/failures.md.
         Further it raises what ExpertParallelExperts.forward raises.
         """
         layout = self._layout
@@ -307,12 +313,8 @@ class ExpertParallelMoE(nn.Module):
         return input_ids.reshape(-1)
 
     def _correction_bias(self) -> Tensor | None:
-        name = self._layout.correction_bias
-        if name is None:
-            return None
-        bias = find_part(self, "correction_bias", name)
-        assert isinstance(bias, Tensor), "checked at creation"
-        return bias.reshape(-1)
+        bias = correction_bias_of(self, self._layout)
+        return None if bias is None else bias.reshape(-1)
 
     def _through(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else self.get_submodule(name)(x)

@@ -100,16 +100,19 @@ class SlotIndex:
     is_dense: bool = False
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
 class ExchangePlan:
-    """The immutable plan of one dispatch: indices, splits, offsets. Each buffer has a subclass.
+    """The plan of one dispatch: indices, splits, offsets. Each buffer has a subclass.
 
     An exchange plan owns its memory and may be used any number of times: for backward,
     recomputation and cached dispatches.
+
+    num_tokens: tokens of this rank.   num_rows: rows that it received.
     """
 
-    index: SlotIndex
     num_tokens: int
     num_rows: int
+    index: SlotIndex
 
     def rows_from_ranks(self) -> Tensor:
         """Return the number of rows from each rank, [W], integers; only in exact-size buffers."""
@@ -129,37 +132,26 @@ class Handle:
         "num_tokens",
     )
 
-    def __init__(
-        self,
-        *,
-        owner: object,
-        call: int,
-        num_tokens: int,
-        exchange_plan: ExchangePlan | None = None,
-        needs_backward: bool = False,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        """Make the handle of dispatch number `call` of `owner`.
+    def __init__(self, *, owner: object, num_tokens: int, dtype: torch.dtype | None = None) -> None:
+        """Make the handle of a dispatch of `owner` whose rows have not been received.
 
-        exchange_plan, needs_backward: see open(), for a batch that has been received.
         num_tokens: T as the caller passed it; the exchange plan of a failed batch has 0.
         dtype: the dtype of the caller's hidden states and of y; None: the dtype on the wire.
         """
         self._owner = owner
         self._spent: str | None = None
         self.exchange_plan: ExchangePlan
-        self.call = call
-        self.num_tokens = num_tokens
-        self.dtype = dtype
-        if exchange_plan is not None:
-            self.open(exchange_plan, needs_backward)
+        self.num_tokens, self.dtype = num_tokens, dtype
+        self.needs_backward = False
 
-    def open(self, exchange_plan: ExchangePlan, needs_backward: bool) -> None:
+    def open(self, exchange_plan: ExchangePlan, *, call: int, needs_backward: bool) -> None:
         """Set the exchange plan of the batch after its rows have been received.
 
+        call: the number of the dispatch, for messages.
         needs_backward: all ranks run the backward of this batch, because some rank needs it.
         """
-        self.exchange_plan, self.needs_backward = exchange_plan, needs_backward
+        self.exchange_plan, self.call = exchange_plan, call
+        self.needs_backward = needs_backward
 
     def check(self, owner: object) -> None:
         """Raise HandleError unless `owner` made this handle and it is unspent."""
@@ -202,7 +194,6 @@ class RowsDispatchOutput:
     slot_weights: [C], float32, or float64 with float64 rows; differentiable on trainable buffers;
         None if dispatch sent no weights.
     weights_applied_by: the part that multiplies by slot_weights.
-    combine_rows: [C, H], memory that combine can send from without a copy, or None.
     """
 
     hidden_states: WireTensor
@@ -210,7 +201,6 @@ class RowsDispatchOutput:
     slot_weights: Tensor | None
     weights_applied_by: WeightsAppliedBy
     handle: Handle
-    combine_rows: Tensor | None = None
 
     layout = Layout.ROWS
 

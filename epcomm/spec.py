@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import torch
@@ -102,8 +102,8 @@ class Availability:
 class HostLayout:
     """The host of each rank of a group; equal on all ranks.
 
-    The place of a rank is its index among the ranks of its host. Hosts are numbered in the order of
-    their first ranks. Example: ranks on hosts 0 0 1 1 have the places 0 1 0 1.
+    The local index of a rank is its index among the ranks of its host. Hosts are numbered in the
+    order of their first ranks. Example: ranks on hosts 0 0 1 1 have the local indices 0 1 0 1.
 
     host_of_rank: [W], the number of the host of each rank.
     """
@@ -195,23 +195,10 @@ class BufferSpec:
 
     def as_record(self) -> dict[str, str | int | None]:
         """Return plain values for Collectives.agree()."""
-        return {
-            "hidden_size": self.hidden_size,
-            "top_k": self.top_k,
-            "num_local_experts": self.num_local_experts,
-            "dispatch_format": f"{self.dispatch_format} {self.dispatch_format.scale_dtype}",
-            "hidden_format": f"{self.hidden_format} {self.hidden_format.scale_dtype}",
-            "max_tokens_per_rank": self.max_tokens_per_rank,
-            "max_recv_slots": self.max_recv_slots,
-            "expert_alignment": self.expert_alignment,
-            "compares_calls": self.compares_calls,
-            "num_sms": self.num_sms,
-            "batches_in_flight": self.batches_in_flight,
-            "intermediate_size": self.intermediate_size,
-            "returns_slots": self.returns_slots,
-            "scale_layout": str(self.scale_layout),
-            "hosts": None if self.hosts is None else str(self.hosts),
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("dispatch_format", "hidden_format"):
+            values[name] = f"{values[name]} {values[name].scale_dtype}"
+        return {n: v if v is None or isinstance(v, int) else str(v) for n, v in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import Enum, StrEnum
 from functools import cache
-from typing import TypeGuard
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError
+from epcomm.errors import ConfigError, shown
 
 # 16 B: the widest vector load and the row-stride rule of torch's grouped matmul.
 ROW_ALIGNMENT_BYTES = 16
@@ -19,10 +19,25 @@ MAX_SIZE = 2**31 - 1
 # The most ranks: plans look at each pair, and no group has as many.
 MAX_RANKS = 4096
 
+E = TypeVar("E", bound=Enum)
+
 
 def is_size(value: object, most: int = MAX_SIZE) -> TypeGuard[int]:
     """Return whether a value is an integer from 1 to `most`, and no bool."""
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def enum_member(what: str, kind: type[E], value: object) -> E:
+    """Return the member of an enum for a member or its value; `what` names it in the message.
+
+    Raises:
+        ConfigError: there is no such member.
+    """
+    try:
+        return kind(value)
+    except ValueError:
+        allowed = [member.value for member in kind]
+        raise ConfigError(f"{what} is {shown(value)}, expected one of {allowed}") from None
 
 
 def align_up(value: int, multiple: int) -> int:
@@ -31,7 +46,7 @@ def align_up(value: int, multiple: int) -> int:
 
 
 class WireDtype(StrEnum):
-    """The element type of hidden states while they travel.
+    """The element type in which hidden states are sent.
 
     torch_dtype: the torch dtype that holds one element.
     is_quantized: rows have scales.

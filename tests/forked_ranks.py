@@ -1,4 +1,4 @@
-"""Fork the ranks of a launch from one process, which has imported torch and collected the tests.
+"""Fork the ranks of launches from one process, which has imported torch and collected the tests.
 
 torchrun starts each rank as a new interpreter, which imports and collects for 5 to 8 s of CPU time.
 Forked ranks have one seed of hashes, so that a set has the same order on all of them; ranks of MPI
@@ -9,12 +9,77 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 
 # Seconds from SIGTERM to SIGKILL: those of torch.distributed.run.
 _KILL_AFTER_S = 30
+
+
+@dataclass
+class Copy:
+    """A copy of this process, with methods of subprocess.Popen."""
+
+    pid: int
+    pipe: int  # its end at this process
+    returncode: int | None = None
+
+    def start(self, folder: Path) -> None:
+        """Let the copy go on, with its output in output.txt of the folder."""
+        os.write(self.pipe, os.fsencode(folder))
+        os.close(self.pipe)
+
+    def cancel(self) -> None:
+        """End a copy that was not started."""
+        os.close(self.pipe)
+        os.waitpid(self.pid, 0)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float = float("inf")) -> int:
+        deadline_s = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline_s:
+                raise subprocess.TimeoutExpired("a copy of pytest", timeout)
+            time.sleep(0.05)
+        assert self.returncode is not None, "it has ended"
+        return self.returncode
+
+    def terminate(self) -> None:
+        os.kill(self.pid, signal.SIGTERM)
+
+
+def fork_copy(others: Sequence[Copy]) -> Copy | Path:
+    """Return a copy of this process, and in the copy its folder, once it is started."""
+    end_of_copy, end_here = os.pipe()
+    if pid := os.fork():
+        os.close(end_of_copy)
+        return Copy(pid=pid, pipe=end_here)
+    # Signals of the terminal reach the first process alone.
+    os.setsid()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    # Others that are not started end when the first process has closed their pipes.
+    for pipe in (end_here, *(other.pipe for other in others)):
+        os.close(pipe)
+    folder = Path(os.fsdecode(os.read(end_of_copy, 4096)))
+    if folder == Path():
+        os._exit(0)
+    os.close(end_of_copy)
+    with (folder / "output.txt").open("wb") as output, open(os.devnull) as nothing:
+        for file, number in ((nothing, 0), (output, 1), (output, 2)):
+            os.dup2(file.fileno(), number)
+    return folder
 
 
 def fork_ranks(num_ranks: int) -> None:

@@ -2,8 +2,10 @@
 
 `@pytest.mark.mpi_ranks(2, 4)` runs it under MPI, and `@pytest.mark.host_ranks(4, 8)` on simulated
 hosts (tests/hosts/network.py) with two ranks each. A test may have several of these marks. It is
-parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`. The fixture
-`ep_ranks` is the argument of EPGroup: None for the default process group, or the MPI world.
+parametrised over the sizes as `num_ranks`, with ids like `ranks4`, `mpi4` and `hosts4`; the sizes
+of `ranks(2, slow=(4, 8))` that `slow` names are marked slow, and so are more than two MPI ranks.
+The fixture `ep_ranks` is the argument of EPGroup: None for the default process group, or the MPI
+world.
 
 Outer run (plain pytest): up to MAX_TESTS_OF_LAUNCH selected tests of one transport and size run in
 one launch of scripts/launch_multi_rank.sh, and each has its own result: passed if it passed on
@@ -11,10 +13,12 @@ every rank. A failure ends its launch, because the ranks are then out of step; t
 run in the next launch. Launches run in the background, two at a time during the single-process
 tests, which run first, and then three at a time, because ranks often wait for one another. With
 tests marked slow, which have limits in seconds, and on devices, launches run one after another.
+The first launches of CPU ranks need no launcher: they are copies of this process, forked after it
+has collected the tests.
 
-Inner run (under the launcher, one process per rank): the session has a process group (gloo) or MPI,
-skips and empty selections are failures, and each rank appends its results to a file of JSON lines
-for the outer run.
+Inner run (under the launcher or in a copy, one process per rank): the session has a process group
+(gloo) or MPI, skips and empty selections are failures, and each rank appends its results to a file
+of JSON lines for the outer run.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -43,7 +47,7 @@ from _pytest.capture import CaptureManager  # each rank needs its own
 from _pytest.skipping import evaluate_skip_marks  # pytest has no public way to ask this
 
 from tests.buffers.nvlink.shared_gpus import let_ranks_share_gpus
-from tests.forked_ranks import fork_ranks
+from tests.forked_ranks import Copy, fork_copy, fork_ranks
 from tests.hosts import network
 
 if TYPE_CHECKING:
@@ -64,8 +68,8 @@ RANKS_PER_HOST = 2
 
 # Tests of one launch; more are split, so that no launch continues alone after the others ended.
 MAX_TESTS_OF_LAUNCH = 1000
-# A launch of at least this many tests imports transformers before it forks the ranks: some tests
-# need it, and with the compiler and DTensor it takes 5 s.
+# A run of at least this many tests imports transformers before it forks ranks: some tests need it,
+# and with the compiler and DTensor it takes 5 s.
 MANY_TESTS = 100
 # Seconds that a collective waits for a missing rank.
 COLLECTIVE_LIMIT_S = 60
@@ -98,6 +102,11 @@ class World:
     def __str__(self) -> str:
         return f"{MARKS[self.transport]}({self.num_ranks})"
 
+    @property
+    def is_slow(self) -> bool:
+        """Ranks of MPI are interpreters, of which each imports and collects for 7 s of CPU time."""
+        return self.transport == "mpi" and self.num_ranks > 2
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
@@ -121,7 +130,12 @@ def pytest_configure(config: pytest.Config) -> None:
     transport = os.environ.get(UNDER_LAUNCHER_ENV)
     if transport and HOSTS_ENV in os.environ:
         transport = "hosts"
-    config.pluginmanager.register(InnerRun(transport) if transport else OuterRun(config))
+    if transport:
+        num_forks = os.environ.pop(FORK_ENV, None)  # not for what the tests launch
+        world = World(transport, int(num_forks or os.environ["WORLD_SIZE"]))
+        config.pluginmanager.register(InnerRun(world, forks=num_forks is not None))
+    else:
+        config.pluginmanager.register(OuterRun(config))
 
 
 def pytest_collection_finish() -> None:
@@ -132,18 +146,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     worlds = []
     for transport, mark in MARKS.items():
         marker = metafunc.definition.get_closest_marker(mark)
-        if marker is not None and not marker.args:
+        if marker is None:
+            continue
+        if not marker.args:
             pytest.fail(f"{metafunc.definition.nodeid}: {mark}() names no size", pytrace=False)
-        worlds += [World(transport, size) for size in (marker.args if marker else ())]
+        for size in (*marker.args, *marker.kwargs.get("slow", ())):
+            is_slow = size not in marker.args or World(transport, size).is_slow
+            marks = [pytest.mark.slow] if is_slow else []
+            worlds.append(pytest.param(transport, size, marks=marks, id=f"{IDS[transport]}{size}"))
     if not worlds:
         return
+    if hasattr(metafunc.function, "hypothesis"):
+        pytest.fail(f"{metafunc.definition.nodeid}: ranks draw different examples", pytrace=False)
     names = ["transport", "num_ranks"]
     metafunc.fixturenames += [name for name in names if name not in metafunc.fixturenames]
-    metafunc.parametrize(
-        names,
-        [(world.transport, world.num_ranks) for world in worlds],
-        ids=[f"{IDS[world.transport]}{world.num_ranks}" for world in worlds],
-    )
+    metafunc.parametrize(names, worlds)
 
 
 def world_of(item: pytest.Item) -> World | None:
@@ -172,16 +189,14 @@ class RankResult:
 class InnerRun:
     """One rank under the launcher."""
 
-    def __init__(self, transport: str) -> None:
+    def __init__(self, world: World, *, forks: bool) -> None:
         self.rank = 0  # also before the ranks are forked
-        num_forks = os.environ.pop(FORK_ENV, None)  # not for what the tests launch
-        self.forks = num_forks is not None
-        self.world = World(transport, int(num_forks or os.environ["WORLD_SIZE"]))
+        self.world = world
+        self.forks = forks
         # Nothing is captured yet, so this stays the terminal.
         self.terminal = os.fdopen(os.dup(2), "w")
         self.results_path: Path | None = None
-        make_hypothesis_agree()
-        if not self.forks:
+        if not forks:
             self.begin()
 
     def begin(self) -> None:
@@ -225,18 +240,30 @@ class InnerRun:
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> None:
         if self.forks and not session.testsfailed and not session.config.option.collectonly:
-            # Each rank captures to its own files.
-            capture = session.config.pluginmanager.getplugin("capturemanager")
-            assert isinstance(capture, CaptureManager), "pytest's own plugin"
-            capture.stop_global_capturing()
-            if len(session.items) >= MANY_TESTS:
-                with suppress(ImportError):
-                    import_module("transformers.modeling_utils")
-            freeze_objects()
-            fork_ranks(self.world.num_ranks)
-            capture.start_global_capturing()
-            capture.suspend_global_capture()
+            with ready_to_fork(session.config, len(session.items)):
+                fork_ranks(self.world.num_ranks)
             self.begin()
+
+    def take_over(self, session: pytest.Session, nodeids: Sequence[str]) -> None:
+        """Fork the ranks from a process that was an outer run, and select their tests."""
+        config = session.config
+        for name in ("lfplugin", "nfplugin", "stepwiseplugin"):  # -p no:cacheprovider
+            if config.pluginmanager.has_plugin(name):
+                config.pluginmanager.unregister(name=name)
+        config.option.no_summary = config.option.runxfail = True
+        config.option.maxfail = 1
+        # Crashes are shown here, not on the terminal of the outer run.
+        faulthandler.enable(self.terminal)
+        fork_ranks(self.world.num_ranks)
+        config.pluginmanager.register(self)
+        self.begin()
+        chosen = set(nodeids)
+        session.items = [item for item in session.items if item.nodeid in chosen]
+        for item in session.items:
+            assert isinstance(item, pytest.Function), "only functions have a world"
+            # It was no fixture when the test was collected.
+            names = [name for name in item.fixturenames if name != "ep_ranks"]
+            item.fixturenames[:] = ["ep_ranks", *names]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_make_collect_report(
@@ -370,22 +397,27 @@ def freeze_objects() -> None:
     gc.enable()
 
 
-def make_hypothesis_agree() -> None:
-    """Make all ranks draw the same examples, independent of seeds, time and stored examples.
+@contextmanager
+def ready_to_fork(config: pytest.Config, num_tests: int) -> Iterator[None]:
+    """Import and freeze what forked processes share; each captures to its own files."""
+    capture = config.pluginmanager.getplugin("capturemanager")
+    assert isinstance(capture, CaptureManager), "pytest's own plugin"
+    capture.stop_global_capturing()
+    if num_tests >= MANY_TESTS:
+        with suppress(ImportError):
+            import_module("transformers.modeling_utils")
+    freeze_objects()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    yield
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
 
-    No shrinking, because a failed rank would repeat the test alone.
-    """
-    from hypothesis import HealthCheck, Phase, settings
 
-    settings.register_profile(
-        "multi_rank",
-        derandomize=True,
-        database=None,
-        deadline=None,
-        phases=[Phase.explicit, Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow],
-    )
-    settings.load_profile("multi_rank")
+def can_fork(world: World) -> bool:
+    """Return whether the ranks can be copies of this process, as scripts/launch_multi_rank.sh."""
+    has_devices = BACKEND_ENV in os.environ or Path("/dev/nvidiactl").exists()
+    return world.transport == "torch" and sys.platform == "linux" and not has_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -402,6 +434,18 @@ class Launch:
     duration_s: float
 
 
+Process = Copy | subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Tests of one launch."""
+
+    world: World
+    nodeids: list[str]
+    copy: Copy | None  # None: the launcher starts the ranks
+
+
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
     """The result of one test over all ranks."""
@@ -416,10 +460,10 @@ class OuterRun:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.stall_limit_s = float(config.getini("multi_rank_stall_limit_s"))
-        self.items: dict[World, list[pytest.Item]] = defaultdict(list)
+        self.items: dict[World, list[pytest.Function]] = defaultdict(list)
         self.nodeids: dict[World, list[str]] = {}  # those to launch
         # Written by the threads of launches, under `changed`; the tests that none has taken yet.
-        self.shares: list[tuple[World, list[str]]] = []
+        self.shares: list[Share] = []
         self.verdicts: dict[str, Verdict] = {}
         self.launches: list[Launch] = []
         self.threads: list[threading.Thread] = []
@@ -438,9 +482,6 @@ class OuterRun:
         for item in session.items:
             if isinstance(item, pytest.Function) and (world := world_of(item)):
                 self.items[world].append(item)
-                # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
-                # skip and xfail marks, -x and all reports.
-                item.fixturenames = []
                 if world.transport == "hosts" and (reason := network.missing()):
                     item.add_marker(pytest.mark.skip(reason=f"no hosts of our own: {reason}"))
         for world, items in self.items.items():
@@ -449,11 +490,15 @@ class OuterRun:
                 self.nodeids[world] = launched
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtestloop(self) -> Generator[None, object, object]:
+    def pytest_runtestloop(self, session: pytest.Session) -> Generator[None, object, object]:
         if not self.nodeids or self.config.option.collectonly:
             return (yield)
-        # The longest first.
-        self.shares = sorted(split(self.nodeids), key=lambda share: len(share[1]))
+        if self.fork_copies(session):
+            return (yield)  # on a rank
+        for item in (item for of_world in self.items.values() for item in of_world):
+            # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
+            # skip and xfail marks, -x and all reports.
+            item.fixturenames = []
         self.num_at_first = self.num_at_a_time()
         for _ in range(self.num_at_first):
             self.start_thread()
@@ -463,6 +508,26 @@ class OuterRun:
             self.must_end.set()
             for thread in self.threads:
                 thread.join()
+            for share in self.shares:
+                if share.copy:
+                    share.copy.cancel()
+
+    def fork_copies(self, session: pytest.Session) -> bool:
+        """Fork a copy of this process for each launch of CPU ranks; return True on its ranks."""
+        # The longest is the first to be taken.
+        launches = sorted(split(self.nodeids), key=lambda launch: len(launch[1]))
+        num_tests = max((len(nodeids) for world, nodeids in launches if can_fork(world)), default=0)
+        with ready_to_fork(self.config, num_tests):
+            for world, nodeids in launches:
+                copies = [share.copy for share in self.shares if share.copy]
+                copy = fork_copy(copies) if can_fork(world) else None
+                if isinstance(copy, Path):
+                    os.environ |= {UNDER_LAUNCHER_ENV: world.transport, RESULTS_ENV: str(copy)}
+                    self.config.pluginmanager.unregister(self)
+                    InnerRun(world, forks=True).take_over(session, nodeids)
+                    return True
+                self.shares.append(Share(world=world, nodeids=nodeids, copy=copy))
+        return False
 
     def start_thread(self) -> None:
         """Start launching, in parallel with running launches."""
@@ -475,7 +540,7 @@ class OuterRun:
         is_timed = any(item.get_closest_marker("slow") for item in items)
         return 1 if is_timed or BACKEND_ENV in os.environ else 2
 
-    def next_share(self) -> tuple[World, list[str]] | None:
+    def next_share(self) -> Share | None:
         """Take tests that no thread has taken, or return None."""
         with self.changed:
             return self.shares.pop() if self.shares else None
@@ -484,9 +549,10 @@ class OuterRun:
         """Launch until every test has a verdict, or the run ends."""
         try:
             while (share := self.next_share()) is not None:
-                world, nodeids = share
-                while undone := [n for n in nodeids if n not in self.verdicts]:
-                    launch = self.launch(world, undone)
+                copy = share.copy
+                while undone := [n for n in share.nodeids if n not in self.verdicts]:
+                    launch = self.launch(share.world, undone, copy)
+                    copy = None
                     if self.must_end.is_set():
                         return
                     with self.changed:
@@ -544,8 +610,8 @@ class OuterRun:
                 f"{world}: {num_tests} tests, {seconds:.1f} s, launches: {len(launches)}"
             )
 
-    def launch(self, world: World, nodeids: list[str]) -> Launch:
-        """Run tests of one world."""
+    def launch(self, world: World, nodeids: list[str], copy: Copy | None) -> Launch:
+        """Run tests of one world, in a copy of this process or by the launcher."""
         start_s = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="epcomm-ranks-") as folder_name:
             folder = Path(folder_name)
@@ -563,7 +629,13 @@ class OuterRun:
             ]
             if self.config.inipath:
                 arguments += ["-c", str(self.config.inipath)]
-            ending = self.run_launcher(world, arguments, folder)
+            if copy:
+                copy.start(folder)
+            process = copy or self.start_launcher(world, arguments, folder)
+            try:
+                ending = self.wait(process, world.num_ranks, folder)
+            finally:
+                stop(process)
             files = list(folder.glob("rank*.jsonl"))
             lines = [line for file in files for line in file.read_text("utf-8").splitlines()]
             return Launch(
@@ -583,8 +655,9 @@ class OuterRun:
                 duration_s=time.monotonic() - start_s,
             )
 
-    def run_launcher(self, world: World, arguments: list[str], folder: Path) -> str:
-        """Run the launcher until it ends or hangs; return how it failed, empty on success."""
+    def start_launcher(
+        self, world: World, arguments: list[str], folder: Path
+    ) -> subprocess.Popen[bytes]:
         environment = os.environ | {"PYTHON": sys.executable, RESULTS_ENV: str(folder)}
         environment.pop("NNODES", None)
         command = [str(LAUNCHER), str(world.num_ranks)]
@@ -597,7 +670,7 @@ class OuterRun:
             command = [sys.executable, "-m", "tests.hosts.launch", *options]
         with (folder / "output.txt").open("wb") as output:
             # A new session, so that only this process receives Ctrl-C, which stop() relays once.
-            process = subprocess.Popen(
+            return subprocess.Popen(
                 [*command, *arguments],
                 cwd=self.config.rootpath,  # node ids are relative to it
                 env=environment,
@@ -606,12 +679,8 @@ class OuterRun:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            try:
-                return self.wait(process, world.num_ranks, folder)
-            finally:
-                stop(process)
 
-    def wait(self, process: subprocess.Popen[bytes], num_ranks: int, folder: Path) -> str:
+    def wait(self, process: Process, num_ranks: int, folder: Path) -> str:
         """Wait for the end while results arrive; return how it failed, empty on success."""
         progress, changed_at_s = [], time.monotonic()
         while process.poll() is None:
@@ -637,7 +706,7 @@ def split(nodeids: Mapping[World, list[str]]) -> Iterator[tuple[World, list[str]
             yield world, of_world[start : start + size]
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: Process) -> None:
     """End a launch; its first process ends the ranks, which have their own sessions or groups."""
     if process.poll() is None:
         process.terminate()

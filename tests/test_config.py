@@ -143,7 +143,7 @@ def test_file_holds_the_fields(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.ini", "mode: normal", "config.ini has another ending than .toml, .json, .yaml"),
+        ("config.ini", "mode: normal", "config.ini does not end in one of .toml, .json, .yaml"),
         ("config.yaml", "1: 2", "config.yaml has unknown fields ['1']; known are"),
         ("config.toml", "tokens = 1", "config.toml has unknown fields ['tokens']; known are"),
         ("config.json", '{"mode": "fast"}', "mode is 'fast'"),

@@ -23,10 +23,11 @@ HIDDEN = 8
 OWNER = object()
 
 
-def handle() -> Handle:
-    return Handle(
-        owner=OWNER, exchange_plan=ExchangePlan(), call=7, num_tokens=2, needs_backward=False
-    )
+def handle(index: SlotIndex) -> Handle:
+    made = Handle(owner=OWNER, num_tokens=2)
+    exchange_plan = ExchangePlan(num_tokens=2, num_rows=3, index=index)
+    made.open(exchange_plan, call=7, needs_backward=False)
+    return made
 
 
 def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatchOutput:
@@ -40,7 +41,7 @@ def rows_output(who: WeightsAppliedBy, *, has_index: bool = True) -> RowsDispatc
         index=index,
         slot_weights=torch.ones(4),
         weights_applied_by=who,
-        handle=handle(),
+        handle=handle(index),
     )
 
 
@@ -52,12 +53,12 @@ def masked_output(who: WeightsAppliedBy) -> MaskedDispatchOutput:
         num_tokens_per_expert=torch.tensor([3, 1], dtype=torch.int32),
         slot_weights=torch.ones(2, 3),
         weights_applied_by=who,
-        handle=handle(),
+        handle=rows_output(who).handle,
     )
 
 
 def test_handle_belongs_to_its_owner_and_is_spent_once() -> None:
-    claim = handle()
+    claim = rows_output(WeightsAppliedBy.RUNNER).handle
     claim.check(OWNER)
     with pytest.raises(HandleError, match="dispatch call 7 belongs to another dispatcher"):
         claim.check(object())

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import torch.distributed as dist
 import typer
@@ -27,7 +27,7 @@ from benchmarks.tables import render
 from epcomm import EPGroup, Mode
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import Contender, Experts
+from epcomm.bench.contenders.base import Contender, DispatchedT, Experts
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Timing
@@ -36,8 +36,6 @@ from epcomm.bench.turns import wait_for_all
 from epcomm.cli.records import takes_records
 from epcomm.testing.data import RankBatch
 from tests.hosts.network import sent_bytes
-
-DispatchedT = TypeVar("DispatchedT")
 
 # Calls whose bytes are counted, after the measurement.
 _COUNTED_CALLS = 4
@@ -72,11 +70,7 @@ def _sent_of_all(batch: RankBatch) -> int:
 def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, float]:
     """Count the bytes of every backend, and of what torch alone offers. Collective: yes."""
     (tokens,), spec = options.tokens, options.moe_spec()
-    experts = Experts(
-        rank=group.rank,
-        world_size=group.world_size,
-        num_local=options.experts // group.world_size,
-    )
+    experts = Experts.of(group, options.experts)
     contenders: dict[str, Contender] = {
         backend: Epcomm(group, spec, options.config(Mode.NORMAL, tokens, backend))
         for backend in options.backends
@@ -108,7 +102,7 @@ def run(options: BenchOptions, gbit_per_s: float) -> dict[str, object]:
     report = run_bench(options, lambda tokens: None)
     if report.wrong:
         raise CheckError("; ".join(each.fault for each in report.wrong))
-    timings = {each.backend: each for each in report.timings}
+    timings = {each.backend: each for each in report.results}
     with EPGroup(dist.group.WORLD) as group:
         sent = bytes_of_contenders(options, group)
     return {

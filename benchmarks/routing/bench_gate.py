@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.measuring import Output, gpu_of, report_of, write_report
 from epcomm.bench.check import CheckError
-from epcomm.bench.timing import EventClock, Percentiles, captured
+from epcomm.bench.timing import Clock, Percentiles, captured
 from epcomm.cli.records import takes_records
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
@@ -187,7 +187,7 @@ def _time_in_graph(call: Call, laps: int) -> Percentiles:
             call()
 
     graph = captured(many)
-    clock = EventClock()
+    clock = Clock(torch.device("cuda"))
     graph.replay()
     for _ in range(laps + 1):
         clock.mark()

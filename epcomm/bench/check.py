@@ -8,17 +8,14 @@ contender runs code of this module.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.bench.contenders.base import Contender, Grouped
+from epcomm.bench.contenders.base import Contender, DispatchedT, Grouped
+from epcomm.bench.ranks import faults_of_all
 from epcomm.errors import EPError
 from epcomm.testing.data import RankBatch
-
-DispatchedT = TypeVar("DispatchedT")
 
 
 class CheckError(Exception):
@@ -44,11 +41,8 @@ def check_contender(
         fault = _find_fault(contender, batches, rank, num_local)
     except EPError as error:
         fault = str(error)
-    faults: list[str | None] = [None] * len(batches)
-    dist.all_gather_object(faults, fault)
-    found = [f"rank {where}: {what}" for where, what in enumerate(faults) if what]
-    if found:
-        raise CheckError(f"{contender.name}: {'; '.join(found)}; nothing was measured")
+    if faults := faults_of_all(fault):
+        raise CheckError(f"{contender.name}: {faults}; nothing was measured")
 
 
 def _find_fault(
@@ -61,7 +55,7 @@ def _find_fault(
         grouped,
         batches,
         first_expert,
-        order=contender.source_order(len(batches)) if contender.is_ordered else None,
+        order=contender.source_order,
         row_error=contender.row_error,
     )
     y = contender.combine(run_experts(grouped, first_expert), dispatched)
@@ -97,8 +91,7 @@ def find_row_fault(
         grouped: the rows, by expert.
         batches: of all ranks.
         first_expert: of this rank.
-        order: of the source ranks in which the rows of an expert arrive, those of a rank by token;
-            None: rows arrive in any order.
+        order: see Contender.source_order.
         row_error: see Contender.row_error; without any, rows must be the same bits.
     """
     for local, run in enumerate(grouped.runs()):
@@ -129,7 +122,7 @@ def find_sum_fault(
     # The same error of a token's row in all its terms.
     allowed += (1 + limit) * row_error * _largest(batch.x) * factors.sum(dim=1, keepdim=True)
     excess = (y.double() - expected).abs() - allowed
-    # Not `> 0`: NaN must fail too.
+    # The negation makes NaN fail too.
     if not bool((excess <= 0).all()):
         return f"y is beyond the tolerance of {limit:.1e} in {int((~(excess <= 0)).sum())} elements"
     return None

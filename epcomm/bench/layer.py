@@ -7,18 +7,18 @@ float64 without the others: the first tokens of each rank are checked so before 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from epcomm.bench.contenders.backends import find_backends
 from epcomm.bench.options import BenchOptions, dtype_of
-from epcomm.bench.ranks import of_all_ranks
+from epcomm.bench.ranks import faults_of_all
 from epcomm.bench.records import Timing, Wrong
 from epcomm.bench.timing import Clock, captured
-from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_launch, wait_for_all
+from epcomm.bench.turns import Timed, is_in_graph, time_all, time_launch, wait_for_all
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.experts import ExpertParallelExperts
@@ -43,7 +43,7 @@ class _Layer:
 
     mode: Mode
     layer: ExpertParallelExperts
-    in_graph: bool
+    in_graph: bool = False
 
     @property
     def name(self) -> str:
@@ -64,21 +64,18 @@ def measure_layers(
     right: list[_Layer] = []
     wrong: list[Wrong] = []
     expected = _expected(options, batch)
-    for mode, layer in _open_layers(options, tokens, group):
-        each = _Layer(mode=mode, layer=layer, in_graph=False)
-        faults = of_all_ranks(_find_fault(options, each, batch.x, topk, expected))
-        found = [f"rank {rank}: {what}" for rank, what in enumerate(faults) if what]
-        if found:
-            wrong.append(Wrong(name=each.name, tokens=tokens, fault="; ".join(found)))
+    for each in _open_layers(options, tokens, group):
+        faults = faults_of_all(_find_fault(options, each, batch.x, topk, expected))
+        if faults:
+            wrong.append(Wrong(name=each.name, tokens=tokens, fault=faults))
             continue
         right.append(each)
-        if is_in_graph(layer.plan.prefill, group.device):
-            right.append(_Layer(mode=mode, layer=layer, in_graph=True))
+        if is_in_graph(each.layer.plan.prefill, group.device):
+            right.append(replace(each, in_graph=True))
     calls = {
         each.name: layer_call(each.layer, batch.x, topk, in_graph=each.in_graph) for each in right
     }
-    take_turns(calls, group.device, num_rounds=options.warm_up)
-    spans = take_turns(calls, group.device, num_rounds=options.iterations)
+    us = time_all(calls, group.device, options)
     for each in right:
         each.layer.check()
     timings = [
@@ -88,16 +85,14 @@ def measure_layers(
             runner=each.layer.plan.runner or "",
             tokens=tokens,
             in_graph=each.in_graph,
-            us=percentiles_of(spans[each.name]),
+            us=us[each.name],
         )
         for each in right
     ]
     return timings, wrong
 
 
-def _open_layers(
-    options: BenchOptions, tokens: int, group: EPGroup
-) -> list[tuple[Mode, ExpertParallelExperts]]:
+def _open_layers(options: BenchOptions, tokens: int, group: EPGroup) -> list[_Layer]:
     num_local = options.experts // group.world_size
     first = group.rank * num_local
     made = [_expert(options, expert, group.device) for expert in range(first, first + num_local)]
@@ -114,7 +109,7 @@ def _open_layers(
             layer = ExpertParallelExperts(
                 weights, group, config, top_k=options.top_k, is_local=True
             )
-            opened.append((mode, layer))
+            opened.append(_Layer(mode=mode, layer=layer))
     return opened
 
 
@@ -171,7 +166,7 @@ def _tolerance(options: BenchOptions) -> float:
 
 def layer_call(
     layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput, *, in_graph: bool
-) -> Callable[[Clock], Mapping[str, float]]:
+) -> Timed:
     """Return what times a call of a layer as the span `layer`, launched from Python or replayed.
 
     Collective: in a graph.

@@ -1,4 +1,4 @@
-"""Describe what a result depends on beside the code: hardware and versions."""
+"""Describe what a result depends on in addition to the code: hardware and versions."""
 
 from __future__ import annotations
 

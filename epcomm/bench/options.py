@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import NoReturn
 
 import torch
@@ -16,9 +14,9 @@ from epcomm.spec import MoESpec
 from epcomm.testing.data import BatchSpec, RankBatch, make_batch, random_ids
 from epcomm.types import MAX_SIZE, WireDtype, is_size
 
-_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-)
+_DTYPES = {
+    each.value: each.torch_dtype for each in (WireDtype.BF16, WireDtype.FP16, WireDtype.FP32)
+}
 # Seeds of ranks and experts are slightly larger, and a generator takes 64 bits.
 _MAX_SEED = 2**63 - 1
 # The modes whose dispatch and combine can be timed separately.
@@ -133,17 +131,16 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def read_tokens(text: str) -> tuple[int, ...]:
+def read_numbers(text: str) -> tuple[int, ...]:
     """Read `1,128,1024`.
 
     Raises:
         ConfigError: it is no such list.
     """
     try:
-        numbers = tuple(int(part) for part in text.split(",") if part.strip())
+        return tuple(dict.fromkeys(map(int, _parts(text))))
     except ValueError:
         _refuse("tokens", shown(text), "numbers such as 1,128,1024")
-    return tuple(dict.fromkeys(numbers))
 
 
 def read_modes(text: str) -> tuple[Mode, ...]:
@@ -152,12 +149,10 @@ def read_modes(text: str) -> tuple[Mode, ...]:
     Raises:
         ConfigError: a name is no mode that can be measured here.
     """
-    names = [mode.value for mode in MODES]
-    found = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in found if name not in names]
-    if unknown or not found:
+    names, found = [mode.value for mode in MODES], _parts(text)
+    if not found or not set(names).issuperset(found):
         _refuse("modes", repr(text), f"some of {names}")
-    return tuple(Mode(name) for name in dict.fromkeys(found))
+    return tuple(map(Mode, dict.fromkeys(found)))
 
 
 def read_wire(text: str | None) -> WireDtype | None:
@@ -178,11 +173,15 @@ def read_backends(text: str) -> tuple[str, ...]:
     Raises:
         ConfigError: no such backend; the message lists those that exist.
     """
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts:
+    found = [name for part in _parts(text) for name in backend_names(part, Mode.AUTO)]
+    if not found:
         raise ConfigError("epcomm bench: --backend is empty, expected auto or names of backends")
-    found = [name for part in parts for name in backend_names(part, Mode.AUTO)]
     return tuple(dict.fromkeys(found))
+
+
+def _parts(text: str) -> list[str]:
+    """Return what is between the commas, without blanks."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _refuse(name: str, found: str, expected: str) -> NoReturn:

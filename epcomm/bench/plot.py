@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def check_plot(path: Path, *, command: str = "epcomm bench") -> None:
+def check_plot(path: Path, *, command: str) -> None:
     """Refuse a picture that cannot be drawn here. Local.
 
     Raises:
@@ -36,6 +36,24 @@ def check_plot(path: Path, *, command: str = "epcomm bench") -> None:
         )
 
 
+def check_writable(path: Path, *, command: str) -> None:
+    """Make the folder of a file, and refuse one that cannot be written; a file keeps its content.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("ab").close()
+        if is_new:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{command}: {path} cannot be written ({error.strerror}); name another file"
+        ) from None
+
+
 def draw(report: Report) -> Figure:
     """Return a figure with a line for each contender, on logarithmic axes."""
     from matplotlib.figure import Figure
@@ -43,7 +61,7 @@ def draw(report: Report) -> Figure:
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    for name, points in _lines(report.timings).items():
+    for name, points in _lines(report.results).items():
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     sizes = report.configuration
     place = report.hardware.get("accelerator", sizes["device"])

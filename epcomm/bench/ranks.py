@@ -27,7 +27,7 @@ BAD_INPUT = 2
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 # The file to which rank 0 writes the exit code.
 _EXIT_CODE = "exit_code"
-# Seconds that other ranks than 0 wait before they report an error: most errors are those of all
+# Seconds that all ranks but 0 wait before they report an error: most errors are those of all
 # ranks, and rank 0 has reported it and ended the run by then.
 _PATIENCE_S = 2.0
 
@@ -68,13 +68,10 @@ def report_error(error: EPError, rank: int) -> int:
     return BAD_INPUT if isinstance(error, ConfigError) else 1
 
 
-def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
-    """Start ranks on the CPU that run `work(argument)` over gloo; return its exit code.
+def start_ranks(num_ranks: int, work: Callable[[], int]) -> int:
+    """Start ranks on the CPU that run `work` over gloo; return its exit code.
 
-    Args:
-        num_ranks: processes to start.
-        work: a function of a module; all ranks return alike.
-        argument: of work; it is pickled.
+    work: it is pickled, and returns the same on all ranks.
     """
     # A large import, which ranks under torchrun do not need.
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
@@ -85,7 +82,7 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
     log.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="epcomm-bench-") as folder:
         try:
-            spawn(_run_rank, (num_ranks, folder, work, argument), nprocs=num_ranks)
+            spawn(_run_rank, (num_ranks, folder, work), nprocs=num_ranks)
             return int(Path(folder, _EXIT_CODE).read_text("utf-8"))
         except ProcessExitedException as ended:
             if ended.exit_code < 0:
@@ -99,9 +96,7 @@ def start_ranks(num_ranks: int, work: Callable[[T], int], argument: T) -> int:
             log.setLevel(level)
 
 
-def _run_rank(
-    rank: int, num_ranks: int, folder: str, work: Callable[[T], int], argument: T
-) -> None:
+def _run_rank(rank: int, num_ranks: int, folder: str, work: Callable[[], int]) -> None:
     # With a thread for each core on every rank, ranks would only wait for one another.
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // num_ranks))
     dist.init_process_group(
@@ -111,9 +106,9 @@ def _run_rank(
         world_size=num_ranks,
         timeout=COLLECTIVE_TIMEOUT,
     )
-    code = run_work(work, argument)
+    code = run_work(work)
     if rank == 0:
-        # Not as the code of this process, which would end the others while they leave.
+        # The exit code of this process would end the other ranks while they leave.
         Path(folder, _EXIT_CODE).write_text(str(code), encoding="utf-8")
 
 
@@ -129,18 +124,18 @@ def join_ranks() -> None:
         dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
 
 
-def run_work(work: Callable[[T], int], argument: T) -> int:
+def run_work(work: Callable[[], int]) -> int:
     """Run `work` on this rank of the default process group, then leave it; return the exit code.
 
     An EPError is reported in one line, by rank 0 where all ranks have it.
     """
     rank = dist.get_rank()
     try:
-        code = work(argument)
+        code = work()
         # Rank 0 has printed then; the first rank that leaves with an error ends the others.
         dist.barrier()
     except EPError as error:
-        # Without destroy_process_group(), which may wait for ranks that never come.
+        # destroy_process_group() is left out, because it may wait for ranks that never arrive.
         os._exit(report_error(error, rank))
     dist.destroy_process_group()
     return code
@@ -151,3 +146,12 @@ def of_all_ranks(value: T) -> list[T]:
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return [value for value in values if value is not None]
+
+
+def faults_of_all(fault: str | None) -> str:
+    """Return the faults of all ranks in one text, each with its rank; empty if there are none.
+
+    Collective: yes.
+    """
+    faults = enumerate(of_all_ranks(fault or ""))
+    return "; ".join(f"rank {rank}: {found}" for rank, found in faults if found)

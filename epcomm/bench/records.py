@@ -61,7 +61,7 @@ class Report:
     hardware: Mapping[str, str | int]
     versions: Mapping[str, str]
     command: str
-    timings: Sequence[Timing]
+    results: Sequence[Timing]
     layers: Sequence[Timing]
     wrong: Sequence[Wrong]
     absent: Sequence[MissingContender]

@@ -17,24 +17,15 @@ from epcomm.planning.measurements import BENCHMARK
 
 def as_json(report: Report) -> str:
     """Return the report as one JSON object, indented; EPConfig.measurements reads it."""
-    values = {
-        "benchmark": BENCHMARK,
-        "configuration": dict(report.configuration),
-        "hardware": dict(report.hardware),
-        "versions": dict(report.versions),
-        "command": report.command,
-        "results": [_as_record(each) for each in report.timings],
-        "layers": [_as_record(each) for each in report.layers],
-        "wrong": [asdict(each) for each in report.wrong],
-        "absent": [asdict(each) for each in report.absent],
-        "advice": report.advice,
-    }
+    values = {"benchmark": BENCHMARK, **asdict(report)}
+    values["results"] = [_as_record(each) for each in report.results]
+    values["layers"] = [_as_record(each) for each in report.layers]
     return json.dumps(values, indent=2) + "\n"
 
 
 def _as_record(timing: Timing) -> Mapping[str, Any]:
     values = asdict(timing)
-    # A hundredth of a microsecond is below what any clock here can tell.
+    # A hundredth of a microsecond is below the resolution of every clock here.
     values["us"] = {
         span: {name: round(us, 2) for name, us in times.items()}
         for span, times in values["us"].items()

@@ -21,7 +21,7 @@ from epcomm.bench.machine import describe_hardware, describe_versions
 from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
-from epcomm.bench.turns import call_of, is_in_graph, percentiles_of, take_turns
+from epcomm.bench.turns import call_of, is_in_graph, time_all
 from epcomm.group import EPGroup
 
 # What torch alone offers, by name.
@@ -50,7 +50,7 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
     Collective: yes, over the default process group.   Host sync: yes.
     Raises:
         ConfigError: the ranks cannot share the experts.
-        EPTimeout: some rank did not come.
+        EPTimeout: some rank did not arrive.
     """
     options.check_ranks(dist.get_world_size())
     found = _Found()
@@ -75,7 +75,7 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
         hardware=describe_hardware(device),
         versions=describe_versions(device),
         command=options.command,
-        timings=found.timings,
+        results=found.timings,
         layers=found.layers,
         wrong=found.wrong,
         absent=list(found.absent.values()),
@@ -108,8 +108,7 @@ def _measure(
         for each in right
     }
     calls = {each.name: call_of(each, batch, group.rank * num_local) for each in right}
-    take_turns(calls, group.device, num_rounds=options.warm_up)
-    spans = take_turns(calls, group.device, num_rounds=options.iterations, on_round=on_round)
+    us = time_all(calls, group.device, options, on_round=on_round)
     for contender in right:
         contender.check()
         found.timings.append(
@@ -118,7 +117,7 @@ def _measure(
                 backend=contender.backend,
                 tokens=tokens,
                 in_graph=is_in_graph(contender, group.device),
-                us=percentiles_of(spans[contender.name]),
+                us=us[contender.name],
                 sent_bytes=sent[contender.name],
             )
         )
@@ -136,9 +135,5 @@ def _contenders(
         opened += [
             Epcomm(group, spec, options.config(mode, tokens, backend)) for backend in serving
         ]
-    experts = Experts(
-        rank=group.rank,
-        world_size=group.world_size,
-        num_local=options.experts // group.world_size,
-    )
+    experts = Experts.of(group, options.experts)
     return [*opened, *(make(experts) for make in ALTERNATIVES.values())]

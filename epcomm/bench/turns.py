@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from epcomm.bench.check import run_experts
-from epcomm.bench.contenders.base import Contender
+from epcomm.bench.contenders.base import Contender, DispatchedT
+from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import Clock, Percentiles, captured, clock_for, slowest_rank
+from epcomm.bench.timing import Clock, Percentiles, captured, slowest_rank
 from epcomm.planning.plans import PhasePlan
 from epcomm.testing.data import RankBatch
 
-DispatchedT = TypeVar("DispatchedT")
-SpansT = TypeVar("SpansT")
+# Times one call on this rank, in milliseconds by span.
+Timed = Callable[[Clock], Mapping[str, float]]
 
 # Cycles that all GPUs sleep after a collective, so that the host is ahead of them: 60 us.
 _HEAD_START = 100_000
@@ -56,23 +56,39 @@ def time_launch(launch: Callable[[], object], device: torch.device, clock: Clock
 
 
 def take_turns(
-    calls: Mapping[str, Callable[[Clock], SpansT]],
+    calls: Mapping[str, Timed],
     device: torch.device,
     *,
     num_rounds: int,
     on_round: Callable[[], None] = lambda: None,
-) -> dict[str, list[SpansT]]:
+) -> dict[str, list[Mapping[str, float]]]:
     """Make each call in turn, repeatedly, so that a slow machine slows all of them.
 
     Returns: by name, the spans that the call measured on this rank in each round.
     """
-    clock = clock_for(device)
-    spans: dict[str, list[SpansT]] = {name: [] for name in calls}
+    clock = Clock(device)
+    spans: dict[str, list[Mapping[str, float]]] = {name: [] for name in calls}
     for _ in range(num_rounds):
         for name, call in calls.items():
             spans[name].append(call(clock))
         on_round()
     return spans
+
+
+def time_all(
+    calls: Mapping[str, Timed],
+    device: torch.device,
+    options: BenchOptions,
+    *,
+    on_round: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Percentiles]]:
+    """Time each call in turn after a warm-up: microseconds on the slowest rank, by call and span.
+
+    Collective: yes.
+    """
+    take_turns(calls, device, num_rounds=options.warm_up)
+    spans = take_turns(calls, device, num_rounds=options.iterations, on_round=on_round)
+    return {name: percentiles_of(found) for name, found in spans.items()}
 
 
 def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentiles]:
@@ -81,9 +97,7 @@ def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentile
     return {name: Percentiles.of(1e3 * ms for ms in times) for name, times in slowest.items()}
 
 
-def call_of(
-    contender: Contender, batch: RankBatch, first_expert: int
-) -> Callable[[Clock], Mapping[str, float]]:
+def call_of(contender: Contender, batch: RankBatch, first_expert: int) -> Timed:
     """Return what times a call: replayed from graphs where it can be, else launched from Python.
 
     Collective: yes.
@@ -128,9 +142,7 @@ def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:
     return what.is_capturable and device.type == "cuda"
 
 
-def graph_call(
-    contender: Contender[DispatchedT], batch: RankBatch, first_expert: int
-) -> Callable[[Clock], Mapping[str, float]]:
+def graph_call(contender: Contender[DispatchedT], batch: RankBatch, first_expert: int) -> Timed:
     """Capture a dispatch, its combine and pairs of both as graphs; return the call that times them.
 
     No launch from Python counts. Results of experts are computed before. The routing of `batch` is

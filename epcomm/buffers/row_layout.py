@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -13,78 +10,44 @@ from epcomm.quantization import row_major
 from epcomm.types import ROW_ALIGNMENT_BYTES, WireFormat, WireTensor, align_up
 
 
-@dataclass(frozen=True, kw_only=True)
 class RowLayout:
     """The byte offsets inside one row [elements | scales | K ids int32 | K scalars | gap].
 
     The scalars are router weights in dispatch and their gradients in combine: float64 with float64
-    elements, else float32. Rows in combine have no ids. Offsets are cached, so buffers keep their
-    layouts.
+    elements, else float32. Rows in combine have no ids.
     """
 
-    hidden_size: int
-    top_k: int
-    format: WireFormat
-    has_ids: bool
-
-    @cached_property
-    def data_end(self) -> int:
-        """The offset after the elements."""
-        return self.format.data_bytes(self.hidden_size)
-
-    @cached_property
-    def scales_at(self) -> int:
-        """The offset of the scales."""
-        return align_up(self.data_end, 4)
-
-    @cached_property
-    def scales_end(self) -> int:
-        """The offset after the scales."""
-        return self.scales_at + self.format.scale_bytes(self.hidden_size)
-
-    @cached_property
-    def ids_at(self) -> int:
-        """The offset of the ids."""
-        return align_up(self.scales_end, 4)
-
-    @cached_property
-    def scalars_at(self) -> int:
-        """The offset of the scalars."""
-        end = self.ids_at + (4 * self.top_k if self.has_ids else 0)
-        return align_up(end, self.scalar_dtype.itemsize)
-
-    @cached_property
-    def scalar_dtype(self) -> torch.dtype:
-        """The dtype of the scalars."""
-        return self.format.dtype.scalar_dtype
-
-    @cached_property
-    def scalars_end(self) -> int:
-        """The offset after the scalars."""
-        return self.scalars_at + self.scalar_dtype.itemsize * self.top_k
-
-    @cached_property
-    def row_bytes(self) -> int:
-        """The row stride in bytes."""
-        return align_up(self.scalars_end, ROW_ALIGNMENT_BYTES)
+    def __init__(self, *, hidden_size: int, top_k: int, format: WireFormat, has_ids: bool) -> None:
+        """Compute the offsets of each part, and the row stride row_bytes."""
+        self.format, self.scalar_dtype = format, format.dtype.scalar_dtype
+        data_end = format.data_bytes(hidden_size)
+        self.scales_at = align_up(data_end, 4)
+        scales_end = self.scales_at + format.scale_bytes(hidden_size)
+        self.ids_at = align_up(scales_end, 4)
+        ids_end = self.ids_at + (4 * top_k if has_ids else 0)
+        self.scalars_at = align_up(ids_end, self.scalar_dtype.itemsize)
+        scalars_end = self.scalars_at + self.scalar_dtype.itemsize * top_k
+        self.row_bytes = align_up(scalars_end, ROW_ALIGNMENT_BYTES)
+        self._data, self._scales = slice(data_end), slice(self.scales_at, scales_end)
+        self._ids, self._scalars = slice(self.ids_at, ids_end), slice(self.scalars_at, scalars_end)
 
     def data(self, rows: Tensor) -> Tensor:
-        """Return the elements as a view [N, H]."""
-        return rows[:, : self.data_end].view(self.format.dtype.torch_dtype)
+        """Return the elements as a view [..., H]."""
+        return rows[..., self._data].view(self.format.dtype.torch_dtype)
 
     def scales(self, rows: Tensor) -> Tensor | None:
         """Return the scales as a view [N, num_scales], or None."""
         if self.format.scale_dtype is None:
             return None
-        return rows[:, self.scales_at : self.scales_end].view(self.format.scale_dtype)
+        return rows[:, self._scales].view(self.format.scale_dtype)
 
     def ids(self, rows: Tensor) -> Tensor:
         """Return the ids as a view [N, K], int32."""
-        return rows[:, self.ids_at : self.ids_at + 4 * self.top_k].view(torch.int32)
+        return rows[:, self._ids].view(torch.int32)
 
     def scalars(self, rows: Tensor) -> Tensor:
-        """Return the scalars as a view [N, K], scalar_dtype."""
-        return rows[:, self.scalars_at : self.scalars_end].view(self.scalar_dtype)
+        """Return the scalars as a view [..., K], scalar_dtype."""
+        return rows[..., self._scalars].view(self.scalar_dtype)
 
     def first_words(self, rows: Tensor) -> Tensor:
         """Return the scalars' first four bytes, a view [N], int32, for rows that are headers."""
@@ -101,49 +64,44 @@ class RowLayout:
         topk_ids: Tensor,
         weights: Tensor,
         *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """Copy each row's token, ids and weights into one message: [N, row_bytes], uint8.
+        out: Tensor,
+    ) -> None:
+        """Copy each row's token, ids and weights into a message `out`, [N, row_bytes], uint8.
 
         Tokens are gathered directly into the message, in one pass.
-
-        out: memory for the message; None: a new tensor.
         """
-        rows = self._allocate(token_of_row.shape[0], token_of_row.device) if out is None else out
         data, scales = hidden_states.data, hidden_states.scales
-        torch.index_select(_movable(data), 0, token_of_row, out=_movable(self.data(rows)))
-        out_scales = self.scales(rows)
+        torch.index_select(_movable(data), 0, token_of_row, out=_movable(self.data(out)))
+        out_scales = self.scales(out)
         if out_scales is not None and scales is not None:
             torch.index_select(_movable(scales), 0, token_of_row, out=_movable(out_scales))
-        self.ids(rows).copy_(topk_ids[token_of_row])
-        self.scalars(rows).copy_(weights[token_of_row])
-        return rows
+        self.ids(out).copy_(topk_ids[token_of_row])
+        self.scalars(out).copy_(weights[token_of_row])
 
-    def write_tokens(
-        self,
-        rows: Tensor,
-        call: DispatchCall,
-        topk_ids: Tensor,
-    ) -> None:
+    def write_tokens(self, rows: Tensor, call: DispatchCall, topk_ids: Tensor) -> None:
         """Write tokens, and their ids and weights [T, K], into rows [T, row_bytes] of a message.
 
         Quantising directly into the message saves a pass over the tokens.
 
         topk_ids: checked ids, see guard_ids().
         """
-        write_hidden_states(call, self.wire_tensor(rows))
+        out = self.wire_tensor(rows)
+        if isinstance(call.hidden_states, Tensor):
+            call.quantize(call.hidden_states, out.format, out=out)
+        else:
+            wire = row_major(call.hidden_states)
+            out.data.copy_(wire.data)
+            if out.scales is not None and wire.scales is not None:
+                out.scales.copy_(wire.scales)
         self.ids(rows).copy_(topk_ids)
         self.scalars(rows).copy_(call.topk_weights)
 
     def pack_rows(self, data: Tensor, scalars: Tensor) -> Tensor:
         """Copy rows [N, H] and scalars [N, K] into one message: [N, row_bytes], uint8."""
-        rows = self._allocate(data.shape[0], data.device)
+        rows = data.new_empty(data.shape[0], self.row_bytes, dtype=torch.uint8)
         self.data(rows).copy_(data)
         self.scalars(rows).copy_(scalars)
         return rows
-
-    def _allocate(self, num_rows: int, device: torch.device) -> Tensor:
-        return torch.empty(num_rows, self.row_bytes, dtype=torch.uint8, device=device)
 
 
 def _movable(tensor: Tensor) -> Tensor:
@@ -190,14 +148,3 @@ def wire_tensor_of(call: DispatchCall, wire_format: WireFormat) -> WireTensor:
     if rows.dtype is wire_format.dtype.torch_dtype:
         return WireTensor(data=rows, format=wire_format)
     return call.quantize(rows, wire_format)
-
-
-def write_hidden_states(call: DispatchCall, out: WireTensor) -> None:
-    """Write the hidden states of a call into `out` in its wire format; any row stride."""
-    if isinstance(call.hidden_states, Tensor):
-        call.quantize(call.hidden_states, out.format, out=out)
-        return
-    wire = row_major(call.hidden_states)
-    out.data.copy_(wire.data)
-    if out.scales is not None and wire.scales is not None:
-        out.scales.copy_(wire.scales)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from epcomm.buffers.row_layout import RowLayout
-from epcomm.ops.static_slots import max_slots
+from epcomm.types import align_up
 
 if TYPE_CHECKING:
     from epcomm.spec import BufferSpec, HostLayout
@@ -179,12 +179,17 @@ def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> t
 
 def most_slots_of(spec: BufferSpec, num_rows: int) -> int:
     """Return the slots that suffice for any routing of R rows, even with repeated experts."""
-    return max_slots(num_rows * spec.top_k, 1, spec.num_local_experts, spec.expert_alignment)
+    return _aligned_slots(spec, num_rows * spec.top_k)
 
 
 def max_slots_of(spec: BufferSpec, num_rows: int) -> int:
     """Return C, the slots that suffice for any routing of R rows to distinct experts."""
-    return max_slots(num_rows, spec.top_k, spec.num_local_experts, spec.expert_alignment)
+    return _aligned_slots(spec, num_rows * min(spec.top_k, spec.num_local_experts))
+
+
+def _aligned_slots(spec: BufferSpec, num_used: int) -> int:
+    most_padding = spec.num_local_experts * (spec.expert_alignment - 1)
+    return align_up(num_used + most_padding, spec.expert_alignment)
 
 
 def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members: int) -> int:

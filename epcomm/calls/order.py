@@ -464,7 +464,7 @@ class Calls:
             )
             advice = "pass the same decode on all ranks, and " + advice
         if any(call[0] == CallKind.PARAMETERS for call in calls):
-            advice += ", or call to_local() if one rank needs a value of its own experts only"
+            advice += ", or call to_local() if one rank needs a value of only its experts"
         return (
             f"{CallKind(calls[names.place][0]).text}: {' while '.join(parts)}, call "
             f"{self.next_batch - 1} of the group (this is {names.where}){decodes}; no rows were "

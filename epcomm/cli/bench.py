@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_tokens, read_wire
-from epcomm.bench.plot import check_plot, draw
+from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_numbers, read_wire
+from epcomm.bench.plot import check_plot, check_writable, draw
 from epcomm.bench.ranks import (
     join_ranks,
     rank_of_environment,
@@ -79,20 +79,16 @@ class SizeOptions:
             ConfigError: one of them is bad.
         """
         inner = self.hidden if self.intermediate is None else self.intermediate
+        # These fields of BenchOptions have the values of their options.
+        names = ("hidden", "experts", "top_k", "dtype", "iterations", "warm_up", "seed")
         return BenchOptions(
-            tokens=read_tokens(self.tokens),
-            hidden=self.hidden,
-            experts=self.experts,
-            top_k=self.top_k,
+            tokens=read_numbers(self.tokens),
             modes=read_modes(self.modes),
             backends=read_backends(self.backend),
-            dtype=self.dtype,
             intermediate=inner if self.layer else None,
             wire=read_wire(self.wire),
-            iterations=self.iterations,
-            warm_up=self.warm_up,
-            seed=self.seed,
             command=_command(),
+            **{name: getattr(self, name) for name in names},
         )
 
 
@@ -108,17 +104,9 @@ class ReportOptions:
     ] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """A run of a rank, and how rank 0 reports it."""
-
-    options: BenchOptions
-    report: ReportOptions
-
-
 @takes_records
 def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions) -> None:
-    """Check every backend that serves here against a formula, then time it beside torch alone.
+    """Check every backend that serves here against a formula, then time it and torch alone.
 
     Starts CPU ranks with --ranks, or runs on those of torchrun:
     torchrun --nproc-per-node 8 -m epcomm bench
@@ -130,11 +118,11 @@ def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions)
         _check_files(report)
     except ConfigError as error:
         raise typer.Exit(report_error(error, rank_of_environment())) from None
-    work = Work(options=options, report=report)
+    work = partial(bench_on_rank, options, report)
     if num_started is not None:
-        raise typer.Exit(start_ranks(num_started, bench_on_rank, work))
+        raise typer.Exit(start_ranks(num_started, work))
     join_ranks()
-    raise typer.Exit(run_work(bench_on_rank, work))
+    raise typer.Exit(run_work(work))
 
 
 def _command() -> str:
@@ -166,32 +154,17 @@ def _ranks_to_start(ranks: int | None) -> int | None:
 def _check_files(report: ReportOptions) -> None:
     """Refuse before the run what cannot be written after it; rank 0 makes the folders."""
     if report.plot is not None:
-        check_plot(report.plot)
+        check_plot(report.plot, command="epcomm bench")
     for path in (report.output, report.plot):
         if path is not None and rank_of_environment() == 0:
-            _check_writable(path)
+            check_writable(path, command="epcomm bench")
 
 
-def _check_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        with path.open("ab"):
-            pass
-        if is_new:
-            path.unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"epcomm bench: {path} cannot be written ({error.strerror}); name another file"
-        ) from None
-
-
-def bench_on_rank(work: Work) -> int:
+def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
     """Run on one rank of the default process group; rank 0 prints and writes. Collective: yes."""
     is_first = dist.get_rank() == 0
     console = Console(stderr=True, quiet=not is_first)
     with Progress(console=console, transient=True) as progress:
-        options = work.options
         task = progress.add_task("checking", total=len(options.tokens) * options.iterations)
 
         def show(tokens: int) -> None:
@@ -199,8 +172,8 @@ def bench_on_rank(work: Work) -> int:
 
         report = run_bench(options, show)
     if is_first:
-        _show(report, work.report)
-    is_timed = any(not each.is_of_torch for each in report.timings)
+        _show(report, shown_as)
+    is_timed = any(not each.is_of_torch for each in report.results)
     return 0 if is_timed and not report.wrong else NOT_TIMED
 
 
@@ -220,7 +193,7 @@ def _show(found: Report, report: ReportOptions) -> None:
         f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
         f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
     )
-    console.print(timings_table(found.timings))
+    console.print(timings_table(found.results))
     if found.layers:
         console.print(layers_table(found.layers))
     for line in _absent_lines(found, is_verbose=report.verbose):
@@ -247,6 +220,6 @@ def _absent_lines(report: Report, *, is_verbose: bool) -> list[str]:
             f"not timed: {backend} in {', '.join(modes[backend])}: {'; '.join(found)}"
             for backend, found in reasons.items()
         ]
-    timed = {each.backend for each in report.timings}
+    timed = {each.backend for each in report.results}
     names = [f"{b} in {' and '.join(m)}" if b in timed else b for b, m in modes.items()]
     return [f"not timed (--verbose prints why): {', '.join(names)}"]

@@ -61,7 +61,7 @@ def doctor(machine: Machine | None = None) -> DoctorReport:
     return replace(report, next_steps=tuple(_next_steps(report)))
 
 
-# Packages that a user of any machine may want; the others need a device of their own.
+# Packages for users of any machine; the others need a certain device.
 _OPTIONAL = ("transformers", "mpi4py")
 
 

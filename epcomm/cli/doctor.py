@@ -44,7 +44,7 @@ def doctor_command(
         bool, typer.Option("--json", help="Print one object; docs/commands.md has its keys.")
     ] = False,
 ) -> None:
-    """Print what works on this machine, and what to do next; of NAMES, all that is known.
+    """Print what works on this machine and what to do next, or details of the parts NAMED.
 
     Exit code 0: every backend and runner NAMED is here; without names, at least one of each.
     1: one of them is not. 2: bad input, such as a name that does not exist.

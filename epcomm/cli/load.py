@@ -10,7 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from epcomm.bench.plot import check_plot
+from epcomm.bench.plot import check_plot, check_writable
 from epcomm.cli.one_line import BadInput
 from epcomm.errors import ConfigError
 from epcomm.placement.expert_load import ExpertLoad
@@ -35,7 +35,8 @@ def load_command(
             check_plot(plot, command="epcomm load")
         load = ExpertLoad.from_file(file)
         if plot is not None:
-            _save(draw_load(load), plot)
+            check_writable(plot, command="epcomm load")
+            draw_load(load).savefig(plot, dpi=110)
     except ConfigError as error:
         raise BadInput(f"epcomm load: {str(error).removeprefix('epcomm load: ')}") from None
     Console(highlight=False, markup=False).print(table_of(load))
@@ -96,12 +97,3 @@ def _imbalance_of_ranks(total: tuple[int, ...], num_ranks: int) -> str:
     num_local = len(total) // num_ranks
     ranks = [sum(total[at : at + num_local]) for at in range(0, len(total), num_local)]
     return f"{imbalance_of(tuple(ranks)):.2f}"
-
-
-def _save(figure: Figure, path: Path) -> None:
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be written ({error.strerror}); name another file"
-        ) from None

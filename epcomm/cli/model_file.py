@@ -79,7 +79,7 @@ def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
     except RecursionError:
         raise _error(path, "is nested too deeply") from None
     values = _read_object(path, "holds", values)
-    # The language model of a multimodal model is a record of its own. Null counts as absent.
+    # A multimodal model has a separate record of its language model. Null counts as absent.
     if values.get("text_config") is not None:
         values = _read_object(path, "gives text_config as", values["text_config"])
     numbers = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,14 +13,13 @@ import typer
 
 from epcomm.cli.model_file import ModelShape, read_model_file
 from epcomm.cli.one_line import BadInput
-from epcomm.cli.plan_json import as_json
-from epcomm.cli.plan_rebalance import Rebalance
+from epcomm.cli.plan_json import record_of
 from epcomm.cli.plan_tables import print_plan
 from epcomm.cli.records import takes_records
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown
 from epcomm.planning.plan import plan
-from epcomm.platforms.assumed import DEVICES, AssumedMachine, deep_ep_of
+from epcomm.platforms.assumed import DEEP_EP_OF_BACKEND, DEVICES, AssumedMachine
 from epcomm.spec import HostLayout, MoESpec
 from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
@@ -28,17 +28,14 @@ from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 # The exit code where nothing serves a valid layer.
 REFUSED = 1
 
+# By the names of epcomm, such as bf16, and of torch.
 _DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-    "fp64": torch.float64,
-    "float64": torch.float64,
+    name: each.torch_dtype
+    for each in WireDtype
+    if not each.is_quantized
+    for name in (each.value, str(each.torch_dtype).removeprefix("torch."))
 }
-# Of a matrix [H, I]: gate and up as float64 have fewer than 2**63 bytes, the limit of torch.
+# Elements of a matrix [H, I]: gate and up as float64 are below 2**63 bytes, the limit of torch.
 _MAX_ELEMENTS = 2**58
 _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
@@ -89,7 +86,8 @@ class RankOptions:
             raise ConfigError(
                 f"epcomm plan: --device is {self.device!r}, expected one of {[*DEVICES]}"
             )
-        machine = replace(DEVICES[self.device], deep_ep=deep_ep_of(config.backend))
+        package = DEEP_EP_OF_BACKEND.get(config.backend)
+        machine = replace(DEVICES[self.device], deep_ep=package)
         if self.hosts is None:
             return machine
         return replace(machine, ranks_per_host=self._ranks_per_host(self.hosts))
@@ -168,8 +166,8 @@ def plan_command(
 ) -> None:
     """Print what would serve a layer, what would not and why, bytes and limits.
 
-    An option wins over the file that says the same. Exit code 1: nothing serves the layer, or what
-    was named does not. 2: bad input. Both in one line on stderr.
+    An option takes precedence over a file. Exit code 1: nothing serves the layer, or what was named
+    does not. 2: bad input. Both in one line on stderr.
     """
     assumed: AssumedMachine | None = None
     try:
@@ -188,18 +186,17 @@ def plan_command(
             machine=assumed,
             hosts=ranks.layout(),
         )
-        rebalance = Rebalance.of(settings, spec, ranks.ranks, found.weights)
     except (PlanRefused, BackendUnavailable) as error:
         where = "" if assumed is None else f" (assumed: {assumed.describe(ranks.ranks)[0]})"
         sys.stderr.write(f"{error}{where}\n")
         raise typer.Exit(REFUSED) from None
     except EPError as error:
         raise BadInput(str(error)) from None
+    record = record_of(chosen, settings, spec, found.weights)
     if output.json:
-        sys.stdout.write(as_json(chosen, spec, ranks.ranks, rebalance))
-        return
-    model_type = None if shape is None else shape.model_type
-    print_plan(chosen, spec, ranks.ranks, model_type=model_type, rebalance=rebalance)
+        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+    else:
+        print_plan(chosen, record, shape and shape.model_type)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,24 @@
-"""The plan as one JSON object, with the keys that docs/commands.md lists."""
+"""The record of a plan that `epcomm plan` prints, with the keys that docs/commands.md lists."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 
 from epcomm.bench.machine import version_of
-from epcomm.cli.plan_rebalance import Rebalance
-from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
+from epcomm.config import EPConfig
+from epcomm.placement.moving import MoveMemory
+from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.spec import MoESpec
 from epcomm.types import WireDtype
+from epcomm.weights.unquantized import ExpertTensors
 
 
-def as_json(chosen: EPPlan, spec: MoESpec, ranks: int, rebalance: Rebalance | None) -> str:
-    """Return the plan of a layer on `ranks` ranks, as text that ends with a line break."""
-    values = {
+def record_of(
+    chosen: EPPlan, config: EPConfig, spec: MoESpec, weights: ExpertTensors | None
+) -> dict[str, object]:
+    """Return the plan of a layer in plain values. spec: of the physical experts."""
+    ranks = chosen.prefill.world_size
+    return {
         "version": version_of("epcomm"),
         "layer": {
             "hidden_size": spec.hidden_size,
@@ -27,10 +31,9 @@ def as_json(chosen: EPPlan, spec: MoESpec, ranks: int, rebalance: Rebalance | No
         "phases": {name or "all": _phase(phase) for name, phase in chosen.phases().items()},
         "decode_lacks": chosen.decode_lacks,
         "runner": chosen.runner,
-        "rejected_runners": _rejections(chosen.rejected_runners),
-        "rebalance": rebalance and asdict(rebalance),
+        "rejected_runners": [asdict(each) for each in chosen.rejected_runners],
+        "rebalance": _rebalance(config, spec, ranks, weights),
     }
-    return json.dumps(values, indent=1) + "\n"
 
 
 def _phase(phase: PhasePlan) -> dict[str, object]:
@@ -62,9 +65,23 @@ def _phase(phase: PhasePlan) -> dict[str, object]:
             }
             for region in phase.regions()
         ],
-        "rejected": _rejections(phase.rejected),
+        "rejected": [asdict(each) for each in phase.rejected],
     }
 
 
-def _rejections(rejected: tuple[Rejection, ...]) -> list[dict[str, object]]:
-    return [{"name": each.name, "reasons": list(each.reasons)} for each in rejected]
+def _rebalance(
+    config: EPConfig, spec: MoESpec, num_ranks: int, weights: ExpertTensors | None
+) -> dict[str, int | None] | None:
+    """Return the bytes of redundant experts and of a move on one rank, without an optimizer.
+
+    None where experts are not placed; null values where their size is unknown.
+    """
+    if config.redundant_experts is None:
+        return None
+    if weights is None:
+        return dict.fromkeys(("redundant_bytes", "device_bytes", "host_bytes"))
+    tensors = weights.tensors()
+    memory = MoveMemory.of(tensors, num_physical=spec.num_experts, num_ranks=num_ranks)
+    expert = sum(each[0].numel() * each.element_size() for each in tensors.values())
+    redundant_bytes = config.redundant_experts * expert // num_ranks
+    return {"redundant_bytes": redundant_bytes, **asdict(memory)}

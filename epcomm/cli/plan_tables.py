@@ -1,53 +1,52 @@
-"""The tables of `epcomm plan`."""
+"""The tables of `epcomm plan`, made of the record that `--json` prints."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from epcomm.cli.plan_rebalance import Rebalance
 from epcomm.config import Mode
 from epcomm.fuseep.ascend import AscendFused
 from epcomm.planning.plans import EPPlan, PhasePlan
 from epcomm.platforms.ascend.limits import Limits
 from epcomm.registry import FUSED, class_names, fused_class
-from epcomm.spec import MoESpec
-from epcomm.types import WireDtype
 
 _NO_LIMIT = "no limit"
+# Parts of the record of a phase that have tables of their own.
+_TABLES = ("memory", "rejected")
 
 
-def print_plan(
-    chosen: EPPlan,
-    spec: MoESpec,
-    ranks: int,
-    *,
-    model_type: str | None,
-    rebalance: Rebalance | None,
-) -> None:
-    """Print a plan. spec: of the physical experts.   model_type: of the --model file."""
-    console = Console()
+def print_plan(chosen: EPPlan, record: Mapping[str, Any], model_type: str | None) -> None:
+    """Print a plan.
+
+    record: that of plan_json.   model_type: of the --model file.
+    """
+    console, layer = Console(), record["layer"]
+    phases: Mapping[str, Mapping[str, Any]] = record["phases"]
+    num_ranks, num_experts = layer["ranks"], layer["num_experts"]
     lines = [
-        f"{spec.num_experts} experts on {ranks} {'rank' if ranks == 1 else 'ranks'}, "
-        f"{spec.num_experts // ranks} each; hidden size {spec.hidden_size}, top {spec.top_k}, "
-        f"{WireDtype.from_torch(spec.dtype).value}"
+        f"{num_experts} experts on {num_ranks} {'rank' if num_ranks == 1 else 'ranks'}, "
+        f"{num_experts // num_ranks} each; hidden size {layer['hidden_size']}, top "
+        f"{layer['top_k']}, {layer['dtype']}",
+        *([] if model_type is None else [f"model: {model_type}"]),
+        *(f"assumed: {fact}" for fact in record["assumed"]),
     ]
-    if model_type is not None:
-        lines.append(f"model: {model_type}")
-    lines += [f"assumed: {fact}" for fact in chosen.assumed]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    console.print(_choice_table(chosen))
+    console.print(_choice_table(phases))
     lines = [] if chosen.decode_lacks is None else [f"no decode: {chosen.decode_lacks}"]
     lines.append(_who_computes(chosen))
     console.print("\n".join(lines), markup=False, highlight=False)
-    console.print(_rejection_table(chosen))
+    console.print(_rejection_table(record))
     if chosen.prefill.mode is Mode.FUSEEP:
         console.print(_fused_table(chosen.prefill))
-    for name, phase in chosen.phases().items():
-        console.print(_memory_table(name, phase))
-    if rebalance is not None:
-        console.print(_rebalance_table(rebalance))
+    for name, phase in phases.items():
+        console.print(_memory_table(name, phase["memory"]))
+    if record["rebalance"] is not None:
+        console.print(_rebalance_table(record["rebalance"]))
 
 
 def _who_computes(chosen: EPPlan) -> str:
@@ -58,76 +57,61 @@ def _who_computes(chosen: EPPlan) -> str:
     return f"runner: {chosen.runner}"
 
 
-def _choice_table(chosen: EPPlan) -> Table:
-    table = Table("chosen", *(name or "all phases" for name in chosen.phases()))
-    rows = [_choice(phase) for phase in chosen.phases().values()]
-    for label in dict.fromkeys(label for row in rows for label in row):
-        table.add_row(label, *(row.get(label, "") for row in rows))
+def _choice_table(phases: Mapping[str, Mapping[str, Any]]) -> Table:
+    table = Table("chosen", *phases)
+    columns = [dict(_cells(phase)) for phase in phases.values()]
+    for label in dict.fromkeys(label for column in columns for label in column):
+        table.add_row(label, *(escape(column.get(label, "")) for column in columns))
     return table
 
 
-def _choice(phase: PhasePlan) -> dict[str, str]:
-    spec, caps, per_token = phase.buffer_spec, phase.caps, phase.max_bytes_per_token()
-    row = {
-        "mode": phase.mode.value,
-        "backend": phase.backend,
-        "chosen by": phase.chosen_by,
-        "buffer": phase.buffer,
-        "wire format of dispatch": str(spec.dispatch_format),
-        **phase.unusual(),
-        "wire format of combine and backward": str(spec.hidden_format),
-        "router weights by": phase.weights_applied_by.value,
-        "gradients": "yes" if caps.trainable else "no",
-        "graph capture": "yes" if phase.is_capturable else "no",
-        "host syncs a dispatch": str(caps.host_syncs),
-        "bytes a token, dispatch": bytes_text(per_token["dispatch"]),
-        "bytes a token, combine": bytes_text(per_token["combine"]),
-        "headers a dispatch": bytes_text(phase.header_bytes()),
-    }
-    between = phase.max_bytes_between_hosts()
-    if between is not None:
-        row["bytes a token, between hosts"] = bytes_text(between)
-    if caps.trainable:
-        backward = phase.max_bytes_per_token(backward=True)
-        row["backward a token, dispatch"] = bytes_text(backward["dispatch"])
-        row["backward a token, combine"] = bytes_text(backward["combine"])
-    return {**row, **{f"limit: {name}": limit for name, limit in phase.limits().items()}}
+def _cells(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the labels and texts of a record, without what is null."""
+    for key, value in values.items():
+        label = f"{prefix}{key.replace('_', ' ')}"
+        if isinstance(value, Mapping):
+            yield from _cells(value, f"{label}: ")
+        elif isinstance(value, bool):
+            yield label, "yes" if value else "no"
+        elif isinstance(value, int) and "bytes" in label:
+            yield label, bytes_text(value)
+        elif value is not None and key not in _TABLES:
+            yield label, str(value)
 
 
-def _rejection_table(chosen: EPPlan) -> Table:
+def _rejection_table(record: Mapping[str, Any]) -> Table:
     table = Table("rejected", "for", "why")
-    for name, phase in chosen.phases().items():
-        for rejection in phase.rejected:
-            reasons = escape("\n".join(rejection.reasons))
-            table.add_row(rejection.name, name or "all phases", reasons)
-    for rejection in chosen.rejected_runners:
-        table.add_row(rejection.name, "runner", escape("\n".join(rejection.reasons)))
+    rejected = {name: phase["rejected"] for name, phase in record["phases"].items()}
+    for what, found in (rejected | {"runner": record["rejected_runners"]}).items():
+        for each in found:
+            table.add_row(each["name"], what, escape("\n".join(each["reasons"])))
     return table
 
 
-def _memory_table(name: str, phase: PhasePlan) -> Table:
+def _memory_table(phase: str, regions: list[Mapping[str, Any]]) -> Table:
     table = Table()
-    table.add_column("memory of a call" + (name and f", {name}"), no_wrap=True)
+    table.add_column(f"memory of a call, {phase}", no_wrap=True)
     table.add_column("a token, all ranks", justify="right")
     table.add_column("a rank, at most", justify="right")
-    for region in phase.regions():
-        most = _NO_LIMIT if region.max_bytes is None else bytes_text(region.max_bytes)
-        if region.bytes_per_token is None:
-            table.add_row(region.name, "fixed", most)
-        else:
-            table.add_row(region.name, bytes_text(region.bytes_per_token), most)
+    for region in regions:
+        per_token, most = region["bytes_per_token"], region["max_bytes"]
+        table.add_row(
+            region["region"],
+            "fixed" if per_token is None else bytes_text(per_token),
+            _NO_LIMIT if most is None else bytes_text(most),
+        )
     return table
 
 
-def _rebalance_table(rebalance: Rebalance) -> Table:
+def _rebalance_table(memory: Mapping[str, int | None]) -> Table:
     """Return the memory of a rank in addition to the experts of the model."""
     table = Table()
     table.add_column("memory of placed experts", no_wrap=True)
     table.add_column("a rank, at most", justify="right")
     rows = {
-        "redundant experts": rebalance.redundant_bytes,
-        "a rebalance, on the device": rebalance.device_bytes,
-        "a rebalance, on the host": rebalance.host_bytes,
+        "redundant experts": memory["redundant_bytes"],
+        "a rebalance, on the device": memory["device_bytes"],
+        "a rebalance, on the host": memory["host_bytes"],
     }
     for name, number in rows.items():
         table.add_row(name, "pass --intermediate-size" if number is None else bytes_text(number))
@@ -159,7 +143,7 @@ def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
         *windows, packed = (bytes_text(region.max_bytes or 0) for region in regions)
         window = windows[0] if windows else "not documented"
     return {
-        "chip": f"{operator.kind.soc.value}{', deprecated' if operator.deprecated else ''}",
+        "chip": f"{operator.soc.value}{', deprecated' if operator.deprecated else ''}",
         **_limits(operator.limits),
         "HCCL window": window,
         "packed experts": packed,
@@ -167,24 +151,20 @@ def _properties(name: str, phase: PhasePlan) -> dict[str, str]:
 
 
 def _limits(limits: Limits) -> dict[str, str]:
-    return {
-        "rows a call": _most(limits.max_tokens),
-        "hidden size": _range(limits.hidden, limits.hidden_multiple),
-        "2 * intermediate size": _range(limits.gate_up_columns, limits.gate_up_multiple),
-        "top k": _most(limits.top_k),
-        "experts": _most(limits.experts),
-        "experts of a rank": _most(limits.local_experts),
+    most = {
+        "rows a call": limits.max_tokens,
+        "top k": limits.top_k,
+        "experts": limits.experts,
+        "experts of a rank": limits.local_experts,
     }
-
-
-def _most(limit: int | None) -> str:
-    return _NO_LIMIT if limit is None else f"at most {limit}"
-
-
-def _range(bounds: tuple[int, int] | None, unit: int) -> str:
-    if bounds is None:
-        return _NO_LIMIT
-    return f"{bounds[0]} to {bounds[1]} in steps of {unit}"
+    ranges = {
+        "hidden size": (limits.hidden, limits.hidden_multiple),
+        "2 * intermediate size": (limits.gate_up_columns, limits.gate_up_multiple),
+    }
+    texts = {name: f"at most {limit}" if limit else _NO_LIMIT for name, limit in most.items()}
+    for name, (bounds, unit) in ranges.items():
+        texts[name] = f"{bounds[0]} to {bounds[1]} in steps of {unit}" if bounds else _NO_LIMIT
+    return texts
 
 
 def bytes_text(number: int) -> str:

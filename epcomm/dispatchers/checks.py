@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeGuard
 
 import torch
@@ -24,157 +25,216 @@ from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireFormat, WireTensor, data_of
 
 
-def is_plain(
-    tensor: Tensor | WireTensor, dtype: torch.dtype, device: torch.device
-) -> TypeGuard[Tensor]:
-    """Return whether `tensor` is a plain strided tensor of this dtype on this device."""
-    return (
-        type(tensor) is Tensor
-        and tensor.dtype is dtype
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and tensor.device == device
-    )
+@dataclass(frozen=True, kw_only=True)
+class CallChecks:
+    """Checks the arguments of calls that use one buffer. Host sync: none; only metadata is read.
 
-
-def find_call_error(
-    hidden_states: Tensor | WireTensor,
-    topk: TopKOutput,
-    spec: BufferSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    where: str,
-    *,
-    backend_limit: int | None = None,
-) -> EPError | None:
-    """Return the first fault of a dispatch call, or None. Host sync: none; only metadata is read.
-
-    Any floating dtype is accepted where a floating one is expected, because the caller casts.
-    Quantised rows must have the dispatch format of the buffer.
-
-    where: this rank for the message, such as `rank 3 of 8`.
+    dtype: the dtype of the hidden states.
+    where: this rank for messages, such as `rank 3 of 8`.
     backend_limit: BufferCaps.max_tokens_per_rank.
     """
-    if _is_usual(hidden_states, topk, spec, dtype, device, backend_limit):
-        return None
-    if not isinstance(topk, TopKOutput):
-        return ShapeError(
-            f"dispatch: topk is {_kind_of(topk)}, expected a TopKOutput ({where}); pass "
-            "TopKOutput(topk_ids=..., topk_weights=...)"
+
+    spec: BufferSpec
+    dtype: torch.dtype
+    device: torch.device
+    where: str
+    backend_limit: int | None = None
+
+    def _is_plain(self, tensor: Tensor | WireTensor, dtype: torch.dtype) -> TypeGuard[Tensor]:
+        """Return whether `tensor` is a plain strided tensor of this dtype on the device."""
+        return (
+            type(tensor) is Tensor
+            and tensor.dtype is dtype
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.device == self.device
         )
-    num_tokens = num_tokens_of(hidden_states)
-    # If x is not 2-D, its first dimension is not T.
-    data = data_of(hidden_states)
-    is_flat = isinstance(data, Tensor) and data.dim() == 2
-    tokens, pair = [num_tokens if is_flat else "T", spec.hidden_size], [num_tokens, spec.top_k]
-    expected = (
-        ("hidden_states", hidden_states, tokens, dtype),
-        ("topk_ids", topk.topk_ids, pair, torch.int64),
-        ("topk_weights", topk.topk_weights, pair, torch.float32),
-    )
-    for name, tensor, shape, wanted in expected:
-        if isinstance(tensor, WireTensor):
-            fault = _wire_mismatch(tensor, shape, spec.dispatch_format, device)
-        else:
-            fault = _mismatch(name, tensor, shape, wanted, device)
-        if fault is not None:
-            return ShapeError(f"dispatch: {fault[0]} ({where}); {fault[1]}")
-    limit = spec.max_tokens_per_rank
-    if limit is not None and num_tokens > limit:
-        return CapacityError(
-            f"dispatch: hidden_states has {num_tokens} tokens, expected at most "
-            f"max_tokens_per_rank = {limit} ({where}); raise the limit or split the batch"
-        )
-    if backend_limit is not None and num_tokens > backend_limit:
-        return CapacityError(
-            f"dispatch: hidden_states has {num_tokens} tokens, expected at most {backend_limit}, "
-            f"the limit of the backend ({where}); split the batch"
-        )
-    return None
 
+    def find_call_error(
+        self, hidden_states: Tensor | WireTensor, topk: TopKOutput
+    ) -> EPError | None:
+        """Return the first fault of a dispatch call, or None.
 
-def _is_usual(
-    hidden_states: Tensor | WireTensor,
-    topk: TopKOutput,
-    spec: BufferSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    backend_limit: int | None,
-) -> bool:
-    """Return whether a call has no fault and needs no cast, like most calls.
-
-    A fast path: the rest of find_call_error() costs host time in decoding.
-    """
-    if type(topk) is not TopKOutput or not is_plain(hidden_states, dtype, device):
-        return False
-    ids, weights, shape = topk.topk_ids, topk.topk_weights, hidden_states.shape
-    if not (is_plain(ids, torch.int64, device) and is_plain(weights, torch.float32, device)):
-        return False
-    limit = spec.max_tokens_per_rank
-    return (
-        len(shape) == 2
-        and shape[1] == spec.hidden_size
-        and ids.shape == weights.shape == (shape[0], spec.top_k)
-        and (limit is None or shape[0] <= limit)
-        and (backend_limit is None or shape[0] <= backend_limit)
-    )
-
-
-def find_combine_error(
-    combine_input: CombineInput,
-    owner: object,
-    spec: BufferSpec,
-    dtype: torch.dtype,
-    device: torch.device,
-    where: str,
-    *,
-    layout: Layout = Layout.ROWS,
-) -> EPError | None:
-    """Return the first fault of a combine call, or None: type, handle or rows. Host sync: none.
-
-    owner: the dispatcher that was called.
-    """
-    expected = RowsCombineInput if layout is Layout.ROWS else MaskedCombineInput
-    if not isinstance(combine_input, expected):
-        return ShapeError(
-            f"combine: the input is a {type(combine_input).__name__}, expected "
-            f"{expected.__name__} ({where}); make it with combine_input() of the record that "
-            "dispatch returned"
-        )
-    handle = combine_input.handle
-    if not isinstance(handle, Handle):
-        return HandleError(
-            f"combine: the handle is {_kind_of(handle)}, expected a Handle ({where}); "
-            "make the input with combine_input() of the record that dispatch returned"
-        )
-    try:
-        handle.check(owner)
-    except HandleError as error:
-        return error
-    rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
-    shape = _rows_expected(combine_input, spec)
-    if slot_weights is None or is_plain(slot_weights, torch.float32, device):
-        # Fast path: one row per slot. The checks below take longer.
-        is_of_slots = layout is Layout.MASKED or combine_input.rows_per is RowsPer.SLOT  # type: ignore[union-attr]
-        is_fit = is_plain(rows, dtype, device) and rows.shape == (*shape, spec.hidden_size)
-        if is_of_slots and is_fit and (slot_weights is None or slot_weights.shape == (*shape,)):
+        Any floating dtype is accepted where a floating one is expected, because the caller casts.
+        Quantised rows must have the dispatch format of the buffer.
+        """
+        if self._is_usual(hidden_states, topk):
             return None
-    if isinstance(combine_input, RowsCombineInput):
-        rows_per = combine_input.rows_per
-        if not isinstance(rows_per, RowsPer):
+        if not isinstance(topk, TopKOutput):
             return ShapeError(
-                f"combine: rows_per is {rows_per!r}, expected RowsPer.SLOT or RowsPer.ROW "
-                f"({where}); pass one of them"
+                f"dispatch: topk is {_kind_of(topk)}, expected a TopKOutput ({self.where}); pass "
+                "TopKOutput(topk_ids=..., topk_weights=...)"
             )
-        if rows_per is RowsPer.ROW and slot_weights is not None:
+        num_tokens = num_tokens_of(hidden_states)
+        # If x is not 2-D, its first dimension is not T.
+        data = data_of(hidden_states)
+        is_flat = isinstance(data, Tensor) and data.dim() == 2
+        tokens = [num_tokens if is_flat else "T", self.spec.hidden_size]
+        pair = [num_tokens, self.spec.top_k]
+        expected = (
+            ("hidden_states", hidden_states, tokens, self.dtype),
+            ("topk_ids", topk.topk_ids, pair, torch.int64),
+            ("topk_weights", topk.topk_weights, pair, torch.float32),
+        )
+        for name, tensor, shape, wanted in expected:
+            if isinstance(tensor, WireTensor):
+                fault = self._wire_mismatch(tensor, shape)
+            else:
+                fault = self._mismatch(name, tensor, shape, wanted)
+            if fault is not None:
+                return ShapeError(f"dispatch: {fault[0]} ({self.where}); {fault[1]}")
+        limit = self.spec.max_tokens_per_rank
+        if limit is not None and num_tokens > limit:
+            return CapacityError(
+                f"dispatch: hidden_states has {num_tokens} tokens, expected at most "
+                f"max_tokens_per_rank = {limit} ({self.where}); raise the limit or split the batch"
+            )
+        if self.backend_limit is not None and num_tokens > self.backend_limit:
+            return CapacityError(
+                f"dispatch: hidden_states has {num_tokens} tokens, expected at most "
+                f"{self.backend_limit}, the limit of the backend ({self.where}); split the batch"
+            )
+        return None
+
+    def _is_usual(self, hidden_states: Tensor | WireTensor, topk: TopKOutput) -> bool:
+        """Return whether a call has no fault and needs no cast, like most calls.
+
+        A fast path: the rest of find_call_error() costs host time in decoding.
+        """
+        if type(topk) is not TopKOutput or not self._is_plain(hidden_states, self.dtype):
+            return False
+        ids, weights, shape = topk.topk_ids, topk.topk_weights, hidden_states.shape
+        if not (self._is_plain(ids, torch.int64) and self._is_plain(weights, torch.float32)):
+            return False
+        limit = self.spec.max_tokens_per_rank
+        return (
+            len(shape) == 2
+            and shape[1] == self.spec.hidden_size
+            and ids.shape == weights.shape == (shape[0], self.spec.top_k)
+            and (limit is None or shape[0] <= limit)
+            and (self.backend_limit is None or shape[0] <= self.backend_limit)
+        )
+
+    def find_combine_error(
+        self, combine_input: CombineInput, owner: object, layout: Layout
+    ) -> EPError | None:
+        """Return the first fault of a combine call, or None: type, handle or rows.
+
+        owner: the dispatcher that was called.   layout: the layout of its buffer.
+        """
+        expected = RowsCombineInput if layout is Layout.ROWS else MaskedCombineInput
+        if not isinstance(combine_input, expected):
             return ShapeError(
-                "combine: rows_per is ROW but combine applies the weights of each slot "
-                f"({where}); pass one row per slot"
+                f"combine: the input is a {_kind_of(combine_input)}, expected {expected.__name__} "
+                f"({self.where}); make it with combine_input() of the record that dispatch returned"
             )
-    fault = _mismatch("hidden_states", rows, [*shape, spec.hidden_size], dtype, device)
-    if fault is None and slot_weights is not None:
-        fault = _mismatch("slot_weights", slot_weights, shape, torch.float32, device)
-    return None if fault is None else ShapeError(f"combine: {fault[0]} ({where}); {fault[1]}")
+        handle = combine_input.handle
+        if not isinstance(handle, Handle):
+            return HandleError(
+                f"combine: the handle is {_kind_of(handle)}, expected a Handle ({self.where}); "
+                "make the input with combine_input() of the record that dispatch returned"
+            )
+        try:
+            handle.check(owner)
+        except HandleError as error:
+            return error
+        rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
+        shape = self._rows_expected(combine_input)
+        whole = [*shape, self.spec.hidden_size]
+        if slot_weights is None or self._is_plain(slot_weights, torch.float32):
+            # Fast path: one row per slot. The checks below take longer.
+            is_of_slots = layout is Layout.MASKED or combine_input.rows_per is RowsPer.SLOT  # type: ignore[union-attr]
+            is_fit = self._is_plain(rows, self.dtype) and rows.shape == (*whole,)
+            if is_of_slots and is_fit and (slot_weights is None or slot_weights.shape == (*shape,)):
+                return None
+        if isinstance(combine_input, RowsCombineInput):
+            rows_per = combine_input.rows_per
+            if not isinstance(rows_per, RowsPer):
+                return ShapeError(
+                    f"combine: rows_per is {rows_per!r}, expected RowsPer.SLOT or RowsPer.ROW "
+                    f"({self.where}); pass one of them"
+                )
+            if rows_per is RowsPer.ROW and slot_weights is not None:
+                return ShapeError(
+                    "combine: rows_per is ROW but combine applies the weights of each slot "
+                    f"({self.where}); pass one row per slot"
+                )
+        fault = self._mismatch("hidden_states", rows, whole, self.dtype)
+        if fault is None and slot_weights is not None:
+            fault = self._mismatch("slot_weights", slot_weights, shape, torch.float32)
+        if fault is None:
+            return None
+        return ShapeError(f"combine: {fault[0]} ({self.where}); {fault[1]}")
+
+    def _rows_expected(self, combine_input: CombineInput) -> list[int]:
+        """Return the expected shape of the expert results without H."""
+        exchange_plan, num_local = combine_input.handle.exchange_plan, self.spec.num_local_experts
+        if isinstance(combine_input, MaskedCombineInput):
+            return [num_local, exchange_plan.num_rows // num_local]
+        row_of_slot = exchange_plan.index.row_of_slot
+        if row_of_slot is not None and combine_input.rows_per is RowsPer.SLOT:
+            return [row_of_slot.shape[0]]
+        return [exchange_plan.num_rows]
+
+    def _mismatch(
+        self, name: str, tensor: Tensor | None, shape: Sequence[int | str], dtype: torch.dtype
+    ) -> tuple[str, str] | None:
+        """Return what is wrong with a tensor, and the remedy; None if nothing is wrong.
+
+        shape: the expected shape; "T" stands for an unknown length and never matches.
+        """
+        if not isinstance(tensor, Tensor):
+            return (
+                f"{name} is {_kind_of(tensor)}, expected a tensor {_shape_text(shape)}",
+                "pass one",
+            )
+        unusual = _unusual(tensor)
+        if unusual is not None:
+            kind, remedy = unusual
+            return f"{name} is {kind}, expected a plain strided tensor", f"call {name}.{remedy}"
+        if list(tensor.shape) != shape:
+            remedy = "pass tensors of one batch"
+            if shape[0] == "T":
+                remedy = f"flatten it by reshape(-1, {shape[-1]})"
+            return f"{name} is {list(tensor.shape)}, expected {_shape_text(shape)}", remedy
+        if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOAT_DTYPES:
+            return f"{name} is {tensor.dtype}, expected {dtype}", f"call {name}.to({dtype})"
+        if tensor.device != self.device:
+            return (
+                f"{name} is on {tensor.device}, expected {self.device}",
+                f"call {name}.to({str(self.device)!r})",
+            )
+        return None
+
+    def _wire_mismatch(
+        self, wire: WireTensor, shape: Sequence[int | str]
+    ) -> tuple[str, str] | None:
+        """Return what is wrong with quantised rows, and the remedy; None if nothing is wrong."""
+        wanted = self.spec.dispatch_format
+        if wire.format != wanted:
+            return (
+                f"hidden_states are {_format_text(wire.format)}, expected {_format_text(wanted)}",
+                "quantise them to the dispatch format of the plan, or pass them unquantised",
+            )
+        layout = wire.scale_layout or ROW_MAJOR
+        parts: list[tuple[str, Tensor | None, Sequence[int | str], torch.dtype]] = [
+            ("data", wire.data, shape, wanted.dtype.torch_dtype)
+        ]
+        if wanted.scale_dtype is not None:
+            assert isinstance(shape[1], int), "H is known"
+            num_scales = wanted.num_scales(shape[1])
+            if layout.packed:
+                num_scales = -(-num_scales // SCALES_PER_WORD)
+            dtype = torch.int32 if layout.packed else wanted.scale_dtype
+            parts.append(("scales", wire.scales, [shape[0], num_scales], dtype))
+        for name, tensor, size, dtype in parts:
+            name = f"hidden_states.{name}"
+            fault = self._mismatch(name, tensor, size, dtype)
+            if fault is None and tensor is not None and tensor.dtype is not dtype:
+                fault = f"{name} is {tensor.dtype}, expected {dtype}", "use the dtype of the format"
+            if fault is not None:
+                return fault
+        return None
 
 
 def needs_gradients(
@@ -210,18 +270,6 @@ def unready_error(problem: Exception, where: str, *, function: str = "dispatch")
     )
 
 
-def _rows_expected(combine_input: CombineInput, spec: BufferSpec) -> list[int]:
-    """Return the expected shape of the expert results without H."""
-    exchange_plan = combine_input.handle.exchange_plan
-    if isinstance(combine_input, MaskedCombineInput):
-        return [spec.num_local_experts, exchange_plan.num_rows // spec.num_local_experts]
-    row_of_slot = exchange_plan.index.row_of_slot
-    is_of_slots = combine_input.rows_per is RowsPer.SLOT and row_of_slot is not None
-    return [
-        row_of_slot.shape[0] if is_of_slots and row_of_slot is not None else exchange_plan.num_rows
-    ]
-
-
 def num_tokens_of(hidden_states: Tensor | WireTensor) -> int:
     """Return T, or 0 if the argument is not a plain tensor with rows."""
     hidden_states = data_of(hidden_states)
@@ -243,68 +291,6 @@ def _unusual(tensor: Tensor) -> tuple[str, str] | None:
         return f"{tensor.layout}", "to_dense()"
     if hasattr(tensor, "to_local"):
         return f"a {_kind_of(tensor)}", "to_local()"
-    return None
-
-
-def _mismatch(
-    name: str,
-    tensor: Tensor | None,
-    shape: Sequence[int | str],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> tuple[str, str] | None:
-    """Return what is wrong with a tensor, and the remedy; None if nothing is wrong.
-
-    shape: the expected shape; "T" stands for an unknown length and never matches.
-    """
-    if not isinstance(tensor, Tensor):
-        return f"{name} is {_kind_of(tensor)}, expected a tensor {_shape_text(shape)}", "pass one"
-    unusual = _unusual(tensor)
-    if unusual is not None:
-        kind, remedy = unusual
-        return f"{name} is {kind}, expected a plain strided tensor", f"call {name}.{remedy}"
-    if list(tensor.shape) != shape:
-        remedy = "pass tensors of one batch"
-        if shape[0] == "T":
-            remedy = f"flatten it by reshape(-1, {shape[-1]})"
-        return f"{name} is {list(tensor.shape)}, expected {_shape_text(shape)}", remedy
-    if tensor.dtype != dtype and not {tensor.dtype, dtype} <= FLOAT_DTYPES:
-        return f"{name} is {tensor.dtype}, expected {dtype}", f"call {name}.to({dtype})"
-    if tensor.device != device:
-        return (
-            f"{name} is on {tensor.device}, expected {device}",
-            f"call {name}.to({str(device)!r})",
-        )
-    return None
-
-
-def _wire_mismatch(
-    wire: WireTensor, shape: Sequence[int | str], wanted: WireFormat, device: torch.device
-) -> tuple[str, str] | None:
-    """Return what is wrong with quantised rows, and the remedy; None if nothing is wrong."""
-    if wire.format != wanted:
-        return (
-            f"hidden_states are {_format_text(wire.format)}, expected {_format_text(wanted)}",
-            "quantise them to the dispatch format of the plan, or pass them unquantised",
-        )
-    layout = wire.scale_layout or ROW_MAJOR
-    parts: list[tuple[str, Tensor | None, Sequence[int | str], torch.dtype]] = [
-        ("data", wire.data, shape, wanted.dtype.torch_dtype)
-    ]
-    if wanted.scale_dtype is not None:
-        assert isinstance(shape[1], int), "H is known"
-        num_scales = wanted.num_scales(shape[1])
-        if layout.packed:
-            num_scales = -(-num_scales // SCALES_PER_WORD)
-        dtype = torch.int32 if layout.packed else wanted.scale_dtype
-        parts.append(("scales", wire.scales, [shape[0], num_scales], dtype))
-    for name, tensor, size, dtype in parts:
-        name = f"hidden_states.{name}"
-        fault = _mismatch(name, tensor, size, dtype, device)
-        if fault is None and tensor is not None and tensor.dtype is not dtype:
-            fault = f"{name} is {tensor.dtype}, expected {dtype}", "use the dtype of the format"
-        if fault is not None:
-            return fault
     return None
 
 

@@ -18,8 +18,7 @@ from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
 from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
 from epcomm.dispatchers.checks import (
-    find_call_error,
-    find_combine_error,
+    CallChecks,
     needs_gradients,
     num_tokens_of,
     open_exchange_plan_of,
@@ -85,6 +84,13 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         self._spec = self.plan.buffer_spec
         self._dtype = self._spec.hidden_format.dtype.torch_dtype
         self._weights_dtype = sum_dtype(self._dtype)
+        self._checks = CallChecks(
+            spec=self._spec,
+            dtype=self._dtype,
+            device=group.device,
+            where=self._where,
+            backend_limit=self.plan.caps.max_tokens_per_rank,
+        )
         self._buffer = group.open_buffer(self.plan.buffer, self._spec)
         self._calls = group.calls
         self._number = self._calls.add_dispatcher(self.mode)
@@ -182,7 +188,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
             dtype, hidden_states = hidden_states.dtype, hidden_states.to(dtype)
         if topk.topk_weights.dtype is not self._weights_dtype:
             topk = replace(topk, topk_weights=topk.topk_weights.to(self._weights_dtype))
-        handle = Handle(owner=self, call=0, num_tokens=num_tokens, dtype=dtype)
+        handle = Handle(owner=self, num_tokens=num_tokens, dtype=dtype)
         return self._make_call(hidden_states, topk, experts_need_grad, error), handle
 
     def _nothing(self) -> tuple[Tensor, TopKOutput]:
@@ -201,8 +207,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         if call.error is not None and call.error.was_raised:
             self.refuse_combine(call.error, out.exchange_plan)
         self._num_calls += 1
-        handle.call = self._num_calls
-        handle.open(out.exchange_plan, bool(int(out.any_flags) & _NEEDS_BACKWARD))
+        needs_backward = bool(int(out.any_flags) & _NEEDS_BACKWARD)
+        handle.open(out.exchange_plan, call=self._num_calls, needs_backward=needs_backward)
         rows, slot_weights = out.rows, out.slot_weights
         if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
             rows, slot_weights = with_history(self._buffer, call, out)
@@ -316,14 +322,8 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
     def _check_combine(self, combine_input: CombineT) -> None:
         """Report an invalid call to all ranks and raise its error."""
         self._check_group_open("combine")
-        error = self._closed_error("combine") or find_combine_error(
-            combine_input,
-            self,
-            self._spec,
-            self._dtype,
-            self._group.device,
-            self._where,
-            layout=self.plan.caps.layout,
+        error = self._closed_error("combine") or self._checks.find_combine_error(
+            combine_input, self, self.plan.caps.layout
         )
         if error is not None:
             self.refuse_combine(error, open_exchange_plan_of(combine_input, self))
@@ -391,15 +391,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
                 "dispatch: hidden_states are a WireTensor, expected a tensor, because kernels of "
                 f"{self.plan.backend} quantise ({self._where}); pass them unquantised"
             )
-        return find_call_error(
-            hidden_states,
-            topk,
-            self._spec,
-            self._dtype,
-            self._group.device,
-            self._where,
-            backend_limit=self.plan.caps.max_tokens_per_rank,
-        )
+        return self._checks.find_call_error(hidden_states, topk)
 
     def _make_call(
         self,

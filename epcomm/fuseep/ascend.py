@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -87,14 +87,12 @@ class _Chunk:
     is_dummy: bool
 
 
-class AscendFused(AscendCalls, Generic[AscendPackedT]):
+class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     """The base of the operators, which have static sizes: check() raises the faults.
-
-    It comes before FusedBackend among the bases.
 
     kind: the record of packed experts that the operator reads.
     limits: the sizes that it takes.
-    on_a5: why it does not serve A5.
+    soc: the chip that it serves.   on_a5: why it does not serve A5.
     has_slot_budget: max_recv_slots limits the rows that a rank receives.
     """
 
@@ -103,6 +101,7 @@ class AscendFused(AscendCalls, Generic[AscendPackedT]):
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
     limits: ClassVar[Limits]
+    soc: ClassVar[Soc] = Soc.A3
     on_a5: ClassVar[str]
     has_slot_budget: ClassVar[bool] = False
 
@@ -164,7 +163,7 @@ class AscendFused(AscendCalls, Generic[AscendPackedT]):
         refused = {Soc.A2: "FuseEP is not built for it", Soc.A5: cls.on_a5}
         reasons = []
         if soc is not None and soc in refused:
-            reasons.append(f"the chip is {soc}, expected {Soc.A3}: {refused[soc]}")
+            reasons.append(f"the chip is {soc}, expected {cls.soc}: {refused[soc]}")
         reasons += cls.limits.reasons(spec, world_size)
         reasons += cls._budget_reasons(spec, world_size)
         window = cls.window_bytes(spec, world_size)
@@ -287,7 +286,7 @@ class AscendFused(AscendCalls, Generic[AscendPackedT]):
         self._sent_bytes[COMBINE] += from_others * combine_bytes
 
 
-class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWeights]):
+class FusedDeepMoE(AscendFused[FusedDeepMoEWeights]):
     """The operator of mode 1: float32 between the products, so that nothing overflows."""
 
     name: ClassVar[str] = "fused_deep_moe"
@@ -308,7 +307,7 @@ class FusedDeepMoE(AscendFused[FusedDeepMoEWeights], FusedBackend[FusedDeepMoEWe
         return y, counts.view(-1, self._world_size).sum(1)
 
 
-class MegaMoE(AscendFused[MegaMoEWeights], FusedBackend[MegaMoEWeights]):
+class MegaMoE(AscendFused[MegaMoEWeights]):
     """The operator of mode 3, of cann_ops_transformer, which deep_ep calls.
 
     The operator itself checks the size of its window.
@@ -337,9 +336,7 @@ class MegaMoE(AscendFused[MegaMoEWeights], FusedBackend[MegaMoEWeights]):
         )
 
 
-class DispatchFFNCombine(
-    AscendFused[DispatchFFNCombineWeights], FusedBackend[DispatchFFNCombineWeights]
-):
+class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     """The operator of mode 2: float16 between the products, which overflows beyond 65504.
 
     If the row of a token overflows at one of its experts, or at the substitute for a masked entry

@@ -15,8 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epcomm.errors import ConfigError
-
 # Columns of a tile: one half gate, one half up.
 TILE = 128
 _HALF = TILE // 2
@@ -25,14 +23,8 @@ _HALF = TILE // 2
 def permutation(num_columns: int) -> Tensor:
     """Return the column in the checkpoint of each interleaved column, [2I], int64, on the CPU.
 
-    Raises:
-        ConfigError: 2I is not a multiple of 128.
+    num_columns: 2I, a multiple of 128, as the limits of the operator require.
     """
-    if num_columns < TILE or num_columns % TILE:
-        raise ConfigError(
-            f"permutation: gate and up have {num_columns} columns, expected a multiple of {TILE}; "
-            "take experts whose intermediate_size is a multiple of 64, or dispatch_ffn_combine"
-        )
     position = torch.arange(num_columns, device="cpu")
     tile, inside = position // TILE, position % TILE
     is_up, column = inside // _HALF, inside % _HALF
@@ -40,9 +32,5 @@ def permutation(num_columns: int) -> Tensor:
 
 
 def interleave(tensor: Tensor, dim: int) -> Tensor:
-    """Return the 2I columns along `dim` in the order of the kernel, contiguous, in new memory.
-
-    Raises:
-        ConfigError: as permutation().
-    """
+    """Return the 2I columns along `dim` in the order of the kernel, contiguous, in new memory."""
     return tensor.index_select(dim, permutation(tensor.shape[dim]).to(tensor.device))

@@ -11,7 +11,7 @@ from epcomm.buffers.fused import FuseEPResult
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.checks import find_call_error, num_tokens_of
+from epcomm.dispatchers.checks import CallChecks, num_tokens_of
 from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.group import EPGroup
 from epcomm.ops.precision import cast_topk
@@ -44,6 +44,9 @@ class FuseEPPath:
         self.plan = chosen
         self._group, self._dtype = group, spec.dtype
         self._spec = chosen.buffer_spec
+        self._checks = CallChecks(
+            spec=self._spec, dtype=spec.dtype, device=group.device, where=group.where
+        )
         self._operator = group.open_fused(chosen.buffer, self._spec)
         self._packed: Derived[object] = Derived("fuseep")
         self._checks_calls = config.check_calls
@@ -81,9 +84,7 @@ class FuseEPPath:
             )
         num_tokens = num_tokens_of(hidden_states)
         refusal = self._refusal(hidden_states, topk, weights)
-        error = refusal or find_call_error(
-            hidden_states, topk, self._spec, self._dtype, self._group.device, self._group.where
-        )
+        error = refusal or self._checks.find_call_error(hidden_states, topk)
         assert isinstance(weights, Int8ChannelWeights), "the plan was made for them"
         experts = self._packed.of(weights.tensors(), lambda: self._operator.pack(weights))
         result = self._operator.run(self._call(hidden_states, topk, error), experts)

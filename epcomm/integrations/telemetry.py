@@ -32,52 +32,35 @@ class Metric:
     help: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Family:
     """The metrics of one name; `read` gives one value, or a value for each expert of the rank."""
 
     name: str
-    kind: Kind
     help: str
     read: Callable[[EPStats], float | tuple[int, ...]]
 
+    @property
+    def kind(self) -> Kind:
+        """Return the kind, by the rule of Prometheus for names."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
+
+_IMBALANCE = "Most tokens of an expert of the rank over their mean, since construction."
 _OF_LAYERS = (
+    _Family("epcomm_calls_total", "Forward passes of the layer.", lambda s: s.num_calls),
+    _Family("epcomm_tokens_total", "Tokens that the rank dispatched.", lambda s: s.num_tokens),
+    _Family("epcomm_rows_total", "Rows that the rank received.", lambda s: s.num_rows),
     _Family(
-        name="epcomm_calls_total",
-        kind="counter",
-        help="Forward passes of the layer.",
-        read=lambda stats: stats.num_calls,
+        "epcomm_expert_tokens_total",
+        "Tokens that an expert of the rank computed.",
+        lambda s: s.num_tokens_per_expert,
     ),
+    _Family("epcomm_expert_imbalance", _IMBALANCE, lambda s: s.imbalance),
     _Family(
-        name="epcomm_tokens_total",
-        kind="counter",
-        help="Tokens that the rank dispatched.",
-        read=lambda stats: stats.num_tokens,
-    ),
-    _Family(
-        name="epcomm_rows_total",
-        kind="counter",
-        help="Rows that the rank received.",
-        read=lambda stats: stats.num_rows,
-    ),
-    _Family(
-        name="epcomm_expert_tokens_total",
-        kind="counter",
-        help="Tokens that an expert of the rank computed.",
-        read=lambda stats: stats.num_tokens_per_expert,
-    ),
-    _Family(
-        name="epcomm_expert_imbalance",
-        kind="gauge",
-        help="Most tokens of an expert of the rank over their mean, since construction.",
-        read=lambda stats: stats.imbalance,
-    ),
-    _Family(
-        name="epcomm_max_slots",
-        kind="gauge",
-        help="Most (token, expert) pairs that the rank computed in one call.",
-        read=lambda stats: stats.max_slots,
+        "epcomm_max_slots",
+        "Most (token, expert) pairs that the rank computed in one call.",
+        lambda s: s.max_slots,
     ),
 )
 # Field of ReplayCounts -> help.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from pathlib import Path
 
@@ -69,31 +70,20 @@ def _text(program: c_void_p, size_of: Callable[..., int], read: Callable[..., in
     return buffer.raw
 
 
+@dataclass(frozen=True, kw_only=True)
 class CudaKernel:
-    """One kernel of a module, on the device where it was loaded."""
+    """One kernel of a module, on the device where it was loaded.
 
-    def __init__(
-        self,
-        function: c_void_p,
-        context: c_void_p,
-        *,
-        threads: int,
-        shared_bytes: int,
-        is_cooperative: bool = False,
-    ) -> None:
-        """Keep a function, its context, threads of a block and bytes of dynamic shared memory.
+    threads, shared_bytes: threads and bytes of dynamic shared memory of a block.
+    is_cooperative: blocks wait for one another, so that all of them run at the same time: the
+        device begins all or none, and refuses a grid that does not fit.
+    """
 
-        is_cooperative: blocks wait for one another, so that all of them run at the same time: the
-            device begins all or none, and refuses a grid that does not fit.
-        """
-        self._function, self._context = function, context
-        self._threads = threads
-        self._shared_bytes = shared_bytes
-        self._is_cooperative = is_cooperative
-        _check_driver(
-            driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
-            "cuFuncSetAttribute",
-        )
+    function: c_void_p
+    context: c_void_p
+    threads: int
+    shared_bytes: int
+    is_cooperative: bool
 
     def launch(self, blocks: int, *arguments: ctypes.Structure) -> None:
         """Enqueue the kernel on torch's current stream, with copies of arguments. No host sync.
@@ -104,15 +94,15 @@ class CudaKernel:
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         # torch.cuda.current_stream() makes an object, which takes 2 us.
         stream = c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
-        sizes = (self._function, blocks, 1, 1, self._threads, 1, 1, self._shared_bytes, stream)
-        if self._is_cooperative:
+        sizes = (self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream)
+        if self.is_cooperative:
             launch = partial(driver().cuLaunchCooperativeKernel, *sizes, pointers)
         else:
             launch = partial(driver().cuLaunchKernel, *sizes, pointers, None)
         status = launch()
         if status == _INVALID_CONTEXT:
             # A thread, of autograd say, in which torch has called nothing of CUDA yet.
-            _check_driver(driver().cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+            _check_driver(driver().cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
             status = launch()
         if status:
             _check_driver(status, f"launch of {blocks} blocks")
@@ -135,9 +125,11 @@ class CudaModule:
         function = c_void_p()
         status = driver().cuModuleGetFunction(byref(function), self._module, name.encode())
         _check_driver(status, f"cuModuleGetFunction({name})")
+        status = driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+        _check_driver(status, "cuFuncSetAttribute")
         return CudaKernel(
-            function,
-            self._context,
+            function=function,
+            context=self._context,
             threads=threads,
             shared_bytes=shared_bytes,
             is_cooperative=is_cooperative,

@@ -1,7 +1,7 @@
-"""Choose the dtypes in which rows travel, experts compute and results return (docs/precision.md).
+"""Choose the dtypes in which rows are sent, experts compute and results return (docs/precision.md).
 
-Rows travel in the dtype that ranks agreed on when the layer was planned, whatever a call is given:
-no rank can know another rank's dtype before it sends. y comes back in the dtype of the rows given.
+Rows are sent in the dtype that ranks agreed on when the layer was planned, whatever a call is
+given: no rank can know another rank's dtype before it sends. y has the dtype of the rows given.
 """
 
 from __future__ import annotations

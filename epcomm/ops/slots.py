@@ -7,7 +7,7 @@ Worked example, two experts, K = 2, received ids (local, -1 for none):
                                                                             [1, 3]]
     row 2: [0, 1]                                           first_slot   = [0, 2, 4]
 
-Rows arrive by source rank, then token, and the sort is stable, so slots come in
+Rows arrive by source rank, then token, and the sort is stable, so slots are in
 (expert, source rank, token) order.
 """
 
@@ -72,17 +72,13 @@ class Members:
         Of [5, 7] and [] they become [0, 7, 9] and [1].   Host sync: none.
         """
         assert not self.has_tail, "a tail has no target"
-        num_members, num_targets = self.flat.shape[0], self.num_targets
-        targets = torch.arange(num_targets + 1, device=self.flat.device)
+        targets = torch.arange(self.num_targets, device=self.flat.device)
         target_of_member = torch.repeat_interleave(
-            targets[:-1], self.offsets.diff(), output_size=num_members
+            targets, self.offsets.diff(), output_size=self.flat.shape[0]
         )
-        places = torch.arange(num_members, device=self.flat.device) + target_of_member + 1
-        offsets = self.offsets + targets
-        flat = self.flat.new_empty(num_members + num_targets)
-        flat[offsets[:-1]] = targets[:-1]
-        flat[places] = self.flat + num_targets
-        return Members(flat=flat, offsets=offsets)
+        order = torch.cat([targets, target_of_member]).argsort(stable=True)
+        flat = torch.cat([targets, self.flat + self.num_targets])[order]
+        return Members(flat=flat, offsets=self.offsets + F.pad(targets + 1, (1, 0)))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -109,28 +105,20 @@ class MemberTable:
 AnyMembers = Members | MemberTable
 
 
-def members_of(table: Tensor, num_members: int) -> Members:
-    """Collect the non-negative entries of each row of `table` [N, K], in k order.
+def members_of(table: Tensor, num_members: int, *, is_exact: bool = True) -> Members:
+    """Collect the non-negative entries of each row of `table` [N, K], in k order. Host sync: none.
 
-    num_members: the number of non-negative entries, which the host knows without a host sync.
+    num_members: the number of non-negative entries, which the host knows; if not is_exact, the most
+        that there can be, and the members have a tail.
     """
     valid = table >= 0
-    where = torch.nonzero_static(valid.flatten(), size=num_members).flatten()
+    where = torch.nonzero_static(valid.flatten(), size=num_members, fill_value=0).flatten()
+    flat = table.flatten()[where].long()
     offsets = F.pad(valid.sum(dim=1).cumsum(0), (1, 0))
-    return Members(flat=table.flatten()[where].long(), offsets=offsets)
-
-
-def members_within(table: Tensor, max_members: int) -> Members:
-    """Collect as members_of() does, where the host knows only the most members that there can be.
-
-    Host sync: none.
-    """
-    valid = table >= 0
-    where = torch.nonzero_static(valid.flatten(), size=max_members, fill_value=0).flatten()
-    ends = valid.sum(dim=1).cumsum(0)
-    offsets = F.pad(F.pad(ends, (1, 0)), (0, 1), value=max_members)
-    # The tail repeats some entry, which may be -1; the sum of the tail is cut off.
-    return Members(flat=table.flatten()[where].long().clamp(min=0), offsets=offsets, has_tail=True)
+    if not is_exact:
+        # The tail repeats some entry, which may be -1; the sum of the tail is cut off.
+        flat, offsets = flat.clamp(min=0), F.pad(offsets, (0, 1), value=num_members)
+    return Members(flat=flat, offsets=offsets, has_tail=not is_exact)
 
 
 def slots_by_row(index: SlotIndex) -> AnyMembers:
@@ -142,59 +130,81 @@ def slots_by_row(index: SlotIndex) -> AnyMembers:
         return members_of(index.slots_of_row, sum(index.host_num_tokens_per_expert))
     assert index.row_of_slot is not None, "an index over rows has slots"
     max_members = min(index.slots_of_row.numel(), index.row_of_slot.shape[0])
-    return members_within(index.slots_of_row, max_members)
+    return members_of(index.slots_of_row, max_members, is_exact=False)
+
+
+def aligned_counts(counts: Tensor, expert_alignment: int) -> Tensor:
+    """Return the slots that each expert occupies: its count, rounded up to the alignment."""
+    if expert_alignment == 1:
+        return counts
+    return (counts + expert_alignment - 1) // expert_alignment * expert_alignment
 
 
 def build_slot_index(
-    local_ids: Tensor, counts: Tensor, host_counts: Sequence[int], *, expert_alignment: int = 1
+    local_ids: Tensor,
+    counts: Tensor,
+    size: Sequence[int] | int,
+    *,
+    expert_alignment: int = 1,
 ) -> SlotIndex:
     """Sort (row, k) pairs by expert.
 
     Args:
         local_ids: [R, K], expert of this rank, or -1.
         counts: [L], int64, number of slots of each expert, without padding, on the device.
-        host_counts: [L], the values of counts, on the host.
+        size: [L], the values of counts, on the host. Or C, the number of slots whatever the
+            routing, if the host may not read the counts: the caller has checked that the slots
+            fit, and the unused slots at the end are padding.
         expert_alignment: each expert's slots start at a multiple of this.
 
-    Host sync: none.   Deterministic: yes.
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
     """
     ops = row_ops_for(local_ids)
     if ops is not None:
         return ops.index_slots(
-            local_ids, None, counts, host_counts, first_expert=0, expert_alignment=expert_alignment
+            local_ids, None, counts, size, first_expert=0, expert_alignment=expert_alignment
         )[0]
-    num_rows, top_k = local_ids.shape
-    num_used = sum(host_counts)
-    device = local_ids.device
+    (num_rows, top_k), num_experts = local_ids.shape, counts.shape[0]
     flat_ids = local_ids.flatten()
-    pairs = torch.nonzero_static(flat_ids >= 0, size=num_used).flatten()
-    expert_of_slot, order = torch.sort(flat_ids[pairs], stable=True)
-    pair_of_slot = pairs[order]
-
-    num_slots, aligned_counts = num_used, counts
-    if expert_alignment > 1:
-        num_slots = sum(align_up(count, expert_alignment) for count in host_counts)
-        aligned_counts = (counts + expert_alignment - 1) // expert_alignment * expert_alignment
-    starts = F.pad(aligned_counts.cumsum(0), (1, 0))
-    if num_slots == num_used:
-        position = torch.arange(num_used, dtype=torch.int32, device=device)
-        row_of_slot = (pair_of_slot // top_k).to(torch.int32)
+    is_static = isinstance(size, int)
+    if is_static:
+        num_slots, is_dense = size, False
+        # Entries without an expert sort last, as expert L.
+        keys = torch.where(flat_ids < 0, num_experts, flat_ids)
+        expert_of_pair, pairs = torch.sort(keys, stable=True)
     else:
+        num_slots = num_used = sum(size)
+        if expert_alignment > 1:
+            num_slots = sum(align_up(count, expert_alignment) for count in size)
+        is_dense = num_slots == num_used
+        pairs = torch.nonzero_static(flat_ids >= 0, size=num_used).flatten()
+        expert_of_pair, order = torch.sort(flat_ids[pairs], stable=True)
+        pairs = pairs[order]
+
+    starts = F.pad(aligned_counts(counts, expert_alignment).cumsum(0), (1, 0))
+    slots = torch.arange(pairs.shape[0], dtype=torch.int32, device=pairs.device)
+    row_of_slot = (pairs // top_k).to(torch.int32)
+    if not is_dense:
         shift = starts - F.pad(counts.cumsum(0), (1, 0))
-        position = torch.arange(num_used, device=device) + shift[expert_of_slot.long()]
-        row_of_slot = torch.full((num_slots,), -1, dtype=torch.int32, device=device)
-        row_of_slot[position] = (pair_of_slot // top_k).to(torch.int32)
-        position = position.to(torch.int32)
-    slots_of_row = torch.full((num_rows * top_k,), -1, dtype=torch.int32, device=device)
-    slots_of_row[pair_of_slot] = position
+        slots = slots + shift[expert_of_pair.long()]
+        if is_static:
+            # One more slot takes the entries without an expert and is cut off.
+            slots = torch.where(expert_of_pair < num_experts, slots, num_slots)
+        padded = torch.full((num_slots + 1,), -1, dtype=torch.int32, device=pairs.device)
+        padded[slots] = row_of_slot
+        row_of_slot = padded[:num_slots]
+    slots_of_row = torch.full_like(flat_ids, -1, dtype=torch.int32)
+    slots_of_row[pairs] = slots.to(torch.int32)
+    if is_static:
+        slots_of_row.masked_fill_(flat_ids < 0, -1)
     return SlotIndex(
         row_of_slot=row_of_slot,
         slots_of_row=slots_of_row.view(num_rows, top_k),
         num_tokens_per_expert=counts.to(torch.int32),
         first_slot=starts.to(torch.int32),
-        host_num_tokens_per_expert=tuple(host_counts),
+        host_num_tokens_per_expert=None if is_static else tuple(size),
         expert_alignment=expert_alignment,
-        is_dense=num_slots == num_used,
+        is_dense=is_dense,
     )
 
 
@@ -222,7 +232,7 @@ def index_slots(
     ids: Tensor,
     weights: Tensor,
     counts: Tensor,
-    host_counts: Sequence[int],
+    size: Sequence[int] | int,
     *,
     first_expert: int,
     expert_alignment: int = 1,
@@ -232,12 +242,12 @@ def index_slots(
     Args:
         ids: [R, K], int32, physical experts, -1 for none, of any row stride.
         weights: [R, K], of any row stride.
-        counts, host_counts, expert_alignment: see build_slot_index().
+        counts, size, expert_alignment: see build_slot_index().
         first_expert: the first of the L experts of this rank.
 
     Returns: the index, and the weight of each slot, [C], 0 for padding.
 
-    Host sync: none.   Deterministic: yes.
+    Host sync: none.   Graph capture: yes.   Deterministic: yes.
     """
     ops = row_ops_for(ids)
     if ops is not None:
@@ -245,12 +255,12 @@ def index_slots(
             ids,
             weights,
             counts,
-            host_counts,
+            size,
             first_expert=first_expert,
             expert_alignment=expert_alignment,
         )
-    local_ids = localize(ids, first_expert, len(host_counts))
-    index = build_slot_index(local_ids, counts, host_counts, expert_alignment=expert_alignment)
+    local_ids = localize(ids, first_expert, counts.shape[0])
+    index = build_slot_index(local_ids, counts, size, expert_alignment=expert_alignment)
     return index, spread_to_slots(weights, index)
 
 
@@ -308,7 +318,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     Args:
         rows: [N, H]; rows that are no member are never read.
         members: sources of each target.
-        weights: [N], float32 (float64 beside float64 rows), multiplied into the rows, or None.
+        weights: [N], float32 (float64 for float64 rows), multiplied into the rows, or None.
 
     Returns:
         [targets, H], contiguous; a target without members is zero.
@@ -325,7 +335,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     flat, offsets, whole, dtype = members.flat, members.offsets, _whole_rows(rows), rows.dtype
     if weights is not None:
         weights = weights[flat]
-        # Both ways of summing want the weights in the dtype of the rows.
+        # Both methods of summing need the weights in the dtype of the rows.
         if dtype is torch.bfloat16:
             # Each weight becomes a sum of three bfloat16 numbers: a float32 copy of the rows would
             # cost many times as much as reading the rows three times, from the cache.

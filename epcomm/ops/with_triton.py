@@ -42,7 +42,7 @@ class TritonRowOps:
         """Return the sums of the rows that each line of a table names: [targets, H]."""
         rows = _with_adjacent_columns(rows)
         out = rows.new_empty(table.shape[0], rows.shape[1])
-        # As one combines may be a column of something.
+        # The weights of a caller may be a column of another tensor.
         sum_rows(rows, table, out, None if weights is None else weights.contiguous())
         return out
 
@@ -117,14 +117,12 @@ class TritonRowOps:
 
     def order_sends(
         self, topk_ids: Tensor, header: Tensor, *, rows_at: int, num_local: int
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rows that carry each token to each rank, [T, W], and each entry, [T, K]."""
-        row_of_topk = torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device)
-        row_of_rank = row_of_topk.new_empty(topk_ids.shape[0], header.shape[0])
-        order_sends(
-            topk_ids, header, row_of_rank, row_of_topk, rows_at=rows_at, num_local=num_local
-        )
-        return row_of_rank, row_of_topk
+    ) -> Tensor:
+        """Return the rows that carry each token to each rank, [T, W]."""
+        shape = (topk_ids.shape[0], header.shape[0])
+        row_of_rank = torch.empty(shape, dtype=torch.int32, device=topk_ids.device)
+        order_sends(topk_ids, header, row_of_rank, rows_at=rows_at, num_local=num_local)
+        return row_of_rank
 
 
 def _with_adjacent_columns(rows: Tensor) -> Tensor:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -141,7 +140,8 @@ def _place(
     values: _Loads, experts: npt.NDArray[np.int64], num_ranks: int, num_places: int
 ) -> list[int]:
     """Return the logical expert of each physical one, for num_ranks ranks in their order."""
-    copies = _count_copies(values, num_places, np.full(len(values), num_ranks))
+    one = np.ones(len(values), dtype=np.int64)
+    copies = _count_copies(values, num_places, num_ranks * one, one)
     best = _packed(values, copies, num_ranks)
     # Fewer copies of one expert and more of another may pack better.
     for _ in range(_MOST_TRIALS):
@@ -181,13 +181,12 @@ def _other_copies(values: _Loads, packed: _Packing) -> Iterator[npt.NDArray[np.i
     experts = packed.held[int(np.argmax(packed.totals))]
     largest = experts[np.lexsort((experts, -(values / copies)[experts]))][:_MOST_CHANGED]
     for expert in largest.tolist():
-        most = np.full(len(values), num_ranks)
+        most, least = np.full(len(values), num_ranks), np.ones_like(copies)
         for change in _CHANGES:
             wanted = int(copies[expert]) + change
-            others = int(copies.sum()) - wanted
-            if 1 <= wanted <= num_ranks and others >= len(values) - 1:
-                most[expert] = wanted
-                changed = _count_copies(values, others + wanted, most, first={expert: wanted})
+            if 1 <= wanted <= num_ranks and copies.sum() - wanted >= len(values) - 1:
+                most[expert] = least[expert] = wanted
+                changed = _count_copies(values, int(copies.sum()), most, least)
                 if changed.sum() == copies.sum():
                     yield changed
 
@@ -196,15 +195,13 @@ def _count_copies(
     values: _Loads,
     num_places: int,
     most: npt.NDArray[np.int64],
-    first: Mapping[int, int] = MappingProxyType({}),
+    least: npt.NDArray[np.int64],
 ) -> npt.NDArray[np.int64]:
-    """Assign each expert one copy, and the remaining ones by the highest load of a copy.
+    """Assign each expert its least number of copies, and the others by the highest load of a copy.
 
-    most: largest number of copies of each expert.   first: numbers that are fixed.
+    most: largest number of copies of each expert.
     """
-    copies = np.ones(len(values), dtype=np.int64)
-    for expert, number in first.items():
-        copies[expert] = number
+    copies = least.copy()
     while copies.sum() < num_places and (copies < most).any():
         loads = np.where(copies < most, values / copies, -1.0)
         # Equal loads, such as zeros: the expert with the fewest copies.

@@ -50,17 +50,16 @@ class ExpertLoad:
         """
         try:
             values = json.loads(text)
-            is_load = isinstance(values, dict) and values.get("format") == _FORMAT
-            windows = _windows_of(values["layers"]) if is_load else None
-            num_ranks = values["ranks"] if is_load else None
+            is_load = values["format"] == _FORMAT and is_size(values["ranks"])
+            windows = {name: tuple(map(tuple, rows)) for name, rows in values["layers"].items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            windows = num_ranks = None
-        if windows is None or not is_size(num_ranks):
+            is_load, values, windows = False, {}, {}
+        if not is_load or not all(map(_are_counts, windows.values())):
             raise ConfigError(
                 f"ExpertLoad.from_json: {source} is not the load of experts, expected what "
                 "ExpertLoad.as_json() returned; name another file"
             )
-        return cls(num_ranks=num_ranks, windows_by_layer=windows)
+        return cls(num_ranks=values["ranks"], windows_by_layer=windows)
 
     @classmethod
     def from_file(cls, path: Path) -> ExpertLoad:
@@ -79,13 +78,7 @@ class ExpertLoad:
         return cls.from_json(text, source=path.name)
 
 
-def _windows_of(layers: Mapping[str, object]) -> dict[str, tuple[tuple[int, ...], ...]] | None:
-    """Return the windows of each layer, or None where counts are missing or no numbers."""
-    found: dict[str, tuple[tuple[int, ...], ...]] = {}
-    for name, windows in layers.items():
-        rows = tuple(tuple(row) for row in windows)  # type: ignore[attr-defined]
-        are_counts = all(type(each) is int and each >= 0 for row in rows for each in row)
-        if not are_counts or len({len(row) for row in rows}) > 1:
-            return None
-        found[name] = rows
-    return found
+def _are_counts(windows: tuple[tuple[object, ...], ...]) -> bool:
+    """Return whether the windows of a layer have counts, each as many as the others."""
+    are_counts = all(type(each) is int and each >= 0 for row in windows for each in row)
+    return are_counts and len({len(row) for row in windows}) <= 1

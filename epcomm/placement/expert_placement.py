@@ -9,7 +9,6 @@ from functools import cached_property
 from typing import Self
 
 from epcomm.errors import ConfigError, describe_kind, shown
-from epcomm.placement.nearest import nearest_replicas
 from epcomm.types import MAX_SIZE, is_size
 
 
@@ -101,15 +100,22 @@ class ExpertPlacement:
         return self.physical_to_logical[first : first + self.num_local_experts]
 
     def replicas_for(self, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Return the replicas of each logical expert among which the tokens of a rank choose."""
+        """Return the replicas of each logical expert among which the tokens of a rank choose.
+
+        With prefers_near, one expert a rank and two ranks a host, rank 1 chooses replica 0 of
+        (0, 5), replica 1 of (1, 2), and both of (3, 4).
+        """
         if not self.prefers_near:
             return self.replicas
-        return nearest_replicas(
-            self.replicas,
-            rank=rank,
-            num_local=self.num_local_experts,
-            ranks_of_host=self.num_ranks // self.num_hosts,
-        )
+
+        def nearest_of(copies: tuple[int, ...]) -> tuple[int, ...]:
+            for ranks in (1, self.num_ranks // self.num_hosts):
+                near = [each for each in copies if self.rank_of(each) // ranks == rank // ranks]
+                if near:
+                    return tuple(near)
+            return copies
+
+        return tuple(map(nearest_of, self.replicas))
 
     def describe(self) -> str:
         """Return one line with the numbers of experts, copies and ranks."""
@@ -173,7 +179,7 @@ class ExpertPlacement:
             if twice:
                 raise _fault(
                     f"rank {rank} holds {held.count(twice[0])} copies of expert {twice[0]}",
-                    "at most one a rank, because a second one takes no load from it",
+                    "at most one a rank, because a second copy does not reduce its load",
                 )
 
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from epcomm.collectives.base import Collectives
 from epcomm.placement.expert_placement import ExpertPlacement
 
-# 64 MiB: enough for the full rate of any link, and little compared with the experts of a rank.
-# Experts that are larger are sent one at a time.
+# Most bytes of one tensor that a rank sends, and that it receives, at a time; larger experts are
+# sent one at a time. 64 MiB: enough for the full rate of any link, and little compared with the
+# experts of a rank. The device needs twice this memory in addition to the experts.
 PIECE_BYTES = 64 * 2**20
 
 
@@ -106,22 +107,14 @@ def stage_experts(
     old: ExpertPlacement,
     new: ExpertPlacement,
     collectives: Collectives,
-    *,
-    piece_bytes: int = PIECE_BYTES,
 ) -> StagedExperts:
-    """Receive the rows that this rank's experts will have, without writing them.
+    """Receive the rows that this rank's experts have in a new placement, without writing them.
 
-    Args:
-        tensors: this rank's [L, ...] by name, contiguous, any dtype; alike on all ranks.
-        old: the present placement.
-        new: the next one, of the same sizes.
-        collectives: of the ranks.
-        piece_bytes: most bytes of one tensor that a rank sends, and that it receives, at a time, at
-            least one row; the device needs twice this memory in addition to the experts.
+    tensors: this rank's [L, ...] by name, contiguous, any dtype; alike on all ranks.
 
     Collective: yes.   Host sync: yes.
     Raises:
-        EPTimeout: some ranks did not come; nothing was written.
+        EPTimeout: some ranks did not arrive; nothing was written.
     """
     transfers = transfers_between(old, new)
     rank, size = collectives.rank, old.num_local_experts
@@ -133,7 +126,7 @@ def stage_experts(
             for each in transfers
             if each.source // size == rank == each.target // size
         }
-        most = max(1, piece_bytes // max(1, rows.shape[1]))
+        most = max(1, PIECE_BYTES // max(1, rows.shape[1]))
         for piece in _pieces(transfers, size, collectives.world_size, most):
             staged[name] |= _exchange(rows, piece, size, collectives)
     return StagedExperts(tensors=tensors, rows=staged)
@@ -168,22 +161,17 @@ def _exchange(
     rows: Tensor, piece: Sequence[Transfer], size: int, collectives: Collectives
 ) -> dict[int, Tensor]:
     """Exchange the rows of one piece; return received rows by local expert. Collective."""
-    rank, world_size = collectives.rank, collectives.world_size
-    sent: list[list[int]] = [[] for _ in range(world_size)]
-    received: list[list[int]] = [[] for _ in range(world_size)]
-    for each in piece:
-        if each.source // size == rank:
-            sent[each.target // size].append(each.source - rank * size)
-        if each.target // size == rank:
-            received[each.source // size].append(each.target - rank * size)
-    order = torch.tensor(
-        [place for places in sent for place in places], dtype=torch.int64, device=rows.device
-    )
+    rank, ranks = collectives.rank, range(collectives.world_size)
+    sent = [each for each in piece if each.source // size == rank]
+    received = [each for each in piece if each.target // size == rank]
+    # Both ends of a transfer have the order of the piece within their pair of ranks.
+    sent.sort(key=lambda each: each.target // size)
+    received.sort(key=lambda each: each.source // size)
+    order = torch.tensor([e.source % size for e in sent], dtype=torch.int64, device=rows.device)
     came = collectives.all_to_all(
         rows.index_select(0, order),
-        send_splits=[len(places) for places in sent],
-        recv_splits=[len(places) for places in received],
+        send_splits=[sum(e.target // size == other for e in sent) for other in ranks],
+        recv_splits=[sum(e.source // size == other for e in received) for other in ranks],
         phase="rebalance",
     ).cpu()
-    places = [place for places in received for place in places]
-    return {place: came[index] for index, place in enumerate(places)}
+    return {each.target % size: came[index] for index, each in enumerate(received)}

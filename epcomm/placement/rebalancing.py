@@ -77,7 +77,7 @@ class ExpertState:
         return "; ".join(f"{n} {list(t.shape)} {t.dtype}" for n, t in self.pieces().items())
 
 
-def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlacement:
+def check_placement(old: ExpertPlacement, new: object, where: str) -> None:
     """Check that `new` is a placement with the sizes of the layer's. Local.
 
     Raises:
@@ -95,7 +95,6 @@ def check_placement(old: ExpertPlacement, new: object, where: str) -> ExpertPlac
                 f"rebalance: {name} of the placement is {came}, expected {expected} as the layer "
                 f"has ({where}); make it by balance() for these ranks and experts"
             )
-    return new
 
 
 def agree_on_move(
@@ -140,7 +139,7 @@ def agree_to_write(calls: Calls) -> EPTimeout | None:
 
     Collective: yes.   Host sync: yes.
     Raises:
-        EPTimeout: some ranks did not come, and no survivor writes.
+        EPTimeout: some ranks did not arrive, and no survivor writes.
     """
     try:
         calls.agree({}, what="rebalance, all rows are there")

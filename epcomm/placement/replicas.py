@@ -10,7 +10,6 @@ from torch import Tensor
 from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.placement.expert_placement import ExpertPlacement
-from epcomm.placement.nearest import replica_table
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.spec import HostLayout, MoESpec
 
@@ -68,15 +67,19 @@ class ReplicaTables:
         redundant = placement.num_physical_experts - placement.num_experts
         most = min(placement.num_ranks, redundant + 1)
         self._rank = rank
-        self.logical_of_physical = torch.tensor(placement.physical_to_logical, device=device)
-        self._in_turn = replica_table(
-            placement.replicas_for(rank),
-            device=device,
-            max_replicas=most,
+        self.logical_of_physical = torch.empty(
+            placement.num_physical_experts, dtype=torch.int64, device=device
+        )
+        sizes = {"dtype": torch.int32, "device": device}
+        self._in_turn = ReplicaTable(
+            replicas=torch.empty(placement.num_experts, most, **sizes),
+            num_replicas=torch.empty(placement.num_experts, **sizes),
+            calls=None if is_replicated else torch.zeros((), dtype=torch.int64, device=device),
+            # Ranks begin with different replicas.
             first=0 if is_replicated else rank,
-            takes_turns=not is_replicated,
         )
         self._alike = replace(self._in_turn, calls=None)
+        self.write(placement)
 
     @property
     def table(self) -> ReplicaTable:
@@ -85,14 +88,12 @@ class ReplicaTables:
 
     def write(self, placement: ExpertPlacement) -> None:
         """Write another placement of the same sizes into the tables. Local; host sync."""
-        table = self._in_turn
-        written = replica_table(
-            placement.replicas_for(self._rank),
-            device=torch.device("cpu"),
-            max_replicas=table.replicas.shape[1],
-        )
-        table.replicas.copy_(written.replicas)
-        table.num_replicas.copy_(written.num_replicas)
+        table, replicas = self._in_turn, placement.replicas_for(self._rank)
+        width = table.replicas.shape[1]
+        rows = [(*copies, *[-1] * (width - len(copies))) for copies in replicas]
+        numbers = [len(copies) for copies in replicas]
+        table.replicas.copy_(torch.tensor(rows, device="cpu"))
+        table.num_replicas.copy_(torch.tensor(numbers, device="cpu"))
         self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical, device="cpu"))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:

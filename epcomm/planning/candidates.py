@@ -317,7 +317,7 @@ def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:
     for name, (found, expected) in sides.items():
         if found != expected:
             raise ConfigError(
-                f"plan: {name} of the experts is {found}, expected {expected} as MoESpec says; "
+                f"plan: {name} of the experts is {found}, expected {expected} as in MoESpec; "
                 "make the MoESpec from these experts"
             )
 
@@ -365,7 +365,7 @@ def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -
 def _runner_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
     if config.runner == "auto" or caps.layout in runner_class(config.runner).layouts:
         return []
-    return [f"hands out {caps.layout.value}, which runner {config.runner} does not read"]
+    return [f"returns {caps.layout.value}, which runner {config.runner} does not read"]
 
 
 def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:

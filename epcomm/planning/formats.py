@@ -32,7 +32,7 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
     dispatch_format = _dispatch_format(config, hidden_format, wanted)
     if dispatch_format.dtype.is_quantized and hidden_format.dtype is WireDtype.FP64:
         raise ConfigError(
-            f"plan: rows travel as {dispatch_format}, but the hidden states are {hidden_format}; "
+            f"plan: rows are sent as {dispatch_format}, but the hidden states are {hidden_format}; "
             "expected bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
         )
     _check_int8_profile(config, dispatch_format, wanted)
@@ -62,7 +62,7 @@ def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireF
 
 
 def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFormat) -> WireFormat:
-    """Return the format of dispatch: what the configuration says, else what the experts want."""
+    """Return the format of dispatch: that of the configuration, or what the experts need."""
     dtype = config.dispatch_dtype
     chosen = wanted if dtype is None else _wire_format(dtype, hidden_format, wanted)
     if config.dispatch_scales is None:
@@ -73,8 +73,8 @@ def _dispatch_format(config: EPConfig, hidden_format: WireFormat, wanted: WireFo
         return replace(chosen, scale_dtype=scales.torch_dtype)
     asked = "None" if dtype is None else dtype.value
     raise ConfigError(
-        f"plan: dispatch_scales is {scales.value}, but rows travel as {chosen} (dispatch_dtype is "
-        f"{asked}, the experts want {wanted}); expected fp8_e4m3 rows for these scales, set "
+        f"plan: dispatch_scales is {scales.value}, but rows are sent as {chosen} (dispatch_dtype "
+        f"is {asked}, the experts need {wanted}); expected fp8_e4m3 rows for these scales, set "
         "dispatch_dtype or leave dispatch_scales None"
     )
 
@@ -99,7 +99,7 @@ def _check_int8_profile(config: EPConfig, dispatched: WireFormat, wanted: WireFo
     if config.int8_profile is None or WireDtype.INT8 in (dispatched.dtype, wanted.dtype):
         return
     raise ConfigError(
-        f"plan: int8_profile is {config.int8_profile}, but rows travel as {dispatched} and the "
-        f"experts want {wanted}; expected int8 in one of them, set dispatch_dtype or leave "
+        f"plan: int8_profile is {config.int8_profile}, but rows are sent as {dispatched} and the "
+        f"experts need {wanted}; expected int8 in one of them, set dispatch_dtype or leave "
         "int8_profile None"
     )

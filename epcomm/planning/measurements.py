@@ -88,7 +88,7 @@ def read_measurements(path: str | Path) -> Measurements:
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from None
     except ValueError as error:
-        # No system takes it: Python says that it has a null byte.
+        # Python refuses a path with a null byte.
         raise _error(path, f"is no path ({error})") from None
     try:
         report = json.loads(content)

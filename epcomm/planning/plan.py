@@ -107,7 +107,7 @@ def _ranks_of(
     """Return the ranks to plan for.
 
     Raises:
-        ConfigError: a group or a machine says otherwise, or no ranks are so many.
+        ConfigError: the arguments contradict one another, or world_size is out of range.
     """
     if hosts is not None:
         if group is not None or machine is not None:
@@ -279,7 +279,7 @@ def _reading_reasons(
         layout, wire = phase.caps.layout, phase.buffer_spec.dispatch_format
         if layout not in runner.layouts:
             reasons.append(
-                f"reads {_names(runner.layouts)}, but {phase.backend} hands out {layout.value}"
+                f"reads {_names(runner.layouts)}, but {phase.backend} returns {layout.value}"
             )
         readable = [reading.format for reading in runner.readings(weights, layout)]
         if wire not in readable:

@@ -161,7 +161,7 @@ class EPPlan:
     """The choice for one layer: a plan of each phase, and the runner.
 
     prefill: for prefill and training.   decode: the same object, except in mode auto; None where
-        decode_lacks says what is missing for it.
+        decode_lacks names what is missing for it.
     runner: runner registry name; None if the plan was made without expert weights, and in mode
         fuseep, whose operators compute them.
     rejected_runners: those that cannot compute these experts.
@@ -197,7 +197,7 @@ class EPPlan:
         if self.runner is not None:
             lines.append(f"runner {self.runner}")
         if self.prefill.mode is Mode.FUSEEP:
-            lines.append(f"experts computed by {self.prefill.backend} itself; y comes reduced")
+            lines.append(f"experts computed by {self.prefill.backend} itself; y is reduced")
             deprecated = fused_class(self.prefill.buffer).deprecated
             lines += [f"{self.prefill.backend} is deprecated: {deprecated}"] if deprecated else []
         lines += [f"rejected runner {text}" for text in _grouped(self.rejected_runners)]

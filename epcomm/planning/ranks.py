@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from epcomm.buffers.base import Backend
@@ -113,18 +112,12 @@ class PlannedRanks:
 
     def joint_reasons(self, backend: type[Backend], spec: BufferSpec) -> list[str]:
         """Return why the hosts of the ranks, and the links between their GPUs, do not serve."""
-        return [*self._place_reasons(backend), *backend.lacks_between(spec)]
-
-    def _place_reasons(self, backend: type[Backend]) -> list[str]:
+        reasons = list(backend.lacks_between(spec))
         if not self.hosts:
-            return []
+            return reasons
         number, is_one_host = f"{len(set(self.hosts))} hosts", len(set(self.hosts)) == 1
         if self.given is not None and self.given.num_hosts > 1:
             number, is_one_host = f"{self.given.num_hosts} hosts by the mesh of EPGroup", False
         if backend.needs_one_host and not (is_one_host and self.hosts[0]):
-            return [f"ranks are on {number}, expected one whose memory they share"]
-        return self._link_reasons if backend.needs_nvlink else []
-
-    @cached_property
-    def _link_reasons(self) -> list[str]:
-        return reach_reasons(self.reaches)
+            return [f"ranks are on {number}, expected one whose memory they share", *reasons]
+        return [*(reach_reasons(self.reaches) if backend.needs_nvlink else ()), *reasons]

@@ -15,7 +15,7 @@ from epcomm.platforms.nvlink import PeerReach
 # Modules of a CUDA build of torch, and triton.
 _MODULES = frozenset({"triton", "torch.distributed._symmetric_memory"})
 # The deep_ep of each backend that needs one.
-_DEEP_EP: Mapping[str, DeepEPKind] = MappingProxyType(
+DEEP_EP_OF_BACKEND: Mapping[str, DeepEPKind] = MappingProxyType(
     {
         "deep_ep": DeepEPKind.V2,
         "deep_ep_v1": DeepEPKind.V1,
@@ -121,26 +121,20 @@ class AssumedMachine:
 _HGX_RANKS = 8
 
 
-def _hgx(name: str, capability: tuple[int, int]) -> AssumedMachine:
-    return AssumedMachine(
-        name=name,
-        device_type="cuda",
-        transport="nccl",
-        capability=capability,
-        ranks_per_host=_HGX_RANKS,
-    )
-
-
+# Compute capabilities of GPUs.
+_CAPABILITIES = MappingProxyType({"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)})
 DEVICES: Mapping[str, AssumedMachine] = MappingProxyType(
     {
-        "h100": _hgx("h100", (9, 0)),
-        "h200": _hgx("h200", (9, 0)),
-        "b200": _hgx("b200", (10, 0)),
+        **{
+            name: AssumedMachine(
+                name=name,
+                device_type="cuda",
+                transport="nccl",
+                capability=capability,
+                ranks_per_host=_HGX_RANKS,
+            )
+            for name, capability in _CAPABILITIES.items()
+        },
         "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo", host_waits=True),
     }
 )
-
-
-def deep_ep_of(backend: str) -> DeepEPKind | None:
-    """Return the deep_ep that `backend` needs, or None."""
-    return _DEEP_EP.get(backend)

@@ -116,18 +116,19 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
         return (finding,)
     found = answer.values
     build = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA in this build"
-    backends = [str(name) for name in _list(found["backends"])]
+    backends: list[str] = found["backends"]
     shown = [f"nccl {found['nccl']}" if name == "nccl" else name for name in backends]
-    devices = [str(device) for device in _list(found["devices"])]
     return (
-        _tested("torch", str(found["version"]), f"{found['version']}, {build}"),
+        _tested("torch", found["version"], f"{found['version']}, {build}"),
         Finding(
             name="distributed backends",
             status=Status.HERE if backends else Status.MISSING,
             detail=", ".join(shown) or "none",
             advice="" if backends else "install a torch that is built with torch.distributed",
         ),
-        _cuda_devices(devices, has_cuda=bool(found["cuda"]), has_driver=bool(found["has_driver"])),
+        _cuda_devices(
+            found["devices"], has_cuda=bool(found["cuda"]), has_driver=found["has_driver"]
+        ),
         _shared_memory(),
     )
 
@@ -265,8 +266,3 @@ def _torch_npu(machine: Machine) -> Finding:
         advice="source set_env.sh of the toolkit; without a toolkit, uninstall torch_npu or set "
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0, because it breaks `import torch`",
     )
-
-
-def _list(value: object) -> list[object]:
-    assert isinstance(value, list), "the program prints a list"
-    return value

@@ -16,6 +16,7 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ PROBE_LIMIT_S = 60
 class Answer:
     """The answer of a program: `values`, or an error."""
 
-    values: Mapping[str, object] | None = None
+    values: Mapping[str, Any] | None = None
     error: str = ""
 
 
@@ -80,15 +81,11 @@ def this_machine() -> Machine:
         find_deep_ep=cache(find_deep_ep),
         has_library=lambda load: load(),
         has_cuda=torch.cuda.is_available,
-        capability=_capability,
+        capability=torch.cuda.get_device_capability,
         device_of=lambda tensor: tensor.device,
         host=host_of_this_process,
         memory_left=memory_left,
     )
-
-
-def _capability(device: torch.device | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _find_version(distribution: str) -> str | None:

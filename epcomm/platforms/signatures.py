@@ -35,14 +35,10 @@ def signature_reasons(owner: type, calls: Mapping[str, Sequence[str]]) -> list[s
         known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         wanted = {p.name for p in parameters if p.default is p.empty and p.kind not in variadic}
+        faults = [f"has no parameter {name}" for name in names if name not in known]
+        missing = sorted(wanted - set(names))
+        faults += [f"requires {name}, which is not passed" for name in missing]
         reasons += [
-            f"{where} of the installed package has no parameter {name}; install another release"
-            for name in names
-            if name not in known
-        ]
-        reasons += [
-            f"{where} of the installed package requires {name}, which is not passed; install "
-            "another release"
-            for name in sorted(wanted - set(names))
+            f"{where} of the installed package {fault}; install another release" for fault in faults
         ]
     return reasons

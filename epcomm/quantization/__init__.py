@@ -1,7 +1,7 @@
 """Quantise hidden states and back: FP8 by block, INT8 by token, and scales as GEMMs read them.
 
 quantize() is plain torch and runs on any device; quantizer_for() gives the implementation that a
-device has of its own, which returns the same bits.
+device has, which returns the same bits.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from epcomm.quantization.int8 import INT8_PER_TOKEN
 from epcomm.quantization.scale_layout import arrange_scales, check_scales, restore_scales, row_major
 from epcomm.types import Int8Profile, WireDtype, WireFormat
 
-# The wire format of a wire dtype alone: the scales that FP8 checkpoints and W8A8 experts want.
+# The wire format of a wire dtype alone: the scales that FP8 checkpoints and W8A8 experts need.
 QUANTIZED_FORMATS: Mapping[WireDtype, WireFormat] = MappingProxyType(
     {WireDtype.FP8_E4M3: FP8_FLOAT32_SCALES, WireDtype.INT8: INT8_PER_TOKEN}
 )

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from epcomm.errors import BackendUnavailable
+from epcomm.errors import BackendUnavailable, ConfigError, ShapeError
 from epcomm.quantization.fp8 import restore_fp8, write_fp8
-from epcomm.quantization.int8 import restore_int8, write_int8
-from epcomm.quantization.outputs import check_format, output_for
-from epcomm.quantization.scale_layout import unpack_scales
-from epcomm.types import Int8Profile, WireDtype, WireFormat, WireTensor
+from epcomm.quantization.int8 import INT8_PER_TOKEN, restore_int8, write_int8
+from epcomm.quantization.scale_layout import row_major
+from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat, WireTensor
+
+# These dtypes are exact in float32, in which all arithmetic is done.
+_INPUT_DTYPES = frozenset(dtype.torch_dtype for dtype in QUANTIZABLE_DTYPES)
+_FP8_SCALES = (torch.float32, torch.float8_e8m0fnu)
 
 
 class Quantizer(Protocol):
@@ -69,7 +72,9 @@ def quantize(
         ShapeError: hidden_states or `out` do not fit.
     """
     if wire_format.dtype.is_quantized:
-        wire = output_for("quantize", hidden_states, wire_format, out)
+        _check_format("quantize", wire_format)
+        _check_hidden_states(hidden_states)
+        wire = _output_for(hidden_states, wire_format, out)
         if wire_format.dtype is WireDtype.INT8:
             writers.int8(hidden_states, wire, profile)
         else:
@@ -117,14 +122,58 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
     """
     if not wire.format.dtype.is_quantized:
         return wire.data.to(dtype)
-    check_format("dequantize", wire.format)
+    _check_format("dequantize", wire.format)
     restore = restore_int8 if wire.format.dtype is WireDtype.INT8 else restore_fp8
-    return restore(_with_plain_scales(wire)).to(dtype)
+    return restore(row_major(wire)).to(dtype)
 
 
-def _with_plain_scales(wire: WireTensor) -> WireTensor:
-    """Return the wire tensor with unpacked scales, of any strides."""
-    if wire.scales is None or wire.scale_layout is None or not wire.scale_layout.packed:
-        return wire
-    num_scales = wire.format.num_scales(wire.data.shape[-1])
-    return replace(wire, scales=unpack_scales(wire.scales, num_scales), scale_layout=None)
+def _check_format(caller: str, wire_format: WireFormat) -> None:
+    if wire_format.dtype is WireDtype.INT8:
+        is_known, expected = wire_format == INT8_PER_TOKEN, f"{INT8_PER_TOKEN} (one scale a row)"
+        scales = "torch.float32"
+    else:
+        is_known, expected = wire_format.scale_dtype in _FP8_SCALES, WireDtype.FP8_E4M3.value
+        scales = "torch.float32 or torch.float8_e8m0fnu"
+    if not is_known:
+        raise ConfigError(
+            f"{caller}: format is {wire_format} with scales {wire_format.scale_dtype}, expected "
+            f"{expected} with scales {scales}; choose another wire format"
+        )
+
+
+def _check_hidden_states(hidden_states: Tensor) -> None:
+    if hidden_states.dtype not in _INPUT_DTYPES:
+        raise ShapeError(
+            f"quantize: hidden_states are {hidden_states.dtype}, expected bfloat16, float16 or "
+            "float32; cast them"
+        )
+    if hidden_states.ndim < 2 or hidden_states.shape[-1] == 0:
+        raise ShapeError(
+            f"quantize: hidden_states have shape {list(hidden_states.shape)}, expected [..., T, H] "
+            "with H of at least 1; add the missing dimension"
+        )
+
+
+def _output_for(
+    hidden_states: Tensor, wire_format: WireFormat, out: WireTensor | None
+) -> WireTensor:
+    """Return `out` after checking it, or new contiguous memory where it is None."""
+    data_dtype, scale_dtype = wire_format.dtype.torch_dtype, wire_format.scale_dtype
+    shape, device = list(hidden_states.shape), hidden_states.device
+    scale_shape = [*shape[:-1], wire_format.num_scales(shape[-1])]
+    if out is None:
+        return WireTensor(
+            data=hidden_states.new_empty(shape, dtype=data_dtype),
+            format=wire_format,
+            scales=hidden_states.new_empty(scale_shape, dtype=scale_dtype),
+        )
+    came = (out.format, *_form_of(out.data), *_form_of(out.scales))
+    wanted = (wire_format, shape, data_dtype, device, scale_shape, scale_dtype, device)
+    if came != wanted:
+        texts = [", ".join(map(str, each)) for each in (came, wanted)]
+        raise ShapeError(f"quantize: out is {texts[0]}, expected {texts[1]}; make it for this call")
+    return out
+
+
+def _form_of(tensor: Tensor | None) -> tuple[object, ...]:
+    return () if tensor is None else (list(tensor.shape), tensor.dtype, tensor.device)

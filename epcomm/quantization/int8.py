@@ -14,8 +14,8 @@ Source: documented arithmetic of the operators named below, not checked on an NP
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -26,24 +26,8 @@ INT8_PER_TOKEN = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=tor
 
 # The largest code.
 INT8_MAX = 127.0
-# The profile rint127eps adds this to the largest magnitude of a row.
-AMAX_EPSILON = 1e-12
 # All but the 13 fraction bits that float32 has beyond float16.
 _FLOAT16_MASK = ~0x1FFF
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Quantized:
-    """The result of one profile.
-
-    codes: [..., H], integers in float32.
-    scales: [..., 1], float32.
-    is_usable: [..., 1], bool, False where the source leaves codes and scale undefined.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    is_usable: Tensor
 
 
 def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) -> None:
@@ -58,11 +42,19 @@ def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) ->
     rows = hidden_states.float()
     amax = rows.abs().amax(dim=-1, keepdim=True)
     is_finite = amax.isfinite()
-    found = _PROFILES[profile](rows, amax)
-    usable_scales = found.scales.masked_fill(~found.is_usable, 0.0)
+    if profile in _ROUNDINGS:
+        # `tensor / number` is a product with the rounded reciprocal on some devices.
+        scales = torch.div(amax, torch.full_like(amax, INT8_MAX))
+        codes, is_usable = _ROUNDINGS[profile](torch.div(rows, scales)), scales > 0
+    else:
+        factors = _divide(INT8_MAX, amax + _EPSILONS[profile])
+        codes, is_usable = torch.round(rows * factors), factors.isfinite()
+        scales = _divide(1.0, factors)
+    # The sources leave codes and scales undefined that are not usable.
+    usable_scales = scales.masked_fill(~is_usable, 0.0)
     wire.scales.copy_(usable_scales.masked_fill(~is_finite, float("nan")))
     # Before the cast: NaN has no integer.
-    wire.data.copy_(torch.where(is_finite & found.is_usable, found.codes, 0.0))
+    wire.data.copy_(torch.where(is_finite & is_usable, codes, 0.0))
 
 
 def restore_int8(wire: WireTensor) -> Tensor:
@@ -76,52 +68,28 @@ def _divide(numerator: float, tensor: Tensor) -> Tensor:
     return torch.div(torch.full_like(tensor, numerator), tensor)
 
 
-def _rint127(rows: Tensor, amax: Tensor) -> _Quantized:
-    factors = _divide(INT8_MAX, amax)
-    return _Quantized(
-        codes=torch.round(rows * factors),
-        scales=_divide(1.0, factors),
-        is_usable=factors.isfinite(),
-    )
+def _half_to_even(quotients: Tensor) -> Tensor:
+    return torch.round(quotients).clamp(-INT8_MAX, INT8_MAX)
 
 
-def _rint127eps(rows: Tensor, amax: Tensor) -> _Quantized:
-    return _rint127(rows, amax + AMAX_EPSILON)
-
-
-def _div(rows: Tensor, amax: Tensor) -> _Quantized:
-    quotients = _quotients(rows, amax)
-    return _with_codes(quotients, torch.round(quotients.codes).clamp(-INT8_MAX, INT8_MAX))
-
-
-def _divtrunc16(rows: Tensor, amax: Tensor) -> _Quantized:
-    quotients = _quotients(rows, amax)
+def _cut_and_half_away(quotients: Tensor) -> Tensor:
     # The cut is right for normal float16 numbers; smaller ones round to the code 0 either way.
-    cut = (quotients.codes.view(torch.int32) & _FLOAT16_MASK).view(torch.float32)
+    cut = (quotients.view(torch.int32) & _FLOAT16_MASK).view(torch.float32)
     away = torch.copysign(torch.floor(cut.abs() + 0.5), cut)
-    return _with_codes(quotients, away.clamp(-INT8_MAX, INT8_MAX))
+    return away.clamp(-INT8_MAX, INT8_MAX)
 
 
-def _triton(rows: Tensor, amax: Tensor) -> _Quantized:
-    quotients = _quotients(rows, amax)
-    return _with_codes(quotients, torch.floor(quotients.codes + 0.5).clamp(-128.0, INT8_MAX))
+def _half_up(quotients: Tensor) -> Tensor:
+    return torch.floor(quotients + 0.5).clamp(-128.0, INT8_MAX)
 
 
-def _quotients(rows: Tensor, amax: Tensor) -> _Quantized:
-    """Divide elements by the scale amax / 127, without rounding to codes."""
-    # `tensor / number` is a product with the rounded reciprocal on some devices.
-    scales = torch.div(amax, torch.full_like(amax, INT8_MAX))
-    return _Quantized(codes=torch.div(rows, scales), scales=scales, is_usable=scales > 0)
-
-
-def _with_codes(quotients: _Quantized, codes: Tensor) -> _Quantized:
-    return _Quantized(codes=codes, scales=quotients.scales, is_usable=quotients.is_usable)
-
-
-_PROFILES: dict[Int8Profile, Callable[[Tensor, Tensor], _Quantized]] = {
-    Int8Profile.RINT127: _rint127,
-    Int8Profile.RINT127EPS: _rint127eps,
-    Int8Profile.DIV: _div,
-    Int8Profile.DIVTRUNC16: _divtrunc16,
-    Int8Profile.TRITON: _triton,
-}
+# The profiles that divide elements by the scale amax / 127, with their rounding to codes.
+_ROUNDINGS: Mapping[Int8Profile, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        Int8Profile.DIV: _half_to_even,
+        Int8Profile.DIVTRUNC16: _cut_and_half_away,
+        Int8Profile.TRITON: _half_up,
+    }
+)
+# The profiles that multiply elements by 127 / amax, with what they add to amax.
+_EPSILONS = MappingProxyType({Int8Profile.RINT127: 0.0, Int8Profile.RINT127EPS: 1e-12})

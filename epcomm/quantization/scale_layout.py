@@ -1,4 +1,4 @@
-"""Lay scales out in memory: row-major as they travel, or as a GEMM reads them.
+"""Lay scales out in memory: row-major as they are sent, or as a GEMM reads them.
 
 Column-major with 3 rows of 2 scales and an alignment of 4: memory holds
 s00 s10 s20 0 | s01 s11 s21 0, and the tensor is its [3, 2] view with strides (1, 4).
@@ -74,7 +74,7 @@ def to_column_major(scales: Tensor, alignment: int) -> Tensor:
 
 def from_column_major(scales: Tensor) -> Tensor:
     """Copy scales [..., R, S] of any strides into new row-major memory."""
-    # Not contiguous(), which keeps whatever strides a dimension of one element has.
+    # contiguous() keeps whatever strides a dimension of one element has, so it is not used.
     return scales.clone(memory_format=torch.contiguous_format)
 
 
@@ -90,8 +90,7 @@ def pack_scales(scales: Tensor) -> Tensor:
             "of two fit into a byte"
         )
     *rows, num_scales = scales.shape
-    num_words = align_up(num_scales, SCALES_PER_WORD) // SCALES_PER_WORD
-    shape = (*rows, num_words * SCALES_PER_WORD)
+    shape = (*rows, align_up(num_scales, SCALES_PER_WORD))
     padded = torch.zeros(shape, dtype=torch.uint8, device=scales.device)
     padded[..., :num_scales] = scales.contiguous().view(torch.uint8)
     # All hosts and devices that torch serves store the lowest byte first.
@@ -104,7 +103,7 @@ def unpack_scales(packed: Tensor, num_scales: int) -> Tensor:
     Raises:
         ShapeError: another dtype, or not as many words as num_scales needs.
     """
-    num_words = align_up(num_scales, SCALES_PER_WORD) // SCALES_PER_WORD
+    num_words = _num_words(num_scales)
     if packed.dtype != torch.int32 or packed.shape[-1] != num_words:
         raise ShapeError(
             f"unpack_scales: packed is {list(packed.shape)} {packed.dtype}, expected "
@@ -115,53 +114,36 @@ def unpack_scales(packed: Tensor, num_scales: int) -> Tensor:
     return codes[..., :num_scales].contiguous().view(torch.float8_e8m0fnu)
 
 
-def check_scales(
-    wire: WireTensor,
-    expected: ScaleLayout,
-    *,
-    scale_block: int,
-    scale_dtype: torch.dtype,
-    caller: str = "check_scales",
-) -> None:
-    """Refuse scales that a reader would misread.
+def check_scales(wire: WireTensor, expected: ScaleLayout, *, caller: str) -> None:
+    """Refuse scales that a reader of the wire format would misread.
 
     Args:
         wire: the wire tensor to check; its scales may have any layout.
         expected: the layout of scales that the reader wants.
-        scale_block: number of elements that share a scale that it wants; 0: the whole row.
-        scale_dtype: dtype of one scale before packing that it wants.
         caller: name of the calling function, which begins the message.
 
     Host sync: none.
     Raises:
-        ShapeError: scales of another block, dtype, layout, shape or order in memory.
+        ShapeError: no scales, or scales of another dtype, layout, shape or order in memory.
     """
-    fault = _find_fault(wire, expected, scale_block, scale_dtype)
+    fault = _find_fault(wire, expected)
     if fault is None:
         return
-    block = f"blocks of {scale_block}" if scale_block else "one a row"
     raise ShapeError(
         f"{caller}: {fault}: came {_describe_scales(wire)}, expected "
-        f"{_expected_shape(wire, expected, scale_block)} "
-        f"{_stored_dtype(expected, scale_dtype)}, {expected}, {block} of "
-        f"{scale_dtype}; quantise to that format and lay the scales out with arrange_scales()"
+        f"{_expected_shape(wire, expected)} {_stored_dtype(wire, expected)}, {expected}; quantise "
+        f"to {wire.format} and lay the scales out with arrange_scales()"
     )
 
 
-def _find_fault(
-    wire: WireTensor, expected: ScaleLayout, scale_block: int, scale_dtype: torch.dtype
-) -> str | None:
+def _find_fault(wire: WireTensor, expected: ScaleLayout) -> str | None:
     scales, declared = wire.scales, wire.scale_layout or ROW_MAJOR
     if scales is None:
         return "there are no scales"
-    if expected.packed and scale_dtype != torch.float8_e8m0fnu:
-        return "only power-of-two scales can be packed"
     found = (
-        ("the block differs", wire.format.scale_block, scale_block),
-        ("the scale dtype of the format differs", wire.format.scale_dtype, scale_dtype),
         ("the declared layout differs", declared, expected),
-        ("the dtype differs", scales.dtype, _stored_dtype(expected, scale_dtype)),
-        ("the shape differs", list(scales.shape), _expected_shape(wire, expected, scale_block)),
+        ("the dtype differs", scales.dtype, _stored_dtype(wire, expected)),
+        ("the shape differs", list(scales.shape), _expected_shape(wire, expected)),
     )
     for fault, came, wanted in found:
         if came != wanted:
@@ -169,16 +151,14 @@ def _find_fault(
     return None if _has_order(scales, expected) else "the order in memory differs"
 
 
-def _stored_dtype(layout: ScaleLayout, scale_dtype: torch.dtype) -> torch.dtype:
-    return torch.int32 if layout.packed else scale_dtype
+def _stored_dtype(wire: WireTensor, layout: ScaleLayout) -> torch.dtype | None:
+    return torch.int32 if layout.packed else wire.format.scale_dtype
 
 
-def _expected_shape(wire: WireTensor, layout: ScaleLayout, scale_block: int) -> list[int]:
+def _expected_shape(wire: WireTensor, layout: ScaleLayout) -> list[int]:
     *rows, hidden_size = wire.data.shape
-    num_scales = -(-hidden_size // scale_block) if scale_block else 1
-    if layout.packed:
-        num_scales = align_up(num_scales, SCALES_PER_WORD) // SCALES_PER_WORD
-    return [*rows, num_scales]
+    num_scales = wire.format.num_scales(hidden_size)
+    return [*rows, _num_words(num_scales) if layout.packed else num_scales]
 
 
 def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
@@ -197,10 +177,11 @@ def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
 
 
 def _describe_scales(wire: WireTensor) -> str:
-    block = wire.format.scale_block
-    blocks = "no blocks" if block is None else f"blocks of {block}" if block else "one a row"
-    kind = f"{wire.scale_layout or ROW_MAJOR}, {blocks} of {wire.format.scale_dtype}"
-    if wire.scales is None:
-        return f"no scales, {kind}"
-    scales = wire.scales
-    return f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}, {kind}"
+    layout, scales = wire.scale_layout or ROW_MAJOR, wire.scales
+    if scales is None:
+        return f"no scales, {layout}"
+    return f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}, {layout}"
+
+
+def _num_words(num_scales: int) -> int:
+    return -(-num_scales // SCALES_PER_WORD)

@@ -14,23 +14,13 @@ from torch import Tensor
 from epcomm.config import Router
 from epcomm.errors import BackendUnavailable
 from epcomm.records import ReplicaTable, TopKOutput
-from epcomm.routing.ascend_gating import (
-    OPERATOR,
-    GatingFlags,
-    call_gating,
-    gating_availability,
-    gating_flags,
-    gating_lacks,
-    is_gating_candidate,
-)
-from epcomm.routing.reference import check_arguments, route
+from epcomm.routing.ascend_gating import AscendGate, gating_lacks, gating_reasons
+from epcomm.routing.reference import route
 from epcomm.routing.spec import RoutingSpec
-from epcomm.routing.triton_gating import (
-    TritonGate,
-    is_triton_candidate,
-    triton_gate_lacks,
-    triton_gate_reasons,
-)
+from epcomm.routing.triton_gating import TritonGate, triton_gate_lacks, triton_gate_reasons
+
+# Type of a device -> the router that users expect there.
+_ROUTER_OF_DEVICE = {"npu": Router.ASCEND, "cuda": Router.TRITON}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,29 +28,18 @@ class RouterChoice:
     """The router of one layer.
 
     spec: the routing of the model.
-    flags: arguments of the gating operator, if it routes.
-    gate: the gate kernel, if it routes; without both the reference routes.
+    gate: the kernel or operator that routes; None: the reference routes.
     reasons: why the reference routes, where a user may expect another router.
     """
 
     spec: RoutingSpec
-    flags: GatingFlags | None = None
-    gate: TritonGate | None = None
+    gate: TritonGate | AscendGate | None = None
     reasons: tuple[str, ...] = ()
-
-    @property
-    def name(self) -> Router:
-        """Return the router of calls without gradients."""
-        if self.gate is not None:
-            return Router.TRITON
-        return Router.REFERENCE if self.flags is None else Router.ASCEND
 
     def explain(self) -> tuple[str, ...]:
         """Return lines for the text of a plan; none where users expect the reference."""
         if self.gate is not None:
-            return ("routing by the triton gate; float64 and compiled calls by the reference",)
-        if self.flags is not None:
-            return (f"routing by {OPERATOR}, with gradients by the reference",)
+            return (self.gate.explanation,)
         return (f"routing by the reference: {'; '.join(self.reasons)}",) if self.reasons else ()
 
     def route(
@@ -74,23 +53,21 @@ class RouterChoice:
     ) -> TopKOutput:
         """Route by the chosen router if it takes these logits, else by the reference.
 
-        Args:
-            logits, correction_bias, hidden_states: as route() takes them.
-            load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose,
-                in any of the N rows.
-            replicas: the physical experts of each logical one; None: returned ids are logical.
+        load: [N, E], int64, on the device; each token adds 1 to each logical expert it chose, in
+            any of the N rows.
+        replicas: the physical experts of each logical one; None: returned ids are logical.
 
         Host sync: none.   Graph capture: after one call.
         """
-        if self.gate is not None and self.gate.takes(logits):
-            return self.gate(logits, correction_bias=correction_bias, load=load, replicas=replicas)
-        if self.flags is None or _needs_grad(logits, correction_bias):
+        gate = self.gate
+        if isinstance(gate, TritonGate) and gate.takes(logits):
+            return gate(logits, correction_bias=correction_bias, load=load, replicas=replicas)
+        if isinstance(gate, AscendGate) and gate.takes(logits, correction_bias):
+            topk = gate(logits, correction_bias)
+        else:
             topk = route(
                 logits, self.spec, correction_bias=correction_bias, hidden_states=hidden_states
             )
-        else:
-            check_arguments(logits, self.spec, correction_bias)
-            topk = call_gating(logits, self.flags, correction_bias)
         if load is not None:
             count_load(topk.topk_ids, load)
         if replicas is not None:
@@ -101,14 +78,9 @@ class RouterChoice:
 def choose_router(
     router: Router, spec: RoutingSpec, *, num_experts: int, device: torch.device, where: str
 ) -> RouterChoice:
-    """Choose the router of a layer, once, when the layer is made.
+    """Choose the router of a layer among E = num_experts, once, when the layer is made.
 
-    Args:
-        router: EPConfig.router.
-        spec: the routing of the model.
-        num_experts: E, logical experts.
-        device: where the logits are.
-        where: `rank 3 of 8`, for messages.
+    device: where the logits are.   where: `rank 3 of 8`, for messages.
 
     Local.   Host sync: none.
     Raises:
@@ -116,49 +88,30 @@ def choose_router(
         ConfigError: this routing is impossible among E experts.
     """
     spec.check_num_experts(num_experts)
-    on_npu, on_gpu = is_gating_candidate(device), is_triton_candidate(device)
-    if router is Router.REFERENCE:
-        reasons = ("EPConfig.router asks for it",) if on_npu or on_gpu else ()
+    expected = _ROUTER_OF_DEVICE.get(device.type, Router.REFERENCE)
+    wanted = expected if router is Router.AUTO else router
+    if wanted is Router.REFERENCE:
+        reasons = () if expected is wanted else ("EPConfig.router asks for it",)
         return RouterChoice(spec=spec, reasons=reasons)
-    if router is Router.ASCEND or (router is Router.AUTO and on_npu):
-        if router is Router.ASCEND:
-            _check_lacks(router, gating_lacks(device), where)
-        verdict = gating_availability(spec, num_experts, device)
-        if not verdict.ok:
-            return RouterChoice(spec=spec, reasons=verdict.reasons)
-        return RouterChoice(spec=spec, flags=gating_flags(spec))
-    if router is Router.TRITON or on_gpu:
-        lacks = triton_gate_lacks(device)
-        if router is Router.TRITON:
-            _check_lacks(router, lacks, where)
-        reasons = lacks + triton_gate_reasons(spec, num_experts)
-        if reasons:
-            return RouterChoice(spec=spec, reasons=reasons)
-        return RouterChoice(spec=spec, gate=TritonGate(spec, num_experts))
-    return RouterChoice(spec=spec)
-
-
-def _check_lacks(router: Router, lacks: tuple[str, ...], where: str) -> None:
-    if lacks:
+    is_triton = wanted is Router.TRITON
+    lacks = triton_gate_lacks(device) if is_triton else gating_lacks(device)
+    if lacks and router is not Router.AUTO:
         raise BackendUnavailable(
             f"choose_router: router is {router.value!r}, but {'; '.join(lacks)} first, or set "
             f"EPConfig.router to 'auto' ({where})"
         )
+    reasons_of = triton_gate_reasons if is_triton else gating_reasons
+    reasons = lacks + reasons_of(spec, num_experts)
+    if reasons:
+        return RouterChoice(spec=spec, reasons=reasons)
+    gate = TritonGate(spec, num_experts) if is_triton else AscendGate(spec)
+    return RouterChoice(spec=spec, gate=gate)
 
 
 def count_load(topk_ids: Tensor, load: Tensor) -> None:
-    """Add 1 to the load of each expert for each entry that names it; -1 names none.
-
-    Args:
-        topk_ids: [T, K], int64, logical experts.
-        load: [N, E], int64, on the same device; its first row is written.
+    """Add 1 to the first row of load [N, E] for each entry of topk_ids that names an expert.
 
     Local.   Host sync: none.   Graph capture: yes.
     """
     ids = topk_ids.flatten()
     load[0].scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(load.dtype))
-
-
-def _needs_grad(logits: Tensor, bias: Tensor | None) -> bool:
-    needed = logits.requires_grad or (bias is not None and bias.requires_grad)
-    return needed and torch.is_grad_enabled()

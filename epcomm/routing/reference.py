@@ -1,7 +1,7 @@
 """Route in plain torch: the definition that every device kernel is checked against.
 
-Ties, NaN logits, rows without a finite logit, padding rows and weights that sum to zero each have
-one defined result, whatever the device; `route` lists them.
+Ties, NaN logits, rows without a finite logit and weights that sum to zero each have one defined
+result, whatever the device; `route` lists them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def route(
     spec: RoutingSpec,
     *,
     correction_bias: Tensor | None = None,
-    num_valid_tokens: int | Tensor | None = None,
     hidden_states: Tensor | None = None,
 ) -> TopKOutput:
     """Choose the experts of each token and their weights.
@@ -51,13 +50,11 @@ def route(
         logits: [T, E], floating point; T = 0 is legal.
         spec: the routing of the model.
         correction_bias: [E]; required where the spec has a bias, refused where it has none.
-        num_valid_tokens: rows from here on are padding; an int, or an integer tensor [] that may
-            live on the device; None: no padding.
         hidden_states: [T, H]; only a custom function reads it.
 
     Returns:
-        topk_ids [T, K], int64, distinct, best selection score first; -1 in padding rows.
-        topk_weights [T, K], float32, or float64 for float64 logits; 0 in padding rows.
+        topk_ids [T, K], int64, distinct, best selection score first.
+        topk_weights [T, K], float32, or float64 for float64 logits.
 
     Collective: none.
     Host sync: none.   Graph capture: yes.   Deterministic: yes.
@@ -66,21 +63,20 @@ def route(
         ShapeError: a wrong shape or dtype, also of what a custom function returned.
         ConfigError: more experts asked for than the logits have, or a bias where none belongs.
     Source: the routers of transformers, SGLang, vLLM and Megatron-LM; ours: one definition of
-        ties, NaN, padding and zero sums.
+        ties, NaN and zero sums.
     """
-    check_arguments(logits, spec, correction_bias, num_valid_tokens)
+    check_arguments(logits, spec, correction_bias)
     if spec.custom_function is None:
-        topk = _route_by_spec(logits, spec, correction_bias)
-    else:
-        topk = spec.custom_function(
-            logits, top_k=spec.top_k, correction_bias=correction_bias, hidden_states=hidden_states
-        )
-        _check_custom_output(topk, (logits.shape[0], spec.top_k))
-    return topk if num_valid_tokens is None else _mask_padding(topk, num_valid_tokens)
+        return _route_by_spec(logits, spec, correction_bias)
+    topk = spec.custom_function(
+        logits, top_k=spec.top_k, correction_bias=correction_bias, hidden_states=hidden_states
+    )
+    _check_custom_output(topk, (logits.shape[0], spec.top_k))
+    return topk
 
 
 def _route_by_spec(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> TopKOutput:
-    scores = _score_all(logits, spec, bias)
+    scores = score_all(logits, spec, bias)
     topk_ids, is_dropped = _select(scores, spec, bias, torch.isnan(logits))
     keeps_score = (
         spec.dropped_groups is DroppedGroups.ZERO
@@ -101,23 +97,18 @@ def weigh_chosen(
     topk_ids: Tensor,
     is_weightless: Tensor | None = None,
 ) -> Tensor:
-    """Weigh experts that have been chosen as route() weighs them, for gradients of another router.
+    """Return the weights [T, K] that route() gives to chosen experts; differentiable.
 
-    Args:
-        logits: [T, E]; with the spec and correction_bias, arguments of route().
-        topk_ids: [T, K], int64, logical experts.
-        is_weightless: [T, K], bool; entries that weigh 0 and get no gradient; None: none.
-
-    Returns:
-        [T, K], as topk_weights of route(), differentiable likewise.
+    is_weightless: [T, K], bool; entries that weigh 0 and get no gradient; None: none.
 
     Local.   Host sync: none.
     """
-    scores = _score_all(logits, spec, correction_bias)
+    scores = score_all(logits, spec, correction_bias)
     return _weigh(scores.gather(1, topk_ids), spec, is_weightless)
 
 
-def _score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
+def score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
+    """Return the scores of all experts, [..., E]; logits where softmax comes after top-k."""
     return _score(_adjust_logits(logits, spec, bias, torch.isnan(logits)), spec)
 
 
@@ -141,7 +132,7 @@ def _adjust_logits(
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
-        # torch divides by a number like this on GPUs; written out, all devices give the same bits.
+        # torch divides by a Python number like this on GPUs; all devices then give the same bits.
         logits = spec.softcap * torch.tanh(logits * (1.0 / spec.softcap))
     if spec.correction_bias is CorrectionBias.SCORE and bias is not None:
         logits = logits + bias.to(dtype)
@@ -179,7 +170,7 @@ def _sqrt_softplus(logits: Tensor) -> Tensor:
     # exp(x / 2) has the same value and a finite gradient.
     end = 40.0 if logits.dtype is torch.float64 else 20.0
     is_tail, is_head = logits < -end, logits > end
-    # Not clamp(), whose gradient at its bounds is 1 up to torch 2.13 and 0 in torch 2.15.
+    # The gradient of clamp() at its bounds is 1 up to torch 2.13 and 0 in torch 2.15.
     tail = torch.exp(logits.masked_fill(~is_tail, -end) / 2)
     body = torch.log1p(torch.exp(logits.masked_fill(is_tail | is_head, 0.0))).sqrt()
     head = logits.masked_fill(~is_head, end).sqrt()
@@ -234,28 +225,14 @@ def _renormalize(weights: Tensor, spec: RoutingSpec) -> Tensor:
     return weights / total.masked_fill(total == 0, 1.0)
 
 
-def _mask_padding(topk: TopKOutput, num_valid_tokens: int | Tensor) -> TopKOutput:
-    positions = torch.arange(topk.topk_ids.shape[0], device=topk.topk_ids.device)
-    is_padding = (positions >= num_valid_tokens).unsqueeze(1)
-    return TopKOutput(
-        topk_ids=topk.topk_ids.masked_fill(is_padding, -1),
-        topk_weights=topk.topk_weights.masked_fill(is_padding, 0.0),
-    )
-
-
-def check_arguments(
-    logits: Tensor,
-    spec: RoutingSpec,
-    bias: Tensor | None,
-    num_valid_tokens: int | Tensor | None = None,
-) -> None:
+def check_arguments(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> None:
     """Check the arguments of route(), and raise its errors. Local; no host sync."""
     if logits.dim() != 2 or not logits.is_floating_point():
         raise ShapeError(
             f"route: logits is {list(logits.shape)} {logits.dtype}, expected [T, E], floating "
             "point; flatten batch and sequence"
         )
-    num_tokens, num_experts = logits.shape
+    num_experts = logits.shape[1]
     spec.check_num_experts(num_experts)
     if spec.custom_function is None:
         _check_bias(spec, bias)
@@ -263,17 +240,6 @@ def check_arguments(
         raise ShapeError(
             f"route: correction_bias is {list(bias.shape)}, expected [{num_experts}], one value an "
             "expert; squeeze it"
-        )
-    if isinstance(num_valid_tokens, Tensor):
-        if num_valid_tokens.dim() != 0 or num_valid_tokens.is_floating_point():
-            raise ShapeError(
-                f"route: num_valid_tokens is {list(num_valid_tokens.shape)} "
-                f"{num_valid_tokens.dtype}, expected one integer, []; call .squeeze()"
-            )
-    elif num_valid_tokens is not None and not 0 <= num_valid_tokens <= num_tokens:
-        raise ShapeError(
-            f"route: num_valid_tokens is {num_valid_tokens}, expected 0 to {num_tokens}, the rows "
-            "of logits"
         )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 from epcomm.records import TopKOutput
+from epcomm.types import enum_member, is_size
 
 
 class ScoreFunction(StrEnum):
@@ -124,13 +125,15 @@ class RoutingSpec:
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
             # Plain strings are welcome (files, dictionaries); the fields hold the enums.
-            object.__setattr__(self, name, _enum_member(name, kind, getattr(self, name)))
-        for name in ("top_k", "num_groups", "topk_groups", "group_score_top_n"):
-            _check_count(name, getattr(self, name))
-        if not isinstance(self.renormalize, bool):
-            raise ConfigError(
-                f"RoutingSpec: renormalize is {self.renormalize!r}, expected True or False"
+            object.__setattr__(
+                self, name, enum_member(f"RoutingSpec: {name}", kind, getattr(self, name))
             )
+        for name in ("top_k", "num_groups", "topk_groups", "group_score_top_n"):
+            value = getattr(self, name)
+            if not is_size(value):
+                raise _refusal(name, value, "an integer of at least 1")
+        if not isinstance(self.renormalize, bool):
+            raise _refusal("renormalize", self.renormalize, "True or False")
         _check_positive("routed_scaling_factor", self.routed_scaling_factor)
         if self.softcap is not None:
             _check_positive("softcap", self.softcap)
@@ -150,51 +153,27 @@ class RoutingSpec:
             ConfigError: fewer experts than top_k, or groups that do not fit.
         """
         if self.top_k > num_experts:
-            raise ConfigError(
-                f"RoutingSpec: top_k is {self.top_k}, expected at most {num_experts}, the number "
-                "of experts; lower it"
-            )
+            raise _refusal("top_k", self.top_k, f"at most {num_experts}, the number of experts")
         if not self.drops_groups:
             return
         if num_experts % self.num_groups:
-            raise ConfigError(
-                f"RoutingSpec: num_groups is {self.num_groups}, expected a divisor of "
-                f"{num_experts}, the number of experts; groups have equal sizes"
+            expected = f"a divisor of {num_experts}, the number of experts; groups have equal sizes"
+            raise _refusal("num_groups", self.num_groups, expected)
+        size = num_experts // self.num_groups
+        if self.group_score_top_n > size:
+            expected = f"at most {size}, the experts of a group; lower it or num_groups"
+            raise _refusal("group_score_top_n", self.group_score_top_n, expected)
+        if self.top_k > self.topk_groups * size:
+            raise _refusal(
+                "top_k",
+                self.top_k,
+                f"at most {self.topk_groups * size}, the experts of topk_groups={self.topk_groups} "
+                "groups; raise topk_groups",
             )
-        group_size = num_experts // self.num_groups
-        if self.group_score_top_n > group_size:
-            raise ConfigError(
-                f"RoutingSpec: group_score_top_n is {self.group_score_top_n}, expected at most "
-                f"{group_size}, the experts of a group; lower it or num_groups"
-            )
-        if self.top_k > self.topk_groups * group_size:
-            raise ConfigError(
-                f"RoutingSpec: top_k is {self.top_k}, expected at most "
-                f"{self.topk_groups * group_size}, the experts of topk_groups={self.topk_groups} "
-                "groups; raise topk_groups"
-            )
-
-    def to_dict(self) -> dict[str, str | int | float | bool | None]:
-        """Return field names and plain values, for files; from_mapping() is the inverse.
-
-        Raises:
-            ConfigError: a custom function has no plain value.
-        """
-        if self.custom_function is not None:
-            raise ConfigError(
-                "RoutingSpec.to_dict: custom_function is set, expected None; a function cannot be "
-                "saved"
-            )
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        del values["custom_function"]
-        return {
-            name: value.value if isinstance(value, Enum) else value
-            for name, value in values.items()
-        }
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object]) -> RoutingSpec:
-        """Build a RoutingSpec from field names and plain values.
+        """Build a RoutingSpec from field names and plain values, such as asdict() of one.
 
         Raises:
             ConfigError: an unknown field (the message lists the known ones) or a bad value.
@@ -210,10 +189,8 @@ class RoutingSpec:
 
     def _check_steps(self) -> None:
         if self.topk_groups > self.num_groups:
-            raise ConfigError(
-                f"RoutingSpec: topk_groups is {self.topk_groups}, expected at most "
-                f"num_groups={self.num_groups}; lower it"
-            )
+            expected = f"at most num_groups={self.num_groups}; lower it"
+            raise _refusal("topk_groups", self.topk_groups, expected)
         after_topk = self.softmax_order is SoftmaxOrder.AFTER_TOPK
         if after_topk and self.score_function is not ScoreFunction.SOFTMAX:
             raise ConfigError(
@@ -243,7 +220,7 @@ class RoutingSpec:
         ]
         if ignored:
             raise ConfigError(
-                f"RoutingSpec: {ignored[0]} is set beside custom_function, expected its default; "
+                f"RoutingSpec: {ignored[0]} is set with custom_function, expected its default; "
                 "the function replaces every step, so nothing would read it"
             )
 
@@ -257,19 +234,10 @@ _ENUMS: dict[str, type[Enum]] = {
 }
 
 
-def _enum_member(name: str, kind: type[Enum], value: object) -> Enum:
-    try:
-        return kind(value)
-    except ValueError:
-        allowed = [member.value for member in kind]
-        raise ConfigError(f"RoutingSpec: {name} is {value!r}, expected one of {allowed}") from None
-
-
-def _check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"RoutingSpec: {name} is {value!r}, expected an integer of at least 1")
-
-
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"RoutingSpec: {name} is {value!r}, expected a finite number above 0")
+        raise _refusal(name, value, "a finite number above 0")
+
+
+def _refusal(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(f"RoutingSpec: {name} is {value!r}, expected {expected}")

@@ -23,23 +23,17 @@ if TYPE_CHECKING:
 
 # One warp holds all experts of a token in registers, 32 of them in each thread.
 MAX_EXPERTS, MAX_TOP_K = 1024, 32
-# Device types that Triton compiles for; torch for ROCm names its GPUs cuda too.
-_DEVICES = ("cuda",)
 _NAME = "the triton gate"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A kernel cannot read a tensor without data (FakeTensor), or one that a transformation wraps.
 _WITH_DATA = (Tensor, torch.nn.Parameter)
 
 
-def is_triton_candidate(device: torch.device) -> bool:
-    """Return whether explain() gives reasons why the gate does not route: on GPUs only."""
-    return device.type in _DEVICES
-
-
 def triton_gate_lacks(device: torch.device) -> tuple[str, ...]:
     """Return why no gate runs on this device; empty if one does. Local."""
     missing = tuple(triton_reasons(this_machine()))
-    if missing or device.type in _DEVICES:
+    # torch for ROCm names its GPUs cuda too.
+    if missing or device.type == "cuda":
         return missing
     from epcomm.kernels import launch
 
@@ -60,6 +54,8 @@ def triton_gate_reasons(spec: RoutingSpec, num_experts: int) -> tuple[str, ...]:
 
 class TritonGate:
     """A routing as one launch of a kernel, forward; backward follows the reference's formulas."""
+
+    explanation = "routing by the triton gate; float64 and compiled calls by the reference"
 
     def __init__(self, spec: RoutingSpec, num_experts: int) -> None:
         """Keep a routing of E = num_experts experts that triton_gate_reasons() allows."""
@@ -86,24 +82,14 @@ class TritonGate:
         """Route as route() does, count the load, and choose replicas, all in one launch.
 
         Scores that differ by less than 4 units in the last place of float32 may change places,
-        weights differ from the reference's by at most 8 units, and equal logits tie as there.
+        weights differ from the reference's by at most 8 units, and equal logits tie as there. Ids
+        are physical; weights are float32, and differentiable once.
 
-        Args:
-            logits: [T, E], float32, bfloat16 or float16; T = 0 is legal.
-            correction_bias: as route() takes it.
-            load: [N, E], int64, on the device; each token adds 1 to each logical expert that
-                it chose, in any of the N rows.
-            replicas: the physical experts of each logical one; None: physical ids are logical ids.
-
-        Returns:
-            topk_ids [T, K], int64, physical, best selection score first;
-            topk_weights [T, K], float32, differentiable as those of route(), once.
+        load, replicas: see RouterChoice.route().
 
         Collective: none.   Host sync: none.   Deterministic: yes.
         Graph capture: after one call with about as many tokens.
         Lifetime: ordinary tensors, owned by the caller.
-        Raises:
-            ShapeError, ConfigError: as route().
         """
         check_arguments(logits, self._spec, correction_bias)
         needs_grad = logits.requires_grad or self._learns(correction_bias)

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.platforms.machine import Machine
+from epcomm.platforms.machine import Machine, this_machine
 from epcomm.quantization import KNOWN_FORMATS, check_scales
 from epcomm.records import (
     CombineInput,
@@ -24,6 +24,7 @@ from epcomm.records import (
 )
 from epcomm.spec import Availability
 from epcomm.types import (
+    QUANTIZABLE_DTYPES,
     Int8Profile,
     Layout,
     RowReading,
@@ -36,6 +37,8 @@ from epcomm.weights.unquantized import ExpertTensors
 
 # More than the number of receive buffers of the layers that share a runner.
 _MOST_PASSED = 64
+# Products of two codes, each at most 128**2, whose sum fits int32.
+_MAX_SUMMANDS = (2**31 - 1) // 128**2
 
 
 class ExpertRunner(ABC):
@@ -59,7 +62,7 @@ class ExpertRunner(ABC):
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
         """Keep the arithmetic that the plan chose; int8_profile is one of int8_profiles."""
         self.int8_profile = int8_profile
-        # Rows that check_rows() has accepted, by id, with their experts. Buffers return the same
+        # Rows that _check_rows() has accepted, by id, with their experts. Buffers return the same
         # record of rows repeatedly.
         self._passed: dict[int, tuple[ref[WireTensor], ref[ExpertTensors]]] = {}
 
@@ -68,20 +71,24 @@ class ExpertRunner(ABC):
         """Return whether a machine has the runner's packages and device. Local; for doctor()."""
         return Availability(ok=True)
 
+    @final
     @classmethod
     def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        """Return whether the runner can compute these experts, by default by their kind.
+        """Return whether the runner can compute these experts. Local; pure.
 
         machine: the one that would hold them; None: this one.
-
-        Local; pure.
         """
         if isinstance(weights, cls.kinds):
-            return Availability(ok=True)
-        computed = ", ".join(kind.__name__ for kind in cls.kinds)
-        return Availability(
-            ok=False, reasons=(f"computes {computed}, not {type(weights).__name__}",)
-        )
+            reasons = cls._reasons(weights, machine or this_machine())
+        else:
+            computed = ", ".join(kind.__name__ for kind in cls.kinds)
+            reasons = [f"computes {computed}, not {type(weights).__name__}"]
+        return Availability(ok=not reasons, reasons=tuple(reasons))
+
+    @classmethod
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        """Return why the runner refuses experts of its kinds; empty if it computes them."""
+        return []
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
@@ -92,9 +99,13 @@ class ExpertRunner(ABC):
         return isinstance(weights, cls.kinds)
 
     @classmethod
-    @abstractmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        """Return the dtypes of rows that the runner reads for these experts. Local; pure."""
+        """Return the dtypes of rows that the runner reads for these experts. Local; pure.
+
+        By default the dtype of the experts' own wire format, and those that are quantised on
+        arrival, to the same values as before they are sent.
+        """
+        return QUANTIZABLE_DTYPES | {weights.wire_format.dtype}
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
@@ -106,13 +117,8 @@ class ExpertRunner(ABC):
         return _row_major_readings(cls.wire_dtypes(weights), weights.wire_format)
 
     @classmethod
-    def check_rows(cls, rows: WireTensor, weights: ExpertTensors, layout: Layout) -> None:
-        """Refuse rows that run() would misread.
-
-        Local.   Host sync: none.
-        Raises:
-            ShapeError: another format, dtype, block or order of scales.
-        """
+    def _check_rows(cls, rows: WireTensor, weights: ExpertTensors, layout: Layout) -> None:
+        """Refuse rows of another format or dtype, or with other scales, than run() reads."""
         readings = {each.format: each for each in cls.readings(weights, layout)}
         reading, wire = readings.get(rows.format), rows.format
         if reading is None or rows.data.dtype != wire.dtype.torch_dtype:
@@ -120,33 +126,16 @@ class ExpertRunner(ABC):
                 f"{each} ({each.dtype.torch_dtype}, scales {each.scale_dtype})" for each in readings
             )
             raise ShapeError(
-                f"{cls.name}: rows came as {wire} ({rows.data.dtype}, scales {wire.scale_dtype}), "
+                f"{cls.name}: rows are {wire} ({rows.data.dtype}, scales {wire.scale_dtype}), "
                 f"expected one of {expected} for {type(weights).__name__}; dispatch with a plan "
                 "made for this runner"
             )
-        if wire.scale_block is not None and wire.scale_dtype is not None:
-            check_scales(
-                rows,
-                reading.scale_layout,
-                scale_block=wire.scale_block,
-                scale_dtype=wire.scale_dtype,
-                caller=cls.name,
-            )
-
-    @classmethod
-    def check_record(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Refuse a batch that run() would misread, by check_rows() and by sizes.
-
-        Local.   Host sync: none.
-        Raises:
-            ShapeError: as check_rows(); rows of another H or counts of another L than the experts
-                have; or no router weights where the runner applies them.
-        """
-        cls.check_rows(dispatched.hidden_states, weights, dispatched.layout)
-        cls._check_sizes(dispatched, weights)
+        if wire.dtype.is_quantized:
+            check_scales(rows, reading.scale_layout, caller=cls.name)
 
     @classmethod
     def _check_sizes(cls, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
+        """Refuse another H or L than the experts have, or router weights that are missing."""
         rows, counts = dispatched.hidden_states, dispatched.num_tokens_per_expert
         hidden_size, wanted = rows.data.shape[-1], weights.hidden_size
         if hidden_size != wanted:
@@ -174,13 +163,14 @@ class ExpertRunner(ABC):
 
     @final
     def run(self, dispatched: DispatchOutput, weights: ExpertTensors) -> CombineInput:
-        """Compute each slot with its expert, and weight the result where the record says `runner`.
+        """Compute each slot with its expert, and weight the result if the runner applies weights.
 
         Rows and slots past the counts do not affect any result. Differentiable in rows,
         slot_weights and weights, where has_gradients. Local.
 
         Raises:
-            ShapeError: a layout that it does not read; or, without gradients, as check_record().
+            ShapeError: a layout that it does not read; or, without gradients, rows, sizes or router
+                weights that its kernels would misread.
             ConfigError: gradients are needed, which it does not have.
         """
         if dispatched.layout not in self.layouts:
@@ -190,23 +180,22 @@ class ExpertRunner(ABC):
                 f"{expected}; use runner='auto'"
             )
         if not self.has_gradients:
-            self._check_known(dispatched, weights)
+            self._check_record(dispatched, weights)
             self._refuse_gradients(dispatched.hidden_states.data, weights)
         if isinstance(dispatched, MaskedDispatchOutput):
             return dispatched.combine_input(self._compute_masked(dispatched, weights))
         return dispatched.combine_input(self._compute_rows(dispatched, weights))
 
-    def _check_known(self, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Call check_record(), or check only sizes if these rows and experts passed before."""
+    def _check_record(self, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
+        """Check sizes, and rows unless they passed with these experts before."""
         rows = dispatched.hidden_states
         passed = self._passed.get(id(rows))
-        if passed is not None and passed[0]() is rows and passed[1]() is weights:
-            self._check_sizes(dispatched, weights)
-            return
-        self.check_record(dispatched, weights)
-        if len(self._passed) >= _MOST_PASSED:
-            self._passed.clear()
-        self._passed[id(rows)] = ref(rows), ref(weights)
+        if passed is None or passed[0]() is not rows or passed[1]() is not weights:
+            self._check_rows(rows, weights, dispatched.layout)
+            if len(self._passed) >= _MOST_PASSED:
+                self._passed.clear()
+            self._passed[id(rows)] = ref(rows), ref(weights)
+        self._check_sizes(dispatched, weights)
 
     @abstractmethod
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> torch.Tensor:
@@ -272,11 +261,25 @@ def size_reasons(weights: ExpertTensors, *, multiple: int) -> list[str]:
     ]
 
 
+def int32_reasons(weights: ExpertTensors) -> list[str]:
+    """Return why sums of products of INT8 codes may overflow int32; empty if they cannot."""
+    return [
+        f"{name} is {size}, expected at most {_MAX_SUMMANDS}, beyond which sums overflow int32"
+        for name, size in weights.sizes.items()
+        if size > _MAX_SUMMANDS
+    ]
+
+
+def device_of(weights: ExpertTensors, machine: Machine) -> torch.device:
+    """Return the device that holds the experts, or the one that is assumed to hold them."""
+    return machine.device_of(next(iter(weights.tensors().values())))
+
+
 def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tensor | None:
     """Return router weights of slots, [C] or [L, C], if the runner applies them, else None.
 
     Raises:
-        ShapeError: the record says `runner` and has no weights, or not one for each slot.
+        ShapeError: the runner applies weights, but the record has none, or not one for each slot.
     """
     if dispatched.weights_applied_by is not WeightsAppliedBy.RUNNER:
         return None

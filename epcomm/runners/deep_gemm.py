@@ -40,7 +40,6 @@ from epcomm.types import (
     Layout,
     RowReading,
     ScaleLayout,
-    WireDtype,
     WireFormat,
     WireTensor,
     align_up,
@@ -78,20 +77,12 @@ class DeepGemmRunner(ExpertRunner):
         )
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        if not isinstance(weights, Fp8BlockWeights):
-            return super().supports(weights, machine)
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        assert isinstance(weights, Fp8BlockWeights), "of its kinds"
         reasons = size_reasons(weights, multiple=BLOCK)
-        if weights.hidden_dtype is not torch.bfloat16:
-            reasons.append(f"hidden states are {weights.hidden_dtype}, expected torch.bfloat16")
-        machine = machine or this_machine()
-        reasons += _device_reasons(weights, machine)
-        reasons += deep_gemm_reasons(machine)
-        return Availability(ok=not reasons, reasons=tuple(reasons))
-
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
+        if weights.dtype is not torch.bfloat16:
+            reasons.append(f"hidden states are {weights.dtype}, expected torch.bfloat16")
+        return reasons + _device_reasons(weights, machine) + deep_gemm_reasons(machine)
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:

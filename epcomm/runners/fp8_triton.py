@@ -13,7 +13,7 @@ from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
 from epcomm.runners.base import slot_weights_to_apply
 from epcomm.runners.gpu_slots import GpuSlotsRunner, first_product, second_product
-from epcomm.types import QUANTIZABLE_DTYPES, WireDtype, WireFormat
+from epcomm.types import WireFormat
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -43,10 +43,6 @@ class Fp8TritonRunner(GpuSlotsRunner):
     size_multiple: ClassVar[int] = BLOCK
     row_formats: ClassVar[tuple[WireFormat, ...]] = (FP8_FLOAT32_SCALES,)
 
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return QUANTIZABLE_DTYPES | {WireDtype.FP8_E4M3}
-
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         gate_up_fp8, down_fp8 = self._products
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
@@ -63,11 +59,7 @@ class Fp8TritonRunner(GpuSlotsRunner):
 
     @cached_property
     def _products(self) -> tuple[GateUp, Down]:
-        # An import in every call takes 1 us.
-        return self.products()
-
-    def products(self) -> tuple[GateUp, Down]:
-        """Import and return the kernels of the two products."""
+        # Cached, because an import in every call takes 1 us.
         from epcomm.kernels.gemm.fp8 import down_fp8, gate_up_fp8
 
         return gate_up_fp8, down_fp8

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import ClassVar
 
 from epcomm.platforms.cuda import Capabilities
-from epcomm.platforms.machine import Machine, this_machine
+from epcomm.platforms.machine import Machine
+from epcomm.runners.base import device_of
 from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
-from epcomm.spec import Availability
 from epcomm.weights.unquantized import ExpertTensors
 
 
@@ -22,31 +23,22 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     capabilities: ClassVar[Capabilities] = Capabilities(least=(9, 0), most=(9, 0))
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        machine = machine or this_machine()
-        reasons = list(super().supports(weights, machine).reasons)
-        if isinstance(weights, cls.kinds):
-            reasons += cls._missing(weights, machine)
-        return Availability(ok=not reasons, reasons=tuple(reasons))
-
-    @classmethod
-    def _missing(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         from epcomm.kernels.cuda_jit import nvrtc_is_installed
         from epcomm.kernels.gemm.fp8_hopper import HIDDEN_DTYPES, MAX_EXPERTS
 
-        device = machine.device_of(next(iter(weights.tensors().values())))
-        reasons = []
+        reasons = super()._reasons(weights, machine)
         if weights.dtype not in HIDDEN_DTYPES:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16 or float16")
         if weights.num_experts > MAX_EXPERTS:
             reasons.append(f"{weights.num_experts} experts, at most {MAX_EXPERTS}")
-        if device.type != "cuda":
-            return reasons
-        if not machine.has_library(nvrtc_is_installed):
+        is_on_gpu = device_of(weights, machine).type == "cuda"
+        if is_on_gpu and not machine.has_library(nvrtc_is_installed):
             reasons.append("NVRTC is not installed")
         return reasons
 
-    def products(self) -> tuple[GateUp, Down]:
+    @cached_property
+    def _products(self) -> tuple[GateUp, Down]:
         from epcomm.kernels.gemm.fp8_hopper import down_fp8, gate_up_fp8
 
         return gate_up_fp8, down_fp8

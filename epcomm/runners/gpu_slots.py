@@ -8,10 +8,10 @@ from torch import Tensor
 
 from epcomm.kernels.gemm.operands import Product
 from epcomm.platforms.cuda import Capabilities, cuda_reasons, triton_reasons
-from epcomm.platforms.machine import Machine, this_machine
+from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantizer_for
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.base import ExpertRunner, size_reasons
+from epcomm.runners.base import ExpertRunner, device_of, size_reasons
 from epcomm.spec import Availability
 from epcomm.types import Int8Profile, Layout, WireFormat
 from epcomm.weights.quantized import EightBitWeights
@@ -41,12 +41,9 @@ class GpuSlotsRunner(ExpertRunner):
         )
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        if not isinstance(weights, cls.kinds):
-            return super().supports(weights)
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         reasons = size_reasons(weights, multiple=cls.size_multiple)
-        machine = machine or this_machine()
-        device = machine.device_of(next(iter(weights.tensors().values())))
+        device = device_of(weights, machine)
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
         else:
@@ -54,8 +51,7 @@ class GpuSlotsRunner(ExpertRunner):
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
             reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
-        reasons += triton_reasons(machine)
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        return reasons + triton_reasons(machine)
 
 
 def first_product(

@@ -17,8 +17,7 @@ from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
-from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
-from epcomm.spec import Availability
+from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
 from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype, WireTensor
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
@@ -32,18 +31,10 @@ class GroupedMMRunner(ExpertRunner):
     has_gradients: ClassVar[bool] = True
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        if not isinstance(weights, cls.kinds):
-            return super().supports(weights, machine)
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         if weights.dtype is torch.float64:
-            return Availability(ok=False, reasons=("torch's grouped matmul has no float64",))
-        per_row = ROW_ALIGNMENT_BYTES // weights.dtype.itemsize
-        reasons = tuple(
-            f"{name} is {size}, but {weights.dtype} rows need a multiple of {per_row}"
-            for name, size in weights.sizes.items()
-            if size % per_row
-        )
-        return Availability(ok=not reasons, reasons=reasons)
+            return ["torch's grouped matmul has no float64"]
+        return size_reasons(weights, multiple=ROW_ALIGNMENT_BYTES // weights.dtype.itemsize)
 
     @classmethod
     def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:

@@ -11,15 +11,11 @@ from epcomm.platforms.cuda import Capabilities
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.base import slot_weights_to_apply
+from epcomm.runners.base import int32_reasons, slot_weights_to_apply
 from epcomm.runners.gpu_slots import GpuSlotsRunner, first_product, second_product
-from epcomm.spec import Availability
-from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat
+from epcomm.types import Int8Profile, WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
-
-# Number of products of two codes, each at most 128**2, whose sum fits int32.
-_MAX_SUMMANDS = (2**31 - 1) // 128**2
 
 
 class Int8TritonRunner(GpuSlotsRunner):
@@ -39,20 +35,8 @@ class Int8TritonRunner(GpuSlotsRunner):
     row_formats: ClassVar[tuple[WireFormat, ...]] = (INT8_PER_TOKEN,)
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        verdict = super().supports(weights, machine)
-        if not isinstance(weights, cls.kinds):
-            return verdict
-        reasons = [
-            f"{name} is {size}, expected at most {_MAX_SUMMANDS}, beyond which sums overflow"
-            for name, size in weights.sizes.items()
-            if size > _MAX_SUMMANDS
-        ]
-        return Availability(ok=verdict.ok and not reasons, reasons=tuple(reasons) + verdict.reasons)
-
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return QUANTIZABLE_DTYPES | {WireDtype.INT8}
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        return int32_reasons(weights) + super()._reasons(weights, machine)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8

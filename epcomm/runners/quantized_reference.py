@@ -39,31 +39,15 @@ class QuantizedReferenceRunner(ExpertRunner):
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset(Int8Profile)
 
     @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        # Unquantised rows are quantised on arrival, to the same values as before they leave.
-        return QUANTIZABLE_DTYPES | {weights.wire_format.dtype}
-
-    @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         return _READINGS[weights.wire_format.dtype]
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, EightBitWeights), "supports() said so"
-        index = dispatched.index
-        slots = gather_wire(dispatched.hidden_states, index)
-        starts = index.first_slot.tolist()
-        counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
-        results = slots.data.new_zeros(
-            dispatched.num_slots, weights.hidden_size, dtype=weights.hidden_dtype
-        )
         slot_weights = slot_weights_to_apply(dispatched, self.name)
-        for expert, count in enumerate(counts):
-            mine = slice(starts[expert], starts[expert] + count)
-            result = _run_expert(_part(slots, mine), weights, expert, self.int8_profile)
-            if slot_weights is not None:
-                result = result * slot_weights[mine].unsqueeze(1)
-            results[mine] = result.to(weights.hidden_dtype)
-        return results
+        return compute_experts(
+            dispatched.hidden_states, dispatched.index, weights, self.int8_profile, slot_weights
+        )
 
 
 # Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
@@ -79,7 +63,28 @@ _READINGS = {
 }
 
 
-def gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
+def compute_experts(
+    rows: WireTensor,
+    index: SlotIndex,
+    weights: EightBitWeights,
+    profile: Int8Profile = Int8Profile.RINT127,
+    slot_weights: Tensor | None = None,
+) -> Tensor:
+    """Compute each slot with its expert, [C, H], in the dtype of hidden states; padding is 0."""
+    slots, starts = _gather_wire(rows, index), index.first_slot.tolist()
+    counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
+    shape = (len(slots.data), weights.hidden_size)
+    results = slots.data.new_zeros(shape, dtype=weights.hidden_dtype)
+    for expert, count in enumerate(counts):
+        mine = slice(starts[expert], starts[expert] + count)
+        result = _run_expert(_part(slots, mine), weights, expert, profile)
+        if slot_weights is not None:
+            result = result * slot_weights[mine].unsqueeze(1)
+        results[mine] = result.to(weights.hidden_dtype)
+    return results
+
+
+def _gather_wire(rows: WireTensor, index: SlotIndex) -> WireTensor:
     """Copy the row of each slot with its scales, [R, H] to [C, H]; padding slots are zero."""
     if not rows.format.dtype.is_quantized:
         return WireTensor(data=gather_rows(rows.data, index), format=rows.format)

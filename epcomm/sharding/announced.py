@@ -7,27 +7,17 @@ sums are sent, and the group is usable.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from epcomm.sharding.shards import Owner
+
 # Namespaces of the operators by which torch moves tensors between ranks.
 _COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
-
-
-class Announces(Protocol):
-    """The group of an expert parameter."""
-
-    def announce_operation(self, name: str) -> None:
-        """Compare a call of this name with the calls of the other ranks."""
-        ...
-
-
-Owner = weakref.ref[Announces]
 
 
 def announce(owner: Owner | None, func: OpOverload | str) -> None:

@@ -80,8 +80,8 @@ def check_fsdp_of_placed(layer: ExpertParameters) -> None:
     parameter = _cut_parameter(layer)
     if parameter is not None:
         raise ConfigError(
-            f"fully_shard: an expert parameter of {list(parameter.shape)} was cut, whose experts a "
-            "placement may move, and FSDP's pieces would neither move with it nor be saved in the "
+            f"fully_shard: an expert parameter of {list(parameter.shape)} was cut, but a placement "
+            "may move its experts, and the pieces of FSDP would neither follow nor be saved in the "
             "order of the model; on a model built again set EPConfig.redundant_experts to None, or "
             "pass ignored_params=set(epcomm.sharding.shards.sharded_parameters(model))"
         )

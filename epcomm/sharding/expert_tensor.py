@@ -23,13 +23,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from epcomm.errors import ShapeError
-from epcomm.sharding.announced import Announcing, Owner, announce
+from epcomm.sharding.announced import Announcing, announce
 from epcomm.sharding.expert_tensor_lists import run_on_lists
 from epcomm.sharding.expert_tensor_parts import run_on_parts, takes_parts
-from epcomm.sharding.expert_tensor_random import draws_numbers, run_expert_by_expert
-from epcomm.sharding.pieces import Operation, gather_experts, own_part
+from epcomm.sharding.pieces import (
+    Operation,
+    draws_numbers,
+    gather_experts,
+    own_part,
+    run_expert_by_expert,
+)
 from epcomm.sharding.shards import (
     ExpertShard,
+    Owner,
     ShareTensor,
     is_expert_tensor,
     piece_of,
@@ -94,8 +100,7 @@ class ExpertTensor(ShareTensor, DTensor):
     - Operators over lists that mix ExpertTensors with ordinary tensors compute on the local pieces.
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
     - Elementwise operators accept ordinary tensors together with an ExpertTensor. Each rank uses
-    its
-      own piece of an ordinary tensor that spans all experts.
+      its own piece of an ordinary tensor that spans all experts.
     - Every rank draws random numbers for all experts and keeps those of its own: ranks with equal
       seeds get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
@@ -179,7 +184,7 @@ class ExpertTensor(ShareTensor, DTensor):
         return part_at(self, index)
 
     def to_local(self, *, grad_placements: object = None) -> Tensor:
-        """Return this rank's piece; gradients come back as an ExpertTensor."""
+        """Return this rank's piece; gradients are an ExpertTensor."""
         return local_views([self])[0] if torch.is_grad_enabled() else self._local_tensor
 
     def __reduce_ex__(self, protocol: object) -> object:  # type: ignore[override]
@@ -387,7 +392,7 @@ def _reduced_loss(func: Callable[..., Any], given: BoundArguments, some: ExpertT
 def _refuse_memory(name: str, tensor: ExpertTensor) -> NoReturn:
     """Refuse memory and values; the message names what safetensors and others should save."""
     raise ShapeError(
-        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no memory of its own, "
+        f"Tensor.{name}: an expert parameter of {list(tensor.shape)} has no separate memory, "
         f"because each rank holds {list(tensor._local_tensor.shape)} of it ({tensor.position}); "
         "call it on to_local() for this rank's experts or on full_tensor() for all, and to save a "
         "model write whole tensors, for example "
@@ -494,7 +499,7 @@ def _run_as_dtensor(op: Operation) -> object:
 
     Collective: where the result is no tensor of experts.
     Raises:
-        ShapeError: torch refuses it, or it writes to several placed experts at once.
+        ShapeError: torch refuses it, or it writes to several placed experts in one call.
     """
     some, originals = op.some, dict[int, ExpertTensor]()
     # The DTensors are kept alive, so that no other object gets an id that `originals` holds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +13,6 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-    from epcomm.sharding.announced import Owner
 else:
     # ExpertTensor adds the real base: importing DTensor takes seconds.
     DTensor = Tensor
@@ -81,14 +80,42 @@ class ShareTensor(DTensor):
         raise NotImplementedError
 
 
+class ShardRanks(Protocol):
+    """The part of an EPGroup that expert parameters use."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def where(self) -> str:
+        """The position of this rank for messages, such as `rank 3 of 8`."""
+        ...
+
+    def announce_operation(self, name: str) -> None:
+        """Compare a call of this name with the calls of the other ranks."""
+        ...
+
+
+Owner = weakref.ref[ShardRanks]
+
+
 @runtime_checkable
 class ExpertParameters(Protocol):
     """A module whose own parameters hold one rank's experts."""
 
     shard: ExpertShard
 
+    @property
+    def group(self) -> ShardRanks:
+        """The ranks that share the experts."""
+        ...
+
     def expert_parameters(self) -> Mapping[str, Tensor]:
         """Return the expert parameters by name below the module, as state_dict() names them."""
+        ...
+
+    def as_expert_tensor(self, share: Tensor, /) -> Tensor:
+        """Return a share as an ExpertTensor, where the group has a DeviceMesh."""
         ...
 
 
@@ -146,11 +173,6 @@ def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
     return whole.index_copy_(0, torch.tensor(experts, device=share.device), share)
 
 
-def local_share(full: Tensor, shard: ExpertShard) -> Tensor:
-    """Return a copy of one rank's experts, so that the whole tensor can be freed. Local."""
-    return cut_share(full.detach(), shard).clone(memory_format=torch.contiguous_format)
-
-
 def own_rows(share: Tensor, shard: ExpertShard) -> Tensor:
     """Return the experts that no lower rank holds too, as a view if these are all. Local."""
     places = shard.first_places
@@ -170,15 +192,6 @@ def put_together(parts: Tensor, shard: ExpertShard) -> Tensor:
     if shard.physical_to_logical is None:
         return whole
     return whole[torch.tensor(shard.first_copies, device=whole.device)]
-
-
-def shard_of(parameter: Tensor) -> ExpertShard | None:
-    """Return the share that an ExpertTensor holds, or None for any other tensor. Local.
-
-    In groups without a DeviceMesh (MPI), parameters are ordinary tensors. For these, and for
-    parameters that FSDP has replaced, see expert_shards().
-    """
-    return parameter.held if is_expert_tensor(parameter) else None
 
 
 def is_expert_tensor(tensor: object) -> TypeGuard[ShareTensor]:

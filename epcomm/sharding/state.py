@@ -9,7 +9,7 @@ next step.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,31 +38,6 @@ if TYPE_CHECKING:
 _METADATA = "epcomm_share"
 
 
-class StateRanks(Protocol):
-    """The attributes of an EPGroup that messages of the hooks name."""
-
-    rank: int
-    world_size: int
-
-    @property
-    def where(self) -> str:
-        """The position of this rank for messages, such as `rank 3 of 8`."""
-        ...
-
-
-class ShardedLayer(ExpertParameters, Protocol):
-    """The parts of a layer that the hooks use."""
-
-    @property
-    def group(self) -> StateRanks:
-        """Return the ranks that share the experts."""
-        ...
-
-    def as_expert_tensor(self, share: Tensor) -> Tensor:
-        """Return a share as an ExpertTensor, where the group has a DeviceMesh."""
-        ...
-
-
 def note_share(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
@@ -74,7 +49,7 @@ def note_share(
     Raises:
         ConfigError: FSDP has cut experts that a placement may move.
     """
-    layer: ShardedLayer = module  # type: ignore[assignment]
+    layer: ExpertParameters = module  # type: ignore[assignment]
     check_fsdp_of_placed(layer)
     local_metadata[_METADATA] = _as_list(layer.shard)
     for name in layer.expert_parameters():
@@ -96,7 +71,7 @@ def cut_before_load(
     Raises:
         ShapeError: a share of another rank, of another number of ranks, or of unknown origin.
     """
-    layer: ShardedLayer = module  # type: ignore[assignment]
+    layer: ExpertParameters = module  # type: ignore[assignment]
     is_own = local_metadata.get(_METADATA) == _as_list(layer.shard)
     for name, parameter in layer.expert_parameters().items():
         value = state_dict.get(prefix + name)
@@ -149,7 +124,9 @@ def watch_optimizers() -> RemovableHandle:
     return register_optimizer_step_pre_hook(_before_step)
 
 
-def _read(value: Tensor, parameter: Tensor, layer: ShardedLayer, name: str, is_own: bool) -> Tensor:
+def _read(
+    value: Tensor, parameter: Tensor, layer: ExpertParameters, name: str, is_own: bool
+) -> Tensor:
     """Return a tensor that can be copied into `parameter`, of what a state_dict has for it.
 
     is_own: the metadata name this rank and placement.
@@ -172,7 +149,7 @@ def _read(value: Tensor, parameter: Tensor, layer: ShardedLayer, name: str, is_o
 
 
 def _read_dtensor(
-    value: DTensor, parameter: Tensor, layer: ShardedLayer, name: str, is_own: bool
+    value: DTensor, parameter: Tensor, layer: ExpertParameters, name: str, is_own: bool
 ) -> Tensor:
     if all(placement.is_replicate() for placement in value.placements):
         return _read(value.to_local(), parameter, layer, name, is_own)
@@ -265,7 +242,7 @@ def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
         if is_expert_tensor(value):
             if value.shard is not parameter.shard and value.shard != parameter.shard:
                 raise ConfigError(
-                    f"{_named(optimizer, name, parameter)} is of another placement than the "
+                    f"{_named(optimizer, name, parameter)} has a different placement from the "
                     f"parameter ({parameter.position}); call rebalance(placement, optimizer) with "
                     "this optimizer"
                 )

@@ -13,6 +13,7 @@ from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
 # Distance of the seeds of two ranks: a prime, so that no two batches share a seed.
 _SEED_STRIDE = 7919
+ChooseIds = Callable[[int, int, int, torch.Generator], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -47,7 +48,7 @@ class BatchSpec:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     tokens_of_rank: Callable[[int, int], int]
-    choose_ids: Callable[[int, int, int, torch.Generator], Tensor]
+    choose_ids: ChooseIds
 
     def num_experts(self, world_size: int) -> int:
         """Return P, the physical experts of all ranks."""
@@ -142,13 +143,6 @@ def repeated_ids(
     return ids
 
 
-def crowded_ids(
-    num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
-) -> Tensor:
-    """Name the first expert in all entries of all tokens."""
-    return torch.zeros(num_tokens, top_k, dtype=torch.int64, device="cpu")
-
-
 def last_expert_ids(
     num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator
 ) -> Tensor:
@@ -158,9 +152,9 @@ def last_expert_ids(
     return ids
 
 
-def no_ids(num_tokens: int, top_k: int, num_experts: int, generator: torch.Generator) -> Tensor:
-    """Send no token to any expert."""
-    return torch.full((num_tokens, top_k), -1, device="cpu")
+def only_id(expert: int) -> ChooseIds:
+    """Return what chooses this id in all entries of all tokens."""
+    return lambda num_tokens, top_k, *_: torch.full((num_tokens, top_k), expert, device="cpu")
 
 
 ACTIVATIONS = {

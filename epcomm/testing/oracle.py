@@ -108,14 +108,10 @@ def _activated(hidden: Tensor, weights: ExpertWeights) -> Tensor:
     stored = weights.format
     if stored.activation.value == "relu2":
         return torch.where(hidden > 0, hidden * hidden, torch.zeros_like(hidden))
-    half = hidden.shape[-1] // 2
-    pairs = (
-        torch.arange(2 * half, device=hidden.device).view(half, 2)
-        if stored.is_interleaved
-        else None
-    )
-    gate = hidden[..., pairs[:, 0]] if pairs is not None else hidden[..., :half]
-    up = hidden[..., pairs[:, 1]] if pairs is not None else hidden[..., half:]
+    if stored.is_interleaved:
+        gate, up = hidden[..., 0::2], hidden[..., 1::2]
+    else:
+        gate, up = hidden.chunk(2, dim=-1)
     if stored.activation.value == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
     assert stored.limit is not None, "checked at creation"

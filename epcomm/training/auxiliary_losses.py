@@ -14,13 +14,16 @@ the mean over its ranks, multiply the loss by their number.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.group import EPGroup
 from epcomm.routing.gates import watch_gates as watch_gates
-from epcomm.routing.spec import RoutingSpec, ScoreFunction
+from epcomm.routing.reference import score_all
+from epcomm.routing.spec import CorrectionBias, RoutingSpec, ScoreFunction, SoftmaxOrder
 from epcomm.types import sum_dtype
 
 
@@ -47,15 +50,15 @@ def router_probabilities(logits: Tensor, routing: RoutingSpec) -> Tensor:
             "router_probabilities: routing has a custom function, expected a score function; pass "
             "probabilities of your own to the losses"
         )
-    logits = logits.to(sum_dtype(logits.dtype))
-    if routing.softcap is not None:
-        logits = routing.softcap * torch.tanh(logits / routing.softcap)
+    unbiased = replace(
+        routing,
+        correction_bias=CorrectionBias.NONE,
+        # Weights of experts that are chosen by their logits are their softmax.
+        softmax_order=SoftmaxOrder.BEFORE_TOPK,
+    )
+    scores = score_all(logits, unbiased, None)
     if routing.score_function is ScoreFunction.SOFTMAX:
-        return torch.softmax(logits, dim=-1)
-    if routing.score_function is ScoreFunction.SIGMOID:
-        scores = torch.sigmoid(logits)
-    else:
-        scores = nn.functional.softplus(logits).sqrt()
+        return scores
     tiny = torch.finfo(scores.dtype).tiny
     return scores / scores.sum(dim=-1, keepdim=True).clamp(min=tiny)
 

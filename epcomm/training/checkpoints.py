@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from epcomm.errors import ShapeError
 from epcomm.group import EPGroup
 from epcomm.sharding.shards import (
-    ExpertShard,
     cut_as,
     expert_shards,
     is_cut_by_fsdp,
@@ -32,25 +31,16 @@ def gather_state_dict(module: nn.Module, group: EPGroup) -> dict[str, Tensor]:
     state = {}
     for name, tensor in module.state_dict().items():
         shard, tensor = shards.get(name), tensor.detach()
-        if shard is None or not _is_own_share(tensor, shard):
-            state[name] = _whole(tensor)
-            continue
-        local = piece_of(tensor).contiguous()
-        parts = group.collectives.all_gather(local, phase="gather_state_dict")
-        state[name] = put_together(parts, shard)
+        is_plain = not hasattr(tensor, "full_tensor")
+        is_share = is_plain and shard is not None and tensor.shape[0] == shard.num_local_experts
+        if shard is not None and (is_share or is_expert_tensor(tensor)):
+            local = piece_of(tensor).contiguous()
+            parts = group.collectives.all_gather(local, phase="gather_state_dict")
+            state[name] = put_together(parts, shard)
+        else:
+            # FSDP has cut other DTensors.
+            state[name] = tensor if is_plain else tensor.full_tensor()  # type: ignore[operator]
     return state
-
-
-def _is_own_share(tensor: Tensor, shard: ExpertShard) -> bool:
-    if is_expert_tensor(tensor):
-        return True
-    return not hasattr(tensor, "full_tensor") and tensor.shape[0] == shard.num_local_experts
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor whole: gather a DTensor, which FSDP has cut. Collective for DTensors."""
-    gather = getattr(tensor, "full_tensor", None)
-    return tensor if gather is None else gather()
 
 
 def load_full_state_dict(

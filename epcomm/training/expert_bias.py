@@ -19,7 +19,7 @@ def update_expert_bias(bias: Tensor, load: Tensor, group: EPGroup, *, rate: floa
 
     Args:
         bias: [E], floating point, equal on all ranks, what routing adds to scores where it selects;
-            written in place. It wants float32: in bfloat16 small steps are lost.
+            written in place. It should be float32: in bfloat16 small steps are lost.
         load: [E] or [N, E], integer, on the device of the group: how many tokens of this rank chose
             each logical expert, in any of N rows.
         group: the ranks with tokens of their own.

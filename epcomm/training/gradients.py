@@ -102,7 +102,6 @@ def sum_expert_gradients(model: nn.Module, copies: EPGroup) -> None:
     their group. Then pass sum_replicated_gradients() the group of all ranks.
 
     Args:
-        model: the model of this rank.
         copies: the ranks that hold the same experts, one of each expert group.
 
     Collective: yes, two messages a dtype.   Host sync: as the transport.
@@ -132,7 +131,7 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     copied = [place for place, expert in enumerate(held) if len(placement.replicas[expert]) > 1]
     copied.sort(key=held.__getitem__)
     # By rank, the local experts here of which it has a copy too, in the order of logical ids: what
-    # goes there, and what comes from there.
+    # is sent there, and what is received from there.
     shared = [
         [place for place in copied if held[place] in placement.experts_of_rank(rank)]
         for rank in range(placement.num_ranks)
@@ -166,9 +165,7 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
     loaded by transformers hold, it adds up the squares over all ranks.
 
     Args:
-        model: a model with any parameters, sharded or not.
         group: the ranks that share the experts; None for a model that transformers loaded.
-        max_norm: the largest norm of gradients that are not scaled.
 
     Returns:
         The norm before scaling, a float32 scalar, equal on all ranks.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from epcomm.config import ScaleDtypeName
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
-from epcomm.types import QUANTIZABLE_DTYPES, ScaleDtype, WireDtype, WireFormat
+from epcomm.types import QUANTIZABLE_DTYPES, ScaleDtype, WireDtype, WireFormat, enum_member
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 # Rows and columns of a block of FP8 matrices, and elements of hidden states that share a scale.
@@ -61,7 +60,7 @@ class EightBitWeights(ExpertTensors):
             if tensor.dtype != dtype or list(tensor.shape) != shapes[name]:
                 raise ShapeError(
                     f"{type(self).__name__}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {dtype} {shapes[name]} beside gate_up_proj in "
+                    f"expected {dtype} {shapes[name]} for gate_up_proj in "
                     f"{self.gate_up_proj.dtype} and gate_up_scale in {self.gate_up_scale.dtype}; "
                     "see the docstring for scales"
                 )
@@ -123,9 +122,6 @@ class EightBitWeights(ExpertTensors):
         shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
         return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
 
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        return type(self)(**tensors, hidden_dtype=self.hidden_dtype, format=self.format)
-
     @classmethod
     def from_unquantized(
         cls, weights: ExpertWeights, *, scales: ScaleDtype | ScaleDtypeName = ScaleDtype.FLOAT32
@@ -143,7 +139,7 @@ class EightBitWeights(ExpertTensors):
                 that these experts do not have.
         """
         _check_plain(weights)
-        chosen = _scale_dtype(cls.__name__, scales)
+        chosen = enum_member(f"{cls.__name__}.from_unquantized: scales", ScaleDtype, scales)
         gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
         down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
         # Elementwise results have the strides of their input.
@@ -259,16 +255,6 @@ def _check_plain(weights: ExpertWeights) -> None:
             f"from_unquantized: experts are {weights.format}{' with biases' if has_bias else ''}, "
             f"expected {_PLAIN} without biases; leave such experts unquantised"
         )
-
-
-def _scale_dtype(caller: str, scales: ScaleDtype | ScaleDtypeName) -> ScaleDtype:
-    try:
-        return ScaleDtype(scales)
-    except ValueError:
-        allowed = [member.value for member in ScaleDtype]
-        raise ConfigError(
-            f"{caller}.from_unquantized: scales is {scales!r}, expected one of {allowed}"
-        ) from None
 
 
 def _scale_of(amax: Tensor, largest_code: float) -> Tensor:

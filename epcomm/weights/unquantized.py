@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Self
@@ -76,9 +76,9 @@ class ExpertTensors(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by field name; the first dimension of each is E."""
 
-    @abstractmethod
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
-        """Return experts of the same kind with these tensors."""
+        """Return experts of the same kind with other tensors for those of tensors()."""
+        return replace(self, **tensors)  # type: ignore[type-var]
 
     @property
     @abstractmethod
@@ -88,7 +88,7 @@ class ExpertTensors(ABC):
     @property
     @abstractmethod
     def wire_format(self) -> WireFormat:
-        """Return the wire format of hidden states that these experts want."""
+        """Return the wire format of hidden states that these experts need."""
 
     @property
     @abstractmethod
@@ -114,24 +114,6 @@ class ExpertTensors(ABC):
     def requires_grad(self) -> bool:
         """Return whether any tensor needs gradients."""
         return any(tensor.requires_grad for tensor in self.tensors().values())
-
-    def shard(self, rank: int, world_size: int) -> Self:
-        """Return the experts of one rank as views, in the order of shard_of_rank().
-
-        Raises:
-            ConfigError: E is no multiple of W.
-        """
-        if self.num_experts % world_size:
-            raise ConfigError(
-                f"{type(self).__name__}.shard: {self.num_experts} experts, expected a multiple of "
-                f"the {world_size} ranks; use a number of ranks that divides it"
-            )
-        from epcomm.sharding.shards import cut_share, shard_of_rank
-
-        shard = shard_of_rank(rank=rank, world_size=world_size, num_experts=self.num_experts)
-        return self.with_tensors(
-            {name: cut_share(tensor, shard) for name, tensor in self.tensors().items()}
-        )
 
     def exchanged(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return these experts with other tensors of the same form, without checks."""
@@ -173,9 +155,6 @@ class ExpertWeights(ExpertTensors):
             "down_bias": self.down_bias,
         }
         return {name: tensor for name, tensor in named.items() if tensor is not None}
-
-    def with_tensors(self, tensors: Mapping[str, Tensor]) -> ExpertWeights:
-        return ExpertWeights(**tensors, format=self.format)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -17,15 +17,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WriteState:
-    """The state of a tensor: its identity, its address, and its number of writes.
+    """The state of a tensor: its identity, its memory, and its number of writes.
 
     torch counts writes to a tensor, but not writes through its `.data` or of other processes.
-    memory: keeps the memory allocated, so that no other tensor gets the address.
+    memory: keeps the memory allocated, so that no other tensor gets its address.
     """
 
     source: ReferenceType[Tensor]
     memory: Tensor
-    address: int
     num_writes: int
 
     @classmethod
@@ -41,16 +40,11 @@ class WriteState:
                 f"{caller}: {name} was made in inference mode, where tensors do not count "
                 "writes; load the experts outside of it, under torch.no_grad()"
             )
-        return cls(
-            source=ref(tensor),
-            memory=tensor.detach(),
-            address=tensor.data_ptr(),
-            num_writes=tensor._version,
-        )
+        return cls(source=ref(tensor), memory=tensor.detach(), num_writes=tensor._version)
 
     def is_of(self, tensor: Tensor) -> bool:
         """Return whether `tensor` is the same object, at the same address, without new writes."""
-        is_same = self.source() is tensor and self.address == tensor.data_ptr()
+        is_same = self.source() is tensor and self.memory.data_ptr() == tensor.data_ptr()
         return is_same and self.num_writes == tensor._version
 
 

@@ -15,13 +15,14 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from epcomm.bench import layer, run, turns
+from epcomm.bench.contenders import backends
 from epcomm.bench.contenders.backends import Epcomm
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.report import as_json
 from epcomm.bench.run import run_bench
 from epcomm.cli import app
-from epcomm.cli.bench import NOT_TIMED, ReportOptions, Work, bench_on_rank
+from epcomm.cli.bench import NOT_TIMED, ReportOptions, bench_on_rank
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
@@ -63,11 +64,11 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
     }
     alone = {("", "expert_rows"), ("", "all_gather")}
     for tokens in OPTIONS.tokens:
-        timed = {(each.mode, each.backend) for each in report.timings if each.tokens == tokens}
+        timed = {(each.mode, each.backend) for each in report.results if each.tokens == tokens}
         assert timed == served | alone
         layers = {(each.mode, each.backend) for each in report.layers if each.tokens == tokens}
         assert layers == served
-    for each in report.timings:
+    for each in report.results:
         assert set(each.us) == SPANS | {"grouped_dispatch", "grouped_pair"}
         assert each.us["pair"].p50 < each.us["grouped_pair"].p50
         assert all(0 < span.p50 <= span.p95 <= span.p99 for span in each.us.values())
@@ -93,7 +94,7 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
     for phase, tokens, modes in ((chosen.prefill, 8, {}), (chosen.decode, 3, decode)):
         medians = {
             each.backend: each.us["pair"].p50
-            for each in report.timings
+            for each in report.results
             if (each.mode, each.tokens) == (modes.get(each.backend, "normal"), tokens)
         }
         assert phase.backend == min(medians, key=lambda name: medians[name])
@@ -103,9 +104,10 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
 def test_where_nothing_of_epcomm_serves_scripts_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    options = replace(OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",))
-    work = Work(options=replace(options, intermediate=None), report=ReportOptions(json=True))
-    assert bench_on_rank(work) == NOT_TIMED
+    options = replace(
+        OPTIONS, tokens=(2,), modes=(Mode.NORMAL,), backends=("nvlink",), intermediate=None
+    )
+    assert bench_on_rank(options, ReportOptions(json=True)) == NOT_TIMED
     printed = capsys.readouterr().out
     if dist.get_rank() == 0:
         report = json.loads(printed)
@@ -114,7 +116,7 @@ def test_where_nothing_of_epcomm_serves_scripts_are_told(
     else:
         assert printed == ""
     for is_verbose in (False, True):
-        assert bench_on_rank(replace(work, report=ReportOptions(verbose=is_verbose))) == NOT_TIMED
+        assert bench_on_rank(options, ReportOptions(verbose=is_verbose)) == NOT_TIMED
         printed = capsys.readouterr().out
         if dist.get_rank() == 0:
             assert ("there is no CUDA device" in printed) == is_verbose
@@ -131,8 +133,8 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
     )
     report = run_bench(replace(options, modes=(Mode.NORMAL, Mode.LOW_LATENCY)), silent)
     assert report.wrong == []
-    assert [each.mode for each in report.timings] == ["normal", "low_latency", "", ""]
-    monkeypatch.setattr(Epcomm, "row_error", 1e-4)
+    assert [each.mode for each in report.results] == ["normal", "low_latency", "", ""]
+    monkeypatch.setattr(backends, "_ROW_ERRORS", {wire: 1e-4})
     report = run_bench(replace(options, modes=(Mode.NORMAL,)), silent)
     assert [each.name for each in report.wrong] == ["normal collective"]
 
@@ -155,7 +157,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(module, "is_in_graph", lambda phase, device: phase.is_capturable)
     report = run_bench(replace(OPTIONS, tokens=(4,), backends=("collective",)), silent)
     assert report.wrong == []
-    replayed = {(each.mode, each.in_graph) for each in report.timings}
+    replayed = {(each.mode, each.in_graph) for each in report.results}
     assert replayed == {("normal", False), ("low_latency", True), ("standard", False), ("", False)}
     layers = [(each.mode, each.in_graph) for each in report.layers]
     assert layers == [
@@ -164,7 +166,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
         ("low_latency", True),
         ("standard", False),
     ]
-    for each in report.timings:
+    for each in report.results:
         assert set(each.us) >= SPANS
 
 
@@ -198,11 +200,12 @@ def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
         "layer in normal on shared_memory",
     ]
     assert all("rank 1: y is" in each.fault for each in report.wrong)
-    timed = {(each.mode, each.backend) for each in report.timings}
+    timed = {(each.mode, each.backend) for each in report.results}
     assert timed == {("normal", "shared_memory"), ("", "all_gather")}
     assert {each.backend for each in report.layers} == {"collective"}
 
 
+@pytest.mark.slow
 def test_the_command_starts_ranks_prints_and_writes(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

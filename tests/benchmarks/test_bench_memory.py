@@ -37,7 +37,7 @@ def test_bytes_are_those_of_the_worked_example() -> None:
 @pytest.mark.ranks(2)
 def test_epcomm_is_timed_beside_copies() -> None:
     report, beside = run(OPTIONS)
-    assert [each.backend for each in report.timings] == [
+    assert [each.backend for each in report.results] == [
         "shared_memory",
         "expert_rows",
         "all_gather",

@@ -118,7 +118,6 @@ def test_buffer_over_mpi_keeps_its_contract(scenario: str, case: str, ep_ranks: 
     run(scenario, case, ep_ranks)
 
 
-@pytest.mark.slow
 @pytest.mark.mpi_ranks(4)
 @pytest.mark.parametrize(("scenario", "case"), cases_of("uneven", "faults"))
 def test_buffer_of_four_mpi_ranks_keeps_its_contract(

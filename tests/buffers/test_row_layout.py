@@ -147,10 +147,9 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     weights = random_bits(3, case.top_k, layout.scalar_dtype)
     picked = torch.tensor(token_of_row, dtype=torch.int64)
 
-    rows = layout.pack_tokens(
-        WireTensor(data=data, format=wire, scales=scales), picked, ids, weights
-    )
-    assert rows.shape == (len(token_of_row), case.row_bytes)
+    rows = torch.full((len(token_of_row), case.row_bytes), 0xA5, dtype=torch.uint8)
+    sent = WireTensor(data=data, format=wire, scales=scales)
+    layout.pack_tokens(sent, picked, ids, weights, out=rows)
     received = layout.wire_tensor(rows)
     # Index bytes, because torch cannot index every wire dtype.
     assert as_bytes(received.data) == [as_bytes(data)[token] for token in token_of_row]
@@ -177,15 +176,12 @@ def test_tokens_quantised_inside_the_message_have_the_same_bytes(
         flags=BatchFlags.NONE,
     )
     wired = wire_tensor_of(call, wire)
-    inside = torch.full((num_tokens, layout.row_bytes), 0xA5, dtype=torch.uint8)
-    layout.write_tokens(inside, call, call.topk_ids)
-    copied = layout.pack_tokens(
-        wired,
-        torch.arange(num_tokens),
-        call.topk_ids,
-        call.topk_weights,
-        out=torch.full_like(inside, 0xA5),
+    inside, copied = (
+        torch.full((num_tokens, layout.row_bytes), 0xA5, dtype=torch.uint8) for _ in range(2)
     )
+    layout.write_tokens(inside, call, call.topk_ids)
+    tokens = torch.arange(num_tokens)
+    layout.pack_tokens(wired, tokens, call.topk_ids, call.topk_weights, out=copied)
     assert torch.equal(inside, copied)
 
 

@@ -18,6 +18,7 @@ from epcomm.dispatchers.dispatcher import (
     RowsDispatcher,
     StandardDispatcher,
 )
+from epcomm.ops.slots import slots_by_row
 from epcomm.planning.plans import PhasePlan
 from epcomm.records import Handle
 
@@ -146,10 +147,10 @@ def owned_bytes(record: object) -> int:
 # The regions that a record of dispatch owns until its last use.
 KEPT = {
     "collective": {"send order", "received rows", "slot index"},
-    "budget": {"received rows", "slot index", "row flags"},
-    "low_latency": {"received rows", "slot index", "row flags"},
+    "budget": {"received rows", "slot index"},
+    "low_latency": {"received rows", "slot index"},
     "all_gather": {"received rows", "padding map", "slot index"},
-    "replicated": {"slot index", "row flags"},
+    "replicated": {"slot index"},
 }
 
 
@@ -179,8 +180,9 @@ def test_regions_are_what_the_record_of_the_largest_call_owns(
         )
         regions = {region.name: region.max_bytes for region in dispatcher.plan.regions()}
         kept = sum(regions[region] or 0 for region in KEPT[name])
-        # Replicated rows are the caller's tensor.
-        assert owned_bytes(out) - (x.nbytes if case.is_replicated else 0) == kept
+        # Combine makes the slots of each row. Replicated rows are the caller's tensor.
+        owned = owned_bytes(out) + owned_bytes(slots_by_row(out.index))
+        assert owned - (x.nbytes if case.is_replicated else 0) == kept
 
 
 def phase_of(case: Case, **changes: int) -> PhasePlan:
@@ -203,7 +205,7 @@ REGIONS = {
     "collective": {
         # 4 headers sent and 4 received, of 138 words.
         "headers": (None, 8832),
-        "send order": (56, 904),
+        "send order": (40, 648),
         "sent rows": (288, 4608),
         "received rows": (288, 9216),
         # A row: 2 x 4 + 8; a slot: 4 + 4 + 8; tables: 32 B. Total: 64 x 16 + 128 x 16 + 32.
@@ -217,7 +219,7 @@ REGIONS = {
         "headers": (None, 8832),
         "sent rows": (144, 2304),
         "received rows": (576, 9216),
-        "padding map": (36, 576),
+        "padding map": (32, 512),
         "slot index": (96, 3104),
         "packed slots": (288, 18432),
         "expert results": (256, 16384),
@@ -228,10 +230,8 @@ REGIONS = {
     "low_latency": {
         "sent message": (None, 2448),
         "received rows": (None, 9792),
-        # 68 x 16 + 128 x 16 + 32, plus an extra slot and an extra offset.
-        "slot index": (None, 3180),
-        # A flag for each row and one for all.
-        "row flags": (None, 69),
+        # 68 x 16 + 128 x 16 + 32, plus an extra slot, an extra offset and a flag.
+        "slot index": (None, 3181),
         "packed slots": (None, 18432),
         "expert results": (None, 16384),
         "partial sums": (None, 8704),
@@ -239,7 +239,6 @@ REGIONS = {
     },
     # R = 16 rows, which are the caller's, and C = 32 slots.
     "replicated": {
-        "row flags": (4, 16),
         "slot index": (96, 800),
         "packed slots": (256, 4096),
         "expert results": (256, 4096),
@@ -263,8 +262,8 @@ def test_budget_bounds_the_slots() -> None:
     regions = {r.name: r.max_bytes for r in phase_of(CASES["budget"], max_recv_slots=40).regions()}
     assert regions["packed slots"] == 40 * 144
     assert regions["expert results"] == 40 * 128
-    # 68 rows x 16 + 40 slots x 16 + 32 + 12: the host reserves no more members than slots.
-    assert regions["slot index"] == 1772
+    # 68 rows x 16 + 40 slots x 16 + 32 + 13: the host reserves no more members than slots.
+    assert regions["slot index"] == 1773
 
 
 # T on each of 4 ranks; each rank sends 5 rows and receives 3: (forward, backward) of rank 1.

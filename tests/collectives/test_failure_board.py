@@ -10,6 +10,9 @@ import textwrap
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkProcess
 
 import pytest
 from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
@@ -23,17 +26,6 @@ from epcomm.collectives.store_reports import StoreReports
 PATIENCE_S = 120.0
 # Seconds by which a call may exceed its limit on a busy machine.
 SLACK_S = 1.0
-
-HOST = """
-    import signal
-
-    from torch.distributed import TCPStore
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    print(store.port, flush=True)
-    while True:
-        signal.pause()
-"""
 
 # The answer arrives, or the connection ends, during interpreter shutdown.
 LEAVING = """
@@ -63,7 +55,7 @@ LEAVING = """
 class Host:
     """A process that serves a store."""
 
-    process: subprocess.Popen[str]
+    process: ForkProcess
     port: int
 
     def connect(self) -> TCPStore:
@@ -72,18 +64,30 @@ class Host:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process."""
+        assert self.process.pid is not None, "it has started"
         os.kill(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def serve(pipe: Connection) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    while True:
+        signal.pause()
 
 
 @pytest.fixture
 def host() -> Iterator[Host]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(HOST)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process:
-        yield Host(process, int(process.stdout.readline()))
-        process.kill()
+    context = get_context("fork")
+    here, there = context.Pipe()
+    process = context.Process(target=serve, args=(there,))
+    process.start()
+    host = Host(process, here.recv())
+    yield host
+    host.kill()
 
 
 def test_reports_reach_all_ranks_and_the_last_counts() -> None:
@@ -132,11 +136,10 @@ def test_stopped_host_is_silence_until_it_goes_on(host: Host) -> None:
 
 
 @pytest.mark.slow
-def test_killed_host_is_silence_at_once(host: Host) -> None:
+def test_killed_host_is_silence_immediately(host: Host) -> None:
     board = StoreFailureBoard(host.connect(), rank=0, world_size=2)
     assert board.read() == {}
-    host.process.kill()
-    host.process.wait()
+    host.kill()
     start_s = time.monotonic()
     board.post("gave up")
     assert board.read() is None
@@ -153,8 +156,7 @@ def test_reports_outlive_the_host_of_the_store(host: Host, monkeypatch: pytest.M
     assert [board.read() for board in boards.values()] == [{}] * 4
     boards[0].post("is lost")
     assert [board.read() for board in boards.values()] == [{0: "is lost"}] * 4
-    host.process.kill()
-    host.process.wait()
+    host.kill()
     boards[2].post("waits")
     boards[3].post("gave up")
     for rank in (1, 2, 3):

@@ -46,10 +46,9 @@ def combine_input_of(rows: Tensor) -> RowsCombineInput:
     exchange_plan = NVLinkLowLatencyExchangePlan(
         index=index, num_tokens=NUM_ROWS, num_rows=NUM_ROWS, batch=0
     )
+    handle = Handle(owner=None, num_tokens=NUM_ROWS)
     # The dispatch had no gradients, but the expert results need some.
-    handle = Handle(
-        owner=None, exchange_plan=exchange_plan, call=1, num_tokens=NUM_ROWS, needs_backward=False
-    )
+    handle.open(exchange_plan, call=1, needs_backward=False)
     return RowsCombineInput(
         hidden_states=rows, rows_per=RowsPer.ROW, slot_weights=None, handle=handle
     )

@@ -83,7 +83,7 @@ def test_bytes_and_host_reads_are_those_of_the_paths(rows: Rows) -> None:
 def test_choice_of_every_path_is_explained(output: str) -> None:
     for name, what in {
         "fused_deep_moe": "mode fuseep on backend fused_deep_moe (FusedDeepMoE), 2 ranks with 2 "
-        "experts each; experts computed by fused_deep_moe itself; y comes reduced",
+        "experts each; experts computed by fused_deep_moe itself; y is reduced",
         "normal": "mode normal on backend collective (CollectiveBuffer), 2 ranks with 2 experts "
         "each; runner quantized_reference",
     }.items():

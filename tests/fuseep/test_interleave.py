@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from epcomm import ConfigError
 from epcomm.fuseep.interleave import interleave, permutation
 from epcomm.testing.oracle import relative_error
 from tests.cases.fuseep_checkpoint import GOLDEN, digest, golden_weights
@@ -36,14 +35,6 @@ def test_it_is_a_permutation_and_not_its_own_inverse(num_columns: int) -> None:
     # Small sizes hide mistakes.
     assert (forward.tolist() == same) == (num_columns == 128)
     assert (forward[forward].tolist() == same) == (num_columns <= 256)
-
-
-@pytest.mark.parametrize("num_columns", [0, 64, 192, 1000])
-def test_half_tiles_are_refused(num_columns: int) -> None:
-    with pytest.raises(ConfigError, match=f"have {num_columns} columns, expected a multiple"):
-        permutation(num_columns)
-    with pytest.raises(ConfigError, match="expected a multiple of 128"):
-        interleave(torch.zeros(2, num_columns), dim=1)
 
 
 def test_codes_and_scales_permuted_apart_are_weights_permuted() -> None:

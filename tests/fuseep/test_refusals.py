@@ -203,7 +203,7 @@ def test_explain_names_operator_bytes_and_limits() -> None:
         "received slots a rank: at most 5000",
         f"memory of window of the process group: {3 * 128 * 4 * H + 10 * 2**20} B",
         f"memory of packed experts: {4 * (3 * H * I + 8 * (2 * I + H))} B",
-        f"experts computed by {MODE_2} itself; y comes reduced",
+        f"experts computed by {MODE_2} itself; y is reduced",
     ):
         assert line in lines, lines
     assert not any(line.startswith("runner") for line in lines)

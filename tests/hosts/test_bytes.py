@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -30,23 +28,13 @@ TOLERANCE = 0.03
 NUM_TOKENS = {4: 1536, 8: 640}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Calls:
-    """Calls of one batch through one buffer."""
-
-    env: buffer_suite.BufferEnv
-    buffer: Buffer
-    batch: RankBatch
-    spec: BatchSpec
-
-    def bytes_of(self, num_calls: int) -> int:
-        """Return the bytes that the kernel counts on this host during some calls. Collective:
-        yes."""
-        before = _sent_of_host()
-        for _ in range(num_calls):
-            out = buffer_suite.dispatch(self.env, self.buffer, self.batch, self.spec)
-            self.buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
-        return _sent_of_host() - before
+def bytes_of(buffer: Buffer, batch: RankBatch, num_calls: int) -> int:
+    """Return the bytes that the kernel counts on this host during some calls. Collective: yes."""
+    before = _sent_of_host()
+    for _ in range(num_calls):
+        out = buffer.dispatch(buffer_suite.make_call(batch))
+        buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
+    return _sent_of_host() - before
 
 
 @pytest.mark.host_ranks(4, 8)
@@ -66,10 +54,9 @@ def test_kernel_counts_the_bytes_of_traffic_between_hosts(buffer_name: str) -> N
             group=group, backend=buffer_name, mode=Mode.NORMAL, hosts=hosts
         )
         batches, buffer = env.batches(spec), env.open(spec)
-        calls = Calls(env=env, buffer=buffer, batch=batches[rank], spec=spec)
-        calls.bytes_of(1)
+        bytes_of(buffer, batches[rank], 1)
         of_call = buffer.traffic().bytes_between
-        once, twice = calls.bytes_of(NUM_CALLS), calls.bytes_of(2 * NUM_CALLS)
+        once, twice = (bytes_of(buffer, batches[rank], n * NUM_CALLS) for n in (1, 2))
         counted = torch.tensor([(twice - once) / NUM_CALLS], dtype=torch.float64)
         of_host = _sum_over_host(torch.tensor([of_call]), hosts, rank)
         assert of_host >= LEAST_BYTES

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from epcomm import ConfigError, EPGroup, ExpertParallelMoE
 from epcomm.blocks import chosen_by_router
 from epcomm.integrations.transformers.structure import REMEDY
-from epcomm.sharding.shards import local_share, shard_of
+from epcomm.sharding.shards import cut_share, is_expert_tensor
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.gradients import sum_replicated_gradients
@@ -207,9 +207,10 @@ def try_block(variant: Variant, group: EPGroup) -> Row:
     parameters = dict(layer.named_parameters())
     assert parameters.keys() == dict(block.named_parameters()).keys(), variant.name
     for name, each in block.named_parameters():
-        shard = shard_of(parameters[name])
-        wanted = each.grad if shard is None or each.grad is None else local_share(each.grad, shard)
-        errors.append(_error(_local(parameters[name].grad), wanted))
+        ours, wanted = parameters[name], each.grad
+        if is_expert_tensor(ours) and wanted is not None:
+            wanted = cut_share(wanted, ours.held)
+        errors.append(_error(_local(ours.grad), wanted))
     is_own = layer.routing.custom_function is chosen_by_router
     routing = "its router" if is_own else "RoutingSpec"
     return Row(variant=variant, routing=routing, error=max(errors))

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +45,7 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import scale_expert_gradients
+from tests.cases.shared_folder import shared_folder
 from tests.placement.layers import any_placement, expect_copies_of
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
@@ -150,16 +149,6 @@ def trainer_of(model: nn.Module, folder: Path) -> Trainer:
 
 def losses_of(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-@contextmanager
-def shared_folder() -> Iterator[Path]:
-    """One folder for all ranks."""
-    with tempfile.TemporaryDirectory() as own:
-        name = [own]
-        dist.broadcast_object_list(name)
-        yield Path(name[0])
-        dist.barrier()
 
 
 @pytest.mark.ranks(NUM_RANKS)

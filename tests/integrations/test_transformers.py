@@ -19,7 +19,7 @@ from epcomm.config import Mode
 from epcomm.integrations.transformers.reading import read_block
 from epcomm.integrations.transformers.structure import read_layout
 from epcomm.routing import RoutingSpec, route
-from epcomm.sharding.shards import ExpertShard, local_share, shard_of
+from epcomm.sharding.shards import ExpertShard, cut_share, is_expert_tensor
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
@@ -82,7 +82,7 @@ def check_outputs(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 
 def summed_gradient(parameter: Tensor) -> Tensor | None:
     """Over ranks for replicated parameters, whose loss is over each rank's own tokens."""
-    if shard_of(parameter) is not None or parameter.grad is None:
+    if is_expert_tensor(parameter) or parameter.grad is None:
         return parameter.grad
     total = parameter.grad.clone()
     dist.all_reduce(total)
@@ -96,8 +96,8 @@ def parameter_gradients(
     theirs, pairs = dict(block.named_parameters()), {}
     for name, parameter in moe.named_parameters():
         wanted = theirs.pop(name).grad
-        if shard_of(parameter) is not None and wanted is not None:
-            wanted = local_share(wanted, shard(group))
+        if is_expert_tensor(parameter) and wanted is not None:
+            wanted = cut_share(wanted, shard(group))
         pairs[name] = (summed_gradient(parameter), wanted)
     assert not theirs, "a parameter got lost"
     return pairs
@@ -155,7 +155,7 @@ def spread_by_transformers(block: nn.Module, group: EPGroup) -> nn.Module:
 
     experts = block.get_submodule("experts")
     for name, parameter in list(experts.named_parameters()):
-        setattr(experts, name, nn.Parameter(local_share(parameter, shard(group))))
+        setattr(experts, name, nn.Parameter(cut_share(parameter.detach(), shard(group)).clone()))
     vars(experts).update(num_experts=NUM_EXPERTS // group.world_size)
     device = group.device.type
     mesh = init_device_mesh(device, (group.world_size, 1), mesh_dim_names=("ep", "tp"))

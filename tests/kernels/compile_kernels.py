@@ -31,15 +31,19 @@ from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
     ll_combine,
-    ll_combine_slots,
     ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
 )
 from epcomm.kernels.nvlink.common import barrier, dependent_launch
-from epcomm.kernels.nvlink.common.exchange import LayoutT, LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import (
+    NO_SLABS,
+    LayoutT,
+    LowLatencyExchange,
+    PeerBlocks,
+    SlabMemory,
+)
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.kernels.nvlink.lines import combine_recv
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
@@ -211,10 +215,9 @@ def send_words(*, in_lines: bool = False) -> None:
 
 
 def receive_dispatch(*, is_masked: bool) -> None:
-    slabs = ll_dispatch_recv.Slabs(
+    slabs = SlabMemory(
         data=i32(8),
         scales=i32(8),
-        scale_strides=(56 * 1024, 1, 1024),
         token_of_slot=i32(8),
         source_ranges=torch.empty(8, dtype=I64),
     )
@@ -227,7 +230,8 @@ def receive_dispatch(*, is_masked: bool) -> None:
         i32(8),
         expert_alignment=1,
         is_captured=False,
-        slabs=slabs if is_masked else None,
+        scale_strides=(56 * 1024, 1, 1024) if is_masked else (0, 0, 0),
+        slabs=slabs if is_masked else NO_SLABS,
     )
 
 
@@ -256,8 +260,8 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "send combine": lambda: ll_combine.send_combine(
         low_latency_exchange(), Y, f32(2), SLOTS, per_row=False, batch=0, status=0
     ),
-    "send combine slots": lambda: ll_combine_slots.send_slots(
-        low_latency_exchange(returns_slots=True), Y, SLOTS, batch=0, status=0
+    "send combine slots": lambda: ll_combine.send_combine(
+        low_latency_exchange(returns_slots=True), Y, None, SLOTS, per_row=False, batch=0, status=0
     ),
     "receive combine": lambda: ll_combine.receive_combine(
         low_latency_exchange(), Y, IS_SENT, batch=0
@@ -265,8 +269,8 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "receive combine slots": lambda: ll_combine.receive_combine(
         low_latency_exchange(returns_slots=True), Y, IS_SENT, f32(2, 8), batch=0
     ),
-    "receive lines": lambda: combine_recv.receive_combine_lines(
-        low_latency_exchange(), Y, IS_SENT, 2, batch=0
+    "receive lines": lambda: ll_combine.receive_combine(
+        low_latency_exchange(), Y, IS_SENT, batch=0, line_tokens=2
     ),
 }
 
@@ -315,9 +319,7 @@ ROWS: Mapping[str, Callable[[], None]] = {
     "counts": lambda: count_sends(
         rows(4, 8, I64), HEADER, HEADER[:, :0], (1,) * 9, wrong_ids=2, num_local=128
     ),
-    "order": lambda: order_sends(
-        rows(4, 8, I64), HEADER, i32(4, 2), i32(4, 8), rows_at=9, num_local=128
-    ),
+    "order": lambda: order_sends(rows(4, 8, I64), HEADER, i32(4, 2), rows_at=9, num_local=128),
     "layout": write_layout,
 }
 

@@ -38,14 +38,16 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel(
         return 0
 
     # Blocks that wait for one another are launched in no other way.
-    driver = SimpleNamespace(
-        cuFuncSetAttribute=lambda *_: 0, cuCtxSetCurrent=set_context, **{called: launch}
-    )
+    driver = SimpleNamespace(cuCtxSetCurrent=set_context, **{called: launch})
     monkeypatch.setattr(cuda_jit, "driver", lambda: driver)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     kernel = cuda_jit.CudaKernel(
-        c_void_p(1), c_void_p(77), threads=32, shared_bytes=0, is_cooperative=is_cooperative
+        function=c_void_p(1),
+        context=c_void_p(77),
+        threads=32,
+        shared_bytes=0,
+        is_cooperative=is_cooperative,
     )
     kernel.launch(1, Arguments())
     kernel.launch(1, Arguments())

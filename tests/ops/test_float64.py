@@ -206,7 +206,7 @@ def test_backends_that_add_up_in_float32_are_refused(mode: Mode, name: str) -> N
 
 def test_float64_is_not_sent_in_eight_bits() -> None:
     config = EPConfig(mode="normal", dispatch_dtype=WireDtype.INT8)
-    message = "rows travel as int8/0, but the hidden states are fp64; expected bf16, fp16 or fp32"
+    message = "rows are sent as int8/0, but the hidden states are fp64; expected bf16, fp16 or fp32"
     with pytest.raises(ConfigError, match=message):
         plan(config, SPEC, world_size=2)
     spec = BatchSpec(tokens_of_rank=lambda *_: 1, choose_ids=random_ids, dtype=FP64)

@@ -35,6 +35,32 @@ def test_tokens_choose_among_all_copies_or_the_nearest() -> None:
         replace(EXAMPLE, prefers_near=1)  # type: ignore[arg-type]
 
 
+def test_own_rank_comes_before_own_host_and_that_before_all() -> None:
+    # Two physical experts a rank, two ranks a host: the copies 0 1 | 2 3 || 4 5 | 6 7.
+    near = ExpertPlacement(
+        num_experts=4,
+        num_ranks=4,
+        num_hosts=2,
+        physical_to_logical=(0, 1, 0, 2, 2, 3, 0, 3),
+        prefers_near=True,
+    )
+    assert near.replicas == ((0, 2, 6), (1,), (3, 4), (5, 7))
+    assert [near.replicas_for(rank) for rank in range(4)] == [
+        ((0,), (1,), (3,), (5, 7)),
+        ((2,), (1,), (3,), (5, 7)),
+        ((6,), (1,), (4,), (5,)),
+        ((6,), (1,), (4,), (7,)),
+    ]
+    example = ExpertPlacement(
+        num_experts=3,
+        num_ranks=6,
+        num_hosts=3,
+        physical_to_logical=(0, 1, 1, 2, 2, 0),
+        prefers_near=True,
+    )
+    assert example.replicas_for(1) == ((0,), (1,), (3, 4))
+
+
 @pytest.mark.parametrize(("num_experts", "num_physical"), [(8, 8), (6, 8), (3, 8), (2, 8)])
 def test_spread_places_every_expert(num_experts: int, num_physical: int) -> None:
     placement = ExpertPlacement.spread(

@@ -40,20 +40,9 @@ def config_of(name: str, num_redundant: int) -> EPConfig:
     return EPConfig(redundant_experts=num_redundant, **CONFIGS[name])  # type: ignore[arg-type]
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, slow=(4, 8))
 @pytest.mark.parametrize("name", CONFIGS)
 def test_outputs_are_those_without_copies(name: str) -> None:
-    check_outputs(name)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4, 8)
-@pytest.mark.parametrize("name", CONFIGS)
-def test_outputs_of_more_ranks_are_those_without_copies(name: str) -> None:
-    check_outputs(name)
-
-
-def check_outputs(name: str) -> None:
     with EPGroup() as group:
         placed = placed_layer(group, config_of(name, group.world_size))
         assert placed.layer.num_experts == placed.weights.num_experts + group.world_size
@@ -88,20 +77,9 @@ def test_first_placement_has_the_hosts_of_its_group() -> None:
         assert placement.num_hosts == 2
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, slow=(4, 8))
 @pytest.mark.parametrize("name", ["normal", "standard"])
 def test_gradients_of_copies_add_up_to_those_without(name: str) -> None:
-    check_gradients(name)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4, 8)
-@pytest.mark.parametrize("name", ["normal", "standard"])
-def test_gradients_of_more_ranks_add_up_to_those_without(name: str) -> None:
-    check_gradients(name)
-
-
-def check_gradients(name: str) -> None:
     with EPGroup() as group:
         placed = placed_layer(group, config_of(name, group.world_size))
         layer = placed.layer

@@ -9,14 +9,13 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from epcomm import ConfigError, EPConfig, EPGroup, ExpertPlacement, ShapeError, balance
+from epcomm import ConfigError, EPConfig, EPGroup, ShapeError, balance
 from epcomm.sharding.expert_tensor import ExpertTensor
 from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.oracle import relative_error
@@ -24,85 +23,16 @@ from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from epcomm.training.gradients import (
     clip_grad_norm,
     scale_expert_gradients,
-    sum_expert_gradients,
     sum_replica_gradients,
-    sum_replicated_gradients,
 )
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, tokens
+from tests.cases.expert_training import LOSS_TOLERANCE, Training, loads
 from tests.cases.meshes import mesh_of
 from tests.cases.shared_folder import shared_folder
 from tests.placement.layers import gather_local
-from tests.training.test_checkpoints import LOSS_TOLERANCE
 
 # The relative error of a sum in float32 whose order differs.
 SAME = 1e-6
-
-
-def loads(seed: int) -> list[float]:
-    numbers = torch.rand(NUM_EXPERTS, generator=torch.Generator().manual_seed(seed))
-    return (numbers**4).tolist()
-
-
-class Training:
-    """Experts over `ep_size` ranks, with copies of some, and an optimizer."""
-
-    def __init__(
-        self,
-        ep_size: int,
-        num_redundant: int | None,
-        *,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-    ) -> None:
-        shape = (dist.get_world_size() // ep_size, ep_size)
-        mesh = mesh_of(shape, ("dp", "ep"))
-        self.group, self.copies, self.all = EPGroup(mesh["ep"]), EPGroup(mesh["dp"]), EPGroup()
-        self.model = OverRanks(self.group, config=EPConfig(redundant_experts=num_redundant))
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.01, foreach=foreach, fused=fused
-        )
-
-    def close(self) -> None:
-        for group in (self.group, self.copies, self.all):
-            group.close()
-
-    def place(self, seed: int) -> ExpertPlacement:
-        experts = self.model.experts
-        return balance(
-            loads(seed),
-            num_ranks=self.group.world_size,
-            num_physical_experts=experts.num_experts,
-        )
-
-    def backward(self, number: int) -> Tensor:
-        self.optimizer.zero_grad()
-        num_ranks = dist.get_world_size()
-        loss = self.model(tokens(number * num_ranks + dist.get_rank())) / num_ranks
-        loss.backward()
-        sum_replica_gradients(self.model)
-        sum_expert_gradients(self.model, self.copies)
-        sum_replicated_gradients(self.model, self.all)
-        return loss.detach()
-
-    def step(self, number: int) -> float:
-        total = self.backward(number)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        dist.all_reduce(total)
-        return float(total)
-
-    def state(self) -> dict[str, object]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
-
-    def load(self, state: dict[str, object]) -> None:
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],  # type: ignore[arg-type]
-            optim_state_dict=state["optimizer"],  # type: ignore[arg-type]
-        )
 
 
 def expected_losses(number: int) -> list[float]:
@@ -216,15 +146,13 @@ def test_training_goes_on_over_4_then_2_then_1_ranks_with_other_copies(
             if num_redundant is not None:
                 training.model.experts.rebalance(training.place(len(losses)))
             if losses:
-                state = training.state()
-                load(state, checkpoint_id=folder / str(len(losses)))
-                training.load(state)
+                training.load(folder / str(len(losses)))
             for _ in range(2):
                 losses.append(training.step(len(losses)))
             if num_redundant is not None:
                 expect_equal_copies(training.model)
                 training.model.experts.rebalance(training.place(99), training.optimizer)
-            async_save(training.state(), checkpoint_id=folder / str(len(losses))).result()  # type: ignore[union-attr]
+            training.save(folder / str(len(losses)))
             training.close()
     assert losses == pytest.approx(expected_losses(len(losses)), rel=LOSS_TOLERANCE)
 
@@ -319,9 +247,7 @@ def test_fsdp_cuts_the_rest_of_a_model_whose_experts_move() -> None:
         # Without FSDP, in two groups of two ranks, with other copies.
         training = Training(2, 2)
         training.model.experts.rebalance(training.place(5))
-        state = training.state()
-        load(state, checkpoint_id=folder)
-        training.load(state)
+        training.load(folder)
         losses += [training.step(number) for number in (3, 4)]
         training.close()
     assert losses == pytest.approx(expected_losses(5), rel=LOSS_TOLERANCE)

@@ -167,10 +167,7 @@ def weights(intermediate_size: int) -> ExpertWeights:
         (
             12,
             "reference",
-            [
-                "rejected runner grouped_mm: intermediate_size is 12, but torch.bfloat16 rows "
-                "need a multiple of 8"
-            ],
+            ["rejected runner grouped_mm: intermediate_size is 12, expected a multiple of 8"],
         ),
     ],
 )
@@ -329,15 +326,15 @@ IMPOSSIBLE = [
         id="powers of two for INT8 experts",
         experts=int8_weights(),
         config=EPConfig(dispatch_scales="power_of_two"),
-        message="plan: dispatch_scales is power_of_two, but rows travel as int8/0 (dispatch_dtype "
-        "is None, the experts want int8/0); expected fp8_e4m3 rows",
+        message="plan: dispatch_scales is power_of_two, but rows are sent as int8/0 "
+        "(dispatch_dtype is None, the experts need int8/0); expected fp8_e4m3 rows",
     ),
     Impossible(
         id="arithmetic of INT8 for FP8",
         experts=fp8_weights(),
         config=EPConfig(int8_profile="rint127"),
-        message="plan: int8_profile is rint127, but rows travel as fp8_e4m3/128 and the experts "
-        "want fp8_e4m3/128; expected int8 in one of them",
+        message="plan: int8_profile is rint127, but rows are sent as fp8_e4m3/128 and the experts "
+        "need fp8_e4m3/128; expected int8 in one of them",
     ),
     Impossible(
         id="experts of another hidden size",
@@ -348,7 +345,7 @@ IMPOSSIBLE = [
             }
         ),
         config=EPConfig(),
-        message="plan: hidden_size of the experts is 72, expected 64 as MoESpec says",
+        message="plan: hidden_size of the experts is 72, expected 64 as in MoESpec",
     ),
     Impossible(
         id="another dispatch dtype than experts in eight bits return",
@@ -429,9 +426,8 @@ def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigError) as caught:
         plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(12))
     assert (
-        "plan: no runner computes these experts: grouped_mm: intermediate_size is 12, but "
-        "torch.bfloat16 rows need a multiple of 8; reference: reads masked, but "
-        "collective hands out rows"
+        "plan: no runner computes these experts: grouped_mm: intermediate_size is 12, "
+        "expected a multiple of 8; reference: reads masked, but collective hands out rows"
     ) in str(caught.value)
 
 
@@ -451,7 +447,7 @@ def test_backend_whose_layout_the_runner_does_not_read_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ReferenceRunner, "layouts", frozenset({Layout.MASKED}))
-    with pytest.raises(ConfigError, match="hands out rows, which runner reference does not read"):
+    with pytest.raises(ConfigError, match="returns rows, which runner reference does not read"):
         plan(EPConfig(mode="normal", runner="reference"), SPEC)
 
 

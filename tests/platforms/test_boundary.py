@@ -37,9 +37,6 @@ EXEMPT = {
     "registry.py": {"import_module"},
     # Becomes another program, with the variables of this one and a path more.
     "integrations/deep_ep/__main__.py": {"environment()"},
-    # Names that programs import from deep_ep.utils, which are not part of this package.
-    "integrations/deep_ep/shim/deep_ep/utils/envs.py": {"environment()", "torch.cuda.is_available"},
-    "integrations/deep_ep/shim/deep_ep/utils/testing.py": {"torch.cuda.is_available"},
 }
 
 

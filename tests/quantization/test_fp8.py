@@ -187,7 +187,7 @@ def test_wrong_output_is_refused_with_both_sides() -> None:
     out = quantize(torch.zeros(2, 256), FP8_FLOAT32_SCALES)
     with pytest.raises(ShapeError, match=r"\[2, 256\].*expected.*\[3, 256\]"):
         quantize(torch.zeros(3, 256), FP8_FLOAT32_SCALES, out=out)
-    with pytest.raises(ShapeError, match=r"float32 on cpu, expected .*float8_e8m0fnu on cpu"):
+    with pytest.raises(ShapeError, match=r"float32, .*, expected .*float8_e8m0fnu"):
         quantize(torch.zeros(2, 256), FP8_POWER_OF_TWO_SCALES, out=out)
 
 

@@ -116,37 +116,27 @@ def arranged_wire(wire_format: WireFormat, layout: ScaleLayout, num_rows: int = 
     return replace(wire, scales=arrange_scales(wire.scales, layout), scale_layout=layout)
 
 
-def check(wire: WireTensor, expected: ScaleLayout, wire_format: WireFormat) -> None:
-    assert wire_format.scale_block is not None
-    assert wire_format.scale_dtype is not None
-    check_scales(
-        wire,
-        expected,
-        scale_block=wire_format.scale_block,
-        scale_dtype=wire_format.scale_dtype,
-        caller="grouped_mm",
-    )
-
-
 @pytest.mark.parametrize("num_rows", [0, 1, 5])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fitting_scales_pass(layout: ScaleLayout, num_rows: int) -> None:
     wire = arranged_wire(FP8_POWER_OF_TWO_SCALES, layout, num_rows)
-    check(wire, layout, FP8_POWER_OF_TWO_SCALES)
+    check_scales(wire, layout, caller="grouped_mm")
     if not layout.packed:
-        check(arranged_wire(FP8_FLOAT32_SCALES, layout, num_rows), layout, FP8_FLOAT32_SCALES)
+        wire = arranged_wire(FP8_FLOAT32_SCALES, layout, num_rows)
+        check_scales(wire, layout, caller="grouped_mm")
 
 
 def test_scales_inside_rows_of_a_message_and_of_masked_batches_pass() -> None:
     wire = arranged_wire(FP8_FLOAT32_SCALES, ROW_MAJOR)
     apart = torch.empty(5, 20)[:, :6].copy_(torch.ones(5, 6))
-    check(replace(wire, scales=apart, scale_layout=None), ROW_MAJOR, FP8_FLOAT32_SCALES)
+    apart_wire = replace(wire, scales=apart, scale_layout=None)
+    check_scales(apart_wire, ROW_MAJOR, caller="grouped_mm")
     masked = quantize(torch.ones(2, 5, 700), FP8_FLOAT32_SCALES)
     assert masked.scales is not None
     arranged = arrange_scales(masked.scales, COLUMNS)
-    check(replace(masked, scales=arranged, scale_layout=COLUMNS), COLUMNS, FP8_FLOAT32_SCALES)
-    per_token = quantize(torch.ones(5, 700), INT8_PER_TOKEN)
-    check(per_token, ROW_MAJOR, INT8_PER_TOKEN)
+    in_columns = replace(masked, scales=arranged, scale_layout=COLUMNS)
+    check_scales(in_columns, COLUMNS, caller="grouped_mm")
+    check_scales(quantize(torch.ones(5, 700), INT8_PER_TOKEN), ROW_MAJOR, caller="grouped_mm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +144,6 @@ class Fault:
     id: str
     wire: WireTensor
     expected: ScaleLayout
-    format: WireFormat
     came: str
     wanted: str
 
@@ -167,15 +156,13 @@ FAULTS = [
         id="none",
         wire=replace(FLOAT32, scales=None),
         expected=ROW_MAJOR,
-        format=FP8_FLOAT32_SCALES,
         came="no scales",
-        wanted="[5, 6] torch.float32, row-major, blocks of 128",
+        wanted="[5, 6] torch.float32, row-major",
     ),
     Fault(
         id="too few columns",
         wire=replace(FLOAT32, scales=torch.ones(5, 5)),
         expected=ROW_MAJOR,
-        format=FP8_FLOAT32_SCALES,
         came="[5, 5] torch.float32",
         wanted="[5, 6] torch.float32",
     ),
@@ -183,23 +170,13 @@ FAULTS = [
         id="dtype",
         wire=replace(FLOAT32, scales=torch.ones(5, 6, dtype=torch.bfloat16)),
         expected=ROW_MAJOR,
-        format=FP8_FLOAT32_SCALES,
         came="[5, 6] torch.bfloat16",
         wanted="[5, 6] torch.float32",
-    ),
-    Fault(
-        id="float32 for powers of two",
-        wire=FLOAT32,
-        expected=ROW_MAJOR,
-        format=FP8_POWER_OF_TWO_SCALES,
-        came="blocks of 128 of torch.float32",
-        wanted="blocks of 128 of torch.float8_e8m0fnu",
     ),
     Fault(
         id="row-major for column-major",
         wire=FLOAT32,
         expected=COLUMNS,
-        format=FP8_FLOAT32_SCALES,
         came="strides [6, 1], row-major",
         wanted="column-major in multiples of 4",
     ),
@@ -207,7 +184,6 @@ FAULTS = [
         id="column-major that says row-major",
         wire=replace(FLOAT32_COLUMNS, scale_layout=None),
         expected=ROW_MAJOR,
-        format=FP8_FLOAT32_SCALES,
         came="strides [1, 8]",
         wanted="row-major",
     ),
@@ -215,7 +191,6 @@ FAULTS = [
         id="columns that are not aligned",
         wire=replace(FLOAT32, scales=torch.ones(6, 5).t(), scale_layout=COLUMNS),
         expected=COLUMNS,
-        format=FP8_FLOAT32_SCALES,
         came="strides [1, 5]",
         wanted="column-major in multiples of 4",
     ),
@@ -223,17 +198,8 @@ FAULTS = [
         id="bytes for packed",
         wire=BYTES,
         expected=PACKED,
-        format=FP8_POWER_OF_TWO_SCALES,
         came="[5, 6] torch.float8_e8m0fnu",
         wanted="[5, 2] torch.int32, row-major, packed",
-    ),
-    Fault(
-        id="a scale a row for blocks",
-        wire=quantize(torch.ones(5, 700), INT8_PER_TOKEN),
-        expected=ROW_MAJOR,
-        format=FP8_FLOAT32_SCALES,
-        came="[5, 1] torch.float32 with strides [1, 1], row-major, one a row",
-        wanted="[5, 6] torch.float32, row-major, blocks of 128",
     ),
 ]
 
@@ -242,7 +208,7 @@ FAULTS = [
 def test_wrong_scales_are_refused_with_both_sides(fault: Fault) -> None:
     pattern = f"grouped_mm: .*came .*{re.escape(fault.came)}.* expected .*{re.escape(fault.wanted)}"
     with pytest.raises(ShapeError, match=pattern):
-        check(fault.wire, fault.expected, fault.format)
+        check_scales(fault.wire, fault.expected, caller="grouped_mm")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.routing import RoutingSpec
+from epcomm.routing import RoutingSpec, presets
 
 SIGMOID = {"score_function": "sigmoid", "renormalize": True}
 GROUPS = {"num_groups": 4, "topk_groups": 2, "group_score_top_n": 2}
@@ -57,6 +57,45 @@ CASES = [
     Case(id="epsilon-added", values={**SIGMOID, "epsilon_mode": "added", "epsilon": 0.25}),
     Case(id="epsilon-clamp", values={**SIGMOID, "epsilon_mode": "clamp", "epsilon": 2.5}),
 ]
+
+
+# Every preset, for 32 experts, and settings of checkpoints that routers treat otherwise.
+PRESETS = {
+    "mixtral": presets.mixtral(top_k=2),
+    "qwen2_moe": presets.qwen2_moe(top_k=4, renormalize=False),
+    "qwen3_moe": presets.qwen3_moe(top_k=8, renormalize=True),
+    "qwen3_5_moe": presets.qwen3_5_moe(top_k=8),
+    "deepseek_v2": presets.deepseek_v2(
+        top_k=6, routed_scaling_factor=16.0, num_groups=8, topk_groups=3
+    ),
+    "gpt_oss": presets.gpt_oss(top_k=4),
+    "minimax_m2": presets.minimax_m2(top_k=8),
+    "afmoe": presets.afmoe(top_k=8, routed_scaling_factor=2.5),
+    "deepseek_v3": presets.deepseek_v3(
+        top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5
+    ),
+    "ernie4_5_moe": presets.ernie4_5_moe(top_k=6),
+    "lfm2_moe": presets.lfm2_moe(
+        top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
+    ),
+    "nemotron_h": presets.nemotron_h(
+        top_k=6, num_groups=4, topk_groups=2, routed_scaling_factor=2.5
+    ),
+    "qwen2_moe renormalised": presets.qwen2_moe(top_k=4, renormalize=True),
+    "deepseek_v2 greedy": presets.deepseek_v2(top_k=6, routed_scaling_factor=1.0),
+    "deepseek_v3 without groups": presets.deepseek_v3(
+        top_k=8, num_groups=1, topk_groups=1, routed_scaling_factor=2.5
+    ),
+    "deepseek_v3 not renormalised": presets.deepseek_v3(
+        top_k=8, num_groups=8, topk_groups=4, routed_scaling_factor=2.5, renormalize=False
+    ),
+    "lfm2_moe without bias": presets.lfm2_moe(
+        top_k=4, use_correction_bias=False, renormalize=True, routed_scaling_factor=1.0
+    ),
+    "lfm2_moe not renormalised": presets.lfm2_moe(
+        top_k=4, use_correction_bias=True, renormalize=False, routed_scaling_factor=1.0
+    ),
+}
 
 
 def spec_of(values: dict[str, object]) -> RoutingSpec:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
-from epcomm.routing.reference import _find_dropped, _score_all
+from epcomm.routing.reference import _find_dropped, score_all
 
 # Units in the last place of float32: scores as close as this may change places, as exp and sums
 # round differently on each device, and weights may differ by so many.
@@ -80,7 +80,7 @@ def _border(
     The second is about experts with the same logit and bias, one chosen here and one there; with
     groups, what changed may be a whole group.
     """
-    scores = _score_all(logits, spec, bias)
+    scores = score_all(logits, spec, bias)
     if spec.correction_bias == "selection" and bias is not None:
         scores = scores + bias.float()
     scores = scores.masked_fill(logits.isnan(), float("-inf"))

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
@@ -18,6 +16,7 @@ from epcomm.records import ReplicaTable
 from epcomm.routing import presets, route
 from epcomm.routing.choose import choose_router
 from epcomm.routing.triton_gating import TritonGate
+from tests.routing.calls import Operators
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SPEC = presets.qwen3_moe(top_k=3, renormalize=True)
@@ -89,24 +88,6 @@ def test_scores_load_and_replicas_are_one_launch(monkeypatch: pytest.MonkeyPatch
     assert launches == [gate._route_tokens_kernel]
     # The memory of ids and weights, and nothing else.
     assert seen.names == ["aten.new_empty.default"] * 2
-
-
-class Operators(TorchDispatchMode):
-    """Notes which operators torch runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_without_a_number_of_calls_each_call_chooses_alike() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -42,7 +41,7 @@ def test_route_equals_the_oracle_in_ids_order_and_weights(case: Case) -> None:
 def test_route_without_tokens_gives_empty_tensors(case: Case) -> None:
     spec = spec_of(case.values)
 
-    topk = route(torch.empty(0, 16), spec, correction_bias=bias_for(spec, 16), num_valid_tokens=0)
+    topk = route(torch.empty(0, 16), spec, correction_bias=bias_for(spec, 16))
 
     assert topk.topk_ids.shape == topk.topk_weights.shape == (0, 4)
     assert topk.topk_ids.dtype == torch.int64
@@ -55,9 +54,8 @@ def test_route_never_reads_the_device(case: Case) -> None:
     bias = bias_for(spec, 16)
     with FakeTensorMode(allow_non_fake_inputs=True):
         logits = torch.empty(5, 16, dtype=torch.bfloat16, requires_grad=True)
-        num_valid_tokens = torch.empty((), dtype=torch.int32)
 
-        topk = route(logits, spec, correction_bias=bias, num_valid_tokens=num_valid_tokens)
+        topk = route(logits, spec, correction_bias=bias)
         topk.topk_weights.sum().backward()
 
     assert topk.topk_ids.shape == (5, 4)
@@ -170,24 +168,6 @@ def test_infinite_logit_takes_all_the_weight() -> None:
     assert topk.topk_weights.tolist() == [[1.0, 0.0], [0.5, 0.5]]
 
 
-@pytest.mark.parametrize("make", [int, torch.tensor], ids=["int", "tensor"])
-@pytest.mark.parametrize("num_valid_tokens", [0, 2, 3])
-def test_padding_rows_have_no_expert_and_no_weight(
-    make: Callable[[int], int | Tensor], num_valid_tokens: int
-) -> None:
-    logits = spread_logits(3, 8)
-    logits[num_valid_tokens:] = NAN
-    spec = RoutingSpec(top_k=2)
-
-    topk = route(logits, spec, num_valid_tokens=make(num_valid_tokens))
-
-    whole = route(logits[:num_valid_tokens], spec)
-    assert torch.equal(topk.topk_ids[:num_valid_tokens], whole.topk_ids)
-    assert torch.equal(topk.topk_weights[:num_valid_tokens], whole.topk_weights)
-    assert (topk.topk_ids[num_valid_tokens:] == -1).all()
-    assert (topk.topk_weights[num_valid_tokens:] == 0).all()
-
-
 def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
     values = [-300.0, -100.0, -20.5, -20.0, -19.5, 0.0, 19.5, 20.0, 20.5, 1e30]
     spec = RoutingSpec(top_k=1, score_function="sqrt_softplus")  # type: ignore[arg-type]
@@ -215,14 +195,14 @@ def reverse_routing(
     )
 
 
-def test_custom_function_replaces_the_arithmetic_but_not_the_padding() -> None:
+def test_custom_function_replaces_the_arithmetic() -> None:
     spec = RoutingSpec(top_k=2, custom_function=reverse_routing)
     hidden_states = torch.arange(12.0).view(3, 4)
 
-    topk = route(torch.zeros(3, 5), spec, hidden_states=hidden_states, num_valid_tokens=2)
+    topk = route(torch.zeros(3, 5), spec, hidden_states=hidden_states)
 
-    assert topk.topk_ids.tolist() == [[4, 3], [4, 3], [-1, -1]]
-    assert topk.topk_weights.tolist() == [[0.0, 1.0], [4.0, 5.0], [0.0, 0.0]]
+    assert topk.topk_ids.tolist() == [[4, 3]] * 3
+    assert topk.topk_weights.tolist() == [[0.0, 1.0], [4.0, 5.0], [8.0, 9.0]]
 
 
 @pytest.mark.parametrize(
@@ -254,7 +234,6 @@ class BadCall:
     message: str
     logits: Tensor
     bias: Tensor | None = None
-    num_valid_tokens: int | Tensor | None = None
     correction_bias: str = "none"
 
 
@@ -270,20 +249,6 @@ BAD_CALLS = [
         bias=torch.zeros(1, 4),
         correction_bias="selection",
     ),
-    BadCall(
-        id="too-many-valid",
-        error=ShapeError,
-        message="num_valid_tokens is 3, expected 0 to 2",
-        logits=torch.zeros(2, 4),
-        num_valid_tokens=3,
-    ),
-    BadCall(
-        id="valid-not-scalar",
-        error=ShapeError,
-        message=r"num_valid_tokens is \[1\]",
-        logits=torch.zeros(2, 4),
-        num_valid_tokens=torch.ones(1, dtype=torch.int64),
-    ),
 ]
 
 
@@ -292,4 +257,4 @@ def test_bad_arguments_are_named(call: BadCall) -> None:
     spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": call.correction_bias})
 
     with pytest.raises(call.error, match=call.message):
-        route(call.logits, spec, correction_bias=call.bias, num_valid_tokens=call.num_valid_tokens)
+        route(call.logits, spec, correction_bias=call.bias)

@@ -13,31 +13,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from epcomm.records import TopKOutput
-from epcomm.routing import RoutingSpec, presets, route
+from epcomm.routing import RoutingSpec, route
 from epcomm.routing.triton_gating import MAX_EXPERTS, MAX_TOP_K, TritonGate
-from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
+from tests.routing.cases import CASES, PRESETS, Case, bias_for, spec_of, spread_logits
 from tests.routing.gate_comparison import Comparison, compare
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 MOST_EXCUSED = 1e-4
-GROUPED = {"num_groups": 4, "topk_groups": 2, "routed_scaling_factor": 2.5}
-PRESETS = {
-    "mixtral": presets.mixtral(top_k=2),
-    "qwen2_moe": presets.qwen2_moe(top_k=4, renormalize=False),
-    "qwen3_moe": presets.qwen3_moe(top_k=8, renormalize=True),
-    "qwen3_5_moe": presets.qwen3_5_moe(top_k=8),
-    "deepseek_v2": presets.deepseek_v2(top_k=6, **GROUPED),
-    "deepseek_v2-greedy": presets.deepseek_v2(top_k=6, routed_scaling_factor=1.0),
-    "deepseek_v3": presets.deepseek_v3(top_k=8, **GROUPED),
-    "nemotron_h": presets.nemotron_h(top_k=6, **GROUPED, renormalize=False),
-    "afmoe": presets.afmoe(top_k=8, routed_scaling_factor=2.8),
-    "minimax_m2": presets.minimax_m2(top_k=8),
-    "gpt_oss": presets.gpt_oss(top_k=4),
-    "ernie4_5_moe": presets.ernie4_5_moe(top_k=6),
-    "lfm2_moe": presets.lfm2_moe(
-        top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
-    ),
-}
 
 
 def random_logits(num_tokens: int, num_experts: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from epcomm import MaskedDispatchOutput, RowsDispatchOutput, WireTensor
-from epcomm.records import ExchangePlan, Handle, SlotIndex
+from epcomm.records import Handle, SlotIndex
 from epcomm.types import WeightsAppliedBy
 
 Record = RowsDispatchOutput | MaskedDispatchOutput
@@ -14,13 +14,9 @@ Record = RowsDispatchOutput | MaskedDispatchOutput
 
 def handle(*, needs_backward: bool = False) -> Handle:
     """Make a handle that is not combined."""
-    return Handle(
-        owner=None,
-        exchange_plan=ExchangePlan(),
-        call=1,
-        num_tokens=9,
-        needs_backward=needs_backward,
-    )
+    made = Handle(owner=None, num_tokens=9)
+    made.needs_backward = needs_backward
+    return made
 
 
 def rows_record(

@@ -363,7 +363,9 @@ SUPPORTS = [
         id="sums beyond int32",
         weights=int8_zeros(131072, 32),
         names=NAMES,
-        reasons=("hidden_size is 131072, at most 131071, for INT8 products to fit int32",),
+        reasons=(
+            "hidden_size is 131072, expected at most 131071, beyond which sums overflow int32",
+        ),
     ),
 ]
 

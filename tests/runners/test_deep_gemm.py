@@ -27,7 +27,7 @@ from epcomm import (
     plan,
 )
 from epcomm.kernels.gemm.fp8_hidden import hidden_fp8
-from epcomm.ops.static_slots import build_static_slot_index
+from epcomm.ops.slots import build_slot_index, count_experts
 from epcomm.planning import ranks
 from epcomm.platforms.cuda import cuda_reasons
 from epcomm.platforms.deep_gemm import deep_gemm_reasons, load_deep_gemm
@@ -121,9 +121,8 @@ def make_weights(
 def make_index(expert_alignment: int = 128, ids: list[int] = IDS) -> SlotIndex:
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
     of_rows = torch.tensor(ids)[order].unsqueeze(1)
-    return build_static_slot_index(
-        of_rows, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment
-    )
+    counts = count_experts(of_rows, NUM_EXPERTS)
+    return build_slot_index(of_rows, counts, NUM_SLOTS, expert_alignment=expert_alignment)
 
 
 def record_of(case: Case, index: SlotIndex) -> RowsDispatchOutput:

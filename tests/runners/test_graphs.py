@@ -9,7 +9,7 @@ import torch
 
 from epcomm import RowsDispatchOutput, WireFormat, WireTensor
 from epcomm.ops.slots import build_slot_index
-from epcomm.records import ExchangePlan, Handle
+from epcomm.records import Handle
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.oracle import relative_error
@@ -27,9 +27,6 @@ def needs_gpu(test: Callable[[], None]) -> Callable[[], None] | None:
 
 
 def make_record(ids: torch.Tensor, counts: list[int], x: torch.Tensor) -> RowsDispatchOutput:
-    handle = Handle(
-        owner=None, exchange_plan=ExchangePlan(), call=1, num_tokens=len(x), needs_backward=False
-    )
     index = build_slot_index(ids.unsqueeze(1), torch.tensor(counts, device=x.device), counts)
     return RowsDispatchOutput(
         hidden_states=WireTensor(data=x, format=WireFormat.of(x.dtype)),
@@ -37,7 +34,7 @@ def make_record(ids: torch.Tensor, counts: list[int], x: torch.Tensor) -> RowsDi
         index=replace(index, host_num_tokens_per_expert=None),
         slot_weights=torch.rand(len(x), device=x.device),
         weights_applied_by=WeightsAppliedBy.RUNNER,
-        handle=handle,
+        handle=Handle(owner=None, num_tokens=len(x)),
     )
 
 

@@ -421,13 +421,13 @@ def test_rows_are_checked_once_for_each_record_of_experts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checked: list[object] = []
-    check = QuantizedReferenceRunner.check_rows
+    check = QuantizedReferenceRunner._check_rows
 
     def count(rows: WireTensor, weights: ExpertTensors, layout: Layout) -> None:
         checked.append(rows)
         check(rows, weights, layout)
 
-    monkeypatch.setattr(QuantizedReferenceRunner, "check_rows", count)
+    monkeypatch.setattr(QuantizedReferenceRunner, "_check_rows", staticmethod(count))
     runner, weights = QuantizedReferenceRunner(), kind_weights("fp8")
     index = index_of(holed_topk(), NUM_EXPERTS)
     slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
@@ -463,7 +463,7 @@ def test_kernels_that_scale_by_float32_refuse_powers_of_two() -> None:
         for scales in ScaleDtype
     ]
     assert verdicts[1].reasons[1:] == (
-        "the experts want fp8_e4m3/128/ue8m0 rows, expected fp8_e4m3/128",
+        "the experts need fp8_e4m3/128/ue8m0 rows, expected fp8_e4m3/128",
         *verdicts[0].reasons[1:],
     )
 

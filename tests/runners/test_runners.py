@@ -201,7 +201,7 @@ SIZES = [
         hidden_size=6,
         intermediate_size=8,
         dtype=torch.float32,
-        reasons=("hidden_size is 6, but torch.float32 rows need a multiple of 4",),
+        reasons=("hidden_size is 6, expected a multiple of 4",),
     ),
     Sizes(
         id="both, in bf16",
@@ -209,8 +209,8 @@ SIZES = [
         intermediate_size=4,
         dtype=torch.bfloat16,
         reasons=(
-            "hidden_size is 12, but torch.bfloat16 rows need a multiple of 8",
-            "intermediate_size is 4, but torch.bfloat16 rows need a multiple of 8",
+            "hidden_size is 12, expected a multiple of 8",
+            "intermediate_size is 4, expected a multiple of 8",
         ),
     ),
 ]

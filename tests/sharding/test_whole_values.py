@@ -90,7 +90,7 @@ def test_parameters_are_compared_over_all_ranks(placed: str) -> None:
         assert torch.equal(parameter, spread(whole, group, PLACED[placed]))
         assert not torch.equal(parameter, spread(far, group, PLACED[placed]))
         if placed != "in order":
-            with pytest.raises(ShapeError, match="lie differently on the ranks"):
+            with pytest.raises(ShapeError, match="are placed differently on the ranks"):
                 torch.allclose(parameter, spread(whole, group, None))
 
 

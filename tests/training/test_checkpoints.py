@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,12 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    get_state_dict,
     set_model_state_dict,
-    set_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from epcomm import EPGroup, ShapeError
 from epcomm.sharding.expert_tensor import ExpertTensor
@@ -29,68 +25,13 @@ from epcomm.sharding.shards import sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
-from epcomm.training.gradients import sum_expert_gradients, sum_replicated_gradients
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
-from tests.cases.meshes import mesh_of
+from tests.cases.expert_training import LOSS_TOLERANCE, Training
 from tests.cases.shared_folder import shared_folder
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-# Relative, of losses after a checkpoint was loaded on other ranks: the promise of the library.
-LOSS_TOLERANCE = 1e-5
-
-
-class Training:
-    """Experts over `ep_size` ranks, with copies on the others, and an optimizer."""
-
-    def __init__(
-        self, ep_size: int, foreach: bool | None = None, fused: bool | None = None
-    ) -> None:
-        world_size = dist.get_world_size()
-        mesh = mesh_of((world_size // ep_size, ep_size), ("dp", "ep"))
-        self.group, self.copies, self.all = EPGroup(mesh["ep"]), EPGroup(mesh["dp"]), EPGroup()
-        self.model = OverRanks(self.group)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=0.01, foreach=foreach, fused=fused
-        )
-
-    def close(self) -> None:
-        for group in (self.group, self.copies, self.all):
-            group.close()
-
-    def step(self, number: int) -> float:
-        """Take a step; the mean of the losses of all ranks, which is the same for any ep_size."""
-        self.optimizer.zero_grad()
-        num_ranks = dist.get_world_size()
-        loss = self.model(tokens(number * num_ranks + dist.get_rank())) / num_ranks
-        loss.backward()
-        sum_expert_gradients(self.model, self.copies)
-        sum_replicated_gradients(self.model, self.all)
-        nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
-        self.optimizer.step()
-        total = loss.detach()
-        dist.all_reduce(total)
-        return float(total)
-
-    def save(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        writing = async_save(state, checkpoint_id=folder)
-        assert isinstance(writing, Future)
-        writing.result()
-
-    def load(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        load(state, checkpoint_id=folder)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
 
 
 @pytest.mark.slow

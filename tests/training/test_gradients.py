@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE, TopKOutput, idle_step
-from epcomm.sharding.shards import expert_shards, shard_of, sharded_parameters
+from epcomm.sharding.shards import cut_share, expert_shards, is_expert_tensor, sharded_parameters
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
@@ -92,9 +92,10 @@ def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None
     errors = {}
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.")
-        wanted, shard = expected[name], shard_of(parameter)
+        wanted = expected[name]
+        shard = parameter.held if is_expert_tensor(parameter) else None
         if shard is not None:
-            wanted = wanted.narrow(0, shard.first_expert, shard.num_local_experts)
+            wanted = cut_share(wanted, shard)
         assert parameter.grad is not None, name
         actual = parameter.grad
         if isinstance(actual, DTensor):
@@ -104,19 +105,19 @@ def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None
     assert max(errors.values()) <= FP32_TOLERANCE, errors
 
 
-def in_ddp(model: nn.Module, factor: float | None = None) -> nn.Module:
+def in_ddp(model: nn.Module) -> nn.Module:
     ignore_experts_in_ddp(model)
-    scale_expert_gradients(model, factor or 1 / dist.get_world_size())
+    scale_expert_gradients(model, 1 / dist.get_world_size())
     return DistributedDataParallel(model)
 
 
-def in_fsdp(model: nn.Module, factor: float | None = None) -> nn.Module:
-    scale_expert_gradients(model, factor or 1 / dist.get_world_size())
+def in_fsdp(model: nn.Module) -> nn.Module:
+    scale_expert_gradients(model, 1 / dist.get_world_size())
     fully_shard(model, ignored_params=set(sharded_parameters(model)))
     return model
 
 
-WRAPPERS: dict[str, Callable[..., nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": in_ddp, "fsdp": in_fsdp}
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -131,19 +132,6 @@ def test_expert_gradients_scaled_by_one_over_w_match_a_mean_over_ranks(
         wrapped = WRAPPERS[wrapper](model)
         wrapped(tokens(group.rank).to(group.device)).backward()
         check(wrapped, group, expected_gradients())
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_without_the_factor_expert_gradients_are_w_times_too_large(wrapper: str) -> None:
-    with EPGroup() as group:
-        wrapped = WRAPPERS[wrapper](spread(group), factor=1.0)
-        wrapped(tokens(group.rank).to(group.device)).backward()
-        expected = expected_gradients()
-        for name in expected:
-            if "experts" in name:
-                expected[name] = expected[name] * NUM_RANKS
-        check(wrapped, group, expected)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -165,7 +153,7 @@ def test_rank_without_data_takes_an_idle_step(wrapper: str | None) -> None:
         if wrapper is None:
             sum_replicated_gradients(model, group)
             for parameter in model.parameters():
-                if shard_of(parameter) is None and parameter.grad is not None:
+                if not is_expert_tensor(parameter) and parameter.grad is not None:
                     parameter.grad /= NUM_RANKS
         check(wrapped, group, expected_gradients(busy))
         with torch.no_grad():

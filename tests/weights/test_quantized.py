@@ -73,7 +73,7 @@ BAD = [
         name="down_scale",
         change=lambda scale: scale.to(torch.float8_e8m0fnu),
         message="down_scale is torch.float8_e8m0fnu [3, 2, 2], expected torch.float32 [3, 2, 2] "
-        "beside gate_up_proj in torch.float8_e4m3fn and gate_up_scale in torch.float32",
+        "for gate_up_proj in torch.float8_e4m3fn and gate_up_scale in torch.float32",
     ),
     Bad(
         id="powers of two for int8",
@@ -137,31 +137,19 @@ def test_tensor_that_does_not_fit_is_refused(bad: Bad) -> None:
     assert f"{bad.kind.__name__}: {bad.message}" in str(caught.value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Other:
-    id: str
-    weights: Callable[[], ExpertWeights]
-
-
-OTHERS = [
-    Other(id="biases", weights=lambda: make_weights(SPEC, 1, has_bias=True)),
-    *(
-        Other(
-            id=name,
-            weights=lambda name=name: make_weights(SPEC, 1, expert_format=ACTIVATIONS[name]),
-        )
-        for name in ("clamped_swiglu", "limited_swiglu", "relu2")
-    ),
-]
+OTHERS = {"biases": make_weights(SPEC, 1, has_bias=True)} | {
+    name: make_weights(SPEC, 1, expert_format=ACTIVATIONS[name])
+    for name in ("clamped_swiglu", "limited_swiglu", "relu2")
+}
 
 
 @every_kind
-@pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.id)
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
 def test_experts_of_another_format_are_not_quantised(
-    kind: type[Fp8BlockWeights | Int8ChannelWeights], other: Other
+    kind: type[Fp8BlockWeights | Int8ChannelWeights], other: ExpertWeights
 ) -> None:
     with pytest.raises(ConfigError, match="leave such experts unquantised"):
-        kind.from_unquantized(other.weights())
+        kind.from_unquantized(other)
 
 
 @every_kind

@@ -1,4 +1,4 @@
-"""ExpertWeights: sizes are read from either storage order, misfits are named, shards are views."""
+"""ExpertWeights: sizes are read from either storage order, and misfits are named."""
 
 from __future__ import annotations
 
@@ -75,26 +75,6 @@ def test_requires_grad_if_any_tensor_does() -> None:
     assert not weights.requires_grad
     weights.down_proj.requires_grad_()
     assert weights.requires_grad
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_shard_is_a_view_of_the_experts_of_one_rank(world_size: int) -> None:
-    bias = torch.arange(E * H).float().view(E, H)
-    weights = ExpertWeights(
-        gate_up_proj=torch.randn(E, 2 * I, H), down_proj=torch.randn(E, H, I), down_bias=bias
-    )
-    shards = [weights.shard(rank, world_size) for rank in range(world_size)]
-    for name, whole in weights.tensors().items():
-        parts = [shard.tensors()[name] for shard in shards]
-        assert torch.equal(torch.cat(parts), whole)
-        assert parts[0].data_ptr() == whole.data_ptr()
-    assert all(shard.gate_up_bias is None for shard in shards)
-
-
-def test_experts_must_divide_by_ranks() -> None:
-    weights = ExpertWeights(gate_up_proj=torch.ones(E, 2 * I, H), down_proj=torch.ones(E, H, I))
-    with pytest.raises(ConfigError, match="6 experts, expected a multiple of the 4 ranks"):
-        weights.shard(0, 4)
 
 
 @dataclass(frozen=True, kw_only=True)

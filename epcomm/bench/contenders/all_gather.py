@@ -48,16 +48,14 @@ class AllGatherBatch:
 class AllGather(Contender[AllGatherBatch]):
     """All tokens to all ranks, and a reduce-scatter of their sums."""
 
-    name = "all_gather"
+    name = backend = "all_gather"
 
     def __init__(self, experts: Experts) -> None:
         """Keep the owners of the experts."""
         self._experts = experts
-
-    @property
-    def num_roundings(self) -> int:
-        # One a rank, and one for each addition of the reduce-scatter.
-        return self._experts.world_size
+        self.source_order = range(experts.world_size)
+        # One on this rank, and one for each addition of the reduce-scatter.
+        self.num_roundings = experts.world_size
 
     def dispatch(self, batch: RankBatch) -> AllGatherBatch:
         """Gather tokens and routing, and find the pairs of this rank's experts.

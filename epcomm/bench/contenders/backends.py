@@ -50,34 +50,17 @@ class Epcomm(Contender[DispatchOutput]):
         phase = replace(found.prefill, weights_applied_by=WeightsAppliedBy.COMBINE)
         chosen = replace(found, prefill=phase, decode=phase)
         self.plan: PhasePlan = phase
-        self.mode = phase.mode.value
+        self.mode, self.backend = phase.mode.value, phase.backend
         self.name = f"{self.mode} {phase.backend}"
+        self.is_capturable = phase.is_capturable
+        # The sum of a (token, rank) before it is sent, between hosts that of a host, and y.
+        self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
+        order = backend_class(phase.buffer).source_order(phase.buffer_spec, group.world_size)
+        self.source_order = order if phase.caps.ordered else None
+        error = _ROW_ERRORS.get(phase.buffer_spec.dispatch_format.dtype)
+        if error is not None:
+            self.row_error = error + torch.finfo(spec.dtype).eps / 2
         self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill
-
-    @property
-    def backend(self) -> str:
-        return self.plan.backend
-
-    @property
-    def num_roundings(self) -> int:
-        # The sum of a (token, rank) before it travels, between hosts that of a host, and y.
-        return 2 if self.plan.buffer_spec.hosts is None else 3
-
-    @property
-    def is_ordered(self) -> bool:
-        return self.plan.caps.ordered
-
-    def source_order(self, world_size: int) -> Sequence[int]:
-        return backend_class(self.plan.buffer).source_order(self.plan.buffer_spec, world_size)
-
-    @property
-    def row_error(self) -> float:
-        error = _ROW_ERRORS.get(self.plan.buffer_spec.dispatch_format.dtype, 0.0)
-        return error and error + torch.finfo(self._dtype).eps / 2
-
-    @property
-    def is_capturable(self) -> bool:
-        return self.plan.is_capturable
 
     def dispatch(self, batch: RankBatch) -> DispatchOutput:
         topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)

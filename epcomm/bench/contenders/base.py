@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
@@ -47,6 +48,12 @@ class Experts:
     world_size: int
     num_local: int
 
+    @classmethod
+    def of(cls, group: EPGroup, num_experts: int) -> Experts:
+        """Return the owners of `num_experts` experts among the ranks of a group."""
+        num_local = num_experts // group.world_size
+        return cls(rank=group.rank, world_size=group.world_size, num_local=num_local)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Grouped:
@@ -76,39 +83,21 @@ class Contender(ABC, Generic[DispatchedT]):
     """One way to move tokens to their experts and results back. Every call is collective.
 
     name: of the contender in results.   mode: of epcomm; empty for what torch alone offers.
+    backend: of epcomm, or the name of what torch alone offers.
+    num_roundings: how often a sum is cast to the dtype of the hidden states before it is y.
+    source_order: the source ranks in the order in which the rows of an expert arrive, those of a
+        rank by token; None: rows arrive in any order.
+    row_error: how far an element may be off on arrival, as a share of the largest of its row.
+    is_capturable: calls may be captured in a device graph.
     """
 
     name: str
+    backend: str
+    num_roundings: int
+    source_order: Sequence[int] | None
     mode: str = ""
-
-    @property
-    def backend(self) -> str:
-        """Return the backend of epcomm, or the name of what torch alone offers."""
-        return self.name
-
-    @property
-    @abstractmethod
-    def num_roundings(self) -> int:
-        """Return how often a sum is cast to the dtype of the hidden states before it is y."""
-
-    @property
-    def is_ordered(self) -> bool:
-        """Return whether the rows of an expert arrive by source rank, then token."""
-        return True
-
-    def source_order(self, world_size: int) -> Sequence[int]:
-        """Return the ranks in the order in which an ordered contender has their rows."""
-        return range(world_size)
-
-    @property
-    def row_error(self) -> float:
-        """Return how far an element may be off on arrival, as a share of its row's largest."""
-        return 0.0
-
-    @property
-    def is_capturable(self) -> bool:
-        """Return whether calls may be captured in a device graph."""
-        return False
+    row_error: float = 0.0
+    is_capturable: bool = False
 
     @abstractmethod
     def dispatch(self, batch: RankBatch) -> DispatchedT:

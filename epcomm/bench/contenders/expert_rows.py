@@ -48,15 +48,13 @@ class ExpertRowsBatch:
 class ExpertRows(Contender[ExpertRowsBatch]):
     """The usual alternative: a row for each (token, expert) over all_to_all_single."""
 
-    name = "expert_rows"
+    name = backend = "expert_rows"
+    num_roundings = 1
 
     def __init__(self, experts: Experts) -> None:
         """Keep the owners of the experts."""
         self._experts = experts
-
-    @property
-    def num_roundings(self) -> int:
-        return 1
+        self.source_order = range(experts.world_size)
 
     def dispatch(self, batch: RankBatch) -> ExpertRowsBatch:
         """Send the rows. Collective: yes; T may differ and be 0.   Host sync: once, for counts."""

@@ -33,7 +33,7 @@ def sum_weighted(rows: Tensor, row_of_term: Tensor, weights: Tensor, offsets: Te
         return rows.new_zeros(offsets.shape[0] - 1, rows.shape[1])
     dtype = rows.dtype
     if rows.device.type == "cpu" and dtype is not torch.float32:
-        # embedding_bag reads 16-bit rows, adds in float32 and casts once, but wants its weights as
+        # embedding_bag reads 16-bit rows, adds in float32 and casts once, but needs its weights as
         # 16-bit numbers. Passed as the sum of three such numbers each loses nothing, and the rows
         # are in the cache the second and third time: 25 times as fast as rows.float() first.
         weights = _parts(weights, dtype).flatten()

@@ -24,7 +24,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.platforms.signatures import has_parameter, signature_reasons
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import INT8_PER_TOKEN
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WireDtype, WireFormat, WireTensor
 
@@ -40,9 +40,6 @@ class AscendExchangePlan(ExchangePlan):
     is_empty: [T, 1], bool: tokens without an expert, whose y is zero.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     handle: Any
     slots_from_rank: Tensor
     is_empty: Tensor
@@ -67,7 +64,7 @@ def format_arguments(
 class AscendBuffer(AscendCalls):
     """A buffer of packed rows, one per (token, expert); combine multiplies by the router weights.
 
-    It comes before Buffer among the bases.
+    It precedes Buffer among the bases.
 
     dispatching: the method of the package that takes the format of rows.
     """
@@ -196,7 +193,7 @@ class AscendBuffer(AscendCalls):
             return rows, None
         self._check_open()
         assert isinstance(exchange_plan, AscendExchangePlan), "an exchange plan of this buffer"
-        # Without the dummy token of a rank that has no token.
+        # The dummy token of a rank without tokens is left out.
         y = self._return_rows(rows, exchange_plan)[: exchange_plan.num_tokens].masked_fill(
             exchange_plan.is_empty, 0.0
         )

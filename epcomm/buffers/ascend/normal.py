@@ -130,7 +130,7 @@ class AscendNormalBuffer(AscendBuffer, Buffer):
             slots_from_rank=slots_from_ranks(handle[5], self._world_size),
             is_empty=has_no_expert(ids),
         )
-        # Without the undefined row of a dispatch that receives none.
+        # The undefined row of a dispatch that receives no row is left out.
         return self._dispatched(
             _first_rows(self._wire(received), num_slots), sent.topk_ids, exchange_plan
         )

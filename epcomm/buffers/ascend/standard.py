@@ -27,6 +27,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.ops.slots import sum_parts
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
@@ -133,7 +134,6 @@ class AscendStandardBuffer(AllGatherBuffer):
             num_rows=rows.data.shape[0],
             index=index,
             tokens_of_rank=gathered.counts.rows_from_rank,
-            max_tokens=max(gathered.counts.rows_from_rank),
             row_of_token=gathered.row_of_token,
             call=gathered.batch,
             positions=positions,
@@ -218,7 +218,9 @@ class AscendStandardBuffer(AllGatherBuffer):
         )
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
-        return self._sum_returned(self._add_up(rows, exchange_plan), exchange_plan), None
+        sums = self._add_up(rows, exchange_plan)
+        returned = self._send_sums(sums, exchange_plan, CallKind.COMBINE)
+        return sum_parts(returned, sums.dtype), None
 
     def _add_up(self, rows: Tensor, exchange_plan: AscendStandardExchangePlan) -> Tensor:
         """Return this rank's part of y for each gathered token, [W * max T, H]; rows: [C, H]."""

@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    SignedExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.sizes import (
     CallShape,
     Region,
@@ -30,48 +35,22 @@ from epcomm.calls.counts import Counts, counts_bytes, guard_ids, make_headers
 from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import (
-    AnyMembers,
-    count_experts,
-    index_slots,
-    reduce_rows,
-    slots_by_row,
-    sum_parts,
-)
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.ops.slots import count_experts, index_slots, sum_parts
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GatheredExchangePlan(ExchangePlan):
+class GatheredExchangePlan(SignedExchangePlan):
     """The plan of a gathered dispatch: the rows that are tokens.
 
-    tokens_of_rank: [W], T of each rank.
-    max_tokens: gathered rows per rank, padding last.
+    tokens_of_rank: [W], T of each rank; all have as many rows as the largest, padding last.
     row_of_token: [sum T], int64, the gathered row of each token, by rank, then token.
-    call: the sign of the dispatch.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     tokens_of_rank: tuple[int, ...]
-    max_tokens: int
     row_of_token: Tensor
-    call: CallSign
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AllGatherExchangePlan(GatheredExchangePlan):
-    """The plan of a gathered dispatch, with the slots of each row.
-
-    slots_by_row: the slots of each gathered row, in k order.
-    has_no_slot: [R], bool, rows without an expert on this rank.
-    """
-
-    slots_by_row: AnyMembers
-    has_no_slot: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -99,7 +78,6 @@ class AllGatherBuffer(OverCollectives, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.STANDARD})
     # Every dispatch has a header, because it has the counts.
     counts_calls = True
-    _rows_have_slots: ClassVar[bool] = False
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -113,8 +91,8 @@ class AllGatherBuffer(OverCollectives, Buffer):
             Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
             rows_region("sent rows", row.dispatch, per_token=1, max_rows=max_tokens),
             rows_region("received rows", row.dispatch, per_token=world_size, max_rows=max_rows),
-            # row_of_token, int64, and has_no_slot, bool.
-            rows_region("padding map", 8 + 1, per_token=world_size, max_rows=max_rows),
+            # row_of_token, int64.
+            rows_region("padding map", 8, per_token=world_size, max_rows=max_rows),
             index_region(spec, rows_per_token=world_size, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
             rows_region("partial sums", row.combine, per_token=world_size, max_rows=max_rows),
@@ -138,7 +116,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         gathered = self._gather_call(call)
-        counts, row_of_token = gathered.counts, gathered.row_of_token
+        counts = gathered.counts
         index, slot_weights = index_slots(
             gathered.topk_ids,
             gathered.topk_weights,
@@ -147,17 +125,13 @@ class AllGatherBuffer(OverCollectives, Buffer):
             first_expert=self._first_expert,
             expert_alignment=self._spec.expert_alignment,
         )
-        assert index.slots_of_row is not None, "an index over rows"
-        exchange_plan = AllGatherExchangePlan(
+        exchange_plan = GatheredExchangePlan(
             num_tokens=call.topk_ids.shape[0],
             num_rows=gathered.topk_ids.shape[0],
             index=index,
-            tokens_of_rank=counts.rows_from_rank,
-            max_tokens=max(counts.rows_from_rank),
-            row_of_token=row_of_token,
             call=gathered.batch,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(index.slots_of_row < 0).all(dim=1),
+            tokens_of_rank=counts.rows_from_rank,
+            row_of_token=gathered.row_of_token,
         )
         return Dispatched(
             rows=gathered.rows,
@@ -180,7 +154,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         headers = make_headers(
             self._calls, batch, call.flags, (fault, num_tokens, slots), has_rest=self._has_rest
         )
-        counts = self._exchange_counts(call, headers)
+        counts = self._exchange_counts(call, headers, rows_have_slots=False)
         max_tokens = max(counts.rows_from_rank)
         received = self._gather(message, max_tokens, phase="dispatch rows")
         return Gathered(
@@ -193,9 +167,10 @@ class AllGatherBuffer(OverCollectives, Buffer):
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
-        self._announce(CallKind.COMBINE_BACKWARD, exchange_plan.call)
-        return self._gather(hidden_states, exchange_plan.max_tokens, phase="backward of combine")
+        assert isinstance(exchange_plan, GatheredExchangePlan), "an exchange plan of this buffer"
+        kind, max_tokens = CallKind.COMBINE_BACKWARD, max(exchange_plan.tokens_of_rank)
+        self._announce(kind, exchange_plan.call)
+        return self._gather(hidden_states, max_tokens, phase=kind.text)
 
     def combine(
         self,
@@ -210,24 +185,16 @@ class AllGatherBuffer(OverCollectives, Buffer):
         if error is not None:
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
-        assert isinstance(exchange_plan, AllGatherExchangePlan), "an exchange plan of this buffer"
-        if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        else:
-            # Rows without a slot are undefined, but all rows are sent.
-            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
+        assert isinstance(exchange_plan, GatheredExchangePlan), "an exchange plan of this buffer"
+        rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
-            return self._sum_returned(rows, exchange_plan), None
-        rows = _tokens_of(rows, exchange_plan)
+            returned = self._send_sums(rows, exchange_plan, CallKind.COMBINE)
+            return sum_parts(returned, rows.dtype), None
         layout = self._scalar_layout(rows.dtype)
-        packed = layout.pack_rows(rows, row_scalars[exchange_plan.row_of_token])
-        self._announce(CallKind.DISPATCH_BACKWARD, exchange_plan.call)
-        returned = self._send_sums(packed, exchange_plan, phase="backward of dispatch").flatten(
-            0, 1
-        )
-        shape = (self._world_size, exchange_plan.num_tokens)
-        y = sum_parts(layout.data(returned).unflatten(0, shape), rows.dtype)
-        return y, sum_parts(layout.scalars(returned).unflatten(0, shape), row_scalars.dtype)
+        packed = layout.pack_rows(rows, row_scalars)
+        returned = self._send_sums(packed, exchange_plan, CallKind.DISPATCH_BACKWARD)
+        scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
+        return sum_parts(layout.data(returned), rows.dtype), scalars
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
         """Gather [T, ...] of each rank into [W * max_tokens, ...]; bytes of padding are 255."""
@@ -240,36 +207,27 @@ class AllGatherBuffer(OverCollectives, Buffer):
         self._traffic.dispatch([max_tokens] * world_size, row_bytes_of(rows))
         return self._collectives.all_gather(rows.contiguous(), phase=phase).flatten(0, 1)
 
-    def _sum_returned(self, rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
-        """Exchange partial sums [W * max T, H]; return the totals of this rank's tokens [T, H]."""
-        rows = _tokens_of(rows, exchange_plan).contiguous()
-        self._announce(CallKind.COMBINE, exchange_plan.call)
-        returned = self._send_sums(rows, exchange_plan, phase="combine")
-        return sum_parts(returned, rows.dtype)
-
     def _send_sums(
-        self, rows: Tensor, exchange_plan: GatheredExchangePlan, *, phase: str
+        self, rows: Tensor, exchange_plan: GatheredExchangePlan, kind: CallKind
     ) -> Tensor:
-        """Exchange partial sums; return those of all ranks for this rank's tokens, [W, T, ...]."""
-        self._traffic.combine(exchange_plan.tokens_of_rank, row_bytes_of(rows))
-        world_size = self._world_size
+        """Exchange partial sums [W * max T, ...]; return those of this rank's tokens, [W, T, ...].
+
+        kind: the kind of the call, which is announced before the exchange.
+        """
+        tokens_of_rank, world_size = exchange_plan.tokens_of_rank, self._world_size
+        if rows.shape[0] != sum(tokens_of_rank):
+            # Leave out the padding.
+            rows = torch.index_select(rows, 0, exchange_plan.row_of_token)
+        rows = rows.contiguous()
+        self._announce(kind, exchange_plan.call)
+        self._traffic.combine(tokens_of_rank, row_bytes_of(rows))
         returned = self._collectives.all_to_all(
             rows,
-            send_splits=exchange_plan.tokens_of_rank,
+            send_splits=tokens_of_rank,
             recv_splits=[exchange_plan.num_tokens] * world_size,
-            phase=phase,
+            phase=kind.text,
         )
         return returned.view(world_size, exchange_plan.num_tokens, rows.shape[1])
-
-
-def _tokens_of(rows: Tensor, exchange_plan: GatheredExchangePlan) -> Tensor:
-    """Return gathered rows without padding."""
-    num_tokens = sum(exchange_plan.tokens_of_rank)
-    return (
-        rows
-        if rows.shape[0] == num_tokens
-        else torch.index_select(rows, 0, exchange_plan.row_of_token)
-    )
 
 
 def _rows_of_tokens(

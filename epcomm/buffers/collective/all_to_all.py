@@ -5,16 +5,14 @@ with their ids and weights). Both need only an all-to-all, so this buffer runs o
 is the reference for other buffers. Worked example, 2 ranks, 1 expert each, on rank 0:
 
     topk_ids [[0, 1], [1, -1]]      token 0 goes to ranks 0 and 1, token 1 to rank 1
-    row_of_topk [[0, 1], [2, -1]]   rows are sent by rank, then token: 1 to rank 0, 2 to rank 1
+    row_of_rank [[0, 1], [-1, 2]]   rows are sent by rank, then token: 1 to rank 0, 2 to rank 1
 
 A SendPlan counts, orders and packs the rows of one dispatch. RowsBuffer indexes the received rows.
-A RowMover moves rows and sums: CollectiveMover by collectives, HostMover of shared_memory through
-memory.
+A RowMover moves rows and sums by collectives; HostMover of shared_memory moves them through memory.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +22,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    SignedExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.row_layout import RowLayout, Scratch, wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -57,6 +60,7 @@ from epcomm.ops.slots import (
     members_of,
     reduce_rows,
     reduce_rows_onto,
+    row_ops_of,
     slots_by_row,
 )
 from epcomm.protocol import BatchFlags, FaultCode, fault_word
@@ -77,76 +81,76 @@ WriteRows = Callable[[slice, Tensor], None]
 class SendOrder:
     """The N rows that this rank sends, by destination rank, then token.
 
-    token_of_row: [N], int64; None if kernels read rows_of_token instead.
     rows_of_token: the rows of each token, by rank.
-    row_of_topk: [T, K], the row that is sent for (t, k), or -1.
+    token_of_row: [N], int64; None if kernels read rows_of_token instead.
     """
 
-    token_of_row: Tensor | None
     rows_of_token: AnyMembers
-    row_of_topk: Tensor
+    token_of_row: Tensor | None
 
     def copy_tokens(self, hidden_states: Tensor, rows: slice, out: Tensor) -> None:
         """Write the tokens [T, H] of a range of rows; without token_of_row, of all rows."""
-        assert self.token_of_row is not None, "an order in plain torch"
-        torch.index_select(hidden_states, 0, self.token_of_row[rows], out=out)
+        if self.token_of_row is not None:
+            torch.index_select(hidden_states, 0, self.token_of_row[rows], out=out)
+            return
+        ops = row_ops_of(hidden_states.device)
+        assert ops is not None, "kernels made the order"
+        assert isinstance(self.rows_of_token, MemberTable), "kernels made the order"
+        nothing = (None, None, None)
+        ops.scatter_tokens((hidden_states, *nothing), self.rows_of_token.table, (out, *nothing))
 
 
-class SendPlan(ABC):
+class SendPlan:
     """Plans the rows that one dispatch sends; its methods are called in the order below."""
 
     def __init__(self, call: DispatchCall, layout: RowLayout, num_local: int) -> None:
         """Plan the rows of `call` in the layout `layout`; num_local is L."""
         self._call, self._layout, self._num_local = call, layout, num_local
 
-    @abstractmethod
     def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
         """Count the rows and slots and return the headers; see make_headers(). Host sync: none.
 
         Memory is allocated and tokens are converted here, before the headers are sent, so that they
         can report a failure.
         """
-
-    def run_ahead(self) -> None:  # noqa: B027 - plain torch has nothing to do
-        """Launch work that does not depend on the headers of other ranks."""
-
-    @abstractmethod
-    def order(self, num_sends: int) -> SendOrder:
-        """Return the order of the rows; num_sends is their number, known after the headers."""
-
-    @abstractmethod
-    def packed(self, order: SendOrder) -> Tensor | WriteRows:
-        """Return all packed rows, or a function that writes a range of them."""
-
-
-class PlainSendPlan(SendPlan):
-    """Plans in plain torch."""
-
-    def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
-        call, num_local = self._call, self._num_local
-        num_experts = num_local * calls.world_size
+        call, num_local, world_size = self._call, self._num_local, calls.world_size
+        num_experts = num_local * world_size
         self._topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
-        self._destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
-        self._needed = _ranks_needed(self._destination, calls.world_size)
+        # An extra column receives the entries without an expert.
+        destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
+        shape, device = (destination.shape[0], world_size + 1), destination.device
+        needed = torch.zeros(shape, dtype=torch.bool, device=device)
+        needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
+        # Whether token t goes to rank r, [T, W].
+        self._needed = needed[:, :world_size]
         # Convert each token once, not once per copy; rows are gathered from the result.
         self._wire = wire_tensor_of(call, self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
         return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
 
-    def order(self, num_sends: int) -> SendOrder:
-        return _order_sends(self._needed, self._destination, num_sends)
+    def run_ahead(self) -> None:
+        """Launch work that does not depend on the headers of other ranks; plain torch has none."""
 
-    def packed(self, order: SendOrder) -> WriteRows:
+    def order(self, num_sends: int) -> SendOrder:
+        """Return the order of the rows; num_sends is their number, known after the headers."""
+        needed = self._needed
+        by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
+        rows_of_token = members_of(torch.where(needed, by_rank, -1), num_sends)
+        tokens = torch.arange(needed.shape[0], device=needed.device)
+        token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
+        token_of_row[rows_of_token.flat] = torch.repeat_interleave(
+            tokens, needed.sum(1), output_size=num_sends
+        )
+        return SendOrder(rows_of_token=rows_of_token, token_of_row=token_of_row)
+
+    def packed(self, order: SendOrder) -> Tensor | WriteRows:
+        """Return all packed rows, or a function that writes a range of them."""
         assert order.token_of_row is not None, "as order() made it"
         token_of_row, weights = order.token_of_row, self._call.topk_weights
 
         def write(rows: slice, out: Tensor) -> None:
             self._layout.pack_tokens(
-                self._wire,
-                token_of_row[rows],
-                self._topk_ids,
-                weights,
-                out=out,
+                self._wire, token_of_row[rows], self._topk_ids, weights, out=out
             )
 
         return write
@@ -191,7 +195,7 @@ class KernelSendPlan(SendPlan):
         return self._header, rest
 
     def run_ahead(self) -> None:
-        self._row_of_rank, self._row_of_topk = self._ops.order_sends(
+        self._row_of_rank = self._ops.order_sends(
             self._topk_ids, self._header, rows_at=ROWS, num_local=self._num_local
         )
         layout, rows = self._layout, self._rows
@@ -208,51 +212,25 @@ class KernelSendPlan(SendPlan):
 
     def order(self, num_sends: int) -> SendOrder:
         self._rows = self._rows[:num_sends]
-        return KernelSendOrder(
-            token_of_row=None,
-            rows_of_token=MemberTable(table=self._row_of_rank),
-            row_of_topk=self._row_of_topk,
-            ops=self._ops,
-        )
+        return SendOrder(rows_of_token=MemberTable(table=self._row_of_rank), token_of_row=None)
 
     def packed(self, order: SendOrder) -> Tensor:
         return self._rows
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class KernelSendOrder(SendOrder):
-    """An order made and read by kernels."""
-
-    ops: TritonRowOps
-
-    def copy_tokens(self, hidden_states: Tensor, rows: slice, out: Tensor) -> None:
-        assert isinstance(self.rows_of_token, MemberTable), "as order() made it"
-        nothing = (None, None, None)
-        self.ops.scatter_tokens(
-            (hidden_states, *nothing), self.rows_of_token.table, (out, *nothing)
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CollectiveExchangePlan(ExchangePlan):
+class CollectiveExchangePlan(SignedExchangePlan):
     """The rows that this rank sends and receives in one dispatch.
 
     send_splits, recv_splits: [W], number of rows to and from each rank.
-    slots_by_row: the slots of each row, in k order; None if this buffer makes no slots.
     table: number of rows from each rank to each rank; None unless all ranks receive all headers.
     views_epoch: the epoch of the exchange if the rows are views that a later exchange overwrites;
         else None.
-    call: the sign of the dispatch.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
     sends: SendOrder
-    slots_by_row: AnyMembers | None
-    call: CallSign
     table: RowTable | None = None
     views_epoch: int | None = None
 
@@ -261,29 +239,32 @@ class CollectiveExchangePlan(ExchangePlan):
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
 
-class RowMover(ABC):
-    """Moves the rows of one buffer between its ranks.
+class RowMover:
+    """Moves the rows of one buffer between its ranks, by one all-to-all.
 
     has_rest: see make_headers().
+    table: CollectiveExchangePlan.table from the last headers.
     """
 
-    has_rest: bool
+    table: RowTable | None = None
 
-    @property
-    def table(self) -> RowTable | None:
-        """CollectiveExchangePlan.table from the last headers."""
-        return None
+    def __init__(self, collectives: Collectives, *, waits: bool) -> None:
+        """Move rows over `collectives`; waits: whether the host waits in them."""
+        self.has_rest = waits
+        self._collectives = collectives
+        self._sent = Scratch(collectives.device, keeps=waits)
+        self._returned = Scratch(collectives.device, keeps=waits)
 
     @property
     def epoch(self) -> int | None:
         """The epoch of the last rows if they are views that a later exchange overwrites."""
         return None
 
-    def prepare(self) -> None:  # noqa: B027 - collectives are open
-        """Allocate. Collective: yes.   Host sync: yes."""
+    def prepare(self) -> None:
+        """Allocate; collectives are open. Collective: yes.   Host sync: yes."""
 
-    def check_open(self) -> None:  # noqa: B027 - collectives check themselves
-        """Raise HandleError if the memory is closed. Local."""
+    def check_open(self) -> None:
+        """Raise HandleError if the memory is closed; collectives check themselves. Local."""
 
     def find_overwritten(self, exchange_plan: CollectiveExchangePlan) -> EPError | None:
         """Return the error of a batch whose rows a later exchange has overwritten, or None."""
@@ -293,7 +274,6 @@ class RowMover(ABC):
         """Return a function that exchanges the headers of a dispatch, or None for the default."""
         return None
 
-    @abstractmethod
     def send_rows(
         self,
         rows: Tensor | WriteRows,
@@ -315,8 +295,14 @@ class RowMover(ABC):
             is_kept: the caller owns the received rows; otherwise they may be views that a later
                 exchange overwrites.
         """
+        if not isinstance(rows, Tensor):
+            write, num_rows = rows, sum(splits[0])
+            rows = self._sent.rows(num_rows, *shape)
+            write(slice(0, num_rows), rows)
+        return self._collectives.all_to_all(
+            rows, send_splits=splits[0], recv_splits=splits[1], phase=phase
+        )
 
-    @abstractmethod
     def write_sums(
         self,
         make: Callable[[slice], Tensor],
@@ -333,46 +319,6 @@ class RowMover(ABC):
             exchange_plan: the plan of the dispatch.
             shape: number of elements of a row, and their dtype.
         """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Free the memory. Local, idempotent."""
-
-
-class CollectiveMover(RowMover):
-    """Moves rows by one all-to-all."""
-
-    def __init__(self, collectives: Collectives, *, waits: bool) -> None:
-        """Move rows over `collectives`; waits: whether the host waits in them."""
-        self.has_rest = waits
-        self._collectives = collectives
-        self._sent = Scratch(collectives.device, keeps=waits)
-        self._returned = Scratch(collectives.device, keeps=waits)
-
-    def send_rows(
-        self,
-        rows: Tensor | WriteRows,
-        table: RowTable | None,
-        splits: tuple[Sequence[int], Sequence[int]],
-        shape: tuple[int, torch.dtype],
-        *,
-        phase: str,
-        is_kept: bool,
-    ) -> Tensor:
-        if not isinstance(rows, Tensor):
-            write, num_rows = rows, sum(splits[0])
-            rows = self._sent.rows(num_rows, *shape)
-            write(slice(0, num_rows), rows)
-        return self._collectives.all_to_all(
-            rows, send_splits=splits[0], recv_splits=splits[1], phase=phase
-        )
-
-    def write_sums(
-        self,
-        make: Callable[[slice], Tensor],
-        exchange_plan: CollectiveExchangePlan,
-        shape: tuple[int, torch.dtype],
-    ) -> Callable[[str], Tensor]:
         rows, send_splits = make(slice(0, exchange_plan.num_rows)), exchange_plan.send_splits
 
         def exchange(phase: str) -> Tensor:
@@ -387,6 +333,7 @@ class CollectiveMover(RowMover):
         return exchange
 
     def close(self) -> None:
+        """Free the memory. Local, idempotent."""
         self._sent.free()
         self._returned.free()
 
@@ -403,8 +350,8 @@ class RowsBuffer(OverCollectives, AddsBias):
         max_tokens = spec.max_tokens_per_rank
         max_sent = None if max_tokens is None else max_tokens * copies
         max_rows = None if max_tokens is None else max_tokens * world_size
-        # SendOrder has two int64 for each row, and K int64 and one offset for each token.
-        order_bytes = 16 * copies + 8 * spec.top_k + 8
+        # SendOrder has two int64 for each row, and one offset for each token.
+        order_bytes = 16 * copies + 8
         return (
             Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
             Region(
@@ -449,7 +396,10 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._mover.check_open()
         layout, sending, batch = self._dispatch_layout, self._send_plan(call), self._new_batch(call)
         headers = sending.headers(self._calls, batch, has_rest=self._has_rest)
-        counts = self._exchange_counts(call, headers, sending.run_ahead)
+        exchange = self._mover.exchange_headers(call)
+        counts = self._exchange_counts(
+            call, headers, exchange=exchange, meanwhile=sending.run_ahead
+        )
         send_splits = counts.rows_to_rank
         sends = sending.order(sum(send_splits))
         self._traffic.dispatch(send_splits, layout.row_bytes)
@@ -472,7 +422,6 @@ class RowsBuffer(OverCollectives, AddsBias):
             send_splits=send_splits,
             recv_splits=counts.rows_from_rank,
             sends=sends,
-            slots_by_row=None if index.slots_of_row is None else slots_by_row(index),
             table=self._mover.table,
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
@@ -505,7 +454,7 @@ class RowsBuffer(OverCollectives, AddsBias):
     def _send_plan(self, call: DispatchCall) -> SendPlan:
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts
         if self._row_ops is None:
-            return PlainSendPlan(call, layout, num_local)
+            return SendPlan(call, layout, num_local)
         return KernelSendPlan(call, layout, num_local, ops=self._row_ops, memory=self._packed)
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -543,11 +492,12 @@ class RowsBuffer(OverCollectives, AddsBias):
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
 
+        slots = slots_by_row(exchange_plan.index) if rows_per is RowsPer.SLOT else None
+
         def sums(part: slice) -> Tensor:
-            if rows_per is RowsPer.ROW:
+            if slots is None:
                 return rows[part].contiguous()
-            assert exchange_plan.slots_by_row is not None, "results of slots need an index"
-            return reduce_rows(rows, exchange_plan.slots_by_row.part(part), slot_weights)
+            return reduce_rows(rows, slots.part(part), slot_weights)
 
         rows_of_token = exchange_plan.sends.rows_of_token
         if row_scalars is None:
@@ -580,9 +530,6 @@ class RowsBuffer(OverCollectives, AddsBias):
         self._traffic.combine(exchange_plan.recv_splits, shape[0] * shape[1].itemsize)
         return exchange(kind.text)
 
-    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
-        return self._mover.exchange_headers(call)
-
     def close(self) -> None:
         self._mover.close()
         self._packed.free()
@@ -599,36 +546,8 @@ class CollectiveBuffer(RowsBuffer):
         return COLLECTIVE_CAPS
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
-        super().__init__(calls, spec, CollectiveMover(calls.collectives, waits=calls.waits))
+        super().__init__(calls, spec, RowMover(calls.collectives, waits=calls.waits))
 
 
 def _summed(rows: Tensor, members: AnyMembers, bias: Tensor | None) -> Tensor:
     return reduce_rows(rows, members) if bias is None else reduce_rows_onto(bias, rows, members)
-
-
-def _ranks_needed(destination: Tensor, world_size: int) -> Tensor:
-    """Return whether token t goes to rank d, [T, W], bool; destination [T, K] has ranks or -1."""
-    # An extra column receives the -1 entries.
-    needed = torch.zeros(
-        destination.shape[0], world_size + 1, dtype=torch.bool, device=destination.device
-    )
-    needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
-    return needed[:, :world_size]
-
-
-def _order_sends(needed: Tensor, destination: Tensor, num_sends: int) -> SendOrder:
-    """Order the rows to send by destination rank, then by token."""
-    by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
-    row_of_rank = torch.where(needed, by_rank, -1)
-    rows_of_token = members_of(row_of_rank, num_sends)
-    tokens = torch.arange(needed.shape[0], device=needed.device)
-    token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
-    token_of_row[rows_of_token.flat] = torch.repeat_interleave(
-        tokens, needed.sum(1), output_size=num_sends
-    )
-    picked = row_of_rank.gather(1, destination.clamp(min=0))
-    return SendOrder(
-        token_of_row=token_of_row,
-        rows_of_token=rows_of_token,
-        row_of_topk=torch.where(destination >= 0, picked, -1),
-    )

@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    SignedExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.buffers.sizes import CallShape, Region, RowBytes, index_bytes, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
@@ -28,39 +33,21 @@ from epcomm.calls.header import ANY_BATCH, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import (
-    AnyMembers,
-    count_experts,
-    localize,
-    reduce_rows,
-    slots_by_row,
-    spread_to_slots,
-    sum_parts,
-)
-from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
+from epcomm.ops.slots import aligned_counts, count_experts, index_slots, sum_parts
 from epcomm.protocol import fault_word, unpack_fault
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StaticExchangePlan(ExchangePlan):
+class StaticExchangePlan(SignedExchangePlan):
     """The plan of W * (1 + M) received rows: headers, tokens and padding.
 
-    slots_by_row: the slots of each row, in k order.
-    has_no_slot: [R], bool, rows without an expert on this rank.
     has_failed: bool scalar on the device: whether the dispatch has a fault, equal on every rank.
-    call: the sign of the dispatch.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    slots_by_row: AnyMembers
-    has_no_slot: Tensor
     has_failed: Tensor
-    call: CallSign
 
 
 class StaticCollectiveBuffer(OverCollectives, AddsBias):
@@ -86,10 +73,9 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         sizes = {
             "sent message": (1 + max_tokens) * row.dispatch,
             "received rows": num_rows * row.dispatch,
-            # An extra slot (4 B) receives the entries without a slot, and an extra offset (8 B)
-            # ends the tail.
-            "slot index": index + 4 + 8,
-            "row flags": num_rows + 1,
+            # An extra slot (4 B) receives the entries without a slot, an extra offset (8 B) ends
+            # the tail, and a flag (1 B) reports a failure.
+            "slot index": index + 4 + 8 + 1,
             "packed slots": num_slots * row.dispatch,
             "expert results": num_slots * row.combine,
             "partial sums": num_rows * row.combine,
@@ -123,7 +109,6 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         self._faults.check(self._num_slots, has_budget=self._has_budget)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
-        num_local = self._spec.num_local_experts
         layout = self._dispatch_layout
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
         # Pack before the header is sent, so that the header can report a failure of packing.
@@ -143,27 +128,30 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         rows = self._gather(message, phase="dispatch")
         headers = layout.first_words(rows[:: self._rows_per_rank])
 
-        all_ids = layout.ids(rows)
-        required = self._slots_required(all_ids)
-        overflows = required > self._num_slots
-        has_failed = self._faults.record(headers, overflows, required, call.error)
-        local_ids = localize(torch.where(has_failed, -1, all_ids), self._first_expert, num_local)
-        index = build_static_slot_index(
-            local_ids, num_local, self._num_slots, expert_alignment=self._spec.expert_alignment
+        ids, alignment = layout.ids(rows), self._spec.expert_alignment
+        counts = count_experts(ids, self._num_experts).view(self._world_size, -1)
+        # The aligned slots that each rank needs for this call, [W].
+        required = aligned_counts(counts, alignment).sum(1)
+        has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
+        index, slot_weights = index_slots(
+            torch.where(has_failed, -1, ids),
+            layout.scalars(rows),
+            torch.where(has_failed, 0, counts[self._rank]),
+            self._num_slots,
+            first_expert=self._first_expert,
+            expert_alignment=alignment,
         )
         exchange_plan = StaticExchangePlan(
             num_tokens=topk_ids.shape[0],
             num_rows=self._num_rows,
             index=index,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(local_ids < 0).all(dim=1),
             has_failed=has_failed,
             call=batch,
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),
             index=index,
-            slot_weights=spread_to_slots(layout.scalars(rows), index),
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags),
         )
@@ -191,40 +179,23 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
             rows = rows.new_zeros(self._num_rows, rows.shape[1])
             rows[:: self._rows_per_rank, :1] = int(code)
-            self._announce(CallKind.COMBINE, replace(ANY_BATCH, buffer=self._number))
-            returned = self._send_sums(rows, phase="combine")
+            sign = replace(ANY_BATCH, buffer=self._number)
+            returned = self._send_sums(rows, CallKind.COMBINE, sign)
             self._faults.record_combine(_read_codes(returned), error)
             return rows[:0], None
         assert isinstance(exchange_plan, StaticExchangePlan), "an exchange plan of this buffer"
-        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        # Header rows have no slot, so both branches set them to zero: no fault on this rank.
-        if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        else:
-            # Rows without a slot are undefined, but all rows are sent.
-            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
+        # Header rows have no slot, so their sums are zero: no fault on this rank.
+        rows = exchange_plan.sums(rows, rows_per, slot_weights)
+        num_tokens, has_failed = exchange_plan.num_tokens, exchange_plan.has_failed
         if row_scalars is None:
-            rows = rows.contiguous()
-            self._announce(kind, exchange_plan.call)
-            returned = self._send_sums(rows, phase="combine")
-            has_failed = self._faults.record_combine(_read_codes(returned), None)
-            has_failed = has_failed | exchange_plan.has_failed
-            y = _sum_returned(returned, exchange_plan.num_tokens, has_failed, bias)
-            return y, None
+            returned = self._send_sums(rows.contiguous(), CallKind.COMBINE, exchange_plan.call)
+            has_failed = self._faults.record_combine(_read_codes(returned), None) | has_failed
+            return _sum_returned(returned, num_tokens, has_failed, bias), None
         layout = self._scalar_layout(rows.dtype)
         packed = layout.pack_rows(rows, row_scalars)
-        self._announce(kind, exchange_plan.call)
-        returned = self._send_sums(packed, phase=kind.text).flatten(0, 1)
-        y, scalars = (
-            _sum_returned(
-                part.unflatten(0, (-1, self._rows_per_rank)),
-                exchange_plan.num_tokens,
-                exchange_plan.has_failed,
-                each,
-            )
-            for part, each in ((layout.data(returned), bias), (layout.scalars(returned), None))
-        )
-        return y, scalars
+        returned = self._send_sums(packed, CallKind.DISPATCH_BACKWARD, exchange_plan.call)
+        scalars = _sum_returned(layout.scalars(returned), num_tokens, has_failed, None)
+        return _sum_returned(layout.data(returned), num_tokens, has_failed, bias), scalars
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
@@ -240,12 +211,6 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         layout.ids(message[end:]).fill_(-1)
         return message
 
-    def _slots_required(self, all_ids: Tensor) -> Tensor:
-        """Return the aligned slots that each rank needs for this call, [W], int64."""
-        counts = count_experts(all_ids, self._num_experts)
-        occupied = aligned_counts(counts, self._spec.expert_alignment)
-        return occupied.view(self._world_size, -1).sum(1)
-
     def _gather(self, rows: Tensor, *, phase: str) -> Tensor:
         """Gather [1 + M, ...] of each rank into [W * (1 + M), ...]."""
         ranks = self._world_size
@@ -253,12 +218,16 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         self._traffic.dispatch([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
         return self._collectives.all_gather(rows, phase=phase).flatten(0, 1)
 
-    def _send_sums(self, rows: Tensor, *, phase: str) -> Tensor:
-        """Exchange partial sums [W * (1 + M), ...]; return those for this rank, [W, 1 + M, ...]."""
+    def _send_sums(self, rows: Tensor, kind: CallKind, sign: CallSign) -> Tensor:
+        """Announce the call and exchange partial sums; return those for this rank, [W, 1 + M, ...].
+
+        rows: [W * (1 + M), ...].
+        """
+        self._announce(kind, sign)
         ranks = self._world_size
         self._traffic.control([1] * ranks, row_bytes_of(rows))
         self._traffic.combine([self._rows_per_rank - 1] * ranks, row_bytes_of(rows))
-        returned = self._collectives.all_to_all(rows, phase=phase)
+        returned = self._collectives.all_to_all(rows, phase=kind.text)
         return returned.unflatten(0, (ranks, self._rows_per_rank))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -15,10 +16,11 @@ from epcomm.calls.counts import Counts, exchange_counts
 from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
-from epcomm.ops.slots import row_ops_of
+from epcomm.ops.slots import reduce_rows, row_ops_of, slots_by_row
 from epcomm.platforms.machine import Machine
+from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import Layout, WireDtype, WireFormat
+from epcomm.types import Layout, RowsPer, WireDtype, WireFormat
 
 # The capabilities of every buffer over collectives.
 COLLECTIVE_CAPS = BufferCaps(
@@ -29,14 +31,30 @@ COLLECTIVE_CAPS = BufferCaps(
 )
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SignedExchangePlan(ExchangePlan):
+    """The plan of a buffer over collectives.
+
+    call: the sign of the dispatch, for the calls along this plan.
+    """
+
+    call: CallSign
+
+    def sums(self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None) -> Tensor:
+        """Return the sum of the expert results of each row, [R, H], zero without a slot."""
+        if rows_per is RowsPer.SLOT:
+            return reduce_rows(rows, slots_by_row(self.index), slot_weights)
+        assert self.index.slots_of_row is not None, "an index over rows"
+        # Rows without a slot are undefined.
+        return rows.masked_fill((self.index.slots_of_row < 0).all(dim=1, keepdim=True), 0)
+
+
 class OverCollectives:
     """The base of buffers that need only `Collectives`, so they serve any group."""
 
     name: ClassVar[str]
     # See Buffer.
     counts_calls: bool
-    # See read_counts().
-    _rows_have_slots: ClassVar[bool] = True
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -96,6 +114,9 @@ class OverCollectives:
         self,
         call: DispatchCall,
         headers: tuple[Tensor, Tensor],
+        *,
+        rows_have_slots: bool = True,
+        exchange: Callable[[Tensor], Tensor] | None = None,
         meanwhile: Callable[[], None] | None = None,
     ) -> Counts:
         """Exchange row and slot counts: the only host sync of a dispatch; see exchange_counts()."""
@@ -106,15 +127,11 @@ class OverCollectives:
             call,
             headers,
             self._spec,
-            rows_have_slots=self._rows_have_slots,
-            exchange=self._exchange_headers(call),
+            rows_have_slots=rows_have_slots,
+            exchange=exchange,
             start_read=None if self._row_ops is None else self._row_ops.start_read,
             meanwhile=meanwhile,
         )
-
-    def _exchange_headers(self, call: DispatchCall) -> Callable[[Tensor], Tensor] | None:
-        """Return a function that exchanges the headers of a dispatch, or None for the default."""
-        return None
 
     def traffic(self) -> BufferTraffic:
         return self._traffic.snapshot()

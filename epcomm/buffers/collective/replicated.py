@@ -10,14 +10,19 @@ dispatch is a sum over the ranks.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.collective.base import COLLECTIVE_CAPS, OverCollectives, row_bytes_of
+from epcomm.buffers.collective.base import (
+    COLLECTIVE_CAPS,
+    OverCollectives,
+    SignedExchangePlan,
+    row_bytes_of,
+)
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import (
     CallShape,
@@ -34,37 +39,11 @@ from epcomm.calls.faults import ids_error
 from epcomm.calls.header import ANY_BATCH, FLAGS, ROWS, CallKind, CallSign
 from epcomm.config import Mode
 from epcomm.errors import EPError, ShapeError
-from epcomm.ops.slots import (
-    AnyMembers,
-    build_slot_index,
-    count_experts,
-    localize,
-    reduce_rows,
-    slots_by_row,
-    spread_to_slots,
-    sum_parts,
-)
+from epcomm.ops.slots import count_experts, index_slots, sum_parts
 from epcomm.protocol import BatchFlags, FaultCode
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import RowsPer, align_up
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ReplicatedExchangePlan(ExchangePlan):
-    """The plan of a dispatch of replicated tokens; row t is token t.
-
-    slots_by_row: the slots of each token on this rank, in k order.
-    has_no_slot: [T], bool, tokens without an expert on this rank.
-    call: the sign of the dispatch.
-    """
-
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
-    slots_by_row: AnyMembers
-    has_no_slot: Tensor
-    call: CallSign
 
 
 class ReplicatedBuffer(OverCollectives, Buffer):
@@ -85,7 +64,6 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
         # Rows need no memory, because they are the caller's hidden states.
         return (
-            rows_region("row flags", 1, per_token=world_size, max_rows=max_tokens),
             index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
             *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
             rows_region("partial sums", row.combine, per_token=world_size, max_rows=padded),
@@ -108,30 +86,33 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     def dispatch(self, call: DispatchCall) -> Dispatched:
         num_local = self._spec.num_local_experts
         topk_ids, fault = guard_ids(call.topk_ids, self._num_experts, call.error)
-        local_ids = localize(topk_ids, self._first_expert, num_local).to(torch.int32)
-        counts = count_experts(local_ids, num_local)
+        counts = count_experts(topk_ids, self._num_experts)
+        counts = counts[self._first_expert : self._first_expert + num_local]
         code, *host_counts = torch.cat([fault.view(1), counts]).tolist()
         # Convert before the header is sent, so that the header can report a failure.
         rows = wire_tensor_of(call, self._spec.dispatch_format)
         batch = self._new_batch(call)
         flags = self._compare_dispatches(call, batch, FaultCode(code))
-        index = build_slot_index(
-            local_ids, counts, host_counts, expert_alignment=self._spec.expert_alignment
+        index, slot_weights = index_slots(
+            topk_ids.to(torch.int32),
+            call.topk_weights,
+            counts,
+            host_counts,
+            first_expert=self._first_expert,
+            expert_alignment=self._spec.expert_alignment,
         )
         num_tokens = topk_ids.shape[0]
-        exchange_plan = ReplicatedExchangePlan(
+        exchange_plan = SignedExchangePlan(
             num_tokens=num_tokens,
             num_rows=num_tokens,
             index=index,
-            slots_by_row=slots_by_row(index),
-            has_no_slot=(local_ids < 0).all(dim=1),
             call=batch,
         )
         return Dispatched(
             # Unquantised rows share the memory of the caller's tensor, but not its history.
             rows=replace(rows, data=rows.data.detach()),
             index=index,
-            slot_weights=spread_to_slots(call.topk_weights, index),
+            slot_weights=slot_weights,
             exchange_plan=exchange_plan,
             any_flags=flags,
         )
@@ -180,53 +161,41 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         if error is not None:
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
-        assert isinstance(exchange_plan, ReplicatedExchangePlan), "an exchange plan of this buffer"
+        assert isinstance(exchange_plan, SignedExchangePlan), "an exchange plan of this buffer"
         kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-        if rows_per is RowsPer.SLOT:
-            rows = reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        else:
-            # Rows without a slot are undefined, but all rows are summed.
-            rows = rows.masked_fill(exchange_plan.has_no_slot.unsqueeze(1), 0)
+        rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
-            rows = rows.contiguous()
-            self._announce(kind, exchange_plan.call)
-            return self._sum_over_ranks(rows, rows.dtype), None
+            parts = self._scatter(rows.contiguous(), exchange_plan, kind)
+            total = sum_parts(parts, rows.dtype)
+            return self._gather(total, kind)[: exchange_plan.num_tokens], None
         layout = self._scalar_layout(rows.dtype)
-        packed = layout.pack_rows(rows, row_scalars)
-        self._announce(kind, exchange_plan.call)
-        parts = self._scatter(packed, phase=kind.text)
-        shape, flat = parts.shape[:2], parts.flatten(0, 1)
+        parts = self._scatter(layout.pack_rows(rows, row_scalars), exchange_plan, kind)
         total = layout.pack_rows(
-            sum_parts(layout.data(flat).unflatten(0, shape), rows.dtype),
-            sum_parts(layout.scalars(flat).unflatten(0, shape), row_scalars.dtype),
+            sum_parts(layout.data(parts), rows.dtype),
+            sum_parts(layout.scalars(parts), row_scalars.dtype),
         )
-        returned = self._gather(total, phase=kind.text)[: exchange_plan.num_tokens]
+        returned = self._gather(total, kind)[: exchange_plan.num_tokens]
         return layout.data(returned).contiguous(), layout.scalars(returned).contiguous()
 
-    def _sum_over_ranks(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sum partial sums [T, ...] of all ranks to totals [T, ...] on every rank."""
-        share = sum_parts(self._scatter(rows, phase="combine"), dtype)
-        return self._gather(share, phase="combine")[: rows.shape[0]]
-
-    def _scatter(self, rows: Tensor, *, phase: str) -> Tensor:
-        """Scatter [T, ...] over the ranks; return this rank's share of each rank's rows.
+    def _scatter(self, rows: Tensor, exchange_plan: SignedExchangePlan, kind: CallKind) -> Tensor:
+        """Announce the call and scatter [T, ...]; return this rank's share of each rank's rows.
 
         Returns: [W, T' / W, ...], where T' is T rounded up to a multiple of W.
         """
+        self._announce(kind, exchange_plan.call)
         world_size = self._world_size
         padding = align_up(rows.shape[0], world_size) - rows.shape[0]
         if padding:
             rows = torch.cat([rows, rows.new_zeros(padding, rows.shape[1])])
         share = rows.shape[0] // world_size
         self._traffic.combine([share] * world_size, row_bytes_of(rows))
-        parts = self._collectives.all_to_all(rows, phase=phase)
+        parts = self._collectives.all_to_all(rows, phase=kind.text)
         return parts.view(world_size, share, rows.shape[1])
 
-    def _gather(self, share: Tensor, *, phase: str) -> Tensor:
+    def _gather(self, share: Tensor, kind: CallKind) -> Tensor:
         """Gather the shares [T' / W, ...] of all ranks into [T', ...]."""
-        world_size = self._world_size
-        self._traffic.combine([share.shape[0]] * world_size, row_bytes_of(share))
-        return self._collectives.all_gather(share, phase=phase).flatten(0, 1)
+        self._traffic.combine([share.shape[0]] * self._world_size, row_bytes_of(share))
+        return self._collectives.all_gather(share, phase=kind.text).flatten(0, 1)
 
 
 def _check_same_tokens(tokens_of_rank: Sequence[int], rank: int) -> None:

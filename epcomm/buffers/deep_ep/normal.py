@@ -3,8 +3,8 @@
 A token goes once to each rank that needs it. Dispatch returns rows with the ids of each; the
 expert-major index is built here from those. Combine adds rows up and knows no weights, so the
 runner applies them, or the reduction of slots to rows that comes before. Backward goes along the
-handle. With max_recv_slots nothing is read on the host: W * M rows are handed out, and ids of rows
-that nobody sent are -1.
+handle. With max_recv_slots nothing is read on the host: W * M rows are returned, and ids of rows
+that no rank sent are -1.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
     AnyMembers,
+    aligned_counts,
     build_slot_index,
     count_experts,
     reduce_rows,
     slots_by_row,
     spread_to_slots,
 )
-from epcomm.ops.static_slots import aligned_counts, build_static_slot_index
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import (
     WIRE_DTYPES,
@@ -137,9 +137,9 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     def dispatch(
         self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool
     ) -> ReceivedBatch:
-        """Send rows [T, H] to the ranks of their experts, ids and weights [T, K] beside them.
+        """Send rows [T, H] to the ranks of their experts, with their ids and weights [T, K].
 
-        is_static: hand out W * M rows, and read nothing on the host.
+        is_static: return W * M rows, and read nothing on the host.
 
         Collective: yes.   Host sync: one, none where is_static.
         """
@@ -152,7 +152,7 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     def combine(
         self, rows: Tensor, handle: HandleT, row_scalars: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Add rows up by token, and scalars beside them. Collective: yes.   Host sync: none."""
+        """Sum rows by token, and their scalars. Collective: yes.   Host sync: none."""
 
     @abstractmethod
     def destroy(self) -> None:
@@ -160,7 +160,7 @@ class DeepEPPackage(ABC, Generic[HandleT]):
 
 
 class DeepEPCalls(VendorCalls):
-    """A buffer over one DeepEPPackage; comes before Buffer among the bases.
+    """A buffer over one DeepEPPackage; it precedes Buffer among the bases.
 
     is_static: W * M rows and a budget of slots, and the host reads nothing; else sizes are exact,
         and the host waits for the counts, once a dispatch.
@@ -217,7 +217,7 @@ class DeepEPCalls(VendorCalls):
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
         row = row_bytes_of(spec, backward=backward)
-        # The exchange of counts is deep_ep's own.
+        # deep_ep exchanges the counts itself.
         return BufferTraffic(
             dispatch_bytes=call.rows_sent * row.dispatch,
             combine_bytes=call.rows_received * row.combine,
@@ -251,12 +251,9 @@ class DeepEPCalls(VendorCalls):
         num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required, self._max_slots)
-        index = build_static_slot_index(
-            torch.where(has_failed, -1, received.local_ids),
-            num_local,
-            self._max_slots,
-            expert_alignment=alignment,
-        )
+        local_ids = torch.where(has_failed, -1, received.local_ids)
+        counts = count_experts(local_ids, num_local)
+        index = build_slot_index(local_ids, counts, self._max_slots, expert_alignment=alignment)
         return self._dispatched(ids, received, index, flags, has_failed)
 
     def _send(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:
@@ -323,7 +320,7 @@ class DeepEPCalls(VendorCalls):
             rows = self._rows_of_slots(rows, exchange_plan, slot_weights)
         has_failed = exchange_plan.has_failed
         if has_failed is not None and exchange_plan.slots_by_row is not None:
-            # Nothing was computed for the others, who do not know: their sums may not look right.
+            # Nothing was computed for the other ranks, which do not know it: they must get NaN.
             rows = rows.masked_fill(has_failed, float("nan"))
         y, scalars = self._package.combine(rows.contiguous(), exchange_plan.handle, row_scalars)
         row = row_bytes_of(self._spec, backward=row_scalars is not None)
@@ -339,7 +336,7 @@ class DeepEPCalls(VendorCalls):
         """Return one row for each row that the package expects back."""
         if exchange_plan.slots_by_row is not None:
             return reduce_rows(rows, exchange_plan.slots_by_row, slot_weights)
-        # Each slot is a row, and the package adds those of a token up itself.
+        # Each slot is a row, and the package sums those of a token.
         if slot_weights is None:
             return rows
         return (rows.float() * slot_weights.unsqueeze(1)).to(rows.dtype)

@@ -74,7 +74,7 @@ def row_bytes_of(spec: BufferSpec, *, backward: bool = False) -> RowBytes:
     wire = spec.dispatch_format
     scale_bytes = wire.scale_bytes(hidden_size)
     if wire.scale_dtype == torch.float8_e8m0fnu:
-        # Whole int32 words.
+        # The size is a whole number of int32 words.
         scale_bytes = -(-scale_bytes // 4) * 4
     return RowBytes(
         dispatch=wire.data_bytes(hidden_size) + scale_bytes + entries, combine=combine_bytes

@@ -1,6 +1,6 @@
 """Normal mode of deep_ep V1: rows by (source rank, token), over NVLink and RDMA.
 
-Without a wait of the host it hands out W * M rows, whose unused ones have ids of -1
+Without a wait of the host it returns W * M rows, whose unused ones have ids of -1
 (num_worst_tokens, which it has on one host only).
 """
 
@@ -21,9 +21,9 @@ from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import WITH_LEGACY_BUFFER, load_deep_ep
 from epcomm.spec import BufferSpec, HostLayout
 
-# Ranks for which it has a table of chunk sizes.
+# Numbers of ranks for which V1 has a table of chunk sizes.
 _WORLD_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-# Ranks that NVLink joins; beyond them it needs RDMA.
+# Ranks that NVLink joins; V1 needs RDMA for more.
 MAX_NVLINK_RANKS = 8
 # Source of the limits: deep_ep, csrc/kernels/legacy.
 _MAX_LOCAL_EXPERTS = 1024
@@ -38,7 +38,7 @@ _CHUNK_ENTRY_BYTES = 8 + 128 * (8 + 4 + 4)
 
 
 class LegacyPackage(DeepEPPackage[LegacyHandle]):
-    """The Buffer of V1, which later packages keep beside their own."""
+    """The Buffer of V1, which later packages keep in addition to theirs."""
 
     kinds: ClassVar[Set[DeepEPKind]] = WITH_LEGACY_BUFFER
     hidden_multiple: ClassVar[int] = _HIDDEN_MULTIPLE
@@ -59,7 +59,7 @@ class LegacyPackage(DeepEPPackage[LegacyHandle]):
 
     @staticmethod
     def host_reasons(hosts: HostLayout, *, is_static: bool) -> tuple[str, ...]:
-        # It takes rank // 8 for the host of a rank, and joins ranks of one by NVLink alone.
+        # The package takes rank // 8 as the host of a rank, and uses only NVLink within a host.
         expected = tuple(rank // MAX_NVLINK_RANKS for rank in range(hosts.world_size))
         if is_static:
             return (f"has static sizes for the ranks of one host, not of {hosts.num_hosts}",)
@@ -144,7 +144,7 @@ class DeepEPV1StaticBuffer(DeepEPCalls, Buffer):
 
 
 def _row_ends(handle: LegacyHandle, rank: int) -> Tensor:
-    """Return where the rows of each source rank end, [W], int64, as the handle says."""
+    """Return where the rows of each source rank end, [W], int64, from the handle."""
     # Over NVLink its first entry is [W, W], from rank to rank; with RDMA its seventh is [W].
     ends = handle[0][:, rank] if len(handle) == _NVLINK_HANDLE else handle[6]
     return ends.to(torch.int64)

@@ -1,7 +1,7 @@
 """Low latency of deep_ep V1: MASKED rows, quantised in its kernel, weighted in its combine.
 
 Every expert has capacity for M rows of each rank, or for as many more as make the capacity a
-multiple of expert_alignment. Rows of one rank are neighbours, ranks come in any order. Ids and
+multiple of expert_alignment. Rows of one rank are neighbours, ranks are in any order. Ids and
 weights stay with the exchange plan, because combine multiplies by them at the token's rank. The
 receive step runs in wait(): until then the network works and no SM of the device does. A send
 clears the counts of the call before it, so that one is received first, whoever waits for it.
@@ -46,9 +46,9 @@ from epcomm.types import Layout, RowsPer, ScaleLayout, WireDtype, WireTensor, al
 _HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 _MAX_TOP_K = 11
 _MAX_LOCAL_EXPERTS = 1024
-# Its constructor takes fewer ranks than NVLink joins, or whole hosts of that many.
+# The constructor takes the ranks of one host, or of several whole hosts.
 _HOST_RANKS = 8
-# It counts 16 bytes at a time in an int32.
+# The package counts units of 16 bytes in an int32.
 _MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
 _BATCHES_IN_FLIGHT = 2
 # The bytes of a message before its elements, those of a scale, and the columns of a scale.
@@ -174,7 +174,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         num_bytes = package.Buffer.get_low_latency_rdma_size_hint(
             self._max_tokens, spec.hidden_size, self._world_size, self._num_experts
         )
-        # Memory of its own, which normal kernels never touch, so nothing has to be cleaned.
+        # Normal kernels never touch this memory, so nothing has to be cleaned.
         self._buffer = package.Buffer(
             self._process_group,
             num_rdma_bytes=num_bytes,
@@ -387,7 +387,7 @@ def message_bytes(spec: BufferSpec, world_size: int) -> int:
     receive = num_experts * tokens * max(out, combine_bytes)
     signals = -(-4 * num_experts // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
     total = 2 * (send + receive + signals)
-    # One unit more than needed where it is aligned already, as deep_ep has it.
+    # deep_ep adds one unit even to a size that is aligned already.
     return (total + _ALIGNMENT_BYTES) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
 
 

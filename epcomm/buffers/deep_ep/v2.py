@@ -1,10 +1,10 @@
-"""Normal mode of deep_ep V2: rows of the elastic buffer, ids beside each.
+"""Normal mode of deep_ep V2: rows of the elastic buffer, each with its ids.
 
-Rows of one rank come in any order, which another dispatch of the same batch does not repeat.
+Rows of one rank arrive in any order, which another dispatch of the same batch does not repeat.
 Backward under activation checkpointing joins two dispatches, so rows are asked for in order here
 (deterministic=True: a sort, and a pass over the rows, inside deep_ep). Without a wait of the host
-W * M rows are handed out, and only the counts on the device say how many are real: ids, weights and
-rows behind them are whatever was in memory. Backward goes along the handle, with the number of SMs
+W * M rows are returned, and only the counts on the device tell how many are real: ids, weights and
+rows after them are whatever was in memory. Backward goes along the handle, with the number of SMs
 that it was made with: asked for none, deep_ep would look for the number of experts where a cached
 call has none.
 """
@@ -35,8 +35,8 @@ _MAX_LOCAL_EXPERTS, _MAX_EXPERTS, _MAX_RANKS, _MAX_HOSTS = 256, 2048, 1024, 32
 class ElasticPackage(DeepEPPackage[ElasticHandle]):
     """The ElasticBuffer of V2.
 
-    is_trainable: rows come by (source rank, token), and gradients go along the same handles.
-    expands: a row comes for each (token, expert) pair.
+    is_trainable: rows are ordered by (source rank, token), and gradients go along the same handles.
+    expands: there is a row for each (token, expert) pair.
     """
 
     kinds: ClassVar[Set[DeepEPKind]] = WITH_ELASTIC_BUFFER
@@ -70,8 +70,8 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
 
     @staticmethod
     def own_region(spec: BufferSpec, world_size: int) -> Region:
-        # Rows of every rank in dispatch and combine; its size hint, asked when it is opened, is a
-        # little more.
+        # Rows of every rank in dispatch and combine; the size hint of the package, which is read
+        # on opening, is slightly larger.
         row, max_rows = row_bytes_of(spec), (spec.max_tokens_per_rank or 0) * world_size
         return Region(name="deep_ep's rows", max_bytes=max_rows * max(row.dispatch, row.combine))
 
@@ -85,7 +85,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             num_max_tokens_per_rank=spec.max_tokens_per_rank,
             hidden=spec.hidden_size,
             num_topk=spec.top_k,
-            # Gradients travel in bfloat16 along the same handle, and need its capacity.
+            # Gradients are sent in bfloat16 along the same handle, and need its capacity.
             use_fp8_dispatch=is_fp8 and not self.is_trainable,
             deterministic=self.is_trainable,
             explicitly_destroy=True,
@@ -131,7 +131,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
 
     @staticmethod
     def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
-        """Return the ids with -1 behind the last row that came, where memory holds anything."""
+        """Return the ids with -1 after the last row that arrived, where memory is undefined."""
         is_received = _is_received(handle, local_ids.shape[0])
         return torch.where(is_received.unsqueeze(1), local_ids, -1)
 
@@ -142,7 +142,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
         """
         tokens, max_tokens = handle.recv_src_metadata[:, 0].long(), self._spec.max_tokens_per_rank
         assert max_tokens is not None, "checked when it was opened"
-        # Tokens are numbered rank * M + t. Behind the last row that came they are garbage.
+        # Tokens are numbered rank * M + t. After the last row that arrived they are garbage.
         is_received = _is_received(handle, tokens.shape[0])
         ranks = torch.where(is_received, tokens // max_tokens, self._world_size)
         counts = torch.zeros(self._world_size + 1, dtype=torch.int64, device=tokens.device)
@@ -172,7 +172,7 @@ class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:
-    """Return which of R rows came, [R], bool."""
+    """Return which of R rows arrived, [R], bool."""
     num_received = handle.psum_num_recv_tokens_per_scaleup_rank[-1]
     return torch.arange(num_rows, device=num_received.device) < num_received
 

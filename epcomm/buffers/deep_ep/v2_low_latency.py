@@ -1,9 +1,9 @@
 """Low latency of deep_ep V2: rows expanded, one a (token, expert) pair, packed by expert, no index.
 
 The kernel that brings rows out of its memory writes them where a grouped GEMM reads them. Router
-weights come beside the rows, one each; rows of one expert come in any order. There is no backward:
+weights arrive with the rows, one each; rows of one expert are in any order. There is no backward:
 combine of expanded rows takes no gradients of weights. Its prefix sums count, for expert e, the
-aligned rows of the experts before it and its own real ones, so that padding lies behind each
+aligned rows of the experts before it and its own real ones, so that padding follows each
 expert's rows.
 """
 
@@ -22,13 +22,13 @@ from epcomm.buffers.deep_ep.v2 import ElasticPackage
 from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
-from epcomm.ops.static_slots import aligned_counts
+from epcomm.ops.slots import aligned_counts
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferCaps, BufferSpec
 
 
 class ExpandingPackage(ElasticPackage):
-    """An ElasticBuffer that hands out a row for each (token, expert) pair."""
+    """An ElasticBuffer that returns a row for each (token, expert) pair."""
 
     is_trainable: ClassVar[bool] = False
     expands: ClassVar[bool] = True
@@ -41,7 +41,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     package = ExpandingPackage
     is_static: ClassVar[bool] = True
-    # As in normal mode.
+    # The same holds in normal mode.
     needs_distinct_ids: ClassVar[bool] = True
 
     @classmethod
@@ -69,7 +69,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         received = self._send(call, ids)
         alignment = self._spec.expert_alignment
-        # Where each expert's real rows end. The next one's begin at the next multiple.
+        # The ends of the real rows of each expert. The next expert begins at the next multiple.
         ends = received.handle.psum_num_recv_tokens_per_expert
         starts = F.pad(aligned_counts(ends, alignment), (1, 0))
         index = SlotIndex(

@@ -1,6 +1,6 @@
 """Move tokens between hosts once for each host that needs them, and then inside the hosts.
 
-The outer buffer connects the ranks with the same place in their hosts; each rank stands for its
+The outer buffer connects the ranks with the same index in their hosts; each rank stands for its
 host. The inner buffer connects the ranks of a host; its tokens are the rows received by the outer
 buffer. Example: rank 0 has a token for experts of ranks 1, 2 and 3, with hosts 0 1 and 2 3:
 
@@ -44,7 +44,7 @@ from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, EPError, EPTimeout, describe_ranks
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, pack_fault
-from epcomm.records import ExchangePlan, SlotIndex
+from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import RowsPer
 
@@ -58,9 +58,6 @@ class HierarchicalExchangePlan(ExchangePlan):
     num_tokens: T of this rank.   num_rows, index: those of the inner exchange.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     outer: ExchangePlan
     inner: ExchangePlan
 
@@ -77,7 +74,7 @@ class _TwoExchangesCaps(BufferCaps):
 class HierarchicalBuffer(Buffer):
     """Serves normal mode on several hosts of equal size, with exact sizes.
 
-    Slots are in the order (expert, place in the host, host, token). The sums of a host are rounded
+    Slots are in the order (expert, index in the host, host, token). The sums of a host are rounded
     to the dtype of the rows before they are sent, one rounding more than in a flat exchange.
     """
 

@@ -20,7 +20,7 @@ _OF_SLOTS = ("slot index", "packed slots", "expert results")
 
 
 class HostRowsBuffer(CollectiveBuffer):
-    """Sends tokens between ranks with the same place in their hosts; each stands for its host.
+    """Sends tokens between ranks with the same index in their hosts; each stands for its host.
 
     A rank has the experts of its whole host here. A dispatch returns rows with their expert ids in
     the host and their weights (RowTopkDispatched), as input of the inner buffer. It makes no index

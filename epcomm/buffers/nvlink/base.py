@@ -43,7 +43,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     needs_nvlink: ClassVar[bool] = True
     needs_process_group: ClassVar[bool] = True
     # Receive buffers, unless the specification asks for another number. Tests also use 1, where a
-    # missing wait fails at once.
+    # missing wait fails immediately.
     num_buffers: ClassVar[int] = NUM_BUFFERS
     # The specification may limit the slots that a rank receives.
     _has_slot_budget: ClassVar[bool] = True
@@ -96,7 +96,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
 
     @abstractmethod
     def _start_anew(self) -> None:
-        """Reset signals and states to their first values; no kernel is under way. Local."""
+        """Reset signals and states to their first values; no kernel is running. Local."""
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
@@ -118,11 +118,11 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         Args:
             ranks: the ranks to exclude; ranks excluded before stay excluded.
 
-        Collective: yes, among the ranks that are left, at one place in the order of their calls.
+        Collective: yes, among the ranks that are left, at one point in the order of their calls.
         Host sync: yes.
         Raises:
             ConfigError: ranks that are none of the group, or this one; before anything is done.
-            EPTimeout: some other rank did not come; it may be excluded as well.
+            EPTimeout: some other rank did not arrive; it may be excluded as well.
             HandleError: the buffer is closed.
         """
         self._check_open()
@@ -220,7 +220,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         self._memory = memory = open_symmetric_memory(
             self._calls, flags_at + _WORD_BYTES * size, phase=f"open {self.name}"
         )
-        # Not before: where memory cannot grow, that of the old layout stays in use.
+        # The layout changes only now: where memory cannot grow, the old one stays in use.
         self._layout, addresses, device = layout, memory.addresses, memory.block.device
         self._living = LivingRanks([base + flags_at for base in addresses], self._rank, device)
         self._report = WaitReport(self._collectives, self.name)

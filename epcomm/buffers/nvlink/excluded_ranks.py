@@ -37,7 +37,7 @@ class LivingRanks:
     def device_barrier(self, max_polls: int) -> list[int]:
         """Wait for all ranks on the device, and return the ranks that are missing after max_polls.
 
-        Collective: yes, and ends if some do not come.   Host sync: yes.
+        Collective: yes, and ends if some do not arrive.   Host sync: yes.
         """
         from epcomm.kernels.nvlink.common.barrier import device_barrier
 

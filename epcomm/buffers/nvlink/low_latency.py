@@ -1,7 +1,7 @@
 """Low latency between the GPUs of one host: kernels store rows where the experts' rank reads them.
 
 Static sizes, no host sync, two launches a phase, two receive buffers used in turn, router weights
-that travel with the tokens, and one returned row for the sum of a rank's experts. Signals, memory
+that are sent with the tokens, and one returned row for the sum of a rank's experts. Signals, memory
 order and reuse: epcomm/kernels/nvlink/ll_dispatch_send.py, ll_dispatch_recv.py and ll_combine.py.
 
 A dispatch into a receive buffer whose last batch was never combined ends that batch first, on every
@@ -12,6 +12,7 @@ be combined any number of times, each time in a new epoch.
 from __future__ import annotations
 
 from functools import cache
+from types import ModuleType
 from typing import ClassVar, NoReturn
 
 import torch
@@ -21,7 +22,6 @@ from epcomm.buffers.base import Buffer, Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
-    LowLatencyKernels,
     NVLinkLowLatencyExchangePlan,
     ReceiveBuffer,
     kind_of,
@@ -71,6 +71,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     line_tokens: ClassVar[int] = 8
     needs_distinct_ids: ClassVar[bool] = False
     _has_slot_budget: ClassVar[bool] = False
+
+    # ll_launchers, which prepare() imports.
+    _kernels: ModuleType
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -150,10 +153,13 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
                 rank whose kernels are not interpreted.
         """
         spec = self._spec
-        self._kernels = LowLatencyKernels.load()
+        # Plans read this module on machines without Triton.
+        from epcomm.kernels.nvlink import ll_launchers
+
+        self._kernels = ll_launchers
         self._open_memory(self.layout_for(spec, self._world_size))
         num_slots = self._max_slots_of(spec, self._layout.num_rows)
-        # Of rows that the kernels quantise, and of those that travel as they come.
+        # The kinds of rows that the kernels quantise, and of rows that are sent as they are passed.
         self._kind, self._plain_kind = kind_of(spec.dispatch_format), kind_of(spec.hidden_format)
         self._line_tokens = self._layout.line_tokens
         self._receive_buffers = [
@@ -250,6 +256,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             expert_alignment=self._spec.expert_alignment,
             is_captured=receive_buffer.was_captured,
             batch=batch,
+            scale_strides=receive_buffer.scale_strides,
             slabs=receive_buffer.slabs,
         )
 
@@ -288,19 +295,12 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             # Only its code is sent.
             receive_buffer = self._find_batch(exchange_plan, error)
             code = FaultCode.of(error, in_combine=True)
-            y = self._send_results(receive_buffer, rows, 0, rows_per=RowsPer.ROW, code=code)
+            y = self._send_results(receive_buffer, rows, 0, per_row=True, code=code)
             weights = self._no_weights if self._spec.returns_slots else None
             return self._take_sums(receive_buffer, y, weights), None
         assert exchange_plan is not None, "it is None with an error alone"
         assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
-        receive_buffer = self._begin_combine(exchange_plan, rows_per)
-        y = self._send_results(
-            receive_buffer,
-            rows,
-            exchange_plan.num_tokens,
-            slot_weights=slot_weights,
-            rows_per=rows_per,
-        )
+        receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
         return self._take_sums(receive_buffer, y), None
 
     def combine_async(
@@ -312,14 +312,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         slot_weights: Tensor | None = None,
     ) -> Pending[Tensor]:
         assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
-        receive_buffer = self._begin_combine(exchange_plan, rows_per)
-        y = self._send_results(
-            receive_buffer,
-            rows,
-            exchange_plan.num_tokens,
-            slot_weights=slot_weights,
-            rows_per=rows_per,
-        )
+        receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
         return self._receive_later(receive_buffer, y, None)
 
     def combine_slots(
@@ -330,10 +323,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
-        receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
-        # Not when it is received: as y, see _send_results().
+        # Copied before the launch, as y is allocated: see _send_results().
         weights = topk_weights.contiguous()
-        y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
+        receive_buffer, y = self._begin_combine(rows, exchange_plan, RowsPer.SLOT, out=out)
         return self._take_sums(receive_buffer, y, weights)
 
     def combine_slots_async(
@@ -344,10 +336,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         *,
         out: Tensor | None = None,
     ) -> Pending[Tensor]:
-        receive_buffer = self._begin_combine(exchange_plan, RowsPer.SLOT)
-        # Not when it is received: as y, see _send_results().
         weights = topk_weights.contiguous()
-        y = self._send_results(receive_buffer, rows, exchange_plan.num_tokens, out=out)
+        receive_buffer, y = self._begin_combine(rows, exchange_plan, RowsPer.SLOT, out=out)
         return self._receive_later(receive_buffer, y, weights)
 
     def _receive_later(
@@ -375,18 +365,42 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
         return Pending(wait, record=y)
 
-    def _begin_combine(self, exchange_plan: ExchangePlan, rows_per: RowsPer) -> ReceiveBuffer:
-        """Return the receive buffer of a batch, which awaits its combine or was combined before."""
+    def _begin_combine(
+        self,
+        rows: Tensor,
+        exchange_plan: ExchangePlan,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+    ) -> tuple[ReceiveBuffer, Tensor]:
+        """Send the results of a batch; return its receive buffer, and memory for y."""
         assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
-        assert self.handed_layout is Layout.ROWS or rows_per is RowsPer.SLOT, (
-            "a MASKED row is a slot"
-        )
+        is_per_slot = rows_per is RowsPer.SLOT
+        assert is_per_slot or self.handed_layout is Layout.ROWS, "a MASKED row is a slot"
         self._begin_call()
         receive_buffer = self._receive_buffer_of(exchange_plan.batch)
         self._check_batch(receive_buffer, exchange_plan.batch)
-        if not receive_buffer.reopen(self._kernels):
+        if not self._reopen(receive_buffer):
             self._raise_ended(exchange_plan.batch)
-        return receive_buffer
+        y = self._send_results(
+            receive_buffer,
+            rows,
+            exchange_plan.num_tokens,
+            per_row=not is_per_slot,
+            slot_weights=slot_weights,
+            out=out,
+        )
+        return receive_buffer, y
+
+    def _reopen(self, receive_buffer: ReceiveBuffer) -> bool:
+        """Begin a batch again if it was combined; return whether it awaits a combine now."""
+        if not receive_buffer.is_open and receive_buffer.unfinished is not None:
+            receive_buffer.unfinished()
+        if not receive_buffer.is_open and receive_buffer.is_combined:
+            self._kernels.begin_again(receive_buffer.exchange, receive_buffer.batch_word)
+            receive_buffer.is_open, receive_buffer.is_combined = True, False
+        return receive_buffer.is_open
 
     def _send_results(
         self,
@@ -394,28 +408,47 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         rows: Tensor,
         num_tokens: int,
         *,
-        out: Tensor | None = None,
+        per_row: bool = False,
         slot_weights: Tensor | None = None,
-        rows_per: RowsPer = RowsPer.SLOT,
+        out: Tensor | None = None,
         code: FaultCode = FaultCode.NONE,
     ) -> Tensor:
-        """Send sums, or slots apart, and return memory for y: [T, H], not written yet."""
+        """Send sums, slots or a refusal; return memory for y: [T, H], not written yet."""
         # to() takes host time where there is nothing to do.
         rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         shape = (num_tokens, self._spec.hidden_size)
-        # Not when it is received: its kernel does not wait for those behind this sender, whose
-        # inputs, freed by then, could be the same memory.
+        # Allocated now, because the receiving kernel may run beside kernels before this sender,
+        # whose inputs may be free by then, and could be the same memory.
         y = rows.new_empty(shape) if out is None else out
         if out is not None:
             is_fit = out.shape == shape and out.dtype is self._sum_dtype and out.is_contiguous()
             assert is_fit, f"out is {list(out.shape)} {out.dtype}, expected {list(shape)}"
-        receive_buffer.send_results(self._kernels, rows, slot_weights, rows_per, code)
+        self._kernels.send_combine(
+            receive_buffer.exchange,
+            rows if rows.stride(-1) == 1 else rows.contiguous(),
+            None if slot_weights is None else slot_weights.contiguous(),
+            receive_buffer.slots_of_row,
+            per_row=per_row,
+            batch=receive_buffer.batch_word,
+            status=int(code),
+        )
+        receive_buffer.is_open = False
         return y
 
     def _take_sums(
         self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None = None
     ) -> Tensor:
-        receive_buffer.take_sums(self._kernels, y, topk_weights)
+        """End the combine of a batch: write y, and return it."""
+        self._kernels.receive_combine(
+            receive_buffer.exchange,
+            y,
+            receive_buffer.is_sent,
+            topk_weights,
+            batch=receive_buffer.batch_word,
+            # As this rank sent, which its header told all ranks.
+            line_tokens=receive_buffer.num_tokens if receive_buffer.is_in_lines else None,
+        )
+        receive_buffer.is_combined = True
         return y
 
     def _find_batch(self, exchange_plan: ExchangePlan | None, error: EPError) -> ReceiveBuffer:
@@ -432,9 +465,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             meant = [each for each in self._receive_buffers if each.is_open]
         else:
             assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
-            batch, kernels = exchange_plan.batch, self._kernels
+            batch = exchange_plan.batch
             of_batch = (each for each in self._receive_buffers if each.batch == batch)
-            meant = [each for each in of_batch if each.reopen(kernels)]
+            meant = [each for each in of_batch if self._reopen(each)]
         if not meant:
             raise error
         self._faults.note_own(error)
@@ -475,7 +508,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             receive_buffer.is_open = receive_buffer.is_combined = False
             receive_buffer.was_captured = False
             receive_buffer.unfinished = None
-        # Ranks may have come to different numbers, and exchange plans of old batches stay refused.
+        # Ranks may have reached different numbers, and exchange plans of old batches stay refused.
         self._first_batch = self._num_batches
 
     def _release(self) -> None:
@@ -485,7 +518,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def _warm_up(self) -> None:
         """Run batches without tokens through each receive buffer: kernels are compiled and loaded.
 
-        They travel in bulk, then in lines, whose kernels differ. A barrier follows each step, for
+        They are sent in bulk, then in lines, whose kernels differ. A barrier follows each step, for
         compiling may take one rank longer than a wait.
         """
         for line_tokens in (0, self._layout.line_tokens):

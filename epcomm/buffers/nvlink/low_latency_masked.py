@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer, SlotSources
+from epcomm.kernels.nvlink.common.exchange import SlabMemory
 from epcomm.quantization.scale_layout import SCALES_PER_WORD
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, WireTensor, align_up
@@ -21,14 +22,14 @@ _WORD_BYTES = 4
 
 
 def scale_reasons(spec: BufferSpec) -> list[str]:
-    """Return why scales of slabs cannot lie as a specification asks; none if they can."""
+    """Return why slabs cannot have the scale layout of a specification; none if they can."""
     wire, layout = spec.dispatch_format, spec.scale_layout
     if layout == ROW_MAJOR:
         return []
     if wire.scale_dtype is None:
-        return [f"rows of {wire} have no scales that could lie {layout}"]
+        return [f"rows of {wire} have no scales that could be {layout}"]
     if layout.packed != (wire.scale_dtype.itemsize < _WORD_BYTES):
-        return [f"scales of {wire} move as words, so they lie {layout} only if words hold them"]
+        return [f"scales of {wire} move as words, so they can be {layout} only if words hold them"]
     return []
 
 
@@ -37,8 +38,6 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
 
     If each slot returns, allocate memory for the sources of the slots too.
     """
-    from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
-
     rows, layout = receive_buffer.rows, receive_buffer.exchange.peers.layout
     num_local, capacity, device = spec.num_local_experts, layout.num_rows, rows.data.device
     data = _words(num_local * capacity, layout.data_bytes // _WORD_BYTES, device=device)
@@ -56,10 +55,10 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
             ranges=torch.zeros(num_local, layout.world_size, dtype=torch.int64, device=device),
         )
     sources = receive_buffer.sources
-    receive_buffer.slabs = Slabs(
+    receive_buffer.scale_strides = strides
+    receive_buffer.slabs = SlabMemory(
         data=data,
         scales=words,
-        scale_strides=strides,
         token_of_slot=sources and sources.token_of_slot,
         source_ranges=sources and sources.ranges,
     )
@@ -70,7 +69,7 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
 def _scales(
     spec: BufferSpec, capacity: int, scale_bytes: int, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, tuple[int, int, int]]:
-    """Return the scales of slabs as they are handed out, as words, and the strides of Slabs."""
+    """Return the scales of slabs as dispatch returns them, as words, and the strides of words."""
     wire, layout, num_local = spec.dispatch_format, spec.scale_layout, spec.num_local_experts
     num_scales = wire.num_scales(spec.hidden_size)
     if wire.scale_dtype is None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, PeerBlocks
+from epcomm.kernels.nvlink.common.exchange import (
+    NO_SLABS,
+    LowLatencyExchange,
+    PeerBlocks,
+    SlabMemory,
+)
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
-from epcomm.protocol import FaultCode
 from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor
-
-if TYPE_CHECKING:
-    # It imports Triton, and plans read this folder without it.
-    from epcomm.kernels.nvlink.ll_dispatch_recv import Slabs
+from epcomm.types import WireDtype, WireFormat, WireTensor
 
 _MAX_INT32 = 2**31 - 1
 
@@ -59,8 +58,8 @@ class ReceiveBuffer:
         the index has none.   slots_of_row: [W * M, K].
     is_sent: [M, W], uint8, whether the token was sent to the rank; if each slot returns, [M, K],
         1 + the rank that has the slot.   slot_weights: None if each slot returns.
-    slabs: the memory to which rows of MASKED are copied.   sources: the sources of slots that
-        return.
+    slabs, scale_strides: the memory to which rows of MASKED are copied.   sources: the sources of
+        slots that return.
     batch: number of the last dispatch, of T = num_tokens, sent in lines or in bulk; its header has
         the batch.   is_open: the batch awaits its combine.   is_combined: this rank has received
         the sums, so that the batch can be combined again.
@@ -75,7 +74,8 @@ class ReceiveBuffer:
     index: SlotIndex
     slot_weights: Tensor | None
     is_sent: Tensor
-    slabs: Slabs | None = None
+    slabs: SlabMemory = NO_SLABS
+    scale_strides: tuple[int, int, int] = (0, 0, 0)
     sources: SlotSources | None = None
     batch: int = -1
     num_tokens: int = 0
@@ -127,97 +127,6 @@ class ReceiveBuffer:
     def batch_word(self) -> int:
         """The number of the batch as kernels are given it."""
         return self.batch & _MAX_INT32
-
-    def send_results(
-        self,
-        kernels: LowLatencyKernels,
-        rows: Tensor,
-        slot_weights: Tensor | None,
-        rows_per: RowsPer,
-        code: FaultCode,
-    ) -> None:
-        """Begin the combine of the batch: send sums, or slots apart, or why this rank refuses."""
-        rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-        if self.exchange.peers.layout.returns_slots:
-            kernels.send_slots(
-                self.exchange, rows, self.slots_of_row, batch=self.batch_word, status=int(code)
-            )
-        else:
-            kernels.send_combine(
-                self.exchange,
-                rows,
-                None if slot_weights is None else slot_weights.contiguous(),
-                self.slots_of_row,
-                per_row=rows_per is RowsPer.ROW,
-                batch=self.batch_word,
-                status=int(code),
-            )
-        self.is_open = False
-
-    def take_sums(self, kernels: LowLatencyKernels, y: Tensor, topk_weights: Tensor | None) -> None:
-        """End the combine of the batch: y is written."""
-        # As this rank sent, which its header told all ranks.
-        if self.is_in_lines:
-            kernels.receive_combine_lines(
-                self.exchange,
-                y,
-                self.is_sent,
-                self.num_tokens,
-                topk_weights,
-                batch=self.batch_word,
-            )
-        else:
-            kernels.receive_combine(
-                self.exchange, y, self.is_sent, topk_weights, batch=self.batch_word
-            )
-        self.is_combined = True
-
-    def reopen(self, kernels: LowLatencyKernels) -> bool:
-        """Begin the batch again if it was combined; return whether it awaits a combine now."""
-        if not self.is_open and self.unfinished is not None:
-            self.unfinished()
-        if not self.is_open and self.is_combined:
-            kernels.begin_again(self.exchange, self.batch_word)
-            self.is_open, self.is_combined = True, False
-        return self.is_open
-
-
-@dataclass(frozen=True, kw_only=True)
-class LowLatencyKernels:
-    """The launchers of the kernels, imported once: an import in every call takes 1 us.
-
-    Plans read this folder on machines without Triton.
-    """
-
-    send_dispatch: Callable[..., None]
-    receive_dispatch: Callable[..., None]
-    release_buffer: Callable[..., None]
-    begin_again: Callable[..., None]
-    send_combine: Callable[..., None]
-    send_slots: Callable[..., None]
-    receive_combine: Callable[..., None]
-    receive_combine_lines: Callable[..., None]
-
-    @classmethod
-    def load(cls) -> LowLatencyKernels:
-        from epcomm.kernels.nvlink import (
-            ll_combine,
-            ll_combine_slots,
-            ll_dispatch_recv,
-            ll_dispatch_send,
-        )
-        from epcomm.kernels.nvlink.lines import combine_recv
-
-        return cls(
-            send_dispatch=ll_dispatch_send.send_dispatch,
-            receive_dispatch=ll_dispatch_recv.receive_dispatch,
-            release_buffer=ll_dispatch_recv.release_buffer,
-            begin_again=ll_combine.begin_again,
-            send_combine=ll_combine.send_combine,
-            send_slots=ll_combine_slots.send_slots,
-            receive_combine=ll_combine.receive_combine,
-            receive_combine_lines=combine_recv.receive_combine_lines,
-        )
 
 
 def scale_words(wire: WireTensor) -> Tensor | None:

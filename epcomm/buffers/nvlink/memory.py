@@ -61,7 +61,7 @@ def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
             f"{phase}: the EPGroup is not made of a torch.distributed process group "
             f"(rank {collectives.rank} of {collectives.world_size}); make it of one"
         )
-    # Not at the top: CPU ranks have no use for it.
+    # It is imported here, because CPU ranks have no use for it.
     from torch.distributed import _symmetric_memory
 
     block, error = None, ""
@@ -73,7 +73,7 @@ def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
             block.zero_()
             torch.cuda.synchronize(collectives.device)
     except RuntimeError as own_error:
-        # That of an allocator has many lines; the first one says it.
+        # The message of an allocator has many lines; the first one has the reason.
         error = str(own_error).partition("\n")[0] or type(own_error).__name__
     agree_on_memory(calls, error, num_bytes, phase=phase)
     assert block is not None, "some rank would have raised"
@@ -112,7 +112,7 @@ def region_rows(block: Tensor, layout: MemoryLayout, buffer_index: int, region: 
 def received_rows(
     block: Tensor, layout: MemoryLayout, buffer_index: int, spec: BufferSpec
 ) -> WireTensor:
-    """Return [W * M, H]: the rows of a receive buffer and their scales, where they lie."""
+    """Return [W * M, H]: the rows of a receive buffer and their scales, without a copy."""
     wire, scales = spec.dispatch_format, None
     data = region_rows(block, layout, buffer_index, "data").view(wire.dtype.torch_dtype)
     if wire.scale_dtype is not None:
@@ -133,7 +133,7 @@ def as_words(rows: Tensor) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _word_dtype(places: tuple[int, ...], itemsize: int) -> torch.dtype:
-    """Return the widest integers at whose boundaries all places lie, counted in elements."""
+    """Return the widest integers to which all offsets are aligned, counted in elements."""
     for dtype in (torch.int32, torch.int16):
         if all(place * itemsize % dtype.itemsize == 0 for place in places):
             return dtype

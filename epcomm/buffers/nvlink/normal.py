@@ -83,13 +83,13 @@ _TOKEN_MULTIPLE = 128
 
 
 class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
-    """The base of normal mode, of exact sizes or of a budget, as its buffer says."""
+    """The base of normal mode, of exact sizes or of a budget, as its buffer sets."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     is_static: ClassVar[bool] = False
-    # Of static sizes: M rows at most come from all ranks together, and are numbered without gaps.
+    # With static sizes, all ranks together send at most M rows, numbered without gaps.
     has_row_budget: ClassVar[bool] = False
-    # Of each kernel, a block on each: enough for nine tenths of what the wire takes.
+    # One block of each kernel runs on each SM; 32 reach nine tenths of the bandwidth of the wire.
     default_num_sms: ClassVar[int] = 32
 
     @classmethod
@@ -230,7 +230,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._compare_combine(error)
         self._begin_call()
         if error is not None:
-            # Only its code travels. Unless ranks compare their calls, y is NaN on the others.
+            # Only its code is sent. Unless ranks compare their calls, y is NaN on the others.
             self._faults.note_own(error)
             exchange_plan = self._plan_memory.empty_exchange_plan()
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
@@ -257,24 +257,24 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
 
     def _start_anew(self) -> None:
         block, layout, exchange = self._block, self._layout, self._exchange
-        # All signals: they lie before the returned sums.
+        # All signals, which are stored before the returned sums.
         block[: layout.offsets["returned"]].zero_()
         for tensor in (exchange.state, exchange.counted, exchange.peers.faults):
             tensor.zero_()
-        # Ranks may have come to different numbers.
+        # Ranks may have reached different numbers.
         self._num_earlier += self._num_dispatches
         self._num_dispatches = 0
         self._excluded_ranks = self._living.dead()
         for buffer_index in range(layout.num_buffers):
             rows = region_rows(block, layout, buffer_index, "data")
             for rank in self._excluded_ranks:
-                # Rows along old exchange plans are used where they lie.
+                # Rows along old exchange plans are used without a copy.
                 rows[rank * layout.max_tokens : (rank + 1) * layout.max_tokens].zero_()
 
     def _compare_combine(self, error: EPError | None) -> None:
         """Raise on every rank if any refuses a combine, where the specification asks for it."""
         if self.is_static or self._excluded_ranks or not self._spec.compares_calls:
-            # Hosts must not wait, or would wait for the dead: y is NaN, and check() tells.
+            # Hosts must not wait for dead ranks: y is NaN, and check() raises the error.
             return
         self._calls.announce(CallKind.COMBINE, ANY_BATCH, error=error)
 
@@ -318,7 +318,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         """Wait for the counts of all ranks.
 
         Raises:
-            EPTimeout: some rank did not come.
+            EPTimeout: some rank did not arrive.
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         timeout_s = 2 * self._collectives.kernel_timeout_s
@@ -429,7 +429,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         return buffer_index
 
     def _index_of_rows(self, exchange_plan: NVLinkNormalExchangePlan) -> int:
-        """Return the receive buffer in which the rows of a batch lie, -1 if in other memory."""
+        """Return the receive buffer that holds the rows of a batch, -1 if other memory does."""
         number = exchange_plan.batch - self._num_earlier
         is_here = exchange_plan.capacity_tokens == self._layout.max_tokens and number > 0
         if exchange_plan.owns_rows or not is_here:
@@ -463,7 +463,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         self._exchange = NormalExchange.of(self._blocks)
         self._rows = self.received_rows()
         num_rows = self._layout.max_tokens if self.has_row_budget else self._layout.num_rows
-        # Of an index before the host knows what comes; with a budget it never does.
+        # These sizes serve until the host knows what arrives; with a budget it never does.
         self._most_sizes = IndexSizes(
             num_rows=num_rows,
             num_slots=self._max_slots_of(self._spec, num_rows),

@@ -1,4 +1,4 @@
-"""Exchange plans of normal mode over NVLink: where tokens went, and what came."""
+"""Exchange plans of normal mode over NVLink: where tokens went, and what arrived."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from epcomm.spec import BufferSpec
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NVLinkNormalExchangePlan(ExchangePlan):
-    """The plan of a dispatch: where this rank's tokens went, and what came.
+    """The plan of a dispatch: where this rank's tokens went, and what arrived.
 
-    owns_rows: rows are numbered without gaps, and copied; else place q of source s is row
+    owns_rows: rows are numbered without gaps, and copied; else index q of source s is row
         s * M + q, of capacity_tokens = M, of memory that peers write.
     batch: number of the dispatch, among all that took a receive buffer.
-    num_sms: as its call says.
+    num_sms: that of its call.
     """
 
     num_tokens: int
@@ -77,7 +77,7 @@ class ExchangePlanMemory:
         return PlanBlock(spec=spec, memory=memory, layout=layout, received=received)
 
     def empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
-        """Return the plan of a dispatch in which nothing was sent, and nothing came."""
+        """Return the plan of a dispatch in which nothing was sent, and nothing arrived."""
         spec, size = self.spec, self.world_size
 
         def zeros(*shape: int) -> Tensor:

@@ -14,11 +14,11 @@ from epcomm.spec import BufferCaps, BufferSpec
 
 
 class NVLinkRowBudgetBuffer(NVLinkNormal, Buffer):
-    """Serves normal mode with static sizes, and hands out M rows without gaps between ranks.
+    """Serves normal mode with static sizes, and returns M rows without gaps between ranks.
 
     max_tokens_per_rank is both the most tokens that a rank dispatches and the most rows that it
     receives from all ranks together: for callers who know the sum, and not how it is spread. More
-    rows on one rank are a fault on all. Rows behind those that came have no slot and are undefined.
+    rows on one rank are a fault on all. Rows after these have no slot and are undefined.
     Rows are always in memory of their own, so one receive buffer suffices.
     """
 

@@ -23,7 +23,7 @@ _INDEX = slice(2, 7)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanBlockLayout:
-    """The places of PLAN_PARTS in a block, all of which begin at multiples of 16 bytes.
+    """The offsets of PLAN_PARTS in a block, all of which begin at multiples of 16 bytes.
 
     offsets: bytes before each.   num_words: of all.   index_words: from part to part of the index.
     pieces: the words by which a block is cut into the parts of Sends, the index, the parts of
@@ -40,7 +40,7 @@ class PlanBlockLayout:
     def of(
         cls, spec: BufferSpec, world_size: int, num_tokens: int, most: IndexSizes
     ) -> PlanBlockLayout:
-        """Return the layout for T tokens, and for as many rows and slots as may come."""
+        """Return the layout for T tokens, and for as many rows and slots as may arrive."""
         return _layout_of(
             spec.top_k,
             spec.num_local_experts,
@@ -96,7 +96,7 @@ class PlanBlockParts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlanBlock:
-    """The memory of one call, int32, and what a kernel is told of it.
+    """The memory of one call, int32, and the arguments of a kernel for it.
 
     What is not used stays allocated: 24 * K bytes at most for each of W * M rows.
     """
@@ -138,6 +138,6 @@ class PlanBlock:
         )
 
     def row_topk(self, sizes: IndexSizes) -> tuple[Tensor, Tensor] | None:
-        """Return the experts and the weights of the rows, if the kernel was told to write them."""
+        """Return the experts and the weights of the rows, if the kernel was asked to write them."""
         topk = self.received.row_topk
         return None if topk is None else (topk[0][: sizes.num_rows], topk[1][: sizes.num_rows])

@@ -111,7 +111,7 @@ def normal_regions(
 def low_latency_regions(
     spec: BufferSpec, layout: LowLatencyLayout, num_slots: int, handed: Layout
 ) -> tuple[Region, ...]:
-    """Return Buffer.region_bytes() for an index of C slots, in the layout that is handed out."""
+    """Return Buffer.region_bytes() for an index of C slots, in the layout that is returned."""
     index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
     other_bytes = layout.buffer_bytes - sum(layout.regions[name] for name in _ROW_REGIONS)
     sizes = {

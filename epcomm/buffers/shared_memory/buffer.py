@@ -63,7 +63,7 @@ class HostMover(RowMover):
     def __init__(self, calls: Calls, spec: BufferSpec, name: str) -> None:
         """Store the arguments. name: the name of the buffer, for messages."""
         # Headers in shared memory have all counts, so no second message is needed.
-        self.has_rest = False
+        super().__init__(calls.collectives, waits=False)
         self._calls, self._spec, self._name = calls, spec, name
         self._rank, self._world_size = calls.collectives.rank, calls.world_size
         self._widest_row, self._widest_sum = _widest_bytes(spec)
@@ -71,13 +71,8 @@ class HostMover(RowMover):
         rows, sums = _most_bytes(spec, self._world_size)
         self._rows = HostRegion(calls, "rows", self._num_batches, rows)
         self._sums = HostRegion(calls, "sums", _NUM_BUFFERS, sums)
-        self._table: RowTable | None = None
         self._num_dispatches = 0
         self._is_open = False
-
-    @property
-    def table(self) -> RowTable | None:
-        return self._table
 
     @property
     def epoch(self) -> int:
@@ -142,10 +137,10 @@ class HostMover(RowMover):
         # After an error above, the next call writes the same header memory.
         self._num_dispatches += 1
         headers = self._headers[self._rank][buffer_index].clone()
-        self._table = self._table_of(headers)
-        received = [sum(rows) for rows in zip(*self._table, strict=True)]
+        self.table = self._table_of(headers)
+        received = [sum(rows) for rows in zip(*self.table, strict=True)]
         self._rows.require(max(received) * self._widest_row)
-        self._sums.require(max(map(sum, self._table)) * self._widest_sum)
+        self._sums.require(max(map(sum, self.table)) * self._widest_sum)
         return headers[:, self._rank].contiguous()
 
     def _table_of(self, headers: Tensor) -> RowTable:

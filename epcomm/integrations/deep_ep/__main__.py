@@ -24,7 +24,7 @@ _USAGE = "usage: python -m epcomm.integrations.deep_ep [--replace] PROGRAM [ARGU
 
 
 def command_of(arguments: Sequence[str]) -> list[str]:
-    """Return the command that runs a program: a file of Python, `-m MODULE`, or a command.
+    """Return the command that runs a file of Python, `-m MODULE`, or a command.
 
     Raises:
         ConfigError: no program is named, or there is none of that name.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import NoReturn
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from epcomm.errors import CapacityError, ConfigError, EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.events import EventHandle, EventOverlap
-from epcomm.integrations.deep_ep.normal import RowExchange, Rows, scale_block
+from epcomm.integrations.deep_ep.normal import RowExchange, Rows, XTensors, scale_block
 from epcomm.integrations.deep_ep.ranks import Ranks
+from epcomm.spec import BufferSpec
 from epcomm.types import is_size
 
 Shape = tuple[int | None, ...]
@@ -20,10 +20,9 @@ Dtypes = tuple[torch.dtype, ...]
 
 IDS: Dtypes = (torch.int64, torch.int32)
 FLOAT32: Dtypes = (torch.float32,)
+_INTEGERS = (int, Integral)
 # Scales are opaque words of four bytes.
 _SCALES: Dtypes = (torch.float32, torch.int32, torch.uint32)
-_MOST_BIASES = 2
-_INTEGERS = (int, Integral)
 
 
 class MissingArgumentError(ConfigError, NotImplementedError):
@@ -34,6 +33,9 @@ class Check:
     """Checks the arguments of one call on this rank; local, before anything is sent.
 
     Each method but error() raises an EPError that names the argument and this rank.
+
+    spec: of the buffer of a dispatch, as soon as its arguments determine it; its K is 0 if neither
+        ids nor weights have T rows.
     """
 
     def __init__(self, function: str, ranks: Ranks, like: object = None) -> None:
@@ -42,6 +44,7 @@ class Check:
         if isinstance(like, Tensor):
             ranks.follow(like.device)
         self.function, self.ranks, self._device = function, ranks, ranks.device
+        self.spec: BufferSpec | None = None
 
     def error(
         self, kind: type[EPError], fault: str, remedy: str = "correct it on this rank"
@@ -51,7 +54,7 @@ class Check:
 
     def tensor(self, name: str, tensor: object, shape: Shape, dtypes: Dtypes) -> None:
         """Require a tensor of one of these dtypes on the device; shape: None for any size."""
-        # What holds in right calls comes first: decoding counts microseconds of the host.
+        # Right calls first: decoding counts microseconds of the host.
         if (
             isinstance(tensor, Tensor)
             and tensor.dtype in dtypes
@@ -91,15 +94,19 @@ class Check:
             fault = f"{fault}, expected at most {exchange.row_bytes}, as in the dispatch"
             raise self.error(ShapeError, fault, "convert it with .to()")
 
-    def topk_idx(self, topk_idx: Tensor | None, num_tokens: int, dtypes: Dtypes = IDS) -> None:
-        """Require [T, K], with at least one expert a token; ids() looks at the values."""
-        self.tensor("topk_idx", topk_idx, (num_tokens, None), dtypes)
-        if topk_idx is not None and topk_idx.shape[1] == 0:
-            fault = f"topk_idx is {list(topk_idx.shape)}, expected at least one expert a token"
-            raise self.error(ShapeError, fault)
+    @staticmethod
+    def top_k(num_tokens: int, *topk: object) -> int:
+        """Return K if ids or weights are [T, K], whatever else is wrong with them; else 0."""
+        for each in topk:
+            if isinstance(each, Tensor) and each.dim() == 2 and each.shape[0] == num_tokens:
+                return each.shape[1]
+        return 0
 
     def ids(self, topk_ids: Tensor, num_experts: int) -> None:
-        """Require -1 or experts, where the host reads ids: on CPUs."""
+        """Require at least one id a token: -1 or experts, where the host reads ids, on CPUs."""
+        if topk_ids.shape[1] == 0:
+            fault = f"topk_idx is {list(topk_ids.shape)}, expected at least one expert a token"
+            raise self.error(ShapeError, fault)
         if not self.ranks.reads_faults or not topk_ids.numel():
             return
         lowest, highest = (int(each) for each in topk_ids.aminmax())
@@ -109,7 +116,7 @@ class Check:
             raise self.error(ShapeError, fault)
 
     def num_tokens(self, num_tokens: int, limit: str, most: int) -> None:
-        """Require at most as many tokens as the argument `limit` says."""
+        """Require at most as many tokens as the argument `limit`."""
         if num_tokens > most:
             fault = f"x has {num_tokens} tokens, expected at most {limit} = {most}"
             raise self.error(CapacityError, fault, "pass a larger number on all ranks")
@@ -120,20 +127,23 @@ class Check:
             name = "cumulative_local_expert_recv_stats"
             self.tensor(name, stats, (num_local,), (torch.int32,))
 
-    def biases(self, biases: Sequence[object], exchange: RowExchange) -> None:
-        """Require at most two tensors that the sums of an exchange begin with."""
-        if len(biases) > _MOST_BIASES:
+    def biases(self, bias: XTensors | None, exchange: RowExchange) -> tuple[Tensor, ...]:
+        """Require none, one or two tensors that the sums of an exchange begin with; return them."""
+        biases = () if bias is None else bias if isinstance(bias, tuple) else (bias,)
+        if len(biases) > 2:
             fault = f"bias is a tuple of {len(biases)}, expected two tensors at most"
             raise self.error(ShapeError, fault, "add them up")
+        shape = (exchange.num_tokens, exchange.spec.hidden_size)
         for bias in biases:
-            shape = (exchange.num_tokens, exchange.spec.hidden_size)
             self.tensor("bias", bias, shape, (exchange.sum_dtype,))
+        return biases
 
-    def experts(self, num_experts: object, kind: type[EPError]) -> None:
-        """Require a multiple of the ranks."""
+    def num_local_experts(self, num_experts: object, kind: type[EPError]) -> int:
+        """Require a multiple of the ranks; return L."""
         if not is_size(num_experts) or num_experts % self.ranks.size:
             fault = f"num_experts is {num_experts}, expected a multiple of {self.ranks.size} ranks"
             raise self.error(kind, fault, "pass the number of experts of all ranks")
+        return num_experts // self.ranks.size
 
     def size(self, name: str, size: object, kind: type[EPError] = ConfigError) -> None:
         """Require a positive integer."""
@@ -160,12 +170,14 @@ class Check:
             f"({self.ranks.where}); pass it as it is, without a copy"
         )
 
-    def absent(self, advice: Mapping[str, str], *given: object) -> None:
-        """Refuse arguments that are not None or False; advice: what to use in place of each."""
-        for (argument, use), value in zip(advice.items(), given, strict=True):
+    def absent(self, **given: object) -> None:
+        """Refuse arguments that are not None or False."""
+        for name, value in given.items():
             if value is not None and value is not False:
+                argument = f"{name}=True" if value is True else name
                 fault = f"{argument} is not there in epcomm.integrations.deep_ep"
-                raise self.error(MissingArgumentError, fault, use)
+                remedy = "leave it out, and see docs/migrating_from_deepep.md for what to use"
+                raise self.error(MissingArgumentError, fault, remedy)
 
 
 def _fits(found: torch.Size, shape: Shape) -> bool:

@@ -18,13 +18,13 @@ class EventHandle:
 
     def __init__(self) -> None:
         self.event: torch.cuda.Event | None = None
-        # Not is_available(): a process that has not used its GPU has no work to wait for.
+        # is_initialized() rather than is_available(): an unused GPU has no work to wait for.
         if torch.cuda.is_initialized():
             self.event = torch.cuda.Event()
             self.event.record()
 
     def current_stream_wait(self) -> None:
-        """Make the current stream wait for all that came before this point. Host sync: none."""
+        """Make the current stream wait for all work before this point. Host sync: none."""
         if self.event is not None:
             self.event.wait()
 
@@ -43,11 +43,9 @@ class EventOverlap:
         self._releases_at_end = False
 
     def current_stream_wait(self, release_handle: bool = False) -> object:
-        """Make the current stream wait for the event, which async_finish or capture() made.
+        """Make the current stream wait for the event; return what the registered hook returns.
 
         release_handle: drop the event afterwards.
-
-        Returns: what the hook returned that was registered, if one was.
         """
         assert self.event is not None, "an event exists only after async_finish or capture()"
         self.event.current_stream_wait()
@@ -80,35 +78,26 @@ class EventOverlap:
 
 
 class AsyncCall:
-    """A call under way; event() returns its event at the end.
+    """A call in progress; event() returns its event at the end.
 
-    stream, current: of the call and of its caller; None where they are one.
+    streams: of the call and of its caller; none on a CPU. None if the call is not asynchronous.
     """
 
-    def __init__(
-        self,
-        stream: torch.cuda.Stream | None = None,
-        current: torch.cuda.Stream | None = None,
-        *,
-        is_async: bool,
-    ) -> None:
-        self._streams, self._is_async = (stream, current), is_async
+    def __init__(self, streams: tuple[torch.cuda.Stream, ...] | None) -> None:
+        self._streams = streams
 
     def event(self, tensors: Sequence[Tensor | None]) -> EventOverlap:
-        """Return the event at the end of the call; without async_finish it holds none.
-
-        tensors: all that the call reads and writes, whose memory both streams use.
-        """
-        if not self._is_async:
+        """Return the event at the end of the call; tensors: all that it reads and writes."""
+        if self._streams is None:
             return EventOverlap()
         for stream in self._streams:
             for tensor in tensors:
-                if tensor is not None and stream is not None:
+                if tensor is not None:
                     tensor.record_stream(stream)
         return EventOverlap(EventHandle())
 
 
-_ON_CURRENT_STREAM = nullcontext(AsyncCall(is_async=False))
+_ON_CURRENT_STREAM = nullcontext(AsyncCall(None))
 
 
 class CommStream:
@@ -124,12 +113,10 @@ class CommStream:
     def call(
         self, device: torch.device, *events: EventHandle | EventOverlap | None, is_async: bool
     ) -> AbstractContextManager[AsyncCall]:
-        """Run a call on tensors of `device`, after all of these events.
+        """Run a call on tensors of `device` after all of these events, in a context.
 
         is_async: the current stream does not wait for the call. Without events the call waits for
             all that the current stream holds.
-
-        Returns: a context whose value makes the event of the call.
         """
         given = [each.event if isinstance(each, EventOverlap) else each for each in events]
         given = [each for each in given if each is not None]
@@ -144,7 +131,7 @@ class CommStream:
         if device.type != "cuda" or not is_async:
             for event in events:
                 event.current_stream_wait()
-            yield AsyncCall(is_async=is_async)
+            yield AsyncCall(() if is_async else None)
             return
         stream, current = self._on_gpu(device), torch.cuda.current_stream(device)
         with torch.cuda.stream(stream):
@@ -152,10 +139,10 @@ class CommStream:
                 event.current_stream_wait()
             if not events:
                 stream.wait_stream(current)
-            yield AsyncCall(stream, current, is_async=True)
+            yield AsyncCall((stream, current))
 
     def _on_gpu(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
-            # With priority, as in DeepEP: its few programs would wait behind those of a product.
+            # As in DeepEP the stream has priority; its programs would wait for those of a product.
             self._stream = torch.cuda.Stream(device, priority=-1)
         return self._stream

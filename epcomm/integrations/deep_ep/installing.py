@@ -28,13 +28,12 @@ def install(*, replace: bool = False) -> None:
     Programs that are started later, such as workers of a cluster, need PYTHONPATH: run the program
     by `python -m epcomm.integrations.deep_ep PROGRAM`.
 
-    Args:
-        replace: take the place of a real deep_ep, if one is installed.
+    replace: take the place of a real deep_ep, if one is installed.
 
     Process-wide. Local, idempotent.
     Raises:
-        ConfigError: a real deep_ep is installed and replace is not set; or the call is too late,
-            because deep_ep was imported already, or a module that looks for it at its import.
+        ConfigError: a real deep_ep is installed and replace is not set; or deep_ep, or a module
+            that looks for it at its import, was imported already.
     """
     loaded = sys.modules.get(_NAME)
     if loaded is not None:
@@ -61,11 +60,7 @@ def install(*, replace: bool = False) -> None:
 
 
 def check_alone(*, replace: bool) -> None:
-    """Refuse to take the place of a real deep_ep unless `replace` is set.
-
-    Raises:
-        ConfigError: there is one and `replace` is not set.
-    """
+    """Raise ConfigError if a real deep_ep is installed and `replace` is not set."""
     found = find_deep_ep()
     if replace or found is None or found.kind is DeepEPKind.DROP_IN:
         return

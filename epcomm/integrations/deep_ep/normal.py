@@ -2,7 +2,7 @@
 
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
 and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
-it is held, and rows travel along it any number of times, in both directions.
+it is held, and rows are sent along it any number of times, in both directions.
 
 A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and where
 buffers open, every rank raises the error, whichever call it makes. Over NVLink no host reads what
@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import NoReturn, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots, RowTopkDispatched
@@ -33,14 +33,14 @@ from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
 XTensors = Tensor | tuple[Tensor, Tensor]
 
-NO_OPTIONS: Record = MappingProxyType({})
 # The copy engine of a GPU moves multiples of it.
 _VECTOR_BYTES = 16
+_VECTOR_WORDS = _VECTOR_BYTES // 4
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Rows that travel: x [N, H], and scales [N, S] of four bytes where x is quantised."""
+    """Rows that are sent: x [N, H], and scales [N, S] of four bytes where x is quantised."""
 
     x: Tensor
     scales: Tensor | None = None
@@ -54,10 +54,9 @@ class Rows:
     @classmethod
     def of(cls, x: XTensors) -> Rows:
         """Read the argument `x` of deep_ep."""
-        if isinstance(x, tuple) and len(x) == len(("rows", "scales")):
-            return cls(x=x[0], scales=x[1])
         # The checks of the call report other types.
-        return cls(x=cast("Tensor", x))
+        x, scales = x if isinstance(x, tuple) and len(x) == 2 else (cast("Tensor", x), None)
+        return cls(x=x, scales=scales)
 
     @property
     def form(self) -> tuple[torch.dtype, int, int | None]:
@@ -74,23 +73,17 @@ class Rows:
 class RowExchange:
     """The exchange plan of one dispatch, and its buffer, for which a handle of deep_ep stands.
 
-    spec: of the buffer.   num_tokens: T of this rank.
+    ranks: of the Buffer that made it.   spec: of the buffer.   num_tokens: T of this rank.
     num_rows: R, rows that this rank received; max_rows: the length of the tensors of the caller.
     """
 
+    ranks: Ranks
     buffer: Buffer
     spec: BufferSpec
     exchange_plan: ExchangePlan
-    rank: int
     num_tokens: int
     num_rows: int
     max_rows: int
-    device: torch.device
-
-    @property
-    def opened(self) -> OpenBuffer:
-        """The buffer and its specification."""
-        return OpenBuffer(self.buffer, self.spec)
 
     @property
     def row_bytes(self) -> int:
@@ -163,10 +156,8 @@ def scale_block(hidden_size: int, num_scales: int) -> int | None:
 
 
 def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor in the same memory without its history: autograd belongs to the callers.
-
-    torch.no_grad() takes 3 us of the host even if no tensor has a history.
-    """
+    """Return a tensor in the same memory without its history: autograd belongs to the callers."""
+    # torch.no_grad() takes 3 us of the host even if no tensor has a history.
     return tensor.detach() if tensor.requires_grad else tensor
 
 
@@ -177,19 +168,17 @@ def dispatch_rows(
     topk: tuple[Tensor, Tensor],
     spec: BufferSpec,
     *,
+    options: Record,
     num_sms: int | None = None,
-    options: Record = NO_OPTIONS,
 ) -> ReceivedRows:
     """Send each token once to every rank that owns one of its experts.
 
     Args:
         ranks: of the buffer.   service: normal mode, or low latency of single pairs.
-        rows: [T, H]; quantised rows come with their scales.
-        topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
-        spec: of the buffer, see spec_of(); exact sizes, or static.
-        num_sms: SMs of a GPU that kernels which wait for peers may take, at most those of the
-            buffer's choice; None for that.
+        rows: [T, H].   topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
+        spec: of the buffer, see spec_of().
         options: arguments that hosts compare on CPUs in addition to the specification.
+        num_sms: most SMs of a GPU for kernels that wait for peers; None: the buffer chooses.
 
     Collective: yes.   Host sync: one, none where sizes are static.
     Lifetime: the caller owns all tensors.
@@ -201,7 +190,7 @@ def dispatch_rows(
     ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
     buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
-        # Four bytes of scale travel as a float32, whatever they are.
+        # Four bytes of scale are sent as a float32, whatever they are.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
     topk_ids, topk_weights = topk
@@ -209,7 +198,7 @@ def dispatch_rows(
         hidden_states=sent,
         topk_ids=topk_ids,
         topk_weights=detached(topk_weights),
-        # Rows of batches with gradients are in memory of their own.
+        # Rows of batches with gradients are in separate memory.
         flags=BatchFlags.GRAD_ENABLED,
         num_sms=num_sms,
     )
@@ -222,6 +211,8 @@ def dispatch_rows(
     data, scales = _dense(out.rows.data), out.rows.scales
     if scales is not None and rows.scales is not None:
         scales = _as_dtype(_dense(scales), rows.scales.dtype)
+    if service.is_static and ranks.reads_faults:
+        buffer.check()
     counts = out.index.host_num_tokens_per_expert
     assert counts is not None or spec.max_tokens_per_rank is not None, "sizes are exact"
     return ReceivedRows(
@@ -231,14 +222,13 @@ def dispatch_rows(
         dispatched=out,
         num_tokens_per_expert=counts or (),
         exchange=RowExchange(
+            ranks=ranks,
             buffer=buffer,
             spec=spec,
             exchange_plan=out.exchange_plan,
-            rank=ranks.rank,
             num_tokens=topk_ids.shape[0],
             num_rows=data.shape[0],
             max_rows=data.shape[0],
-            device=ranks.device,
         ),
     )
 
@@ -246,46 +236,57 @@ def dispatch_rows(
 def announce_along(
     ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
 ) -> None:
-    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights travel.
-
-    A program may replace its Buffer between forward and backward. Then all ranks pass handles of
-    the previous Buffer.
+    """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights are sent.
 
     Collective: on CPU ranks.   Host sync: likewise.
     """
     if exchange.buffer.needs_nvlink:
         return
-    if not ranks.owns(exchange.buffer):
+    # A program may replace its Buffer between forward and backward, on all ranks.
+    if exchange.ranks is not ranks:
         function = f"{function}, with a handle of another Buffer"
     arguments = {"x": f"[rows, {x.shape[1]}] {x.dtype}", "has_topk_weights": has_weights}
     ranks.announce(function, arguments, over_nvlink=False)
 
 
-def send_along(exchange: RowExchange, rows: Rows) -> Rows:
-    """Send other rows [T, H] of the same tokens along an exchange; return [R, H].
+def send_along(
+    ranks: Ranks, exchange: RowExchange, rows: Rows, topk_weights: Tensor | None = None
+) -> tuple[Rows, Tensor | None]:
+    """Send other rows [T, H], and weights [T, K], of the same tokens along an exchange.
 
-    Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
+    Returns: [R, H], and [R, K] or None; weights of experts of other ranks too.
+    Collective: yes; with weights or without them on all ranks.   Host sync: on CPU ranks.
+    Lifetime: the caller owns the result.
     """
+    has_weights = topk_weights is not None
+    announce_along(ranks, exchange, "dispatch along a handle", rows.x, has_weights=has_weights)
+    weights = None
+    if topk_weights is not None:
+        words = send_words(exchange, detached(topk_weights).contiguous().view(torch.int32))
+        weights = words[:, : exchange.spec.top_k].contiguous().view(torch.float32)
     if rows.scales is None:
-        return Rows(x=_dense(send_columns(exchange, rows.x)))
+        return Rows(x=_dense(_send_columns(exchange, rows.x))), weights
     # Side by side as bytes: a cached dispatch carries one tensor.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
     gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
-    received = send_columns(exchange, torch.cat([x, scales, gap], dim=1))
-    return Rows(
-        x=received[:, :width].contiguous().view(rows.x.dtype),
-        scales=received[:, width:end].contiguous().view(rows.scales.dtype),
-    )
+    received = _send_columns(exchange, torch.cat([x, scales, gap], dim=1))
+    x = received[:, :width].contiguous().view(rows.x.dtype)
+    scales = received[:, width:end].contiguous().view(rows.scales.dtype)
+    return Rows(x=x, scales=scales), weights
 
 
-def send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
-    """Send [T, N] of any dtype along an exchange; return [R, N], which the caller owns.
+def send_words(exchange: RowExchange, words: Tensor) -> Tensor:
+    """Send [T, N], int32, along an exchange, in whole vectors, which every buffer carries.
 
-    A row takes a multiple of 16 bytes, and at most exchange.row_bytes.
-
+    Returns: [R, N + gap], which the caller owns.
     Collective: yes.   Host sync: none.
     """
+    return _send_columns(exchange, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
+
+
+def _send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
+    """Send [T, N] of any dtype, N * itemsize a multiple of 16 and at most exchange.row_bytes."""
     received = exchange.buffer.cached_dispatch(detached(columns), exchange.exchange_plan)
     return received[: exchange.num_rows]
 
@@ -300,8 +301,8 @@ def return_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Sum rows [R, H] over the ranks of each token, unweighted, and weights [R, K] too.
 
-    bias: [T, H], float32, with which the sums begin, or None.   rows_per: SLOT: x is [C, H], by
-        slot, and a rank sums and rounds those of a row first.
+    bias: [T, H], float32, with which the sums begin.
+    rows_per: SLOT: x is [C, H], by slot, and a rank sums and rounds those of a row first.
 
     Returns: [T, H], and [T, K] or None.
     Collective: yes.   Host sync: none.   Lifetime: the caller owns the result.
@@ -310,27 +311,14 @@ def return_rows(
     if rows_per is RowsPer.ROW:
         x = x[: exchange.num_rows]
     weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
-    plan, buffer = exchange.exchange_plan, exchange.buffer
-    if bias is None:
-        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights)
-    else:
-        assert isinstance(buffer, AddsBias), "those of normal mode do"
-        y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
+    # As all buffers of normal mode.
+    buffer, plan = cast("AddsBias", exchange.buffer), exchange.exchange_plan
+    y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
     return _dense(y), None if scalars is None else _dense(scalars)
 
 
-def biases_of(bias: XTensors | None) -> tuple[Tensor, ...]:
-    """Read the argument `bias` of combine: none, one or two tensors."""
-    if bias is None:
-        return ()
-    return bias if isinstance(bias, tuple) else (bias,)
-
-
 def sum_of_biases(biases: Sequence[Tensor]) -> Tensor | None:
-    """Return the sum of biases [T, H] of combine in float32, contiguous; None where there are none.
-
-    Combine of deep_ep adds up biases first, then the rows of ranks, and rounds once.
-    """
+    """Return the sum of biases [T, H] in float32, contiguous, as combine adds them up first."""
     if not biases:
         return None
     first, *others = (detached(each) for each in biases)
@@ -344,7 +332,7 @@ def refuse_dispatch(
     spec: BufferSpec | None = None,
     *,
     has_words: bool = False,
-    num_combines: int = 1,
+    sums_each_k: bool = False,
 ) -> NoReturn:
     """Refuse a dispatch on new routes.
 
@@ -353,12 +341,11 @@ def refuse_dispatch(
     rank if the shape of its call is new, wait until the timeout.
 
     Args:
-        ranks: of the buffer.   service: of the dispatch.
-        error: the reason.
-        spec: of the call, if its tensors tell: the others may open such a buffer now. None: that of
-            the last call.
-        has_words, num_combines: with static sizes, whether the others send words along the
-            dispatch, and the combines that they make.
+        ranks: of the buffer.   service: of the dispatch.   error: the reason.
+        spec: of the call, see Check.spec: the others may open such a buffer now. None: that of the
+            last call.
+        has_words, sums_each_k: with static sizes, whether the others send words along the dispatch,
+            and make K combines instead of one.
 
     Collective: in place of a dispatch, and of what follows it.
     Raises:
@@ -367,18 +354,24 @@ def refuse_dispatch(
     ranks.announce("", {}, error, over_nvlink=ranks.is_over_nvlink(service))
     if spec is not None:
         try:
-            ranks.open(service, spec)
+            ranks.open(service, ranks.with_open_top_k(service, spec))
         except EPError as problem:
             raise error from problem
     if service not in ranks.last:
         raise error
     buffer, spec = ranks.last[service]
-    call = _call_without_rows(spec, ranks.device, error)
+    hidden_dtype = spec.hidden_format.dtype.torch_dtype
+    call = DispatchCall(
+        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=ranks.device),
+        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=ranks.device),
+        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=ranks.device),
+        flags=BatchFlags.GRAD_ENABLED,
+        error=error,
+    )
     out = buffer.dispatch(call)
     if isinstance(buffer, ReturnsSlots) and spec.returns_slots:
         # The others combine what they received, and wait for every rank. This rank does not: its
         # next batch may have to come first.
-        hidden_dtype = spec.hidden_format.dtype.torch_dtype
         no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=ranks.device)
         buffer.combine_slots_async(no_rows, out.exchange_plan, call.topk_weights)
     elif service.is_static and ranks.reads_faults:
@@ -387,84 +380,65 @@ def refuse_dispatch(
         if has_words:
             words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
             buffer.cached_dispatch(words, out.exchange_plan)
-        for _ in range(num_combines):
-            combine_error(ranks.last[service], ranks.device, error)
+        for _ in range(spec.top_k if sums_each_k else 1):
+            _combine_without_rows(ranks, ranks.last[service], error)
     raise error
 
 
 def refuse_along(
-    ranks: Ranks, exchange: RowExchange, error: EPError, *, has_weights: bool = False
-) -> NoReturn:
-    """Refuse a dispatch along an exchange.
-
-    has_weights: weights [T, K], float32, are sent before the rows.
-
-    Collective: in place of the dispatch.
-    Raises:
-        error: always.
-    """
-    ranks.announce("", {}, error, over_nvlink=exchange.buffer.needs_nvlink)
-    weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-    # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
-    for num_bytes in (*weight_bytes, exchange.row_bytes):
-        shape = (exchange.num_tokens, num_bytes)
-        send_columns(exchange, torch.full(shape, 0xFF, dtype=torch.uint8, device=exchange.device))
-    raise error
-
-
-def refuse_combine(
     ranks: Ranks,
     service: Service,
     error: EPError,
-    opened: OpenBuffer | None = None,
-    exchange_plan: ExchangePlan | None = None,
+    exchange: RowExchange | None = None,
     *,
-    num_combines: int = 1,
+    num_combines: int = 0,
+    has_weights: bool = False,
 ) -> NoReturn:
-    """Refuse a combine, or a dispatch along an exchange that this rank does not know.
+    """Refuse a combine, or a dispatch along an exchange.
 
-    opened: the buffer of the exchange. If it is None, the exchange is not known: over NVLink the
-        others are assumed to combine the oldest batch in low latency, and their sums are NaN; in
-        normal mode they wait until the timeout.
-    num_combines: number of combines of the buffer in the call.
+    Over NVLink the others have NaN in their sums, or in the rows of this rank.
 
-    Collective: in place of these calls.
+    Args:
+        ranks: of the buffer.   service: of the call.   error: the reason.
+        exchange: None if this rank does not know it: over NVLink the others are assumed to combine
+            the oldest batch in low latency; in normal mode they wait until the timeout.
+        num_combines: number of combines of the buffer in the call; 0 in a dispatch.
+        has_weights: in a dispatch, whether weights [T, K] are sent before the rows.
+
+    Collective: in place of the call.
     Raises:
         error: always.
     """
-    over_nvlink = ranks.is_over_nvlink(service) if opened is None else opened.buffer.needs_nvlink
+    over_nvlink = ranks.is_over_nvlink(service)
+    if exchange is not None:
+        over_nvlink = exchange.buffer.needs_nvlink
     ranks.announce("", {}, error, over_nvlink=over_nvlink)
-    if opened is None and service is Service.LOW_LATENCY:
-        opened = ranks.last.get(service)
-    if opened is not None:
-        for _ in range(num_combines):
-            combine_error(opened, ranks.device, error, exchange_plan)
+    if exchange is None:
+        if service is Service.LOW_LATENCY and service in ranks.last:
+            _combine_without_rows(ranks, ranks.last[service], error)
+        raise error
+    opened = OpenBuffer(exchange.buffer, exchange.spec)
+    for _ in range(num_combines):
+        _combine_without_rows(ranks, opened, error, exchange.exchange_plan)
+    if not num_combines:
+        weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
+        # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
+        for num_bytes in (*weight_bytes, exchange.row_bytes):
+            shape = (exchange.num_tokens, num_bytes)
+            nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=ranks.device)
+            _send_columns(exchange, nans)
     raise error
 
 
-def combine_error(
-    opened: OpenBuffer,
-    device: torch.device,
-    error: EPError,
-    exchange_plan: ExchangePlan | None = None,
+def _combine_without_rows(
+    ranks: Ranks, opened: OpenBuffer, error: EPError, exchange_plan: ExchangePlan | None = None
 ) -> None:
     """Take part in a combine without rows, so that the other ranks learn of `error`.
 
     Collective: in place of combine().
     """
-    no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=device)
+    no_rows = torch.empty(0, opened.spec.hidden_size, dtype=torch.bfloat16, device=ranks.device)
     opened.buffer.combine(no_rows, exchange_plan, rows_per=RowsPer.ROW, error=error)
-
-
-def _call_without_rows(spec: BufferSpec, device: torch.device, error: EPError) -> DispatchCall:
-    hidden_dtype = spec.hidden_format.dtype.torch_dtype
-    return DispatchCall(
-        hidden_states=torch.empty(0, spec.hidden_size, dtype=hidden_dtype, device=device),
-        topk_ids=torch.empty(0, spec.top_k, dtype=torch.int64, device=device),
-        topk_weights=torch.empty(0, spec.top_k, dtype=torch.float32, device=device),
-        flags=BatchFlags.GRAD_ENABLED,
-        error=error,
-    )
 
 
 def _dense(rows: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
 """The ranks of one deep_ep buffer, and the epcomm buffers that are opened on them by shape.
 
 A Buffer of deep_ep learns H, K, E and the type of elements from its calls, so an epcomm buffer is
-opened at the first call that needs it. All ranks make the same calls, and none decides by its own
-T: buffers without a limit of tokens grow through the header that all ranks read.
+opened at the first call that needs it. No rank decides by its own T.
 
-On CPU ranks, whose hosts wait for one another, each call begins with an exchange of its name and of
-the arguments that all ranks have in common. So a call that one rank makes otherwise, or refuses, is
-an error on every rank before rows travel. Over NVLink only the opening of a buffer compares.
+On CPU ranks each call begins with an exchange of its name and of the arguments that all ranks have
+in common. So a call that one rank makes otherwise, or refuses, is an error on every rank before
+rows travel. Over NVLink ranks compare only where a buffer opens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -53,11 +53,6 @@ class Service(StrEnum):
     LOW_LATENCY = "low_latency"
 
     @property
-    def mode(self) -> Mode:
-        """The mode of epcomm."""
-        return Mode.LOW_LATENCY if self is Service.LOW_LATENCY else Mode.NORMAL
-
-    @property
     def is_static(self) -> bool:
         """Whether this is normal mode with static sizes."""
         return self in (Service.STATIC, Service.ROW_BUDGET)
@@ -97,7 +92,7 @@ class Ranks:
     """
 
     def __init__(self, ranks: dist.ProcessGroup | MPI.Comm) -> None:
-        """Wrap the ranks, which may be a part of the world. Local; no rank is waited for."""
+        """Wrap the ranks, which may be a part of the world. Local."""
         self._ranks = ranks
         self._group = EPGroup(ranks)
         self.rank, self.size = self._group.rank, self._group.world_size
@@ -117,10 +112,7 @@ class Ranks:
         return (self.device.type, service) in _CLASSES
 
     def follow(self, device: torch.device) -> None:
-        """Serve tensors on `device`, if the first call brings some that the group does not move.
-
-        Programs make groups of gloo for what hosts say, and call with tensors of their GPU. Local.
-        """
+        """Serve tensors on the GPU of the first call, also if the group is of gloo. Local."""
         if device.type == self.device.type or self._classes or device.type != "cuda":
             return
         self._group = EPGroup(self._ranks, device=device)
@@ -136,8 +128,7 @@ class Ranks:
     def open(self, service: Service, spec: BufferSpec) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
 
-        Collective: for a new shape; all ranks come to new shapes in the same call.
-        Host sync: for a new shape.
+        Collective: for a new shape.   Host sync: likewise.
         Raises:
             BackendUnavailable: no class here provides the service; on every rank.
             ConfigError: ranks ask for other shapes; on every rank.
@@ -162,9 +153,13 @@ class Ranks:
             )
         return self._group.open_buffer(kind.__name__, spec)
 
-    def owns(self, buffer: Buffer) -> bool:
-        """Return whether calls of this deep_ep buffer opened an epcomm buffer. Local."""
-        return any(each is buffer for each in self._opened.values())
+    def with_open_top_k(self, service: Service, spec: BufferSpec) -> BufferSpec:
+        """Return the specification of a buffer that is open for any K, if K of `spec` is 0. Local.
+
+        Without one the shape is new: opening it is an error on every rank, as ranks disagree on K.
+        """
+        specs = [each for kind, each in self._opened if kind is service]
+        return next((each for each in reversed(specs) if replace(each, top_k=0) == spec), spec)
 
     def returns_slots(self) -> bool:
         """Return whether low latency returns each slot to its source. Collective: at first."""
@@ -178,11 +173,10 @@ class Ranks:
     def announce(
         self, function: str, arguments: Record, error: EPError | None = None, *, over_nvlink: bool
     ) -> None:
-        """Compare a call on all ranks before rows travel, where hosts wait for one another.
+        """Compare a call on all ranks before rows travel, unless kernels alone wait for peers.
 
         arguments: those that all ranks have in common.
         error: the reason why this rank refuses the call; then it returns only over NVLink.
-        over_nvlink: no host waits in this call.
 
         Collective: on CPU ranks.   Host sync: likewise.
         Raises:
@@ -261,28 +255,25 @@ class Ranks:
 
         Collective: yes.
         Raises:
-            BackendUnavailable: there is none; on every rank.
-            EPError: some rank refused its call.
+            BackendUnavailable: there is none.   EPError: some rank refused its call.
         """
         ranks = PlannedRanks.of(self._group)
         machine = ranks.machine
-        names = _CLASSES.get((self.device.type, service), ())
+        mode = Mode.LOW_LATENCY if service is Service.LOW_LATENCY else Mode.NORMAL
+        kinds = {name: buffer_class(name) for name in _CLASSES.get((self.device.type, service), ())}
         found: dict[str, str] = {"host": machine.host()}
-        for name in names:
-            kind = buffer_class(name)
-            own_reasons = ranks.own_reasons(kind, kind.caps(service.mode))
+        for name, kind in kinds.items():
+            own_reasons = ranks.own_reasons(kind, kind.caps(mode))
             found[name] = "; ".join([*kind.probe(machine).reasons, *own_reasons])
         everyone = self.gather(_CHOICE, found)
-        hosts = {str(each["host"]) for each in everyone}
-        is_one_host = len(hosts) == 1 and bool(machine.host())
-        lacking = []
-        for name in names:
+        hosts, lacking = {each["host"] for each in everyone}, []
+        for name, kind in kinds.items():
             reasons = [
                 f"{name} on rank {rank}: {each[name]}"
                 for rank, each in enumerate(everyone)
                 if each[name]
             ]
-            if buffer_class(name).needs_one_host and not is_one_host:
+            if kind.needs_one_host and (len(hosts) > 1 or "" in hosts):
                 reasons.append(f"{name}: ranks are on {len(hosts)} hosts, expected one")
             if not reasons:
                 return name

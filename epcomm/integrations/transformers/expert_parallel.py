@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -130,25 +130,20 @@ class ExpertParallelRegistration:
         They are counted where EPConfig.record_load is set, on the device, but not in the calls that
         backward repeats. Ranks that hold one batch as replicated tokens all count it.
 
-        Args:
-            model: loaded under this name.
-
         Local.   Host sync: none.
         Raises:
             ConfigError: EPConfig.record_load is not set, or no layer is of this registration.
         """
-        layers = named_expert_parallel_layers(model)
-        found = {n: each for n, each in layers.items() if each in self._bridges}
-        tables = {
-            n: each.load_table for n, each in found.items() if isinstance(each, ExpertsBridge)
-        }
-        if not tables or any(table is None for table in tables.values()):
-            why = "record_load is False" if tables else "the model has no layer of it"
+        layers = named_expert_parallel_layers(model).items()
+        bridges = {n: e for n, e in layers if isinstance(e, ExpertsBridge) and e in self._bridges}
+        tables = {n: e.load_table for n, e in bridges.items() if e.load_table is not None}
+        if not tables:
+            why = "record_load is False" if bridges else "the model has no layer of it"
             raise ConfigError(
                 f"ExpertParallelRegistration.load_tables: {why}; call register_expert_parallel "
                 "with EPConfig(record_load=True) before the model is loaded"
             )
-        return {name: table for name, table in tables.items() if table is not None}
+        return tables
 
     def close(self) -> None:
         """Close the groups; layers loaded under this name raise from then on. Idempotent."""
@@ -173,15 +168,6 @@ class ExpertParallelRegistration:
         self._bridges.append(bridge)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Shape:
-    """The sizes that dispatchers of a layer are opened for."""
-
-    hidden_size: int
-    top_k: int
-    dtype: torch.dtype
-
-
 class ExpertsBridge:
     """Brings the tokens of a batch to the experts of one layer, and the results back.
 
@@ -197,14 +183,10 @@ class ExpertsBridge:
         batch_mesh: DeviceMesh,
         shares_batch: bool,
     ) -> None:
-        """Replace the forward of a layer's experts.
+        """Take the forward of a layer's experts, which computes local expert ids.
 
-        Args:
-            registration: the configuration and groups that all layers share.
-            experts: the module of the experts; its forward computes local expert ids from now on.
-            ep_mesh: ranks that share the experts.
-            batch_mesh: ranks that hold the same batch.
-            shares_batch: the ranks that share the experts hold the same batch.
+        ep_mesh: ranks that share the experts.   batch_mesh: ranks that hold the same batch.
+        shares_batch: the ranks that share the experts hold the same batch.
 
         Local: dispatchers are opened by the first call.
         """
@@ -212,18 +194,18 @@ class ExpertsBridge:
         self._experts = experts
         self._call_experts: ExpertsCall = experts.forward
         self._num_local_experts = int(experts.num_experts)  # type: ignore[arg-type]
+        self._num_experts = self._num_local_experts * ep_mesh.size()
         self._ep_mesh = ep_mesh
         mode = registration.config.mode
         self._is_replicated = shares_batch and mode in (Mode.AUTO, Mode.STANDARD)
         has_slices = batch_mesh.size() > 1 and not self._is_replicated
         self._batch_mesh = batch_mesh if has_slices else None
-        self._phases: dict[_Shape, PhaseDispatchers] = {}
+        self._phases: dict[MoESpec, PhaseDispatchers] = {}
         self._plans: list[str] = []
         self._counter: LayerCounter | None = None
         self.load_table: Tensor | None = None
         if registration.config.record_load:
-            num_experts = self._num_local_experts * ep_mesh.size()
-            self.load_table = load_table(num_experts, self.group.device)
+            self.load_table = load_table(self._num_experts, self.group.device)
         self.is_decoding = False
         self._gate: Gate | None = None
         registration.add(self)
@@ -254,9 +236,8 @@ class ExpertsBridge:
             ConfigError: the router cannot be read, see ExpertParallelMoE.from_transformers().
         """
         if self._gate is None:
-            num_experts = self._num_local_experts * self._ep_mesh.size()
-            layout, routing = read_routing(block, num_experts)
-            self._gate = gate = Gate(routing, num_experts, self.group.calls)
+            layout, routing = read_routing(block, self._num_experts)
+            self._gate = gate = Gate(routing, self._num_experts, self.group.calls)
 
             def observe(_: nn.Module, inputs: tuple[Tensor, ...], outputs: object) -> object:
                 if not (gate.observers or gate.ended):
@@ -350,29 +331,20 @@ class ExpertsBridge:
         return self._call_experts(dummy, no_expert, weights.new_ones(1, 1))[:0].to(slots.dtype)
 
     def _phases_for(self, hidden_states: Tensor, topk: TopKOutput) -> PhaseDispatchers:
-        shape = _Shape(
+        spec = MoESpec(
             hidden_size=hidden_states.shape[-1],
+            num_experts=self._num_experts,
             top_k=topk.topk_ids.shape[1],
             dtype=hidden_states.dtype,
         )
-        if shape not in self._phases:
-            self._phases[shape] = self._open(shape)
-        return self._phases[shape]
-
-    def _open(self, shape: _Shape) -> PhaseDispatchers:
-        group = self._registration.group_of(self._ep_mesh)
-        spec = MoESpec(
-            hidden_size=shape.hidden_size,
-            num_experts=self._num_local_experts * group.world_size,
-            top_k=shape.top_k,
-            dtype=shape.dtype,
-        )
-        config = self._registration.config
-        if self._is_replicated:
-            config = replace(config, mode=Mode.STANDARD, replicated=True)
-        chosen = plan(config, spec, group)
-        self._plans.append(chosen.explain())
-        return PhaseDispatchers(group, spec, config, chosen)
+        if spec not in self._phases:
+            config = self._registration.config
+            if self._is_replicated:
+                config = replace(config, mode=Mode.STANDARD, replicated=True)
+            chosen = plan(config, spec, self.group)
+            self._plans.append(chosen.explain())
+            self._phases[spec] = PhaseDispatchers(self.group, spec, config, chosen)
+        return self._phases[spec]
 
 
 def _slice_of(tensor: Tensor, mesh: DeviceMesh) -> Tensor:

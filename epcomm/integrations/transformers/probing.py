@@ -5,25 +5,24 @@ scale; only code does. So a reading of names is never taken on trust: a copy of 
 layer that was read from it must agree, in outputs and in all gradients, in training and in
 evaluation.
 
-The copy has random float32 values on the CPU in place of the block's values: zeros would hide a
-correction bias, and a block on the meta device has no values. The large parts, experts and shared
-experts, are replaced by cheap functions; probing_experts.py tries the experts by themselves, on
-small matrices. So a probe reads no weight, talks to no other rank and takes 20 ms of a CPU for a
-small block, 0.7 s for a block of DeepSeek-V3.
+The copy has random float32 values on the CPU, because zeros would hide a correction bias, and a
+block on the meta device has no values. Experts and shared experts are replaced by cheap functions;
+probing_experts.py tries the experts by themselves, on small matrices. A probe is local, reads no
+weight and takes 20 ms of a CPU for a small block, 0.7 s for a block of DeepSeek-V3.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from epcomm.blocks import BlockLayout, RouterInput
+from epcomm.blocks import BlockLayout, RouterInput, correction_bias_of
 from epcomm.config import EPConfig, Router
 from epcomm.errors import EPError
 from epcomm.experts import ExpertParallelExperts
@@ -34,7 +33,7 @@ from epcomm.integrations.transformers.random_copy import (
     on_cpu,
     row_error,
 )
-from epcomm.integrations.transformers.structure import correction_bias_of, parts_of, refusal
+from epcomm.integrations.transformers.structure import parts_of, refusal
 from epcomm.moe import ExpertParallelMoE
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
@@ -48,19 +47,6 @@ _LOW_LOGITS, _NUM_LOW_TOKENS = (-14.0, -46.0), 4
 # low, terms about a hundred times as large as the result cancel. A wrong step is off by 1e-3 and
 # more.
 _TOLERANCE = 1024 * 2.0**-24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trace:
-    """The observations of one call of a block.
-
-    router_inputs: the inputs that the block gave its router.   top_k: experts of a token.
-    returns_scores: the block returned the weights [T, K] beside y.
-    """
-
-    router_inputs: tuple[RouterInput, ...]
-    top_k: int
-    returns_scores: bool
 
 
 class BlockProbe:
@@ -79,10 +65,10 @@ class BlockProbe:
             large: dict[str, nn.Module] = {"experts": _StubOfBlock(self._slopes)}
             if layout.shared_experts is not None:
                 large[layout.shared_experts] = _StubOfShared(self._kind, layout.shared_experts)
-            self._block = copy_with(block, large, num_experts)
+            self._block = copy_with(block, large)
 
-    def trace(self) -> Trace:
-        """Run the block once and observe the call.
+    def trace(self) -> tuple[BlockLayout, int]:
+        """Run the block once; return the layout with what was observed, and K.
 
         Raises:
             ConfigError: the block cannot be run on tokens alone, gives its router other inputs, or
@@ -100,11 +86,12 @@ class BlockProbe:
         stub = cast(_StubOfBlock, self._block.get_submodule("experts"))
         if len(calls) != 1 or stub.topk_ids is None:
             raise refusal(f"{self._kind} called its router {len(calls)} times", "one call")
-        return Trace(
+        layout = replace(
+            self._layout,
             router_inputs=self._router_inputs(calls[0], x, input_ids),
-            top_k=stub.topk_ids.shape[-1],
             returns_scores=self._returns_scores(outputs, stub.topk_ids),
         )
+        return layout, stub.topk_ids.shape[-1]
 
     def disagreement(self, layout: BlockLayout, routing: RoutingSpec) -> str | None:
         """Return how the block and a layer of this layout and routing disagree, or None."""
@@ -271,7 +258,7 @@ class _StubOfShared(nn.Module):
     def forward(self, x: Tensor, *others: object, **further: object) -> Tensor:
         if others or further:
             names = sorted(further) or [type(each).__name__ for each in others]
-            raise refusal(f"{self._what} with {names} beside the tokens", "tokens alone")
+            raise refusal(f"{self._what} with {names} in addition to the tokens", "tokens alone")
         return x.flip(-1) * 0.7
 
 

@@ -23,7 +23,7 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-def copy_with(block: nn.Module, large: Mapping[str, nn.Module], num_experts: int) -> nn.Module:
+def copy_with(block: nn.Module, large: Mapping[str, nn.Module]) -> nn.Module:
     """Copy the block with other modules of these names, and with tensors of its own."""
     memo: dict[int, object] = {id(config): config for config in configs_in(block)}
     memo |= {id(block.get_submodule(name)): module for name, module in large.items()}

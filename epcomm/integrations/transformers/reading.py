@@ -4,7 +4,7 @@ A block is read by structure, whatever its class is called: structure.py says wh
 parts, tensors and attributes mean, and refuses unknown names; routings.py says which presets its
 router may be; probing.py runs the block itself, on a few random tokens. Where no preset agrees with
 the router, the router goes on choosing experts by its own code. All of this is local and reads no
-weight, so a block may lie on the meta device.
+weight, so a block may be on the meta device.
 
 A block that computes something else than its parts propose is refused before its experts are
 copied, on all ranks.
@@ -13,7 +13,7 @@ copied, on all ranks.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -105,12 +105,11 @@ def read_routing(block: nn.Module, num_experts: int) -> tuple[BlockLayout, Routi
     """
     layout = read_layout(block)
     probe = BlockProbe(block, layout, num_experts)
-    trace = probe.trace()
-    layout = replace(layout, router_inputs=trace.router_inputs, returns_scores=trace.returns_scores)
+    layout, top_k = probe.trace()
     router = block.get_submodule(layout.router)
     problem = None
     for routing in routing_candidates(
-        router, top_k=trace.top_k, has_bias=layout.correction_bias is not None
+        router, top_k=top_k, has_bias=layout.correction_bias is not None
     ):
         problem = probe.disagreement(layout, routing)
         if problem is None:

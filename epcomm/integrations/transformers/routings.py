@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import nn
@@ -20,7 +20,7 @@ from epcomm.integrations.transformers.structure import router_settings
 from epcomm.routing import RoutingSpec, ScoreFunction, presets
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RouterRecipe:
     """A preset, and the attributes of routers that it may describe.
 
@@ -83,8 +83,7 @@ def _deepseek_v4(
 ) -> RoutingSpec:
     """Return the preset afmoe with score `function`; the probe finds out which score_fn is."""
     spec = presets.afmoe(top_k=top_k, routed_scaling_factor=routed_scaling_factor)
-    values = spec.to_dict() | {"score_function": function}
-    return RoutingSpec.from_mapping(values)
+    return replace(spec, score_function=function)
 
 
 _RENORMALIZE = {"renormalize": "norm_topk_prob"}
@@ -92,48 +91,38 @@ _SCALE = {"routed_scaling_factor": "routed_scaling_factor"}
 _GROUPS = {"num_groups": "num_group", "topk_groups": "topk_group"}
 
 _RECIPES = (
-    RouterRecipe(preset=presets.mixtral),
-    RouterRecipe(preset=partial(presets.qwen2_moe, renormalize=False)),
-    RouterRecipe(preset=presets.gpt_oss),
-    RouterRecipe(preset=presets.qwen2_moe, settings=_RENORMALIZE),
-    RouterRecipe(preset=_sigmoid, settings=_RENORMALIZE),
-    RouterRecipe(preset=_cohere2, settings=_RENORMALIZE | {"function": "expert_selection_fn"}),
-    RouterRecipe(preset=_deepseek_v2, settings=_GROUPS | _SCALE | {"method": "topk_method"}),
+    RouterRecipe(presets.mixtral),
+    RouterRecipe(partial(presets.qwen2_moe, renormalize=False)),
+    RouterRecipe(presets.gpt_oss),
+    RouterRecipe(presets.qwen2_moe, _RENORMALIZE),
+    RouterRecipe(_sigmoid, _RENORMALIZE),
+    RouterRecipe(_cohere2, _RENORMALIZE | {"function": "expert_selection_fn"}),
+    RouterRecipe(_deepseek_v2, _GROUPS | _SCALE | {"method": "topk_method"}),
+    RouterRecipe(presets.deepseek_v3, _GROUPS | _SCALE | _RENORMALIZE, has_bias=True),
     RouterRecipe(
-        preset=presets.deepseek_v3, settings=_GROUPS | _SCALE | _RENORMALIZE, has_bias=True
-    ),
-    RouterRecipe(
-        preset=partial(presets.deepseek_v3, routed_scaling_factor=1.0),
-        settings=_GROUPS | _RENORMALIZE,
+        partial(presets.deepseek_v3, routed_scaling_factor=1.0),
+        _GROUPS | _RENORMALIZE,
         has_bias=True,
     ),
-    RouterRecipe(
-        preset=presets.afmoe, settings={"routed_scaling_factor": "route_scale"}, has_bias=True
-    ),
-    RouterRecipe(
-        preset=presets.afmoe,
-        settings={"routed_scaling_factor": "router_scaling_factor"},
-        has_bias=True,
-    ),
+    RouterRecipe(presets.afmoe, {"routed_scaling_factor": "route_scale"}, has_bias=True),
+    RouterRecipe(presets.afmoe, {"routed_scaling_factor": "router_scaling_factor"}, has_bias=True),
     *(
         RouterRecipe(
-            preset=partial(_deepseek_v4, function=function),
-            settings=_SCALE | {"score_fn": "score_fn"},
+            partial(_deepseek_v4, function=function),
+            _SCALE | {"score_fn": "score_fn"},
             has_bias=True,
         )
         for function in (ScoreFunction.SQRT_SOFTPLUS, ScoreFunction.SIGMOID)
     ),
-    RouterRecipe(preset=presets.minimax_m2, has_bias=True),
+    RouterRecipe(presets.minimax_m2, has_bias=True),
     RouterRecipe(
-        preset=presets.minimax_m2,
-        before_logits=frozenset({"router_logit_softcapping"}),
-        has_bias=True,
+        presets.minimax_m2, before_logits=frozenset({"router_logit_softcapping"}), has_bias=True
     ),
-    RouterRecipe(preset=presets.ernie4_5_moe, settings={"epsilon": "norm_min"}, has_bias=True),
+    RouterRecipe(presets.ernie4_5_moe, {"epsilon": "norm_min"}, has_bias=True),
     *(
         RouterRecipe(
-            preset=partial(presets.lfm2_moe, use_correction_bias=has_bias),
-            settings=_RENORMALIZE | _SCALE,
+            partial(presets.lfm2_moe, use_correction_bias=has_bias),
+            _RENORMALIZE | _SCALE,
             has_bias=has_bias,
         )
         for has_bias in (True, False)

@@ -206,17 +206,6 @@ def _read_format(experts: nn.Module, *, has_gate: bool) -> ExpertFormat:
     )
 
 
-def correction_bias_of(block: nn.Module, layout: BlockLayout) -> Tensor | None:
-    """Return the tensor that the layout calls correction_bias."""
-    if layout.correction_bias is None:
-        return None
-    part: object = block
-    for step in layout.correction_bias.split("."):
-        part = getattr(part, step)
-    assert isinstance(part, Tensor), "read_layout() found it"
-    return part
-
-
 def router_settings(router: nn.Module) -> dict[str, object]:
     """Return the attributes that decide how a router routes, and its children without tensors.
 
@@ -277,7 +266,7 @@ def _bias_of_router(block: nn.Module, names: Mapping[str, str]) -> dict[str, str
 def _check_takes(
     owner: nn.Module, module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError unless forward takes num_inputs arguments, and only `extra` beside them."""
+    """Raise ConfigError unless forward takes num_inputs arguments, and otherwise only `extra`."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     further = sorted(set(names[num_inputs:]) - set(extra))
     if len(names) < num_inputs or further:
@@ -302,7 +291,7 @@ def _check_no_jitter(block: nn.Module, settings: Mapping[str, object]) -> None:
         if settings.get(name):
             raise ConfigError(
                 f"from_transformers: router jitter of {_kind(block)} is {settings[name]}, expected "
-                "0, because noise on the input is not built; set router_jitter_noise=0"
+                "0, because noise on the input is not supported; set router_jitter_noise=0"
             )
 
 

@@ -64,7 +64,7 @@ def prepare_trainer(trainer: Trainer) -> None:
 def _sum_replicas_after_backward(trainer: Trainer) -> None:
     """Add the gradients of copies at the end of the last backward of a step.
 
-    Trainer's own callbacks come after it has clipped, by norms that count one copy of each expert.
+    Trainer's own callbacks run after it has clipped, by norms that count one copy of each expert.
     """
     compute_gradients = trainer.training_step
 
@@ -138,7 +138,7 @@ def _resume(trainer: Trainer, folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigError(
             f"prepare_trainer: {folder} is missing, from which step {trainer.state.global_step} "
-            f"shall go on (rank {trainer.args.process_index} of {trainer.args.world_size}); set "
+            f"resumes (rank {trainer.args.process_index} of {trainer.args.world_size}); set "
             "output_dir to the folder of the checkpoint, and save with a prepared Trainer"
         )
     state = _state_of(trainer)

@@ -2,13 +2,13 @@
 //
 // The arithmetic is that of fp8.py. A block computes tiles of 128 slots and twice 128
 // columns: gate and up of one block of I, or two blocks of H. Its third warpgroup brings stages of
-// 128 columns of K into shared memory: matrices by the copy engine, rows too where they lie as slots
+// 128 columns of K into shared memory: matrices by the copy engine, rows too where they are stored as slots
 // do, else through the index, 16 bytes a thread. The other two multiply 64 slots each: while one
 // scales its sums and adds them up in float32, the other has the tensor cores. A block keeps taking
 // tiles until there are none, and finds them from the counts on the device.
 //
 // One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11), us of gate and up, and of down,
-// contenders in turn in one run: 1622 and 925 with rows that lie as slots do (copying them there took
+// contenders in turn in one run: 1622 and 925 with rows stored as slots are (copying them there took
 // 132), 1899 and 921 through the index. Tensor cores alone would take 1790 for both at 1490 MHz, to
 // which the limit of power lowers clocks. What a consumer does between two products is what costs:
 // with scales, descriptors and numbers of stages computed there and not while a product runs, both
@@ -113,7 +113,7 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint32 barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-// Says whether the phase is over, without waiting for it.
+// Returns whether the phase is over, without waiting for it.
 __device__ __forceinline__ bool barrier_is_over(uint32 barrier, int parity) {
     uint32 is_over;
     asm volatile(
@@ -231,7 +231,7 @@ struct RowReader {
         return rows.row_of_slot ? rows.row_of_slot[slot] : slot;
     }
 
-    // target: the place of this thread's first 16 bytes.
+    // target: the address of this thread's first 16 bytes.
     __device__ __forceinline__ void copy(uint32 target) const {
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
@@ -241,7 +241,7 @@ struct RowReader {
     }
 };
 
-// rows_map: the map of rows that lie in the order of slots, or null.
+// rows_map: the map of rows that are in the order of slots, or null.
 template <typename Epilogue>
 __device__ void produce(const Rows& rows, const TensorMap* rows_map, const TensorMap* map,
                         Tiles tiles, const Shared& shared, const Epilogue& epilogue) {
@@ -294,7 +294,7 @@ __device__ void produce(const Rows& rows, const TensorMap* rows_map, const Tenso
 // ---- products -------------------------------------------------------------------------------
 
 // The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
-// the same for all. A place that lies so many bytes on has a sixteenth of them more.
+// the same for all. The address is in units of 16 bytes.
 __device__ __forceinline__ uint32 matrix_descriptor(uint32 address) {
     return (address & 0x3FFFF) >> 4 | 1u << 16;
 }
@@ -335,7 +335,7 @@ __device__ __forceinline__ void start(float (&sums)[64], uint32 a, uint32 b) {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-        // 32 bytes on, in units of 16.
+        // The next 32 bytes, in units of 16.
         multiply_step(sums, a + 2 * step, b + 2 * step, step);
     }
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -392,7 +392,7 @@ struct alignas(16) Words {
 };
 
 // The epilogue of gate and up: silu(gate) * up of the block, as codes and scales.
-// IS_PACKED: codes of rows lie as slots do.
+// IS_PACKED: codes of rows are in the order of slots.
 template <bool IS_PACKED>
 struct GateUp {
     const float* matrix_scales;  // [L, 2I / 128, k_blocks]
@@ -545,13 +545,13 @@ struct Down {
 
 // ---- the consumers --------------------------------------------------------------------------
 
-// The compiler computes a word anew wherever it is used, between two products too, unless it came
-// from a shuffle.
+// The compiler computes a word again wherever it is used, between two products too, unless it is
+// the result of a shuffle.
 __device__ __forceinline__ uint32 keep(uint32 word) {
     return __shfl_sync(~0u, word, threadIdx.x % 32);
 }
 
-// Of a word that all threads of a warp have.
+// Returns a word that is equal in all threads of a warp.
 __device__ __forceinline__ uint32 keep_uniform(uint32 word) { return __shfl_sync(~0u, word, 0); }
 
 template <typename Epilogue>
@@ -560,7 +560,7 @@ __device__ void consume(const Rows& rows, Tiles tiles, const Shared& shared,
     const int consumer = keep_uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x % WARPGROUP;
     const int lane = threadIdx.x % 32;
     const int row = keep(consumer * ROWS_PER_CONSUMER + thread / 32 * 16 + lane / 4);
-    // Barriers of full stages, and behind them those of empty ones.
+    // Barriers of full stages, followed by those of empty ones.
     const uint32 full = keep_uniform(shared.full);
     const uint32 stages = keep_uniform(matrix_descriptor(shared.stages));
     const uint32 scales = keep(shared.scales + row * 4);
@@ -645,14 +645,14 @@ __device__ __forceinline__ void run(const Rows& rows, const TensorMap* rows_map,
     }
 }
 
-// Where the codes of slots go that lie elsewhere.
+// The shared memory for codes of slots that are stored elsewhere.
 struct Packed {
     uint8* codes;  // [num_slots, 128 k_blocks]
     int64 num_slots;
 };
 
 constexpr int PACK_THREADS = 256;
-// Number of loads of 16 bytes that a thread has under way.
+// Number of loads of 16 bytes that a thread has in flight.
 constexpr int PACK_LOADS = 4;
 
 extern "C" {

@@ -8,6 +8,7 @@ from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,108 +84,92 @@ class _Down(ctypes.Structure):
     ]
 
 
-# All that a kernel assumes of a tensor, except for its address; None for an optional one.
-_Form = tuple[torch.dtype, torch.device, tuple[int, ...], tuple[int, ...]] | None
+class _Form(NamedTuple):
+    """All that a kernel assumes of a tensor, except for its address."""
+
+    dtype: torch.dtype
+    device: torch.device
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
-def _form(tensor: Tensor | None) -> _Form:
-    if tensor is None:
-        return None
-    return tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+_PRODUCT = ("codes", "scales", "row_of_slot", "counts", "first_slot", "matrices", "matrix_scales")
+# The operands of each kernel, in the order of _forms_of().
+_OPERANDS = {
+    "gate_up": (*_PRODUCT, "out_codes", "out_scales"),
+    "down": (*_PRODUCT, "slot_weights", "out"),
+}
 
 
-# The forms of the tensors of a Product, in the order of its fields.
-_Forms = tuple[_Form, ...]
-
-
-def _forms(given: Product) -> _Forms:
-    return (
-        _form(given.codes),
-        _form(given.scales),
-        _form(given.row_of_slot),
-        _form(given.counts),
-        _form(given.first_slot),
-        _form(given.matrices),
-        _form(given.matrix_scales),
+def _forms_of(given: Product, *others: Tensor | None) -> tuple[tuple | None, ...]:
+    """Return the fields of a _Form of each operand, as tuples, which take less host time."""
+    operands = (
+        given.codes,
+        given.scales,
+        given.row_of_slot,
+        given.counts,
+        given.first_slot,
+        given.matrices,
+        given.matrix_scales,
+        *others,
+    )
+    return tuple(
+        [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in operands]
     )
 
 
-@dataclass(frozen=True)
-class _Operand:
-    """The form of a tensor that a kernel gets as a pointer, and what the kernel assumes.
-
-    shape: None for any size.
-    is_spaced: the row stride may exceed the row; other tensors are contiguous.
-    """
-
-    form: _Form
-    dtypes: tuple[torch.dtype, ...]
-    shape: tuple[int | None, ...]
-    is_spaced: bool = False
-
-
-def _check_operands(
-    given: _Forms, num_slots: int, outputs: Mapping[str, _Operand], *, is_spaced: bool
-) -> None:
-    """Refuse tensors that a kernel would misread, because a kernel gets addresses alone.
-
-    outputs: the operands that are not in the product.   is_spaced: for its rows and their scales.
-    """
-    codes, scales, row_of_slot, counts, first_slot, matrices, matrix_scales = given
-    assert codes is not None, "rows have codes"
-    assert matrices is not None, "experts have matrices"
-    num_experts, num_columns, k = matrices[2]
-    num_rows = num_slots if row_of_slot is None else None
-    operands = {
-        "codes": _Operand(codes, _CODES, (num_rows, k), is_spaced),
-        "scales": _Operand(scales, _FLOAT32, (num_rows, k // BLOCK), is_spaced),
-        "row_of_slot": _Operand(row_of_slot, _INT32, (num_slots,)),
-        "counts": _Operand(counts, _INT32, (num_experts,)),
-        "first_slot": _Operand(first_slot, _INT32, (num_experts + 1,)),
-        "matrices": _Operand(matrices, _CODES, (num_experts, num_columns, k)),
-        "matrix_scales": _Operand(
-            matrix_scales, _FLOAT32, (num_experts, num_columns // BLOCK, k // BLOCK)
-        ),
-        **outputs,
+# Cached by forms, which are the same in every call of decoding, because checks take 20 us of host
+# time.
+@lru_cache(maxsize=1024)
+def _check_operands(kernel: str, forms: tuple[tuple | None, ...], num_slots: int) -> None:
+    """Refuse tensors that a kernel would misread, because a kernel gets addresses alone."""
+    found = {
+        name: _Form(*form)
+        for name, form in zip(_OPERANDS[kernel], forms, strict=True)
+        if form is not None
     }
-    device = codes[1]
-    if device.type != "cuda":
-        raise ShapeError(f"fp8_wgmma: codes are on {device}, expected cuda; move them")
-    for name, wanted in operands.items():
-        if wanted.form is None:
-            continue
-        dtype, found, shape, strides = wanted.form
-        if found != device or dtype not in wanted.dtypes:
-            dtypes = " or ".join(map(str, wanted.dtypes))
+    # Rows that gate_up_fp8() reads through the index may be apart, as in a message.
+    spaced = ("codes", "scales") if kernel == "gate_up" else ()
+    codes = found["codes"]
+    num_experts, num_columns, k = found["matrices"].shape
+    num_rows = codes.shape[0] if "row_of_slot" in found else num_slots
+    num_blocks, inner_size = num_columns // BLOCK, num_columns // 2
+    wanted: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {
+        "codes": (_CODES, (num_rows, k)),
+        "scales": (_FLOAT32, (num_rows, k // BLOCK)),
+        "row_of_slot": (_INT32, (num_slots,)),
+        "counts": (_INT32, (num_experts,)),
+        "first_slot": (_INT32, (num_experts + 1,)),
+        "matrices": (_CODES, (num_experts, num_columns, k)),
+        "matrix_scales": (_FLOAT32, (num_experts, num_blocks, k // BLOCK)),
+        # Those of gate_up_fp8().
+        "out_codes": (_CODES, (num_slots, inner_size)),
+        "out_scales": (_FLOAT32, (num_slots, inner_size // BLOCK)),
+        # Those of down_fp8().
+        "slot_weights": (_FLOAT32, (num_slots,)),
+        "out": (HIDDEN_DTYPES, (num_slots, num_columns)),
+    }
+    if codes.device.type != "cuda":
+        raise ShapeError(f"fp8_wgmma: codes are on {codes.device}, expected cuda; move them")
+    for name, form in found.items():
+        dtypes, shape = wanted[name]
+        if form.device != codes.device or form.dtype not in dtypes:
             raise ShapeError(
-                f"fp8_wgmma: {name} is {dtype} on {found}, expected {dtypes} on "
-                f"{device} as codes; convert it with .to()"
+                f"fp8_wgmma: {name} is {form.dtype} on {form.device}, expected "
+                f"{' or '.join(map(str, dtypes))} on {codes.device} as codes; convert it with .to()"
             )
-        is_in_order = _is_in_order(shape, strides, wanted.is_spaced)
-        if not (_has_shape(shape, wanted.shape) and is_in_order):
-            order = "adjacent columns" if wanted.is_spaced else "contiguous"
-            sizes = ", ".join("any" if size is None else str(size) for size in wanted.shape)
+        if tuple(form.shape) != shape or not _is_in_order(form, name in spaced):
+            order = "adjacent columns" if name in spaced else "contiguous"
             raise ShapeError(
-                f"fp8_wgmma: {name} is {list(shape)} with strides {list(strides)}, "
-                f"expected [{sizes}], {order}; pass what belongs together, .contiguous()"
+                f"fp8_wgmma: {name} is {list(form.shape)} with strides {list(form.strides)}, "
+                f"expected {list(shape)}, {order}; pass what belongs together, .contiguous()"
             )
 
 
-def _has_shape(shape: tuple[int, ...], wanted: tuple[int | None, ...]) -> bool:
-    if len(shape) != len(wanted):
-        return False
-    return all(size in (None, found) for found, size in zip(shape, wanted, strict=True))
-
-
-def _is_in_order(shape: tuple[int, ...], strides: tuple[int, ...], is_spaced: bool) -> bool:
+def _is_in_order(form: _Form, is_spaced: bool) -> bool:
     if is_spaced:
-        return shape[1] <= 1 or strides[1] == 1
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected and 0 not in shape:
-            return False
-        expected *= size
-    return True
+        return form.shape[1] <= 1 or form.strides[1] == 1
+    return torch.empty_strided(form.shape, form.strides, device="meta").is_contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,10 +220,10 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
             dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
-    _check_gate_up(_forms(given), _form(out_codes), _form(out_scales))
+    num_slots, inner_size = out_codes.shape
+    _check_operands("gate_up", _forms_of(given, out_codes, out_scales), num_slots)
     codes, matrices = given.codes, given.matrices
     num_experts, num_columns, hidden_size = matrices.shape
-    num_slots, inner_size = out_codes.shape
     if num_slots == 0:
         return
     rows = _rows(given)
@@ -253,7 +238,9 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
         matrices.data_ptr(), num_experts * num_columns, hidden_size, BLOCK, BLOCK
     )
     with on_device(codes.device):
-        blocks = _num_blocks(num_slots, num_experts, inner_size // BLOCK, kernels)
+        num_tiles = given.num_tiles(num_slots, TILE_ROWS, BLOCK, inner_size)
+        # Blocks take one tile after another.
+        blocks = min(num_tiles, kernels.num_sms)
         packed = _packed_codes(codes, given.row_of_slot, num_slots, rows, kernels)
         if packed is None:
             kernels.gate_up.launch(blocks, matrix_map, rows, epilogue)
@@ -284,21 +271,6 @@ def _packed_codes(
     return packed
 
 
-# Cached by forms, which are the same in every call of decoding, because checks take 20 us of host
-# time.
-@lru_cache(maxsize=1024)
-def _check_gate_up(given: _Forms, out_codes: _Form, out_scales: _Form) -> None:
-    matrices = given[5]
-    assert matrices is not None, "experts have matrices"
-    assert out_codes is not None, "there is memory for results"
-    num_slots, inner_size = out_codes[2][0], matrices[2][1] // 2
-    outputs = {
-        "out_codes": _Operand(out_codes, _CODES, (num_slots, inner_size)),
-        "out_scales": _Operand(out_scales, _FLOAT32, (num_slots, inner_size // BLOCK)),
-    }
-    _check_operands(given, num_slots, outputs, is_spaced=True)
-
-
 def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
     """Compute what its namesake in fp8.py does, for bfloat16 or float16 and at most MAX_EXPERTS.
 
@@ -306,10 +278,10 @@ def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> Non
         ShapeError: a tensor of another shape, dtype, device or order.
         CudaError: the compiler or the driver refuses.
     """
-    _check_down(_forms(given), _form(slot_weights), _form(out))
     codes, matrices = given.codes, given.matrices
     num_experts, hidden_size, inner_size = matrices.shape
     num_slots = codes.shape[0]
+    _check_operands("down", _forms_of(given, slot_weights, out), num_slots)
     # The copy engine refuses a matrix of zero rows.
     if num_slots == 0:
         return
@@ -326,22 +298,9 @@ def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> Non
         matrices.data_ptr(), num_experts * hidden_size, inner_size, BLOCK, BLOCK
     )
     with on_device(codes.device):
-        column_tiles = -(-hidden_size // (2 * BLOCK))
-        blocks = _num_blocks(num_slots, num_experts, column_tiles, kernels)
+        num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
+        blocks = min(num_tiles, kernels.num_sms)
         kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, rows, epilogue)
-
-
-@lru_cache(maxsize=1024)
-def _check_down(given: _Forms, slot_weights: _Form, out: _Form) -> None:
-    codes, matrices = given[0], given[5]
-    assert codes is not None, "rows have codes"
-    assert matrices is not None, "experts have matrices"
-    num_slots, hidden_size = codes[2][0], matrices[2][1]
-    outputs = {
-        "slot_weights": _Operand(slot_weights, _FLOAT32, (num_slots,)),
-        "out": _Operand(out, HIDDEN_DTYPES, (num_slots, hidden_size)),
-    }
-    _check_operands(given, num_slots, outputs, is_spaced=False)
 
 
 def _rows(given: Product) -> _Rows:
@@ -364,10 +323,3 @@ def _rows(given: Product) -> _Rows:
         k_blocks=k // BLOCK,
         num_columns=num_columns,
     )
-
-
-def _num_blocks(num_slots: int, num_experts: int, column_tiles: int, kernels: _Kernels) -> int:
-    """Return one block for each SM, but no more blocks than any counts can need."""
-    # Each expert has at most one incomplete row of tiles.
-    row_tiles = -(-num_slots // TILE_ROWS) + num_experts
-    return min(row_tiles * column_tiles, kernels.num_sms)

@@ -35,7 +35,7 @@ from epcomm.types import Int8Profile
 _FEW_SLOTS, _MANY_SLOTS = 48, 192
 # Rows of the largest tiles.
 _LARGE_TILE = 128
-# Number of elements of hidden rows in the registers of one program: 32 a thread of 8 warps.
+# Number of elements of hidden rows in the registers of one program: 32 for each thread of 8 warps.
 _QUANTIZED_ELEMENTS = 8192
 
 
@@ -72,7 +72,7 @@ def _gate_up_int8_kernel(
     if expert < NUM_EXPERTS:
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
-        # int64 before a stride multiplies it: rows may begin beyond 2**31 elements.
+        # The row is widened before a stride multiplies it: rows may begin beyond 2**31 elements.
         start = tl.load(first_slot_ptr + expert).to(tl.int64)
         # A tile that is not full reads the last row again, the only row that is sure to exist.
         slots = start + tl.minimum(row_in_expert, count - 1)

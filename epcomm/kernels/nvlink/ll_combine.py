@@ -1,14 +1,20 @@
-"""Low-latency combine over NVLink: reduce on the experts' rank, store one sum a (token, rank).
+"""Low-latency combine over NVLink: experts' ranks send sums, or slots apart, to the tokens' ranks.
 
-Memory order: as in dispatch. The sums lie in the receive buffer of their dispatch: its sources have
-read what they got there before, for they sent the rows to which these sums belong.
+Two launches. Senders reduce the slots of a row, in k order, in float32, cast once, and store the
+sum in the memory of the token's rank. Receivers add the sums of the ranks, in rank order, in
+float32, and cast once, so that sums do not depend on arrival order.
 
-Sums of few tokens travel in lines, in parts of a row, and lines/combine_recv.py receives them. The
-line that every rank sends to every rank says whether it refuses, and is the credit of dispatch.
+If router weights come with combine (layout.returns_slots), the experts' rank does not know them: it
+sends each slot as it is, and the receivers multiply and add. Slot k of token t is stored at
+t * K + k of the memory of the token's rank, whichever rank sends it. This takes more bytes than
+sums where a token has several experts on one rank.
 
-Two launches: senders reduce the slots of a row, in k order, in float32, cast once, and store the
-sum in the memory of the token's rank; receivers add the sums of the ranks, in rank order, in
-float32, and cast once. Sums do not depend on arrival order.
+Results of few tokens are sent in lines, in parts of a row, and lines/combine_recv.py receives them.
+Every rank sends every rank a line that reports whether it refuses, and that is the credit of
+dispatch.
+
+Memory order: as in dispatch. Results are stored in the receive buffer of their dispatch, whose
+sources have read the previous results there, because they sent the rows of these results after it.
 """
 
 from __future__ import annotations
@@ -25,7 +31,6 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
     HELD_BATCH,
     SOURCES_AT,
@@ -39,13 +44,12 @@ from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
-    begin_wait,
+    await_all,
     bits_of_ranks,
-    end_look,
-    flag_of,
     int64_at,
-    is_waiting,
     line_of,
+    next_epoch,
+    send_to_all,
     word_of,
     words_of,
 )
@@ -64,16 +68,19 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.prepared import CHANGES
+from epcomm.kernels.nvlink.lines.combine_recv import num_parts, prepare_lines
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
-# A row of 7168 elements is then 28 of them a thread.
+# 28 elements a thread of a row of 7168 elements.
 _WARPS = 8
-# A receiver takes half a row at once: it is to fit on an SM beside a sender.
-_RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
-
-# Elements of a sum that a program sends in lines at once: four a thread.
+# Columns of the slots of a row that a program sends at once, half a row of 7168, so that the loads
+# of all K slots are under way together.
+_SLOT_COLUMNS = 4096
+# Elements that a program sends in lines at once: four a thread.
 _LINE_COLUMNS = 1024
+# A receiver takes half a row at once, so that it fits on an SM beside a sender.
+_RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
@@ -85,10 +92,9 @@ _LINE_BYTES = tl.constexpr(LINE_BYTES)
 def _sum_of_slots(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
-    slots_of_row_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
-    is_element: tl.tensor,
     c: constexprs.Layout,
     results: constexprs.Results,
 ) -> tl.tensor:
@@ -96,31 +102,60 @@ def _sum_of_slots(
 
     With the slots 5 -1 2, which hold 10 and 2, and weights .5 and 2: 5 + 4.
     """
+    is_element = column < results.HIDDEN
     if results.PER_ROW:
         row_ptr = rows_ptr + tl.cast(row, tl.int64) * results.ROWS_STRIDE
         total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
     else:
         total = tl.zeros(column.shape, tl.float32)
         for k in tl.static_range(c.K):
-            place = tl.load(slots_of_row_ptr + row * c.K + k)
-            is_slot = place >= 0
-            row_ptr = rows_ptr + tl.cast(place, tl.int64) * results.ROWS_STRIDE
+            slot = tl.load(slots_ptr + k)
+            is_slot = slot >= 0
+            row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
             part = tl.load(row_ptr + column, mask=both(is_element, is_slot), other=0.0)
             part = part.to(tl.float32)
             if weights_ptr is not None:
-                part *= tl.load(weights_ptr + place, mask=is_slot, other=0.0)
+                part *= tl.load(weights_ptr + slot, mask=is_slot, other=0.0)
             total += part
     return cast(total, rows_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit
-def slots_of(
+def _parts_of(
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
+    slots_of_row_ptr: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    c: constexprs.Layout,
+    results: constexprs.Results,
+) -> tl.tuple:
+    """Return some columns of what is sent for a received row: (whether it exists, elements) each.
+
+    One sum; or each of the K slots if these return.
+    """
+    slots_ptr = slots_of_row_ptr + row * c.K
+    parts = ()
+    if c.RETURNS_SLOTS:
+        for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
+            slot = tl.load(slots_ptr + k)
+            row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
+            is_there = both(column < results.HIDDEN, slot >= 0)
+            parts += ((slot >= 0, tl.load(row_ptr + column, mask=is_there, other=0.0)),)
+    else:
+        total = _sum_of_slots(rows_ptr, weights_ptr, slots_ptr, row, column, c, results)
+        parts = ((row >= 0, total),)
+    return parts  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _slots_of(
     slots_of_row_ptr: tl.tensor,
     item: tl.tensor,
     num_items: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Load the slots of row item // W of source item % W, -1 for none; none behind the last."""
+    """Load the slots of token item // W of source item % W, -1 for none and after num_items."""
     k = tl.arange(0, c.K_LANES)
     row = item % c.W * c.M + item // c.W
     is_slot = both(k < c.K, item < num_items)
@@ -128,17 +163,17 @@ def slots_of(
 
 
 @triton.jit
-def begin_combine(
+def _begin_combine(
     peers: Peers, batch: tl.tensor, status: tl.tensor, c: constexprs.Layout
 ) -> tl.tuple:
     """Send every rank, in the first W programs, a credit, or why this rank refuses.
 
-    Returns: the epoch; whether nothing may be sent, for some rank has timed out, or the receive
-        buffer holds another batch; the most tokens of a source that came in bulk, and in lines; the
-        sources of the latter as bits, and of the former.
+    Returns: the epoch; whether nothing may be sent, because some rank has timed out, or the receive
+        buffer holds another batch; the most tokens of a source that arrived in bulk, and in lines;
+        the sources of the latter as bits, and of the former.
     """
     program = tl.program_id(0)
-    # All these are on their way together.
+    # All these loads are in flight together.
     epoch = tl.load(peers.state + 1)
     aborted = tl.load(int32_at(peers.own_address), volatile=True)
     has_no_rows = tl.load(peers.state + 2)
@@ -149,10 +184,10 @@ def begin_combine(
     source_lane = tl.arange(0, c.W_LANES)
     told = tl.load(peers.state + _SOURCES_AT + source_lane, mask=source_lane < c.W, other=0)
     is_source = living_ranks(peers, c)
-    # The epoch is that of a replay then, on every rank alike: nobody sends, and nobody waits.
+    # The epoch is then that of a replay on every rank: no rank sends, and no rank waits.
     if (program == 0) & (is_overwritten == 0):
         tl.store(peers.state, next_epoch(epoch))
-    # Why this rank alone has no rows, if it is so, is for all to hear.
+    # If only this rank has no rows, all ranks learn the reason.
     code = tl.where((status == 0) & (has_no_rows > 1), has_no_rows, status)
     if aborted != 0:
         tl.store(peers.report + REPORT_ABORTED, aborted)
@@ -194,22 +229,10 @@ def _begin_again_kernel(
         return
     epoch = tl.load(peers.state)
     tl.store(peers.state + 1, epoch)
-    lane = tl.arange(0, c.W_LANES)
-    is_rank = living_ranks(peers, c)
-    bases = tl.load(peers.bases + lane, mask=is_rank, other=0)
-    # The header of a dispatch, by which peers know that this rank no longer reads their sums: the
-    # kernel that did has ended.
-    lines_ptr = (bases + c.HEADER_LINES_AT + rank * (2 * _LINE_BYTES)).to(tl.pointer_type(tl.int64))
-    tl.store(lines_ptr, line_of(tl.zeros([c.W_LANES], tl.int32), epoch), mask=is_rank)
-    headers_ptr = int64_at(buffer_address + c.HEADER_LINES_AT) + lane * 2
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(own_address), volatile=True)
-        headers = tl.load(headers_ptr, mask=is_rank, other=0, volatile=True)
-        is_late = is_rank & (flag_of(headers) != epoch)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, 32
-        )
+    # A header as a dispatch sends it: it tells peers that this rank no longer reads their sums,
+    # because the kernel that read them has ended. No rank can be an epoch ahead.
+    send_to_all(peers, c.HEADER_LINES_AT, 2, epoch, c)  # pyright: ignore[reportArgumentType]
+    late = await_all(peers, c.HEADER_LINES_AT, 2, epoch, c, 32)  # pyright: ignore[reportArgumentType]
     abort_if_late(peers, late, WAIT_COMBINE, epoch, c)
 
 
@@ -229,12 +252,13 @@ def _send_combine_kernel(
     results: constexprs.Results,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Send the sums of rows p, p + P, ... in program p of P, counted over tokens, then sources.
+    """Send pieces p, p + P, ... of rows in program p of P, counted over pieces, sources, tokens.
 
-    Before these, likewise, parts of the sums of sources whose tokens came in lines.
+    First those of sources whose tokens came in lines, then those of the others.
 
     Row 3 has the slots 5 -1 2, which hold 10 and 1 (slot 5) and 2 and 3 (slot 2), with weights .5
-    and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3.
+    and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3. If slots
+    return, rows 5 and 2 are sent to 3 * t and 3 * t + 2 of the source, where it is token t.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
@@ -242,83 +266,82 @@ def _send_combine_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    following = slots_of(slots_of_row_ptr, program, c.M * c.W, c)
-    PARTS: tl.constexpr = (results.HIDDEN + results.LINE_COLUMNS - 1) // results.LINE_COLUMNS
+    PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
+    LINE_PIECES: tl.constexpr = (results.HIDDEN + results.LINE_COLUMNS - 1) // results.LINE_COLUMNS
+    PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else 1  # pyright: ignore[reportAssignmentType]
+    following = _slots_of(slots_of_row_ptr, program // PIECES, c.M * c.W, c)
     if c.LINE_TOKENS > 0:
-        next_slots = slots_of(slots_of_row_ptr, program // PARTS, c.LINE_TOKENS * c.W, c)
-    epoch, is_idle, most, few, sources_in_lines, in_bulk = begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
+        next_slots = _slots_of(slots_of_row_ptr, program // LINE_PIECES, c.LINE_TOKENS * c.W, c)
+    epoch, is_idle, most, few, sources_in_lines, in_bulk = _begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         peers, batch, status, c
     )
     if is_idle:
         return
 
     num_sent = 0
-    column = tl.arange(0, results.COLUMNS)
-    is_element = column < results.HIDDEN
     if c.LINE_TOKENS > 0:
-        for item in tl.range(program, few * (c.W * PARTS), num_programs, num_stages=1):
-            source = (item // PARTS) % c.W
-            token = item // (PARTS * c.W)
-            row = source * c.M + token
+        for item in tl.range(program, few * (c.W * LINE_PIECES), num_programs, num_stages=1):
+            piece, row_item = item % LINE_PIECES, item // LINE_PIECES
+            source, token = row_item % c.W, row_item // c.W
             slots = next_slots
-            next_slots = slots_of(slots_of_row_ptr, (item + num_programs) // PARTS, few * c.W, c)
+            next_item = (item + num_programs) // LINE_PIECES
+            next_slots = _slots_of(slots_of_row_ptr, next_item, few * c.W, c)
             if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
-                part_column = (item % PARTS) * results.LINE_COLUMNS + tl.arange(
-                    0, results.LINE_COLUMNS
-                )
-                value = _sum_of_slots(
-                    rows_ptr,
-                    weights_ptr,
-                    slots_of_row_ptr,
-                    row,
-                    part_column,
-                    part_column < results.HIDDEN,
-                    c,
-                    results,
-                )
-                words = words_of(value)
-                word = (item % PARTS) * words.shape[0] + tl.arange(0, words.shape[0])
-                sum_at = c.SUM_LINES_AT + (rank * c.LINE_TOKENS + token) * (
-                    c.SUM_LINES * _LINE_BYTES
-                )
-                lines_ptr = int64_at(tl.load(peers.bases + source) + sum_at)
-                tl.store(lines_ptr + word, line_of(words, epoch), mask=word < c.RETURN_WORDS)
-                num_sent += tl.where((source == rank) | (item % PARTS != 0), 0, 1)
-    for item in tl.range(program, most * c.W, num_programs, num_stages=1):
-        source = item % c.W
-        token = item // c.W
-        row = source * c.M + token
+                column = piece * results.LINE_COLUMNS + tl.arange(0, results.LINE_COLUMNS)
+                row = source * c.M + token
+                parts = _parts_of(rows_ptr, weights_ptr, slots_of_row_ptr, row, column, c, results)
+                first = token * c.K if c.RETURNS_SLOTS else rank * c.LINE_TOKENS + token
+                sums_at = c.SUM_LINES_AT + first * (c.SUM_LINES * _LINE_BYTES)
+                lines_ptr = int64_at(tl.load(peers.bases + source) + sums_at)
+                for k in tl.static_range(PARTS):
+                    is_there, elements = parts[k]
+                    words = words_of(elements)
+                    word = piece * words.shape[0] + tl.arange(0, words.shape[0])
+                    is_word = both(word < c.RETURN_WORDS, is_there)
+                    line_ptr = lines_ptr + k * c.SUM_LINES + word
+                    tl.store(line_ptr, line_of(words, epoch), mask=is_word)
+                is_counted = (source != rank) & (piece == 0)
+                num_sent += tl.where(is_counted, _num_parts(slots, c), 0)
+    for item in tl.range(program, most * (c.W * PIECES), num_programs, num_stages=1):
+        piece, row_item = item % PIECES, item // PIECES
+        source, token = row_item % c.W, row_item // c.W
         slots = following
-        following = slots_of(slots_of_row_ptr, item + num_programs, most * c.W, c)
+        next_item = (item + num_programs) // PIECES
+        following = _slots_of(slots_of_row_ptr, next_item, most * c.W, c)
         if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
-            value = _sum_of_slots(
-                rows_ptr,
-                weights_ptr,
-                slots_of_row_ptr,
-                row,
-                column,
-                is_element,
-                c,
-                results,
-            )
-            base = tl.load(peers.bases + source)
-            return_address = (
-                base + c.RETURNED_AT + (tl.cast(rank, tl.int64) * c.M + token) * c.RETURN_BYTES
-            )
-            return_ptr = return_address.to(tl.pointer_type(rows_ptr.dtype.element_ty))
-            tl.store(tl.multiple_of(return_ptr, 16) + column, value, mask=is_element)
-            num_sent += tl.where(source == rank, 0, 1)
-    # Of this rank alone, and read by its host.
+            column = piece * results.COLUMNS + tl.arange(0, results.COLUMNS)
+            row = source * c.M + token
+            parts = _parts_of(rows_ptr, weights_ptr, slots_of_row_ptr, row, column, c, results)
+            first = tl.cast(token, tl.int64) * c.K
+            if not c.RETURNS_SLOTS:
+                first = tl.cast(rank, tl.int64) * c.M + token
+            returned = tl.load(peers.bases + source) + c.RETURNED_AT + first * c.RETURN_BYTES
+            for k in tl.static_range(PARTS):
+                is_there, elements = parts[k]
+                return_ptr = (returned + k * c.RETURN_BYTES).to(
+                    tl.pointer_type(rows_ptr.dtype.element_ty)
+                )
+                return_ptr = tl.multiple_of(return_ptr, 16) + column
+                tl.store(return_ptr, elements, mask=both(column < results.HIDDEN, is_there))
+            is_counted = (source != rank) & (piece == 0)
+            num_sent += tl.where(is_counted, _num_parts(slots, c), 0)
+    # The host of this rank reads this counter.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    # The first W programs have sent the lines of combine, all others without a row in bulk nothing
-    # that a signal tells of. Those that poll the lines themselves await no signal.
-    num_arriving = tl.maximum(c.W, tl.minimum(num_programs, most * c.W))
+    # The first W programs have sent the lines of combine; the other programs without a row in bulk
+    # have sent nothing that a signal covers. Sources that poll lines await no signal.
+    num_arriving = tl.maximum(c.W, tl.minimum(num_programs, most * (c.W * PIECES)))
     if (program < num_arriving) & (tl.max(in_bulk.to(tl.int32)) > 0):
         publish_as_last(peers, _SUM_ARRIVALS, num_arriving, c.ARRIVED_SUMS_AT, epoch, in_bulk, c)
 
 
 @triton.jit
-def _parts_of(
+def _num_parts(slots: tl.tensor, c: constexprs.Layout) -> tl.tensor:
+    """Return the number of results of a row with slots [K_LANES], of which one is at least 0."""
+    return tl.sum((slots >= 0).to(tl.int32)) if c.RETURNS_SLOTS else 1  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _sent_parts_of(
     is_sent_ptr: tl.tensor,
     token: tl.tensor,
     num_tokens: tl.tensor,
@@ -328,7 +351,7 @@ def _parts_of(
     """Return the parts of a token as bits: 5 is parts 0 and 2; 0 after the last token."""
     part = tl.arange(0, PART_LANES)
     is_part = both(part < PARTS, token < num_tokens)
-    # Not from the L1 cache: a wait that empties it comes only later.
+    # The load bypasses the L1 cache, which a later wait empties.
     is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
     return tl.sum((is_sent != 0).to(tl.int32) << part)
 
@@ -359,14 +382,14 @@ def _receive_combine_kernel(
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
-    following = _parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
+    following = _sent_parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
     source_lane = tl.arange(0, c.W_LANES)
     is_source = living_ranks(peers, c)
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
-    # Looked at before it is known whether the batch is still there.
+    # The lines are read before it is known whether the batch is still in the buffer.
     missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         int32_at(buffer_address + c.ARRIVED_SUMS_AT) + source_lane,
         both(is_source, is_overwritten == 0),
@@ -379,7 +402,7 @@ def _receive_combine_kernel(
     )
     is_lost = abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
 
-    # Sent before the signal, so there.
+    # It was sent before the signal, so it has arrived.
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT) + source_lane
     codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
     codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
@@ -391,7 +414,7 @@ def _receive_combine_kernel(
     for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
         parts = following
         next_token = token + tl.num_programs(0)
-        following = _parts_of(is_sent_ptr, next_token, num_tokens, PARTS, PART_LANES)
+        following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, PARTS, PART_LANES)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
             column = begin + tl.arange(0, COLUMNS)
@@ -406,7 +429,7 @@ def _receive_combine_kernel(
                     tl.pointer_type(dtype)
                 )
                 part_ptr = tl.multiple_of(part_ptr, 16) + column
-                # On its way before it is known whether the call has failed.
+                # The load starts before it is known whether the call has failed.
                 part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
                     part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)
@@ -440,15 +463,15 @@ def send_combine(
     batch: int,
     status: int,
 ) -> None:
-    """Sum the slots of each received row and send the sum to the rank of its token.
+    """Send the sum of the slots of each received row, or each slot, to the rank of its token.
 
     Args:
         exchange: the receive buffer of the dispatch.
-        rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may lie apart.
-        slot_weights: [C], float32, multiplied into slots, or None.
+        rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may be apart.
+        slot_weights: [C], float32, multiplied into slots, or None, also if slots return.
         slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
-        per_row: rows are sums already.
-        batch: as send_dispatch() was given it.
+        per_row: rows are sums already, or this rank refuses.
+        batch: as passed to send_dispatch().
         status: why this rank refuses the call, a FaultCode, or 0.
 
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
@@ -457,6 +480,8 @@ def send_combine(
     key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
+        columns = max(4, next_power_of_two(hidden_size))
+        most = _SLOT_COLUMNS if exchange.peers.layout.returns_slots else columns
         launch = exchange.launches[key] = prepare(
             exchange,
             _send_combine_kernel,
@@ -466,8 +491,8 @@ def send_combine(
                 constexprs.Results,
                 ROWS_STRIDE=row_stride,
                 HIDDEN=hidden_size,
-                COLUMNS=next_power_of_two(hidden_size),
-                LINE_COLUMNS=max(4, min(_LINE_COLUMNS, next_power_of_two(hidden_size))),
+                COLUMNS=min(most, columns),
+                LINE_COLUMNS=min(_LINE_COLUMNS, columns),
                 PER_ROW=per_row,
             ),
             num_warps=_WARPS,
@@ -484,6 +509,7 @@ def receive_combine(
     topk_weights: Tensor | None = None,
     *,
     batch: int,
+    line_tokens: int | None = None,
 ) -> None:
     """Wait for the sums of all ranks and add them up.
 
@@ -491,33 +517,45 @@ def receive_combine(
         exchange: the receive buffer.
         out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed, or if a
             replay has taken the receive buffer since, which is a fault of all ranks. Allocated
-            before send_combine(): kernels between the two may run still, and memory that they
-            read is given away once the host has launched them.
+            before send_combine(), because kernels between the two may still run, and the host may
+            have freed memory that they read. T = 0 if this rank refuses to combine.
         is_sent: as send_dispatch() wrote it.
         topk_weights: [T, K], float32, contiguous: weights of the slots that have returned; others
             are ignored.
-        batch: as send_dispatch() was given it.
+        batch: as passed to send_dispatch().
+        line_tokens: T of a dispatch that this rank sent in lines; None: it sent in bulk.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
     num_tokens, hidden_size = out.shape
-    num_programs = exchange.peers.num_programs
-    key = ("receive sums", out.dtype, hidden_size, topk_weights is None)
+    peers, in_lines = exchange.peers, line_tokens is not None
+    key = ("receive sums", in_lines, out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
-        parts = exchange.peers.layout.parts_of_token
-        launch = exchange.launches[key] = prepare(
-            exchange,
-            _receive_combine_kernel,
-            [CHANGES] * 3,
-            2,
-            PARTS=parts,
-            PART_LANES=next_power_of_two(parts),
-            HIDDEN=hidden_size,
-            COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-            num_warps=_RECEIVE_WARPS,
-            **EXACT,
-            **overlapping(out.device),
+        launch = exchange.launches[key] = (
+            prepare_lines(exchange, out) if in_lines else _prepare_bulk(exchange, out)
         )
     # Without tokens, one program still receives the faults.
-    launch(max(1, min(num_tokens, num_programs)), out, topk_weights, is_sent, num_tokens, batch)
+    if line_tokens is None:
+        grid = max(1, min(num_tokens, peers.num_programs))
+        launch(grid, out, topk_weights, is_sent, num_tokens, batch)
+    else:
+        grid = max(1, line_tokens) * num_parts(peers.layout)
+        launch(grid, out, topk_weights, is_sent, num_tokens, line_tokens, batch)
+
+
+def _prepare_bulk(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
+    parts, hidden_size = exchange.peers.layout.parts_of_token, out.shape[1]
+    return prepare(
+        exchange,
+        _receive_combine_kernel,
+        [CHANGES] * 3,
+        2,
+        PARTS=parts,
+        PART_LANES=next_power_of_two(parts),
+        HIDDEN=hidden_size,
+        COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
+        num_warps=_RECEIVE_WARPS,
+        **EXACT,
+        **overlapping(out.device),
+    )

@@ -1,6 +1,6 @@
-"""Device functions of both senders of low-latency dispatch over NVLink: headers, positions, owners.
+"""Device functions of both senders of low-latency dispatch over NVLink.
 
-Headers travel in lines, whether rows do or not: a receiver learns from them where rows come.
+Headers are always sent in lines: a receiver learns from them whether rows come in lines.
 """
 
 from __future__ import annotations
@@ -8,15 +8,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH, Peers
-from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of
+from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of, next_epoch
+from epcomm.kernels.nvlink.common.signals import int32_at
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 
 # Kinds of rows on the wire.
 PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 
+_PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
 # Bits of what is wrong with an entry; an id that is no expert counts more.
 _REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
 _EAGER_EPOCH = tl.constexpr(EAGER_EPOCH)
@@ -30,9 +32,9 @@ def dispatch_epoch(peers: Peers, is_captured: tl.tensor) -> tl.tensor:
     A host releases the receive buffer first if its batch was not combined. The host of a replay
     does not know: if an eager batch 5 is there, which has no combine, a captured dispatch is 6.
     """
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state, volatile=True)
-    # An eager sender writes this word beside its receiver: neither looks at it.
+    # An eager sender writes this word while its receiver runs; neither reads it.
     is_open = (is_captured != 0) & (tl.load(peers.state + _EAGER_EPOCH, volatile=True) == epoch)
     return tl.where(is_open, next_epoch(epoch), epoch)
 
@@ -55,7 +57,7 @@ def begin_dispatch(
         else:
             last = tl.load(peers.state)
             if last != epoch:
-                # The eager batch ends, on every rank alike.
+                # The eager batch ends on every rank.
                 give_credit(peers, last, c)
     return epoch
 
@@ -73,7 +75,7 @@ def send_header(
     IN_LINES: tl.constexpr,
     NEEDS_DISTINCT: tl.constexpr,
 ) -> None:
-    """Send `peer` a header: how T rows come, and the counts of its L experts.
+    """Send `peer` a header: how T rows are sent, and the counts of its L experts.
 
     ids 0 2 | 3 2 with L = 2: rank 1 receives the counts 2 1 of its experts 2 and 3. If an id is
     neither -1 nor an expert, or NEEDS_DISTINCT and a token names an expert twice, every rank
@@ -87,7 +89,7 @@ def send_header(
         ids = tl.load(ids_ptr + at, mask=at < num_tokens * c.K, other=-1)
         faults = ((ids < -1) | (ids >= c.W * c.L)).to(tl.int32) * _BAD
         if NEEDS_DISTINCT:
-            # Loads that depend on nothing; one reduction finds both kinds of faults.
+            # These loads are independent; one reduction finds both kinds of faults.
             for step in tl.static_range(1, c.K):  # pyright: ignore[reportGeneralTypeIssues]
                 has_later = (at % c.K + step < c.K) & (at < num_tokens * c.K)
                 later = tl.load(ids_ptr + at + step, mask=has_later, other=-1)
@@ -133,6 +135,95 @@ def count_positions(
 
 
 @triton.jit
+def load_ids(
+    ids_ptr: tl.tensor, token: tl.tensor, has_token: tl.tensor, c: constexprs.Layout
+) -> tl.tensor:
+    """Load the experts of a token as int32, [K_LANES]; -1 without a token."""
+    k = tl.arange(0, c.K_LANES)
+    return tl.load(ids_ptr + token * c.K + k, mask=both(k < c.K, has_token), other=-1).to(tl.int32)
+
+
+@triton.jit
+def peer_in_turn(
+    peers: Peers, token: tl.tensor, turn: tl.constexpr, c: constexprs.Layout
+) -> tl.tensor:
+    """Return the rank to which this rank sends a token after `turn` others: 2 0 1 for 1 + 1 of 3.
+
+    For each token every rank begins with another one. If all began with rank 0, the rows of all
+    would queue for one GPU after another.
+    """
+    return (peers.rank + token + turn) % c.W
+
+
+@triton.jit
+def base_of(peers: Peers, peer: tl.tensor) -> tl.tensor:
+    """Load the address of the receive buffer of a rank, 0 if the rank is excluded."""
+    base = tl.load(peers.bases + peer)
+    return tl.where(tl.load(peers.excluded + peer) != 0, 0, base)
+
+
+@triton.jit
+def send_metadata(
+    peers: Peers,
+    ids_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
+    bases: tl.tuple | None,
+    token: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+    CHUNK: tl.constexpr,
+    IN_LINES: tl.constexpr,
+) -> None:
+    """Send every rank its experts of a token, their positions, and weights, if any.
+
+    bases: base_of() the ranks from peer_in_turn() of 0 on, or None to load each when it is needed,
+        which takes fewer registers.
+    """
+    k = tl.arange(0, c.K_LANES)
+    ids = load_ids(ids_ptr, token, token >= 0, c)
+    weight_words = k
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + token * c.K + k, mask=k < c.K, other=0.0)
+        weight_words = weights.to(tl.int32, bitcast=True)
+    positions = count_positions(ids_ptr, ids, token, c, CHUNK)
+    if IN_LINES:
+        weight_words, positions = line_of(weight_words, epoch), line_of(positions, epoch)
+    owners = tl.where(ids >= 0, ids // c.L, -1)
+    for turn in tl.static_range(c.W):
+        peer = peer_in_turn(peers, token, turn, c)
+        base = base_of(peers, peer) if bases is None else bases[turn]
+        experts = tl.where(owners == peer, ids - peer * c.L, -1)
+        if IN_LINES:
+            experts = line_of(experts, epoch)
+            first_line = (peers.rank * c.LINE_TOKENS + token) * c.ROW_LINES
+            to_ptr = int64_at(base + c.ROW_LINES_AT) + first_line + k
+        else:
+            row = tl.cast(peers.rank, tl.int64) * c.M + token
+            to_ptr = int32_at(base + c.METADATA_AT + row * c.METADATA_BYTES) + k
+        is_entry = both(k >= 0, base != 0)
+        tl.store(to_ptr, experts, mask=is_entry)
+        tl.store(to_ptr + c.K_LANES, positions, mask=is_entry)
+        if weights_ptr is not None:
+            tl.store(to_ptr + 2 * c.K_LANES, weight_words, mask=is_entry)
+
+
+@triton.jit
+def columns_of(part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr) -> tl.tuple:
+    """Return the columns of a part of a row, and which of them exist: whole blocks if these scale.
+
+    PART: columns of a part whose blocks do not scale.
+    """
+    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
+        column = part * PART + tl.arange(0, PART)
+        is_element = column < rows.HIDDEN
+    else:
+        lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
+        column = (part * rows.BLOCKS + tl.arange(0, rows.BLOCKS)[:, None]) * rows.BLOCK + lane
+        is_element = (lane < rows.BLOCK) & (column < rows.HIDDEN)
+    return column, is_element  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
 def load_scales(
     scales_ptr: tl.tensor,
     token: tl.tensor,
@@ -141,7 +232,7 @@ def load_scales(
     scales_stride: tl.tensor,
     scale_stride: tl.tensor,
 ) -> tl.tensor:
-    """Load the scales `at` of a token whose row was quantised before it came.
+    """Load the scales `at` of a token whose row was quantised before.
 
     scales_stride: elements from the scales of a token to those of the next.
     scale_stride: elements from one scale of a token to the next.

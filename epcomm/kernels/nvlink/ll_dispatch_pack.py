@@ -56,14 +56,14 @@ def pack_rows(
     lane = tl.arange(0, index.SCALE_LANES)
     is_scale = lane < c.SCALE_WORDS
     for each in tl.range(first_row, end_row, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        # Before it is multiplied: rows may lie beyond 2**31 bytes.
+        # The index is widened before it is multiplied, because rows may be beyond 2**31 bytes.
         row = tl.cast(each, tl.int64)
         slots = ()
         last = row * 0 - 1
         for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
             slots += (tl.load(slots_of_row_ptr + row * c.K + k).to(tl.int64),)
             last = tl.maximum(last, slots[k])
-        # A row that has not come is not read.
+        # A row that has not arrived is not read.
         row_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES) + word
         words = tl.load(row_ptr, mask=both(is_word, last >= 0), other=0)
         if slabs.scales is not None:

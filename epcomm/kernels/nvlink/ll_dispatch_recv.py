@@ -2,14 +2,12 @@
 
 It reads metadata and no rows, and indexes them while they are on the wire; it ends once they have
 come. A header, which always travels in lines, tells of each source whether its tokens do: then
-other programs put its rows where they would lie otherwise, see lines/dispatch_unpack.py.
+other programs copy its rows to where they would be otherwise, see lines/dispatch_unpack.py.
 
 Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -23,10 +21,10 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.epochs import next_epoch
 from epcomm.kernels.nvlink.common.exchange import (
     COUNTED_EPOCH,
     HELD_BATCH,
+    NO_SLABS,
     SOURCES_AT,
     VARYING,
     LowLatencyExchange,
@@ -44,6 +42,7 @@ from epcomm.kernels.nvlink.common.lines import (
     give_credit,
     int64_at,
     is_waiting,
+    next_epoch,
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
@@ -59,45 +58,30 @@ from epcomm.kernels.nvlink.common.status import (
     codes_of_one_mode,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_WORDS, unpack_rows
+from epcomm.kernels.nvlink.lines.dispatch_unpack import (
+    UNPACKED_WORDS,
+    num_unpackers,
+    unpack_rows,
+)
 from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
 from epcomm.kernels.prepared import CHANGES
 
-# Pairs of a slot and an expert that a program compares at once: thirty-two a thread.
+# Pairs of a slot and an expert that a program compares in one step: 32 for each thread.
 _COMPARISONS = 4096
-# Entries of received metadata that a program reads, at most: few, so that many programs share them.
+# Most entries of metadata that a program reads: few, so that many programs share the work.
 _PAIRS = 128
 _WARPS = 4
-# Rows that a program copies to slabs, at most: as many programs as can run then share them.
+# Most rows that a program copies to slabs: all programs that can run share the rows.
 _PACKED_ROWS = 2
 _WORD_BYTES = 4
 _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 _THREADS = tl.constexpr(32 * _WARPS)
-# Most slots that are reported as needed, in one int32 with the fault code.
+# The largest number of slots that is reported as needed: it shares an int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
 _COUNTED_EPOCH, _SOURCES_AT = tl.constexpr(COUNTED_EPOCH), tl.constexpr(SOURCES_AT)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Slabs:
-    """Memory for the rows of each expert, in the layout MASKED; every expert has the slots W * M.
-
-    data: [C, words of a row], int32: rows as they came, with the gap between them.
-    scales: the words of their scales, int32, with scale_strides in words: from one expert to the
-        next, from slot to slot, from word to word; None where rows have none.
-    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
-    source_ranges: [L, W], int64, written with the slots of each expert from each rank,
-        first << 32 | number, where the first is counted from the expert's first. Both or neither.
-    """
-
-    data: Tensor
-    scales: Tensor | None
-    scale_strides: tuple[int, int, int]
-    token_of_slot: Tensor | None
-    source_ranges: Tensor | None
 
 
 @triton.jit
@@ -126,7 +110,7 @@ def _hand_out_nothing(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> None:
-    """Take back an index of rows that have not come, once program 0 has written its counts."""
+    """Undo an index of rows that have not arrived, once program 0 has written its counts."""
     counted_ptr = peers.state + _COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
     await_at(counted_ptr, is_counted, is_counted, None, epoch, peers.max_polls, "gpu", True)
@@ -162,7 +146,7 @@ def _await_headers(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Wait for the headers and counts of all sources, and for metadata of one that comes in lines.
+    """Wait for the headers and counts of all sources, and for metadata that arrives in lines.
 
     headers_ptr, is_source: [W_LANES].   count_lines_ptr, is_count: [W_LANES, L_LANES].
     row_lines_ptr, is_line, token: of the entries of this program.   is_own: their source.
@@ -186,8 +170,8 @@ def _await_headers(
                     row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
                 )
                 is_absent |= flag_of(weights) != epoch
-            # Word and flag of one load: the compiler may load what is used twice twice, in two
-            # layouts, and the line may come between them.
+            # Word and flag are one load: the compiler may repeat a load for two uses, in two
+            # layouts, and the line may arrive between them.
             own_line = tl.sum(tl.where(is_own, headers, 0))
             header = word_of(own_line)
             is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
@@ -220,7 +204,7 @@ def _slots_of_experts(
     expert = tl.arange(0, c.L_LANES)
     # With one capacity for all experts, lanes without an expert have none.
     aligned = tl.where(expert < c.L, index.CAPACITY, 0)
-    # 1: every rank knows of the fault. Else this rank alone knows: a code for combine to report.
+    # 1: every rank knows of the fault. Other codes are known to this rank; combine reports them.
     refusal = has_failed.to(tl.int32)
     if index.CAPACITY == 0:
         aligned = (counts + index.ALIGNMENT - 1) // index.ALIGNMENT * index.ALIGNMENT
@@ -256,7 +240,7 @@ def _write_counts(
     tl.store(first_slot_ptr + expert, starts, mask=expert < c.L)
     tl.store(first_slot_ptr + c.L, tl.sum(aligned))
     tl.store(peers.state + 2, refusal)
-    # For combine, which must not read what peers write.
+    # Combine reads this copy, because it must not read what peers write.
     tl.store(peers.state + _SOURCES_AT + source_lane, told, mask=source_lane < c.W)
 
 
@@ -271,14 +255,14 @@ def _write_ranges(
     """Write the slots of each expert from each rank, if wanted, and that the counts are written."""
     expert, source_lane = tl.arange(0, c.L_LANES), tl.arange(0, c.W_LANES)
     if slabs.source_ranges is not None:
-        # The slots of an expert lie in the order of their sources.
+        # The slots of an expert are in the order of their sources.
         ends_of_source = tl.cumsum(counts_of_source, axis=0)
         ranges = (ends_of_source - counts_of_source).to(tl.int64) << 32
         ranges |= counts_of_source.to(tl.int64)
         ranges_ptr = slabs.source_ranges + expert[None, :] * c.W + source_lane[:, None]
         is_range = (source_lane < c.W)[:, None] & (expert < c.L)[None, :]
         tl.store(ranges_ptr, ranges, mask=is_range)
-    # All threads have stored. Read by _hand_out_nothing() of the other programs.
+    # All threads have stored. _hand_out_nothing() of the other programs reads it.
     tl.debug_barrier()
     tl.store(peers.state + _COUNTED_EPOCH, epoch)
 
@@ -292,7 +276,7 @@ def _load_metadata(
     slot_weights_ptr: tl.tensor | None,
     c: constexprs.Layout,
 ) -> tl.tuple:
-    """Load experts, positions and, if they travel, weights of entries that came in bulk."""
+    """Load experts, positions and, if they are sent, weights of entries that arrived in bulk."""
     metadata_ptr = (
         int32_at(peers.buffer_address + c.METADATA_AT)
         + tl.cast(row, tl.int64) * (c.METADATA_BYTES // 4)
@@ -363,7 +347,7 @@ def _receive_dispatch_kernel(
             # The sender, which notes the batch, may not have begun.
             await_previous()
     if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
-        # A replay has ended it, and nothing is to come.
+        # A replay has ended the batch, and nothing arrives any more.
         return
     epoch = dispatch_epoch(peers, is_captured)
     if program >= index.INDEXERS:
@@ -375,7 +359,7 @@ def _receive_dispatch_kernel(
         return
 
     source_lane = tl.arange(0, c.W_LANES)
-    # What an excluded rank once sent is still there, and counts no more.
+    # Data that an excluded rank once sent is still in memory, and is ignored.
     is_source = living_ranks(peers, c)
     headers_ptr = int64_at(buffer_address + c.HEADER_LINES_AT) + source_lane * 2
     expert = tl.arange(0, c.L_LANES)
@@ -410,7 +394,7 @@ def _receive_dispatch_kernel(
         c,
     )
 
-    # All that lines hold, loaded together.
+    # All words of the lines are loaded together.
     is_heard = both(is_source, is_lost == 0)
     headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
@@ -460,7 +444,7 @@ def _receive_dispatch_kernel(
     is_slot = (experts >= 0) & (experts < c.L)
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
-    # Nothing is stored beyond the index, whatever a rank has sent.
+    # No store is beyond the end of the index, whatever a rank has sent.
     is_slot = (
         is_slot & (slots >= 0) & (slots < (c.L * index.CAPACITY if index.CAPACITY else index.C))
     )
@@ -523,7 +507,8 @@ def receive_dispatch(
     expert_alignment: int,
     is_captured: bool,
     batch: int = -1,
-    slabs: Slabs | None = None,
+    scale_strides: tuple[int, int, int] = (0, 0, 0),
+    slabs: SlabMemory = NO_SLABS,
 ) -> None:
     """Wait for the rows of all ranks and write the expert-major index over them.
 
@@ -535,8 +520,9 @@ def receive_dispatch(
         expert_alignment: each expert's slots start at a multiple of this.
         is_captured: as send_dispatch() was given it.
         batch: likewise, where a replay may have come between; nothing is received then. -1: none.
-        slabs: where rows are copied to, each expert with one capacity; None: they stay where they
-            are.
+        scale_strides: in words, of the scales of slabs: from one expert to the next, from slot to
+            slot, from word to word.
+        slabs: memory to which rows are copied; without it they stay in the receive buffer.
 
     Collective: yes, after send_dispatch().   Allocates nothing.   Host sync: none.
     """
@@ -544,15 +530,11 @@ def receive_dispatch(
     key = ("receive rows", capacity, expert_alignment)
     layout = exchange.peers.layout
     rows = max(1, min(_PAIRS, _COMPARISONS // layout.local_lanes) // layout.metadata_words)
-    if slabs is not None:
+    if slabs.data is not None:
         rows = min(rows, _PACKED_ROWS)
-    strides = (0, 0, 0) if slabs is None else slabs.scale_strides
     indexers = layout.world_size * -(-layout.max_tokens // rows)
     launch = exchange.launches.get(key)
     if launch is None:
-        memory = SlabMemory()
-        if slabs is not None:
-            memory = SlabMemory(slabs.data, slabs.scales, slabs.token_of_slot, slabs.source_ranges)
         index = constexprs.constants(
             constexprs.Index,
             C=capacity,
@@ -560,25 +542,23 @@ def receive_dispatch(
             ROWS=rows,
             INDEXERS=indexers,
             WORDS=UNPACKED_WORDS,
-            CAPACITY=0 if slabs is None else layout.num_rows,
+            CAPACITY=0 if slabs.data is None else layout.num_rows,
             WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
             SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
-            **dict(zip(_SCALE_STRIDES, strides, strict=True)),
+            **dict(zip(_SCALE_STRIDES, scale_strides, strict=True)),
         )
         launch = exchange.launches[key] = prepare(
             exchange,
             _receive_dispatch_kernel,
-            [*[CHANGES] * 5, memory],
+            [*[CHANGES] * 5, slabs],
             2,
             index=index,
             num_warps=_WARPS,
             **overlapping(slots_of_row.device),
         )
-    # Rows that come in lines are shared by the programs behind.
-    parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
-    items = layout.world_size * layout.line_tokens * parts
+    # Rows in lines are unpacked by the programs after the indexers.
     launch(
-        indexers + min(items, exchange.peers.num_programs),
+        indexers + num_unpackers(layout, exchange.peers.num_programs),
         row_of_slot,
         slots_of_row,
         slot_weights,

@@ -35,7 +35,7 @@ from epcomm.kernels.nvlink.common.exchange import (
 )
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import await_credit
-from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks, publish_as_last
+from epcomm.kernels.nvlink.common.signals import living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
 from epcomm.kernels.nvlink.lines.dispatch_send import (
     LEAST_BLOCKS,
@@ -48,25 +48,29 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8_POWER_OF_TWO,
     INT8,
     PLAIN,
+    base_of,
     begin_dispatch,
-    count_positions,
+    columns_of,
+    load_ids,
     load_scales,
     note_owners,
+    peer_in_turn,
     send_header,
+    send_metadata,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
-# Pairs of an id and an expert that a program compares at once: sixteen a thread.
+# Pairs of an id and an expert that a program compares in one step: 16 for each thread.
 _COMPARISONS = 8192
-# A row of 7168 elements is then 28 of them a thread.
+# A thread then has 28 elements of a row of 7168.
 _WARPS = 8
 # Most programs that send rows, and metadata: together one on each of the SMs of an H200, where more
 # of the former slow one another.
 _MOST_ROW_PROGRAMS, _MOST_METADATA_PROGRAMS = 64, 64
 
-# Ids that a program counts at once: those of 128 tokens at K = 8.
+# Ids that a program counts in one step: those of 128 tokens at K = 8.
 _COUNTED = tl.constexpr(1024)
 _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
@@ -85,51 +89,9 @@ def _load_token(
     is_element: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tensor:
-    """Load the elements `at` of a token, zeros behind the last token."""
+    """Load the elements `at` of a token, zeros after the last token."""
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     return tl.load(row_ptr + at, mask=both(is_element, token < num_tokens), other=0.0)
-
-
-@triton.jit
-def _load_ids(
-    ids_ptr: tl.tensor,
-    token: tl.tensor,
-    num_tokens: tl.tensor,
-    c: constexprs.Layout,
-) -> tl.tensor:
-    """Load the experts of a token as int32, [K_LANES], -1 behind the last token."""
-    k = tl.arange(0, c.K_LANES)
-    is_entry = both(k < c.K, token < num_tokens)
-    return tl.load(ids_ptr + token * c.K + k, mask=is_entry, other=-1).to(tl.int32)
-
-
-@triton.jit
-def _send_metadata(
-    peers: Peers,
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    token: tl.tensor,
-    c: constexprs.Layout,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Send every rank its experts of a token, their positions in these, and weights, if any."""
-    k = tl.arange(0, c.K_LANES)
-    ids = _load_ids(ids_ptr, token, token + 1, c)
-    weight_bits = k
-    if weights_ptr is not None:
-        weights = tl.load(weights_ptr + token * c.K + k, mask=k < c.K, other=0.0)
-        weight_bits = weights.to(tl.int32, bitcast=True)
-    positions = count_positions(ids_ptr, ids, token, c, CHUNK)
-    owners = tl.where(ids >= 0, ids // c.L, -1)
-    place = tl.cast(peers.rank, tl.int64) * c.M + token
-    for peer in tl.static_range(c.W):
-        is_entry = both(k >= 0, tl.load(peers.excluded + peer) == 0)
-        base = tl.load(peers.bases + peer)
-        metadata_ptr = int32_at(base + c.METADATA_AT + place * c.METADATA_BYTES) + k
-        tl.store(metadata_ptr, tl.where(owners == peer, ids - peer * c.L, -1), mask=is_entry)
-        tl.store(metadata_ptr + c.K_LANES, positions, mask=is_entry)
-        if weights_ptr is not None:
-            tl.store(metadata_ptr + 2 * c.K_LANES, weight_bits, mask=is_entry)
 
 
 @triton.jit
@@ -158,9 +120,9 @@ def _send_all_metadata(
     num_metadata = 0
     num_others = tl.sum(is_living.to(tl.int32)) - 1
     for token in tl.range(program, num_tokens, PROGRAMS, num_stages=1):
-        _send_metadata(peers, ids_ptr, weights_ptr, token, c, CHUNK)
+        send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
         num_metadata += num_others
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
     tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
@@ -181,60 +143,27 @@ def _wire_form(
     scale_stride: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tuple:
-    """Return a row as it travels, and its scales, 0 if it has none."""
+    """Return a row as it is sent, and its scales or None, their lanes, and which of them exist."""
+    scales, lane, is_scale = None, None, None
     if rows.KIND == _PLAIN:
         # Bits, whatever they mean: an interpreter need not know the dtype.
-        scale = 0
+        row = elements
         if x_scales_ptr is not None:
             lane = tl.arange(0, rows.SCALE_LANES)
-            scale = load_scales(
-                x_scales_ptr, token, lane, lane < rows.SCALES, scales_stride, scale_stride
-            )
-        row = elements
+            is_scale = lane < rows.SCALES
+            scales = load_scales(x_scales_ptr, token, lane, is_scale, scales_stride, scale_stride)
     elif rows.KIND == _INT8:
         row, scale = quantize_row(elements.to(tl.float32), rows.PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
+        lane = tl.arange(0, 1)
+        is_scale = lane == 0
+        scales = tl.zeros([1], tl.float32) + scale
     else:
-        row, scale = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
+        row, scales = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
             elements.to(tl.float32), rows.KIND == _FP8_POWER_OF_TWO, rows.HAS_E4M3
         )
-    return row, scale  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
-def _store_row(
-    base: tl.tensor,
-    place: tl.tensor,
-    is_needed: tl.tensor,
-    row: tl.tensor,
-    scale: tl.tensor,
-    x_scales_ptr: tl.tensor | None,
-    at: tl.tensor,
-    is_element: tl.tensor,
-    c: constexprs.Layout,
-    rows: constexprs.SentRows,
-) -> None:
-    """Store a row and its scales at a place of the receive buffer at `base`, if it is needed there.
-
-    x_scales_ptr: None unless it was quantised before it came.   at, is_element: its elements.
-    """
-    scale_address = base + c.SCALES_AT + place * c.SCALE_BYTES
-    # By masks: in a branch for each peer, scales would change threads each time.
-    if x_scales_ptr is not None:
-        scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
-        lane = tl.arange(0, rows.SCALE_LANES)
-        is_scale = both(lane < rows.SCALES, is_needed)
-        tl.store(tl.multiple_of(scales_ptr, 16) + lane, scale, mask=is_scale)
-    elif rows.KIND == _INT8:
-        scale_ptr = scale_address.to(tl.pointer_type(tl.float32))
-        tl.store(scale_ptr, scale, mask=is_needed)
-    elif rows.KIND != _PLAIN:
-        scales_ptr = scale_address.to(tl.pointer_type(scale.dtype))
-        block = tl.arange(0, rows.BLOCKS)
-        is_block = both(block * rows.BLOCK < rows.HIDDEN, is_needed)
-        tl.store(tl.multiple_of(scales_ptr, 16) + block, scale, mask=is_block)
-    if is_needed:
-        data_ptr = (base + c.DATA_AT + place * c.DATA_BYTES).to(tl.pointer_type(row.dtype))
-        tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
+        lane = tl.arange(0, rows.BLOCKS)
+        is_scale = lane * rows.BLOCK < rows.HIDDEN
+    return row, scales, lane, is_scale  # pyright: ignore[reportReturnType]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -275,17 +204,11 @@ def _send_dispatch_kernel(
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     epoch = begin_dispatch(peers, batch, is_captured, c)
     first, num_programs = program - METADATA_PROGRAMS, tl.num_programs(0) - METADATA_PROGRAMS
-    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
-        at = tl.arange(0, rows.COLUMNS)
-        is_element = at < rows.HIDDEN
-    else:
-        lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
-        at = tl.arange(0, rows.BLOCKS)[:, None] * rows.BLOCK + lane
-        is_element = (lane < rows.BLOCK) & (at < rows.HIDDEN)
+    at, is_element = columns_of(0, rows, rows.COLUMNS)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     # On its way while the credit is awaited, and each later one while the one before is stored.
     is_loaded = both(is_element, first >= 0)
     following = _load_token(x_ptr, first, num_tokens, at, is_loaded, rows)
-    next_ids = _load_ids(ids_ptr, tl.maximum(first, 0), num_tokens, c)
+    next_ids = load_ids(ids_ptr, first, (first >= 0) & (first < num_tokens), c)
     is_living = living_ranks(peers, c)
     if await_credit(peers, epoch, c, _THREADS):
         return
@@ -309,38 +232,37 @@ def _send_dispatch_kernel(
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):
             owners = tl.where(next_ids >= 0, next_ids // c.L, -1)
             next_token = token + num_programs
-            next_ids = _load_ids(ids_ptr, next_token, num_tokens, c)
+            next_ids = load_ids(ids_ptr, next_token, next_token < num_tokens, c)
             elements = following
             following = _load_token(x_ptr, next_token, num_tokens, at, is_element, rows)
-            row, scale = _wire_form(  # pyright: ignore[reportGeneralTypeIssues]
+            row, scales, lane, is_scale = _wire_form(  # pyright: ignore[reportGeneralTypeIssues]
                 elements, x_scales_ptr, token, scales_stride, scale_stride, rows
             )
-            # For the receiver of combine on this rank.
+            # The receiver of combine on this rank reads it.
             if weights_ptr is None:
                 note_owners(peers, is_sent_ptr, token, owners, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
-            for peer in tl.static_range(c.W):
+            for turn in tl.static_range(c.W):
+                peer = peer_in_turn(peers, token, turn, c)
+                base = base_of(peers, peer)
                 # Entries of an excluded rank are as masked entries.
-                is_owner = (owners == peer) & (tl.load(peers.excluded + peer) == 0)
-                is_needed = tl.max(is_owner.to(tl.int32)) > 0
+                is_needed = tl.max(((owners == peer) & (base != 0)).to(tl.int32)) > 0
                 if weights_ptr is not None:
                     tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
-                _store_row(
-                    tl.load(peers.bases + peer),
-                    place,
-                    is_needed,
-                    row,
-                    scale,
-                    x_scales_ptr,
-                    at,
-                    is_element,
-                    c,
-                    rows,
-                )
+                # By masks: in a branch for each peer, scales would change threads each time.
+                if scales is not None:
+                    scales_ptr = base + c.SCALES_AT + place * c.SCALE_BYTES
+                    scales_ptr = scales_ptr.to(tl.pointer_type(scales.dtype))
+                    scales_ptr = tl.multiple_of(scales_ptr, 16) + lane
+                    tl.store(scales_ptr, scales, mask=both(is_scale, is_needed))
+                if is_needed:
+                    data_ptr = base + c.DATA_AT + place * c.DATA_BYTES
+                    data_ptr = data_ptr.to(tl.pointer_type(row.dtype))
+                    tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
                 num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
-        # Of programs without a row the first alone speaks, if there are no others.
+        # If no program has a row, the first one sends the signal.
         num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
         if first < num_arriving:
             publish_as_last(
@@ -393,7 +315,7 @@ def send_dispatch(
     Args:
         exchange: the receive buffer, whose last batch was combined or released, as far as the host
             knows.
-        hidden_states: [T, H], bfloat16, float16 or float32; rows may lie apart. Of rows that are
+        hidden_states: [T, H], bfloat16, float16 or float32; rows may have gaps. Of rows that are
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
         topk_weights: [T, K], float32, contiguous; None if each slot returns.

@@ -76,7 +76,7 @@ def quantize_blocks(
 
     The block 896 448 1 0, with powers of two, has the codes of 448 224 0.5 0 and the scale 128.
     """
-    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
+    # Magnitudes as integers have the order of the numbers, with NaN above infinity.
     amax_bits = tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)
     is_finite = amax_bits < _INFINITY_BITS
     amax_bits = tl.maximum(tl.where(is_finite, amax_bits, 0), _AMAX_FLOOR_BITS)

@@ -116,7 +116,7 @@ def _storable(
     is_finite = amax_bits < _INFINITY_BITS
     scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
     scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
-    # Before the cast: NaN has no integer.
+    # NaN is replaced before the cast, because it has no integer.
     codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)
     return codes, scale_bits.to(tl.float32, bitcast=True)
 
@@ -133,7 +133,7 @@ def quantize_row(x: tl.tensor, PROFILE: tl.constexpr) -> tuple[tl.tensor, tl.ten
 @triton.jit
 def largest_bits(x: tl.tensor) -> tl.tensor:
     """Return the largest magnitude of a row as bits: those of 254 for 254 1 -3 9."""
-    # As integers, magnitudes are ordered as the numbers are, with NaN above infinity.
+    # Magnitudes as integers have the order of the numbers, with NaN above infinity.
     return tl.max(x.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=0)
 
 

@@ -1,6 +1,6 @@
 """Route tokens in one launch: a program of one warp chooses the experts of one token or of a few.
 
-All experts of a token lie in registers. Scores become integers in the same order, so that a
+All experts of a token are in registers. Scores become integers in the same order, so that a
 maximum over the warp is one instruction of the GPU; K rounds of a maximum and of the lowest expert
 that has it give the top k, ties and NaN included. Weights are computed again from the K logits that
 were chosen, which are in the cache. Programs count the load and choose replicas as they store.
@@ -26,6 +26,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.routing.scores import adjust_logits, exp_up_to_20, score_logits
 from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.rows.tiles import row_stride
 from epcomm.records import ReplicaTable
 
 # Largest K for which the loop over rounds is unrolled.
@@ -274,7 +275,7 @@ def _route_tokens_kernel(
     if BIAS == "selection":
         selection = scores + bias
     selection = tl.where((raw == raw) & is_expert, selection, float("nan"))
-    # The lowest bit of a code says that the group was dropped; codes are in the order of experts.
+    # The lowest bit of a code marks a dropped group; codes are in the order of experts.
     codes = tl.broadcast_to(expert * 2, raw.shape)
     if TOPK_GROUPS < NUM_GROUPS:
         is_kept = _groups_kept(
@@ -310,7 +311,7 @@ def _route_tokens_kernel(
     if load_ptr is not None:
         counter_ptr = load_ptr + tl.program_id(0) % LOAD_COPIES * NUM_EXPERTS + experts
         one = tl.full(experts.shape, 1, tl.int64)
-        # Sums of integers do not depend on their order; readers come with a later kernel.
+        # Sums of integers do not depend on their order; a later kernel reads it.
         tl.atomic_add(counter_ptr, one, mask=is_chosen, sem="relaxed")
     place = token.to(tl.int64) * TOP_K + k
     ids = experts
@@ -357,6 +358,8 @@ def route_tokens(
     tables: tuple[Tensor | None, ...] = (None, None, None)
     if replicas is not None:
         tables = (replicas.replicas, replicas.num_replicas, replicas.calls)
+    is_early = num_programs <= _MAX_EARLY_PROGRAMS
+    overlap = overlapping(logits.device) if is_early else {"OVERLAPS": False}
     launch(
         _route_tokens_kernel,
         num_programs,
@@ -371,26 +374,13 @@ def route_tokens(
             num_tokens,
             0 if replicas is None else replicas.first,
         ),
-        **_shapes_of(logits, load, replicas),
-        **_overlap_of(num_programs, logits.device),
+        STRIDE=row_stride(logits),
+        REPLICAS=0 if replicas is None else replicas.replicas.shape[1],
+        LOAD_COPIES=1 if load is None else load.shape[0],
+        **overlap,
         **_constants_of(form),
     )
     return ids, weights
-
-
-def _overlap_of(num_programs: int, device: torch.device) -> Mapping[str, bool]:
-    return overlapping(device) if num_programs <= _MAX_EARLY_PROGRAMS else {"OVERLAPS": False}
-
-
-def _shapes_of(
-    logits: Tensor, load: Tensor | None, replicas: ReplicaTable | None
-) -> Mapping[str, int]:
-    """Return the constants that follow from shapes and strides."""
-    return {
-        "STRIDE": logits.stride(0) if logits.shape[0] > 1 else logits.shape[1],
-        "REPLICAS": 0 if replicas is None else replicas.replicas.shape[1],
-        "LOAD_COPIES": 1 if load is None else load.shape[0],
-    }
 
 
 @lru_cache(maxsize=64)

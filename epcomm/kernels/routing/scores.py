@@ -31,7 +31,7 @@ _EXP_OF_MINUS_SHIFT = tl.constexpr(4.248354255291589e-18)
 _MAX = tl.constexpr(3.4028234663852886e38)
 # Nearer to 0 tanh(x) is x, to a tenth of a unit in the last place.
 _TANH_BY_EXP = tl.constexpr(1e-4)
-# Beyond 20 log1p(exp(x)) is x, and below -20 it is exp(x), as the reference has it.
+# Beyond 20 log1p(exp(x)) is x, and below -20 it is exp(x), as in the reference.
 _SOFTPLUS_END = tl.constexpr(20.0)
 
 
@@ -48,7 +48,7 @@ def exp_up_to_20(x: tl.tensor) -> tl.tensor:
     p = 0.0013926392421126366 * r + 0.008363345637917519
     p = (p * r + 0.04166655242443085) * r + 0.16666576266288757
     p = 1.0 + (r + r * r * (p * r + 0.5))
-    # In two steps, as 2**-150 is no float32.
+    # The product is made in two steps, because 2**-150 is no float32.
     power = n.to(tl.int32)
     half = power >> 1
     p *= ((half + 127) << 23).to(tl.float32, bitcast=True)
@@ -97,7 +97,7 @@ def score_logits(logits: tl.tensor, SCORE: tl.constexpr) -> tl.tensor:
         inner = tl.minimum(tl.maximum(logits, -_SOFTPLUS_END), _SOFTPLUS_END)
         body = tl.sqrt_rn(_log1p(exp_up_to_20(inner)))
         head = tl.sqrt_rn(tl.maximum(logits, _SOFTPLUS_END))
-        # Half of the exponent in place of the root, as exp(x) underflows earlier.
+        # exp(x / 2) replaces the root of exp(x), which underflows earlier.
         tail = exp_up_to_20(tl.minimum(logits, 0.0) * 0.5)
         body = tl.where(logits < -_SOFTPLUS_END, tail, body)
         logits = tl.where(logits > _SOFTPLUS_END, head, body)

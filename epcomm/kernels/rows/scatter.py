@@ -27,7 +27,7 @@ def _beside(
     WIDTH: tl.constexpr,
     LANES: tl.constexpr,
 ) -> None:
-    """Copy WIDTH values of each token to its row, cast as the row wants them."""
+    """Copy WIDTH values of each token to its row, cast to the dtype of the row."""
     lane = tl.arange(0, LANES)[None, :]
     mask = is_sent[:, None] & (lane < WIDTH)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty  # pyright: ignore[reportAttributeAccessIssue]
@@ -69,7 +69,7 @@ def _scatter_tokens_kernel(
     """
     TILES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     program = tl.program_id(0)
-    # int64 before a stride multiplies them: tokens and rows may begin beyond 2**31 elements.
+    # Both are widened before a stride multiplies them: rows may begin beyond 2**31 elements.
     token = (program // TILES * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     column = (program % TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_token, is_in = token < num_tokens, column < HIDDEN

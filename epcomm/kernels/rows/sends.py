@@ -129,7 +129,6 @@ def _order_sends_kernel(
     ids_ptr: tl.tensor,
     header_ptr: tl.tensor,
     row_of_rank_ptr: tl.tensor,
-    row_of_topk_ptr: tl.tensor,
     num_tokens: tl.tensor,
     ROWS_AT: tl.constexpr,
     WORDS: tl.constexpr,
@@ -144,7 +143,7 @@ def _order_sends_kernel(
     """Assign numbers to the rows of one segment of tokens to one rank.
 
     W = 2, L = 1, ids 0 1 | 1 -1: row 0 goes to rank 0, rows 1 and 2 to rank 1, so row_of_rank is
-    0 1 | -1 2 and row_of_topk 0 1 | 2 -1.
+    0 1 | -1 2.
     """
     destination, segment = tl.program_id(0) % W, tl.program_id(0) // W
     lane, offset = tl.arange(0, W_LANES), tl.arange(0, TOKENS)
@@ -156,21 +155,13 @@ def _order_sends_kernel(
         is_needed = tl.max(((ids >= 0) & (ids // L == destination)).to(tl.int32), 1)
         row += tl.sum(is_needed)
     end = tl.minimum(begin + SEGMENT, num_tokens)
-    k = tl.arange(0, K_LANES)[None, :]
     for at in range(begin, end, TOKENS):
         token = at + offset
         ids, _ = _ids_of(ids_ptr, token, end, W, L, K, K_LANES)  # pyright: ignore[reportGeneralTypeIssues]
-        goes = (ids >= 0) & (ids // L == destination)
-        is_needed = tl.max(goes.to(tl.int32), 1)
+        is_needed = tl.max(((ids >= 0) & (ids // L == destination)).to(tl.int32), 1)
         place = row + tl.cumsum(is_needed, 0) - 1
         rank_ptr = row_of_rank_ptr + token.to(tl.int64) * W + destination
         tl.store(rank_ptr, tl.where(is_needed > 0, place, -1), mask=token < end)
-        is_entry = (token < end)[:, None] & (k < K)
-        # Programs of rank 0 write the entries without an expert.
-        is_none = both(is_entry & (ids < 0), destination == 0)
-        topk_ptr = row_of_topk_ptr + token.to(tl.int64)[:, None] * K + k
-        places = tl.where(goes, place[:, None], -1)
-        tl.store(topk_ptr, places, mask=goes | is_none)
         row += tl.sum(is_needed)
 
 
@@ -223,7 +214,6 @@ def order_sends(
     topk_ids: Tensor,
     header: Tensor,
     row_of_rank: Tensor,
-    row_of_topk: Tensor,
     *,
     rows_at: int,
     num_local: int,
@@ -234,7 +224,6 @@ def order_sends(
         topk_ids: as for count_sends().
         header: as count_sends() wrote it; word rows_at of line r has the rows to rank r.
         row_of_rank: [T, W], int32, written: the row that carries token t to rank r, or -1.
-        row_of_topk: [T, K], int32, written: the row that carries (t, k), or -1.
         rows_at: the index of that word.
         num_local: L.
 
@@ -247,7 +236,7 @@ def order_sends(
     launch(
         _order_sends_kernel,
         world_size * -(-num_tokens // _SEGMENT_TOKENS),
-        (topk_ids, header, row_of_rank, row_of_topk, num_tokens),
+        (topk_ids, header, row_of_rank, num_tokens),
         ROWS_AT=rows_at,
         WORDS=num_words,
         TOKENS=_TOKENS,

@@ -41,7 +41,7 @@ def _members_of(
 ) -> tuple[tl.tensor, tl.tensor]:
     """Load the local experts of pairs before `end`, -1 for none here, and a 1 in its expert's bits.
 
-    The second is 0 where the expert is of another group.
+    The second is 0 where the expert belongs to another group.
     """
     row = (pair // K).to(tl.int64)
     ids = tl.load(ids_ptr + row * IDS_STRIDE + pair % K, mask=pair < end, other=-1)
@@ -93,7 +93,7 @@ def _number_slots_kernel(
     aligned = (counts + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     expert = group * _GROUP_OF + member
     is_before = lane[None, :] < expert[:, None]
-    # Where the next pair of each expert of the group goes.
+    # The position of the next pair of each expert of the group.
     following = tl.sum(tl.where(is_before, aligned[None, :], 0), 1)
     if segment == 0:
         tl.store(first_slot_ptr + expert, following, mask=expert <= L)
@@ -115,7 +115,7 @@ def _number_slots_kernel(
         slot = _counts_in(tl.cumsum(ones, 0), tl.where(is_mine, place, 0)) - 1
         for each in tl.static_range(_GROUP_OF):
             slot += tl.where(place == each, tl.sum(tl.where(member == each, following, 0)), 0)
-        # True for counts and ids of one call; the check keeps wrong ones from writing out of
+        # This holds for counts and ids of one call; the check keeps wrong ones from writing out of
         # bounds.
         is_mine &= slot < num_slots
         row = pair // K

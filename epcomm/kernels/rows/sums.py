@@ -127,7 +127,7 @@ def sum_rows(rows: Tensor, sources: Tensor, out: Tensor, weights: Tensor | None 
         rows: [N, H], of any row stride.
         sources: [targets, K], int32, contiguous, -1 for none.
         out: [targets, H], written, of any row stride; 0 for a line without rows.
-        weights: [N], float32 (float64 beside float64 rows), multiplied into the rows, or None.
+        weights: [N], float32 (float64 for float64 rows), multiplied into the rows, or None.
 
     Allocates nothing.   Compiled for each dtype, H, K and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.

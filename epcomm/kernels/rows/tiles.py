@@ -9,7 +9,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 
-# 4 warps move 8 KiB: each thread has four accesses of 16 bytes under way, and the 128 threads leave
+# 4 warps move 8 KiB: each thread has four accesses of 16 bytes in flight, and the 128 threads leave
 # an SM space for as many programs as hide the latency of its memory.
 WARPS = 4
 _TILE_BYTES = 8192

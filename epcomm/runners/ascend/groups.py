@@ -1,32 +1,26 @@
 """Call Ascend's grouped operators with the group_list that each of them expects.
 
 Operators disagree on group_list: cumulative sums, or counts; the device does not notice the wrong
-kind. Each function here takes an ExpertGroups and derives the kind that its operator expects.
+kind. Each function here takes the number of rows of each expert, [E], int64, of at least one
+expert, and derives what its operator expects. Experts follow without gaps.   Host sync: none.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 # Arguments of npu_grouped_matmul: groups are ranges of rows, and the result is one tensor.
 _CUT_ROWS, _ONE_TENSOR = 0, 2
+# Its group_list_type: counts 3 0 4 are the cumulative sums 3 3 7.
+_CUMULATIVE, _COUNTS = 0, 1
 # quant_mode of npu_dequant_swiglu_quant: it returns codes and a scale for each row.
 _DYNAMIC = 1
 # 2I for npu_dequant_swiglu_quant with groups: a multiple of _SUMS_UNIT, at most _MAX_SUMS.
 # 2I for npu_grouped_matmul_swiglu_quant: at most _MAX_FUSED.
 _SUMS_UNIT, _MAX_SUMS, _MAX_FUSED = 64, 10496, 10240
-
-
-class GroupListKind(IntEnum):
-    """The group_list_type of npu_grouped_matmul: counts 3 0 4 are CUMULATIVE 3 3 7."""
-
-    CUMULATIVE = 0
-    COUNTS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,29 +34,10 @@ class Int8Rows:
     scales: Tensor
 
 
-class ExpertGroups:
-    """The number of rows of each expert, in a matrix where experts follow without gaps.
-
-    Host sync: none.
-    """
-
-    def __init__(self, counts: Tensor) -> None:
-        """Keep counts, [E], integers on the device, of at least one expert."""
-        self._counts = counts.to(torch.int64)
-
-    def as_kind(self, kind: GroupListKind) -> Tensor:
-        """Return the group_list of a kind, [E], int64, on the device of the counts."""
-        return self._cumulative if kind is GroupListKind.CUMULATIVE else self._counts
-
-    @cached_property
-    def _cumulative(self) -> Tensor:
-        return self._counts.cumsum(0)
-
-
 def multiply(
     rows: Tensor,
     matrices: Tensor,
-    groups: ExpertGroups,
+    counts: Tensor,
     *,
     scale: Tensor | None = None,
     per_token_scale: Tensor | None = None,
@@ -73,7 +48,7 @@ def multiply(
     Args:
         rows: [C, K], bfloat16 or int8.
         matrices: [E, K, N].
-        groups: the rows of each expert.
+        counts: the rows of each expert.
         scale: [E, N], scales of the columns of INT8 products; cast to bfloat16, because A2 and A3
             take no other dtype for a bfloat16 result.
         per_token_scale: [C], float32, scales of the rows of INT8 products.
@@ -81,22 +56,21 @@ def multiply(
             bfloat16 with scales.
     """
     # The documentation allows counts from two groups on; for one group the count is also the sum.
-    is_one = len(matrices) == 1
     return torch.ops.npu.npu_grouped_matmul(
         [rows],
         [matrices],
         scale=None if scale is None else [scale.to(torch.bfloat16)],
         per_token_scale=None if per_token_scale is None else [per_token_scale],
-        group_list=groups.as_kind(GroupListKind.COUNTS),
+        group_list=counts,
         split_item=_ONE_TENSOR,
         group_type=_CUT_ROWS,
-        group_list_type=int(GroupListKind.CUMULATIVE if is_one else GroupListKind.COUNTS),
+        group_list_type=_CUMULATIVE if len(matrices) == 1 else _COUNTS,
         output_dtype=output_dtype,
     )[0]
 
 
 def activate_sums(
-    sums: Tensor, groups: ExpertGroups, *, weight_scale: Tensor, row_scales: Tensor
+    sums: Tensor, counts: Tensor, *, weight_scale: Tensor, row_scales: Tensor
 ) -> Int8Rows:
     """Turn int32 sums [C, 2I] into INT8 rows of silu(left half) * right half, [C, I].
 
@@ -106,7 +80,7 @@ def activate_sums(
         sums,
         weight_scale=weight_scale,
         activation_scale=row_scales,
-        group_index=groups.as_kind(GroupListKind.COUNTS),
+        group_index=counts,
         activate_left=True,
         quant_mode=_DYNAMIC,
     )
@@ -125,18 +99,14 @@ def sums_reasons(intermediate_size: int) -> list[str]:
 
 
 def multiply_and_activate(
-    rows: Int8Rows, matrices: Tensor, groups: ExpertGroups, *, weight_scale: Tensor
+    rows: Int8Rows, matrices: Tensor, counts: Tensor, *, weight_scale: Tensor
 ) -> Int8Rows:
     """Multiply, activate and quantise in one operator, which rounds as Int8Profile.DIV does.
 
     rows: [C, K].   matrices: [E, K, 2I].   weight_scale: [E, 2I].   2I: see fused_reasons().
     """
     codes, scales, _ = torch.ops.npu.npu_grouped_matmul_swiglu_quant(
-        rows.codes,
-        matrices,
-        groups.as_kind(GroupListKind.CUMULATIVE),
-        weight_scale,
-        rows.scales,
+        rows.codes, matrices, counts.cumsum(0), weight_scale, rows.scales
     )
     return Int8Rows(codes=codes, scales=scales)
 

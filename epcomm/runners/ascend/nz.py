@@ -1,6 +1,6 @@
 """Compute Ascend experts on matrices in FRACTAL_NZ, which the runner copies once and keeps.
 
-Users choose this runner by name, because the copies are a second set of experts in memory:
+Users choose these runners by name, because the copies are a second set of experts in memory:
 parameters stay row-major and [E, out, in], since checkpoints are loaded into and saved from them.
 """
 
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from epcomm.platforms.ascend.formats import alignment_reasons, nz_reasons, to_nz
 from epcomm.platforms.machine import Machine
+from epcomm.runners.ascend.groups import Int8Rows, fused_reasons, multiply_and_activate
 from epcomm.runners.ascend.runner import AscendRunner, matrices_of
-from epcomm.spec import Availability
 from epcomm.types import Int8Profile
+from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 from epcomm.weights.written import Derived
 
@@ -40,16 +41,12 @@ class AscendNZRunner(AscendRunner):
         self._prepared: dict[str, Derived[Tensor]] = {n: Derived(self.name) for n in _NAMES}
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        verdict = super().supports(weights, machine)
-        if not isinstance(weights, cls.kinds):
-            return verdict
-        reasons = list(verdict.reasons)
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        reasons = super()._reasons(weights, machine)
         for name, matrices in zip(_NAMES, matrices_of(weights), strict=True):
             reasons += alignment_reasons(name, matrices)
         # One rank that refuses in its first run would leave the others waiting.
-        reasons += nz_reasons(next(iter(weights.tensors().values())).device)
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        return reasons + nz_reasons(next(iter(weights.tensors().values())).device)
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
@@ -72,3 +69,32 @@ class AscendNZRunner(AscendRunner):
             for name, matrices in zip(_NAMES, matrices_of(weights), strict=True)
         )
         return gate_up, down
+
+
+class AscendSwigluQuantRunner(AscendNZRunner):
+    """Runs W8A8 experts in two operators: the first multiplies, activates and quantises.
+
+    That saves writing and reading [C, 2I] of int32. The operator takes its matrices in NZ, and
+    rounds as npu_dynamic_quant does (Int8Profile.DIV). So EPConfig.int8_profile must be DIV, and a
+    package that quantises rows for dispatch must use DIV too.
+    """
+
+    name: ClassVar[str] = "ascend_swiglu_quant"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
+    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.DIV})
+
+    def __init__(self, *, int8_profile: Int8Profile = Int8Profile.DIV) -> None:
+        super().__init__(int8_profile=int8_profile)
+
+    @classmethod
+    def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
+        return ("npu_grouped_matmul_swiglu_quant", "npu_grouped_matmul", "npu_format_cast")
+
+    @classmethod
+    def _size_reasons(cls, intermediate_size: int) -> list[str]:
+        return fused_reasons(intermediate_size)
+
+    def _between(
+        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, counts: Tensor
+    ) -> Int8Rows:
+        return multiply_and_activate(rows, matrices, counts, weight_scale=weights.gate_up_scale)

@@ -16,30 +16,25 @@ from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantize
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.ascend.groups import (
-    ExpertGroups,
-    Int8Rows,
-    activate_sums,
-    multiply,
-    sums_reasons,
+from epcomm.runners.ascend.groups import Int8Rows, activate_sums, multiply, sums_reasons
+from epcomm.runners.base import (
+    ExpertRunner,
+    int32_reasons,
+    slot_weights_to_apply,
+    weight_slots,
 )
-from epcomm.runners.base import ExpertRunner, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
-from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, Layout, WireDtype
+from epcomm.types import Int8Profile, Layout
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 _PLAIN = ExpertFormat()
-# Codes are at least -128, and a sum of more than this many products of two codes may overflow
-# int32.
-_MAX_INT8_INNER = (2**31 - 1) // 128**2
 
 
 class AscendRunner(ExpertRunner):
     """Runs experts through grouped operators, without gradients; unused slots are undefined.
 
-    The operators read the matrices in place, as transposed views. See nz.py for copies in tiles,
-    and swiglu.py for W8A8 experts of an I that the operators here refuse.
+    The operators read the matrices in place, as transposed views. See nz.py for copies in tiles.
 
     int8_profiles: codes between the products are the codes of RINT127, rint(x * 127 / a); their
     scale is a / 127, at most one unit in the last place from the scale of RINT127.
@@ -59,9 +54,7 @@ class AscendRunner(ExpertRunner):
         )
 
     @classmethod
-    def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
-        if not isinstance(weights, cls.kinds):
-            return super().supports(weights, machine)
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         reasons = []
         has_bias = isinstance(weights, ExpertWeights) and (
             weights.gate_up_bias is not None or weights.down_bias is not None
@@ -72,23 +65,17 @@ class AscendRunner(ExpertRunner):
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
         if isinstance(weights, Int8ChannelWeights):
-            reasons += _int32_reasons(weights) + cls._size_reasons(weights.intermediate_size)
+            reasons += int32_reasons(weights) + cls._size_reasons(weights.intermediate_size)
         device = _device_of(weights)
         missing = [name for name in cls._operators(weights) if not has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
-        return Availability(ok=not reasons, reasons=tuple(reasons))
+        return reasons
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
         # explain() should not list this runner for experts that are not on an NPU.
         return super().is_candidate(weights) and _device_of(weights).type == "npu"
-
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        if isinstance(weights, Int8ChannelWeights):
-            return QUANTIZABLE_DTYPES | {WireDtype.INT8}
-        return QUANTIZABLE_DTYPES
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         alignment = dispatched.index.expert_alignment
@@ -101,15 +88,15 @@ class AscendRunner(ExpertRunner):
         if len(rows if row_of_slot is None else row_of_slot) == 0:
             # The documentation does not say that operators take zero rows, which ranks often have.
             return rows.new_empty(0, rows.shape[1], dtype=weights.dtype)
-        groups = ExpertGroups(dispatched.num_tokens_per_expert)
+        counts = dispatched.num_tokens_per_expert.to(torch.int64)
         if isinstance(weights, Int8ChannelWeights):
-            results = self._run_int8(self._packed(dispatched, weights), weights, groups)
+            results = self._run_int8(self._packed(dispatched, weights), weights, counts)
         else:
             assert isinstance(weights, ExpertWeights), "supports() said so"
             packed = gather_rows(rows, dispatched.index)
             gate_up, down = self._matrices(weights)
-            hidden = multiply(packed.to(weights.dtype), gate_up, groups)
-            results = multiply(torch.ops.npu.npu_swiglu(hidden), down, groups)
+            hidden = multiply(packed.to(weights.dtype), gate_up, counts)
+            results = multiply(torch.ops.npu.npu_swiglu(hidden), down, counts)
         scale = slot_weights_to_apply(dispatched, self.name)
         return results if scale is None else weight_slots(results, scale)
 
@@ -128,27 +115,25 @@ class AscendRunner(ExpertRunner):
         """Return the matrices [E, H, 2I] and [E, I, H] in the format that the products read."""
         return matrices_of(weights)
 
-    def _run_int8(
-        self, rows: Int8Rows, weights: Int8ChannelWeights, groups: ExpertGroups
-    ) -> Tensor:
+    def _run_int8(self, rows: Int8Rows, weights: Int8ChannelWeights, counts: Tensor) -> Tensor:
         gate_up, down = self._matrices(weights)
-        hidden = self._between(rows, gate_up, weights, groups)
+        hidden = self._between(rows, gate_up, weights, counts)
         return multiply(
             hidden.codes,
             down,
-            groups,
+            counts,
             scale=weights.down_scale,
             per_token_scale=hidden.scales,
             output_dtype=torch.bfloat16,
         )
 
     def _between(
-        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, groups: ExpertGroups
+        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, counts: Tensor
     ) -> Int8Rows:
         """Compute the first product, activate and quantise it, [C, I]."""
-        sums = multiply(rows.codes, matrices, groups, output_dtype=torch.int32)
+        sums = multiply(rows.codes, matrices, counts, output_dtype=torch.int32)
         return activate_sums(
-            sums, groups, weight_scale=weights.gate_up_scale, row_scales=rows.scales
+            sums, counts, weight_scale=weights.gate_up_scale, row_scales=rows.scales
         )
 
     def _packed(self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights) -> Int8Rows:
@@ -161,20 +146,49 @@ class AscendRunner(ExpertRunner):
         return Int8Rows(codes=codes, scales=scales.flatten())
 
 
+class AscendSwigluRunner(AscendRunner):
+    """Runs W8A8 experts of any I, with the first product and the activation in bfloat16.
+
+    Plans take this runner where npu_dequant_swiglu_quant refuses I, for example Mixtral's;
+    elsewhere they take `ascend`, which rounds less and quantises within that operator. Codes and
+    scales between the products are those of RINT127.
+    """
+
+    name: ClassVar[str] = "ascend_swiglu"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (Int8ChannelWeights,)
+
+    @classmethod
+    def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
+        return ("npu_grouped_matmul", "npu_swiglu")
+
+    @classmethod
+    def _size_reasons(cls, intermediate_size: int) -> list[str]:
+        return []
+
+    def _between(
+        self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, counts: Tensor
+    ) -> Int8Rows:
+        sums = multiply(
+            rows.codes,
+            matrices,
+            counts,
+            scale=weights.gate_up_scale,
+            per_token_scale=rows.scales,
+            output_dtype=torch.bfloat16,
+        )
+        hidden = quantize(
+            torch.ops.npu.npu_swiglu(sums), weights.wire_format, profile=self.int8_profile
+        )
+        assert hidden.scales is not None, "quantised rows have scales"
+        return Int8Rows(codes=hidden.data, scales=hidden.scales.flatten())
+
+
 def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
     """Return the matrices [E, H, 2I] and [E, I, H] as views of the parameters."""
     if isinstance(weights, ExpertWeights):
         return weights.gate_up_matrices(), weights.down_matrices()
     assert isinstance(weights, Int8ChannelWeights), "supports() said so"
     return weights.gate_up_proj.transpose(1, 2), weights.down_proj.transpose(1, 2)
-
-
-def _int32_reasons(weights: Int8ChannelWeights) -> list[str]:
-    return [
-        f"{name} is {size}, at most {_MAX_INT8_INNER}, for INT8 products to fit int32"
-        for name, size in weights.sizes.items()
-        if size > _MAX_INT8_INNER
-    ]
 
 
 def _device_of(weights: ExpertTensors) -> torch.device:

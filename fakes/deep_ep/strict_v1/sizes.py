@@ -43,7 +43,7 @@ def queue_depth() -> int:
 
 def num_channels(config: Config) -> int:
     """Return the number of pairs of a sending and a receiving block."""
-    require(config._num_sms % 2 == 0, "config.num_sms % 2 == 0")
+    require(config.sms % 2 == 0, "config.num_sms % 2 == 0")
     return config.num_channels
 
 

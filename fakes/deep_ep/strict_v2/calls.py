@@ -106,7 +106,13 @@ class OpenOrders(deep_ep.ElasticBuffer):
             topk_idx[is_undefined] = garbage[is_undefined]
 
     def _spoil_metadata(self, handle: EPHandle) -> None:
-        metadata = handle.recv_src_metadata.clone()
+        metadata, order = handle.recv_src_metadata.clone(), handle.positions.element_of_position
+        if handle.do_expand and order is not None and len(order):
+            position_of_slot = torch.empty_like(order)
+            position_of_slot[order] = torch.arange(len(order))
+            slots = metadata[:, _NUM_SOURCE_COLUMNS:]
+            found = position_of_slot[slots.clamp(min=0).long()].int()
+            metadata[:, _NUM_SOURCE_COLUMNS:] = found.masked_fill(slots < 0, -1)
         garbage = garbage_integers(metadata.shape, torch.int32, self._generator)
         count = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
         metadata[count:] = garbage[count:]

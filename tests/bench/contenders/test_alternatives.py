@@ -35,9 +35,8 @@ def spec_of(tokens: str, *, top_k: int = 3, dtype: torch.dtype = torch.float32) 
 
 
 def make_alternative(name: str, spec: BatchSpec) -> Contender:
-    experts = Experts(
-        rank=dist.get_rank(), world_size=dist.get_world_size(), num_local=spec.num_local_experts
-    )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    experts = Experts(rank=rank, world_size=world_size, num_local=spec.num_local_experts)
     return ALTERNATIVES[name](experts)
 
 

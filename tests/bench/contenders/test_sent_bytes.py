@@ -25,7 +25,7 @@ def batch_of(rank: int) -> RankBatch:
 def test_every_contender_counts_what_was_counted_by_hand() -> None:
     with EPGroup() as group, torch.no_grad():
         rank = group.rank
-        experts = Experts(rank=rank, world_size=2, num_local=2)
+        experts = Experts.of(group, 4)
         sent = {
             name: make(experts).sent_bytes(batch_of(rank)) for name, make in ALTERNATIVES.items()
         }

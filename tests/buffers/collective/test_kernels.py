@@ -14,7 +14,7 @@ import torch
 from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec, TopKOutput
 from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
 from epcomm.ops import slots as kernels_by_device
-from epcomm.ops.slots import MemberTable
+from epcomm.ops.slots import MemberTable, slots_by_row
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.data import make_batch
@@ -102,5 +102,5 @@ def test_the_table_decides_who_plans(has_kernels: bool, monkeypatch: pytest.Monk
         topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
         exchange_plan = dispatcher.dispatch(batch.x, topk).handle.exchange_plan
     assert isinstance(exchange_plan, CollectiveExchangePlan)
-    for members in (exchange_plan.sends.rows_of_token, exchange_plan.slots_by_row):
+    for members in (exchange_plan.sends.rows_of_token, slots_by_row(exchange_plan.index)):
         assert isinstance(members, MemberTable) == (has_kernels or group.device.type == "cuda")

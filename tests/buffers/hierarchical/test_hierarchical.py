@@ -71,7 +71,7 @@ def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str) -> Non
             BatchSpec(top_k=4, tokens_of_rank=lambda *_: 3, choose_ids=on_every_rank)
         )
         buffer, batches = env.open(spec), env.batches(spec)
-        out = buffer_suite.dispatch(env, buffer, batches[group.rank], spec)
+        out = buffer.dispatch(buffer_suite.make_call(batches[group.rank]))
         buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
         call = CallShape.most(3, 4, group.world_size, env.hosts)
         predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)

@@ -6,9 +6,10 @@ On GPUs a graph is one of CUDA. An interpreter has none, so kernels are recorded
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar, cast
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ pytest.importorskip("triton")
 from epcomm import EPGroup
 from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
-from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import HandleError
 from epcomm.records import Pending
@@ -109,10 +109,8 @@ class Run:
         def recorded(kernel: Callable[..., None]) -> Callable[..., None]:
             return lambda *args, **kwargs: steps.append(partial(kernel, *args, **kwargs))
 
-        names = [each.name for each in fields(LowLatencyKernels)]
-        buffer._kernels = LowLatencyKernels(
-            **{name: recorded(getattr(kernels, name)) for name in names}
-        )
+        names = {name: recorded(getattr(kernels, name)) for name in kernels.__all__}
+        buffer._kernels = cast(ModuleType, SimpleNamespace(**names))
         self.perform = steps.append
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(buffer, "_is_captured", lambda: True)

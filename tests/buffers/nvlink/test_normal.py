@@ -197,8 +197,8 @@ def test_epochs_may_wrap(epoch: int) -> None:
         # As if the epochs before had been, of which no item of sums tells.
         for name, amount in (
             ("dispatch_begin", 1),
-            ("counts_ready", 1),
             ("combine_begin", 1),
+            ("counts_ready", exchange.peers.num_programs),
             ("rows_ready", exchange.peers.num_programs),
         ):
             begin = layout.offsets[name] // 4
@@ -447,13 +447,8 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     out = dispatch_rows(buffer, call)
     rows, slot_weights = with_history(buffer, call, out)
     slots = gather_rows(rows.data, out.index)
-    handle = Handle(
-        owner=buffer,
-        exchange_plan=out.exchange_plan,
-        call=1,
-        num_tokens=len(x),
-        needs_backward=True,
-    )
+    handle = Handle(owner=buffer, num_tokens=len(x))
+    handle.open(out.exchange_plan, call=1, needs_backward=True)
     results = RowsCombineInput(
         hidden_states=3 * slots * slots,
         rows_per=RowsPer.SLOT,

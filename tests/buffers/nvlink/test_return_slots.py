@@ -263,7 +263,7 @@ def test_other_backends_say_that_they_bring_sums_home() -> None:
     [
         (FP8_FLOAT32_SCALES, BY_COLUMN, None),
         (FP8_POWER_OF_TWO_SCALES, PACKED, None),
-        (BF16, BY_COLUMN, "no scales that could lie column-major"),
+        (BF16, BY_COLUMN, "no scales that could be column-major"),
         (FP8_POWER_OF_TWO_SCALES, BY_COLUMN, "move as words"),
     ],
 )

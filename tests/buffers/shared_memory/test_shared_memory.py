@@ -34,7 +34,7 @@ from epcomm.testing.buffer_suite import (
     BATCH_SPECS,
     BufferEnv,
     check_batch,
-    dispatch,
+    make_call,
     run_scenario,
 )
 from epcomm.testing.data import BatchSpec, random_ids
@@ -141,7 +141,7 @@ def test_calls_of_any_size_follow_one_another() -> None:
         buffer = env.open(few)
         for number, spec in enumerate((few, many, few)):
             batches = env.batches(spec, number)
-            out = dispatch(env, buffer, batches[group.rank], spec)
+            out = buffer.dispatch(make_call(batches[group.rank]))
             assert out.index.row_of_slot is not None
             expected = sum(
                 float(batch.x[t].double().sum())
@@ -164,10 +164,10 @@ def test_a_failed_growth_leaves_the_buffer_as_it_was(monkeypatch: pytest.MonkeyP
                 patch.setattr(host_memory.os, "posix_fallocate", full)
             for _ in range(2):
                 with pytest.raises(BackendUnavailable, match="grow rows: rank 1: "):
-                    dispatch(env, buffer, env.batches(many)[group.rank], many)
+                    buffer.dispatch(make_call(env.batches(many)[group.rank]))
                 check_batch(env, few)
         assert (
-            dispatch(env, buffer, env.batches(many)[group.rank], many).exchange_plan.num_rows > 5000
+            buffer.dispatch(make_call(env.batches(many)[group.rank])).exchange_plan.num_rows > 5000
         )
 
 
@@ -267,8 +267,8 @@ def test_a_closed_buffer_refuses_and_holds_nothing() -> None:
         buffer: Buffer = env.open(spec)
         assert isinstance(buffer, SharedMemoryBuffer)
         batch = env.batches(spec)[group.rank]
-        dispatch(env, buffer, batch, spec)
+        buffer.dispatch(make_call(batch))
         group.close()
         group.close()
         with pytest.raises(HandleError, match="the buffer is closed"):
-            dispatch(env, buffer, batch, spec)
+            buffer.dispatch(make_call(batch))

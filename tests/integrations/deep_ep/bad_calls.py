@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.errors import EPError, ShapeError
+from epcomm.integrations.deep_ep.ranks import Ranks
 
 # The rank whose call is wrong.
 FAULTY = 1
@@ -31,6 +32,31 @@ _SPOILT: Mapping[str, Callable[[Tensor], object]] = {
     "one dimension more": lambda tensor: tensor[None],
     "on meta": lambda tensor: tensor.to("meta"),
 }
+
+
+# The first call of a shape has ids of which one rank does not know the K of the other ranks.
+UNKNOWN_TOP_K: Case = (
+    {"topk_idx": lambda ids: ids[0], "topk_weights": None},
+    EPError,
+    r"topk_idx is \[2\].*expected",
+)
+
+
+@pytest.fixture
+def compares_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks compare shapes only where buffers open, as over NVLink."""
+    monkeypatch.setattr(Ranks, "is_over_nvlink", lambda self, service: service in self._classes)
+
+
+def check_wrong_ids_of_a_new_shape(
+    call: Callable[..., object], right: Arguments, case: Case, serves: Callable[[], None]
+) -> None:
+    """Check a case in the first call of a shape, and when the shape is open."""
+    serves()
+    for _ in range(2):
+        check_case(call, right, case)
+        call(**right)
+    serves()
 
 
 def spoilt(*names: str, optional: tuple[str, ...] = ()) -> dict[str, Case]:

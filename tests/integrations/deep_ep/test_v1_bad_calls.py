@@ -13,15 +13,20 @@ from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import Buffer
 from tests.integrations.deep_ep.bad_calls import (
     FAULTY,
+    UNKNOWN_TOP_K,
     Arguments,
     Case,
     check_case,
     check_cases,
     check_refused,
+    check_wrong_ids_of_a_new_shape,
+    compares_no_calls,
     spoilt,
 )
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
+
+__all__ = ["compares_no_calls"]
 
 T, H, K, E, M = 3, 128, 2, 4, 4
 
@@ -354,6 +359,24 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(function: str, name: str) 
     make, cases = CALLS[function]
     check_case(method_of(buffer, function), make(buffer), cases[name])
     check_serves(buffer)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("compares_no_calls")
+@pytest.mark.parametrize(
+    "case",
+    [] if on_gpus() else [IDS["ids_rows"], UNKNOWN_TOP_K],
+    ids=[] if on_gpus() else ["rows", "unknown_top_k"],
+)
+def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(case: Case) -> None:
+    buffer = Buffer(world())
+    right = dispatch_arguments(buffer)
+    right["x"] = half(right["x"])
+
+    def serves() -> None:
+        buffer.combine(**combine_arguments(buffer))
+
+    check_wrong_ids_of_a_new_shape(buffer.dispatch, right, case, serves)
 
 
 @pytest.mark.ranks(2)

@@ -258,6 +258,19 @@ def too_many_tokens_of_a_new_shape(buffer: Buffer, batch: Batch) -> Tensor:
     return too_many_tokens(buffer, batch, 3)
 
 
+def wrong_ids_of_a_new_shape(buffer: Buffer, batch: Batch) -> Tensor:
+    wide = Batch(buffer.rank, (2 * batch.x.shape[1], 2, 4))
+    # Rank 0 knows K from its weights alone.
+    return wide.dispatch(buffer, ids=wide.ids[buffer.rank == 0 :])[0]
+
+
+def unknown_top_k_of_a_new_shape(buffer: Buffer, batch: Batch) -> Tensor:
+    wide = Batch(buffer.rank, (2 * batch.x.shape[1], 2, 4))
+    if buffer.rank == 0:
+        wide.ids = wide.ids[0]
+    return there_and_back(buffer, wide, wide.x, wide.weights)
+
+
 def wrong_weights(buffer: Buffer, batch: Batch) -> Tensor:
     weights = batch.weights.double() if buffer.rank == 0 else batch.weights
     return there_and_back(buffer, batch, batch.x, weights)
@@ -276,6 +289,8 @@ def there_and_back(
     return buffer.low_latency_combine(slabs, batch.ids, weights, handle)[0]
 
 
+# Calls that are an error on every rank of GPUs.
+HEARD = (wrong_dtype, wrong_ids, wrong_ids_of_a_new_shape, unknown_top_k_of_a_new_shape)
 # Calls in which no host of a GPU reads what other ranks say: those have NaN.
 UNHEARD = (
     wrong_rows,
@@ -290,7 +305,7 @@ UNHEARD = (
 # On CPUs every host reads, and test_v1_bad_calls.py has the cases.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_first_call", [False, True])
-@pytest.mark.parametrize("call", [wrong_dtype, wrong_ids, *UNHEARD] if on_gpus() else [wrong_rows])
+@pytest.mark.parametrize("call", [*HEARD, *UNHEARD] if on_gpus() else [wrong_rows])
 def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
     call: Callable[[Buffer, Batch], Tensor], is_first_call: bool
 ) -> None:

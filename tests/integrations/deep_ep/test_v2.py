@@ -15,7 +15,7 @@ from torch import Tensor
 from epcomm.errors import CapacityError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
 from epcomm.integrations.deep_ep.checks import Absent
-from epcomm.integrations.deep_ep.normal import RowExchange, send_columns
+from epcomm.integrations.deep_ep.normal import RowExchange, send_words
 from epcomm.integrations.deep_ep.v2 import handle as handles
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
@@ -255,11 +255,11 @@ def test_sources_are_sent_when_they_are_read(
 ) -> None:
     sent: list[int] = []
 
-    def counted(exchange_of_rows: RowExchange, columns: Tensor) -> Tensor:
-        sent.append(columns.shape[1])
-        return send_columns(exchange_of_rows, columns)
+    def counted(exchange_of_rows: RowExchange, words: Tensor) -> Tensor:
+        sent.append(words.shape[1])
+        return send_words(exchange_of_rows, words)
 
-    monkeypatch.setattr(handles, "send_columns", counted)
+    monkeypatch.setattr(handles, "send_words", counted)
     buffer = make_buffer()
     no_weights = {} if has_weights else {"topk_weights": None}
     *_, handle, _ = dispatch(buffer, do_expand=do_expand, **no_weights)

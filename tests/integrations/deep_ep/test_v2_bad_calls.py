@@ -13,14 +13,19 @@ from epcomm.errors import CapacityError, ConfigError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle
 from tests.integrations.deep_ep.bad_calls import (
     FAULTY,
+    UNKNOWN_TOP_K,
     Arguments,
     Case,
     check_case,
     check_cases,
     check_refused,
+    check_wrong_ids_of_a_new_shape,
+    compares_no_calls,
     spoilt,
 )
 from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of
+
+__all__ = ["compares_no_calls"]
 
 HIDDEN, TOP_K, NUM_EXPERTS, MAX_TOKENS = 256, 2, 4, 16
 
@@ -277,6 +282,25 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(
     given = batch.arguments(do_cpu_sync=do_cpu_sync)
     check_case(buffer.dispatch, given, DISPATCHES[name])
     check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.usefixtures("compares_no_calls")
+@pytest.mark.parametrize("do_cpu_sync", [True, False])
+@pytest.mark.parametrize(
+    "case",
+    [DISPATCHES["topk_idx_int32"], DISPATCHES["topk_idx_rows"], UNKNOWN_TOP_K],
+    ids=["dtype", "rows", "unknown_top_k"],
+)
+def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(
+    case: Case, do_cpu_sync: bool, make_buffer: BufferMaker
+) -> None:
+    buffer = make_buffer()
+    batch = Batch(buffer.rank_idx)
+    right = batch.arguments(x=narrow(batch.x), do_cpu_sync=do_cpu_sync)
+    check_wrong_ids_of_a_new_shape(
+        buffer.dispatch, right, case, lambda: check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
+    )
 
 
 @pytest.mark.ranks(2)

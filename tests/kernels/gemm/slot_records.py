@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from epcomm import MaskedDispatchOutput, RowsDispatchOutput, WireTensor
-from epcomm.ops.slots import build_slot_index
-from epcomm.ops.static_slots import build_static_slot_index
+from epcomm.ops.slots import build_slot_index, count_experts
 from epcomm.quantization import quantize
 from epcomm.records import SlotIndex
 from epcomm.runners.base import ExpertRunner
@@ -78,7 +77,8 @@ def make_index(device: torch.device, expert_alignment: int = 1) -> SlotIndex:
     """Make an index of rows in random order."""
     order = torch.randperm(NUM_ROWS, generator=torch.Generator().manual_seed(2))
     ids = torch.tensor(IDS)[order].unsqueeze(1).to(device)
-    return build_static_slot_index(ids, NUM_EXPERTS, NUM_SLOTS, expert_alignment=expert_alignment)
+    counts = count_experts(ids, NUM_EXPERTS)
+    return build_slot_index(ids, counts, NUM_SLOTS, expert_alignment=expert_alignment)
 
 
 def apart(tensor: Tensor) -> Tensor:

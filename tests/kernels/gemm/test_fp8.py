@@ -53,7 +53,7 @@ def test_runner_equals_the_plain_one(case: Case, device: torch.device) -> None:
 
 
 def test_slots_of_nobody_are_left_alone(device: torch.device) -> None:
-    products = Fp8TritonRunner().products()
+    products = Fp8TritonRunner()._products
     check_unused_slots_are_left(products, make_weights(torch.float32, device), device)
 
 

@@ -21,7 +21,7 @@ from epcomm.kernels.cuda_jit import (  # noqa: E402
     nvrtc_is_installed,
 )
 from epcomm.kernels.gemm import fp8_hopper  # noqa: E402
-from epcomm.ops.static_slots import build_static_slot_index  # noqa: E402
+from epcomm.ops.slots import build_slot_index, count_experts  # noqa: E402
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
@@ -224,7 +224,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     x = torch.randn(len(ids), hidden, generator=generator).to(device, dtype)
     dispatched = rows_record(
         quantize(x, FP8_FLOAT32_SCALES),
-        build_static_slot_index(ids, len(counts), len(ids)),
+        build_slot_index(ids, count_experts(ids, len(counts)), len(ids)),
         torch.rand(len(ids), generator=generator).to(device),
         WeightsAppliedBy.RUNNER,
     )
@@ -265,7 +265,7 @@ def test_slots_of_nobody_are_left_alone(
     is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
-    products = Fp8WgmmaRunner().products()
+    products = Fp8WgmmaRunner()._products
     check_unused_slots_are_left(products, make_weights(torch.bfloat16, device), device)
 
 

@@ -437,6 +437,6 @@ def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None
         "the experts are on cpu, expected cuda",
     )
     assert refusals(2**17, 16) == (
-        "hidden_size is 131072, expected at most 131071, beyond which sums overflow",
+        "hidden_size is 131072, expected at most 131071, beyond which sums overflow int32",
         "the experts are on cpu, expected cuda",
     )

@@ -5,6 +5,7 @@ A process plays all ranks, one after another: every line is there before it is w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,10 +16,11 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from epcomm.kernels import launch
 from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv
-from epcomm.kernels.nvlink.common.exchange import SOURCES_AT
+from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, SlabMemory
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
-from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines
+from epcomm.kernels.nvlink.lines import dispatch_unpack
 from epcomm.kernels.nvlink.ll_dispatch_header import PLAIN
 from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
 from epcomm.protocol import Wait
@@ -133,6 +135,50 @@ def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None
     assert ranks[0].exchange.state[SOURCES_AT:].tolist() == [1, 5]
 
 
+@pytest.mark.skipif(not launch.IS_INTERPRETED, reason="compiled kernels record nothing")
+def test_unpacking_ends_at_the_tokens_of_each_source(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, is_waiting = [], dispatch_unpack.is_waiting
+    ranks = make_ranks(2, device, max_tokens=8, line_tokens=8)
+    send(ranks[0], [[0, 3]], [[1, 1]])
+    x = send(ranks[1], [[0, 3]] * 3, [[1, 1]] * 3)
+
+    def noted(late: Any, polls_left: Any) -> Any:  # noqa: ANN401
+        looks.append(None)
+        return is_waiting(late, polls_left)
+
+    monkeypatch.setattr(dispatch_unpack, "is_waiting", noted)
+    slots_of_row, counts, first, row_of_slot = torch.full((4, 64), 77, dtype=torch.int32)
+    ll_dispatch_recv.receive_dispatch(
+        ranks[0].exchange,
+        row_of_slot,
+        slots_of_row[:32].view(16, 2),
+        torch.zeros(64),
+        counts,
+        first,
+        expert_alignment=1,
+        is_captured=False,
+    )
+    assert counts[:2].tolist() == [4, 0]
+    rows = ranks[0].region("data", torch.bfloat16)[: 16 * HIDDEN].view(16, HIDDEN)
+    assert torch.equal(rows[8:11], x)
+    # Two questions a row, for 4 of the 16 rows of which there are lines.
+    assert len(looks) == 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("line_tokens", "most", "expected"), [(8, 128, 128), (1, 128, 64), (8, 40, 40), (0, 40, 0)]
+)
+def test_each_part_of_a_source_has_as_many_programs(
+    line_tokens: int, most: int, expected: int
+) -> None:
+    layout = make_ranks(2, torch.device("cpu"))[0].layout
+    # 32 parts of the rows of each source.
+    layout = replace(layout, line_tokens=line_tokens, data_words=32 * 256, scale_words=0)
+    assert dispatch_unpack.num_unpackers(layout, most) == expected
+
+
 def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     send(ranks[1], [[0, 3]], [[0.6, 0.4]])
@@ -168,7 +214,7 @@ def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
         assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
     assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    receive_combine_lines(ranks[1].exchange, y, ranks[1].is_sent, 2, batch=0)
+    ll_combine.receive_combine(ranks[1].exchange, y, ranks[1].is_sent, batch=0, line_tokens=2)
     assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]
 
 
@@ -196,10 +242,9 @@ def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
         first,
         expert_alignment=1,
         is_captured=False,
-        slabs=ll_dispatch_recv.Slabs(
+        slabs=SlabMemory(
             data=memory[:num_slots],
             scales=None,
-            scale_strides=(0, 0, 0),
             token_of_slot=None,
             source_ranges=None,
         ),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,15 @@ pytest.importorskip("triton")
 import triton.language as tl
 
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.buffers.nvlink.low_latency_state import LowLatencyKernels, ReceiveBuffer
+from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels import launch
 from epcomm.kernels.nvlink import (
     ll_combine,
-    ll_combine_slots,
     ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
+    ll_launchers,
 )
 from epcomm.kernels.nvlink.common.exchange import (
     METADATA_ARRIVALS,
@@ -33,8 +34,10 @@ from epcomm.kernels.nvlink.common.exchange import (
     SUM_ARRIVALS,
     LowLatencyExchange,
     PeerBlocks,
+    SlabMemory,
 )
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
@@ -125,7 +128,9 @@ def make_ranks(
     ]
 
 
-def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor:
+def send(
+    rank: Rank, ids: list[list[int]], weights: list[list[float]], *, in_lines: bool = False
+) -> Tensor:
     """Tokens of 1, 2, ... (rank + 1) times 10 each; returns them."""
     device = rank.block.device
     values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.peers.rank + 1)
@@ -142,6 +147,7 @@ def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor
         kind=ll_dispatch_header.PLAIN,
         scale_block=HIDDEN,
         profile="rint127",
+        in_lines=in_lines,
     )
     return x
 
@@ -190,6 +196,32 @@ def receive(rank: Rank) -> list[Tensor]:
 def arrivals_of(rank: Rank) -> list[int]:
     """Those of metadata, rows and sums that have not been told of."""
     return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
+
+
+@pytest.mark.skipif(not launch.IS_INTERPRETED, reason="compiled kernels record nothing")
+@pytest.mark.parametrize("in_lines", [False, True])
+def test_ranks_begin_each_token_with_different_peers(
+    in_lines: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    orders: list[list[int]] = []
+    base_of = ll_dispatch_header.base_of
+
+    def noted(peers: Any, peer: Any) -> Any:  # noqa: ANN401
+        orders[-1].append(int(peer.handle.data[0]))
+        return base_of(peers, peer)
+
+    for module in (ll_dispatch_header, ll_dispatch_send, dispatch_send):
+        monkeypatch.setattr(module, "base_of", noted)
+    ranks = make_ranks(3, device, num_programs=3)
+    for rank in ranks:
+        orders.append([])
+        send(rank, [[0, 3], [3, 5]], [[1, 1], [1, 1]], in_lines=in_lines)
+    # Of metadata and of rows; programs that send headers in lines look at all ranks too.
+    turns = [torch.tensor(order).view(-1, 3) for order in orders]
+    assert all(torch.equal(each.sort().values, torch.arange(3).expand_as(each)) for each in turns)
+    firsts = torch.stack(turns)[:, 3 if in_lines else 0 :, 0]
+    assert firsts.shape[1] == 4
+    assert all(len(set(each)) == 3 for each in firsts.T.tolist())
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])
@@ -278,10 +310,9 @@ def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> 
     slots_of_row, counts, first = integers(4, 2), integers(2), integers(3)
     slot_weights = torch.full((8,), float("nan"), device=device)
     slab = torch.full((8, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    slabs = ll_dispatch_recv.Slabs(
+    slabs = SlabMemory(
         data=slab.view(torch.int32),
         scales=None,
-        scale_strides=(0, 0, 0),
         token_of_slot=integers(8),
         source_ranges=torch.full((2, 2), 77, device=device),
     )
@@ -321,7 +352,9 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     rows[5], rows[2] = 10, 2
     home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     home.fill_(float("nan"))
-    ll_combine_slots.send_slots(sender.exchange, rows, slots_of_row, batch=0, status=0)
+    ll_combine.send_combine(
+        sender.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
+    )
     # Those of token 1 of rank 1, from rank 0.
     assert torch.equal(home[[3, 5]], rows[[5, 2]])
     assert home[[0, 1, 2, 4]].isnan().all()
@@ -400,14 +433,14 @@ def test_sums_are_given_memory_before_they_are_sent(
             assert weights.is_contiguous()
             allocated.append(seen.count)
 
-        monkeypatch.setattr(ll_combine, "send_combine", send)
+        monkeypatch.setattr(ll_launchers, "send_combine", send)
         monkeypatch.setattr(
-            ll_combine, "receive_combine", lambda *_, **__: allocated.append(seen.count)
+            ll_launchers, "receive_combine", lambda *_, **__: allocated.append(seen.count)
         )
         rank = make_ranks(2, device, line_tokens=0)[0]
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
-        buffer._kernels = LowLatencyKernels.load()
+        buffer._kernels = ll_launchers
         buffer._spec = spec_of(2, MAX_TOKENS)
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         integers = torch.zeros(8, dtype=torch.int32, device=device)

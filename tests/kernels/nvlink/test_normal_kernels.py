@@ -73,8 +73,9 @@ class Rank0:
         )
 
     def receive_signals(self, *, rows_ready: int = NUM_BLOCKS) -> None:
-        for name, value in (("dispatch_begin", 1), ("counts_ready", 1), ("rows_ready", rows_ready)):
-            self.receive(name, [value], at=1)
+        self.receive("dispatch_begin", [1], at=1)
+        self.receive("counts_ready", [NUM_BLOCKS], at=1)
+        self.receive("rows_ready", [rows_ready], at=1)
 
     def receive_header(self, header: list[int]) -> None:
         """Store the header of rank 1: fault and flags, T, rows for each rank, slots by expert."""

@@ -69,22 +69,22 @@ class Fault:
 
 NOTHING = Fault(old="", new="")
 FAULTS = {
-    "rows are signalled by a relaxed addition": Fault(
-        old="add_released(a.table[lane] + ROWS_READY_AT",
-        new="add_relaxed(a.table[lane] + ROWS_READY_AT",
+    "rows and metadata are signalled by relaxed additions": Fault(
+        old="add_released(a.table[lane] + signals_at",
+        new="add_relaxed(a.table[lane] + signals_at",
     ),
     "sums are signalled by a relaxed store": Fault(
-        old="release(a.table[source_of(a, number)] + SUMS_READY_AT",
-        new="store_relaxed(a.table[source_of(a, number)] + SUMS_READY_AT",
+        old="release(a.table[source] + SUMS_READY_AT",
+        new="store_relaxed(a.table[source] + SUMS_READY_AT",
     ),
     "rows are signalled before they are stored": Fault(
-        old="meet<3, 32 * WARPS>();\n        if (warp == 0) publish_rows(a);",
-        new="if (warp == 0) publish_rows(a);\n        meet<3, 32 * WARPS>();",
+        old="meet<3, 32 * WARPS>();\n        if (warp == 0) publish(a, ROWS_READY_AT);",
+        new="if (warp == 0) publish(a, ROWS_READY_AT);\n        meet<3, 32 * WARPS>();",
     ),
     "rows are only read when they are signalled": Fault(old="await_stored();", new=""),
     "helpers do not meet before counts are signalled": Fault(
-        old="helpers_meet();\n        if (helper < 32) publish_counts(a);",
-        new="if (helper < 32) publish_counts(a);",
+        old="helpers_meet();\n        if (blockIdx.x == gridDim.x - 1 && helper == 32)",
+        new="if (blockIdx.x == gridDim.x - 1 && helper == 32)",
     ),
     "planners do not meet after they have marked tokens": Fault(
         old="* GROUP_WORDS + token / 32, bit);\n    }\n    planners_meet();",
@@ -168,8 +168,8 @@ class Rank:
         self.exchange.state[[DISPATCH_EPOCH, COMBINE_EPOCH]] = epoch - 1
         for name, amount in (
             ("dispatch_begin", 1),
-            ("counts_ready", 1),
             ("combine_begin", 1),
+            ("counts_ready", NUM_BLOCKS),
             ("rows_ready", NUM_BLOCKS),
         ):
             begin = self.layout.offsets[name] // 4

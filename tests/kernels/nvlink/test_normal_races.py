@@ -23,8 +23,9 @@ from tests.kernels.nvlink.test_normal_protocol import Fault
 REPOSITORY = Path(__file__).parents[3]
 # Its exit status if it has reported a race.
 HAS_RACE = 66
-UNORDERED_RELEASE = Fault(
-    old="    // The other lanes release what lane 0 has acquired.\n    __syncwarp();\n", new=""
+UNORDERED_ACQUIRE = Fault(
+    old="is_behind<EXACT>(acquired(word), wanted));\n    __syncwarp();",
+    new="is_behind<EXACT>(acquired(word), wanted));",
 )
 
 
@@ -67,9 +68,9 @@ def test_kernels_have_no_races() -> None:
     assert found.returncode == 0, found.stderr
 
 
-def test_lanes_that_release_what_another_has_acquired_meet_first() -> None:
-    source = (REPOSITORY / "epcomm/kernels/nvlink/normal/metadata.cu").read_text()
-    assert UNORDERED_RELEASE.old in source
-    found = run_watched(UNORDERED_RELEASE.old, UNORDERED_RELEASE.new)
+def test_lanes_that_load_what_another_has_acquired_meet_first() -> None:
+    source = (REPOSITORY / "epcomm/kernels/nvlink/normal/peers.cu").read_text()
+    assert UNORDERED_ACQUIRE.old in source
+    found = run_watched(UNORDERED_ACQUIRE.old, UNORDERED_ACQUIRE.new)
     assert found.returncode == HAS_RACE, found.stderr
     assert "data race" in found.stderr

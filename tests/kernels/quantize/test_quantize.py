@@ -162,7 +162,7 @@ def test_what_the_kernels_cannot_read_is_refused(device: torch.device) -> None:
         quantize_with_triton(x.t(), INT8_PER_TOKEN)
     with pytest.raises(ShapeError, match=r"hidden_states has shape \[2, 2, 8\].*expected two"):
         quantize_with_triton(x.view(2, 2, 8), FP8_FLOAT32_SCALES)
-    with pytest.raises(ShapeError, match=r"\[4, 1\] torch.float32 .*expected.*\[4, 8\]"):
+    with pytest.raises(ShapeError, match=r"\[4, 1\], torch.float32, .*expected.*\[4, 8\]"):
         quantize_with_triton(x, INT8_PER_TOKEN, out=quantize(x[:, :1], INT8_PER_TOKEN))
 
 

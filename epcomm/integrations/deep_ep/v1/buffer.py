@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -20,9 +19,7 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     XTensors,
     announce_along,
-    biases_of,
     refuse_along,
-    refuse_combine,
     refuse_dispatch,
     return_rows,
     send_along,
@@ -69,25 +66,6 @@ _ONE_HOST = (
     "call dispatch() and combine() on ranks of one host, or epcomm's own API, with backend "
     "collective or deep_ep_v1"
 )
-# Arguments of low latency that are not there -> what to use in their place.
-_DISPATCH_ADVICE = MappingProxyType(
-    {
-        "dispatch_wait_recv_cost_stats": "leave it out, and use a profiler",
-        "use_nvfp4=True": "pass use_fp8=True or False",
-        "x_global_scale": "it belongs to use_nvfp4",
-        "topk_weights": "pass them to low_latency_combine()",
-    }
-)
-_COMBINE_ADVICE = MappingProxyType(
-    {
-        "use_logfmt=True": "leave it out: rows return in bfloat16",
-        "combine_wait_recv_cost_stats": "leave it out, and use a profiler",
-        "overlap=True": "run the experts before combine",
-        **dict.fromkeys(
-            ("packed_recv_count", "comp_signal", "src_signals"), "it belongs to overlap"
-        ),
-    }
-)
 
 # A configuration costs as much as a small call.
 _config_of = lru_cache(Config)
@@ -98,9 +76,14 @@ class Buffer:
 
     Every call but the statics is collective over the group. Sizes in bytes are kept and mean
     nothing: epcomm's buffers open at the first call of a shape, and grow.
+
+    Raises:
+        ShapeError, CapacityError, ConfigError, HandleError: some rank refuses its call; on every
+            rank. On GPUs without a host sync: on that rank, and the sums of the others are NaN.
+        NotImplementedError: some rank asks for what is not there; an EPError on the others.
     """
 
-    # For all buffers of the process, as V1 has it.
+    # The number applies to all buffers of the process, as in V1.
     num_sms: int = 20
 
     internode_dispatch = Absent(_ONE_HOST)
@@ -141,7 +124,7 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        # Ranks that calls leave out already.
+        # Ranks that calls already leave out.
         self._excluded: frozenset[int] = frozenset()
         self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
 
@@ -194,7 +177,7 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Return memory of the size of the buffer of V1; nothing that travels is stored in it.
+        """Return memory of the size of the buffer of V1; nothing that is sent is stored in it.
 
         Programs clear the buffer of V1 after a failure. Lifetime: the caller owns it.
         """
@@ -216,7 +199,7 @@ class Buffer:
         Local.   Host sync: none.
         """
         check = self._begin("get_dispatch_layout", topk_idx)
-        _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+        _check_launch(check, None, previous_event, async_finish, allocate_on_comm_stream)
         with self._comm_stream.call(topk_idx.device, previous_event, is_async=async_finish) as call:
             layout = layout_of(topk_idx, num_experts, self.group_size)
             per_rank, per_expert = layout.tokens_per_rank, layout.tokens_per_expert
@@ -249,24 +232,20 @@ class Buffer:
 
         Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
         Lifetime: the caller owns what it gets.
-        Raises:
-            ShapeError, CapacityError: some rank refuses its call; on every rank. Without a host
-                sync: on that rank, and the sums of the others are NaN.
         """
         rows = Rows.of(x)
         check = self._begin("dispatch", rows.x)
         self._saved_handles.drop_freed()
         config = config or _config_of(self.num_sms)
         exchange = None if handle is None else self._exchange_of(check, handle)
-        service, request, spec = Service.NORMAL, None, None
+        service, request = Service.NORMAL, None
         if num_worst_tokens and topk_idx is not None and self._ranks.has(Service.ROW_BUDGET):
             # Without ids V1 has no such dispatch.
             service = Service.ROW_BUDGET
         try:
             check.size("expert_alignment", expert_alignment)
             check.number("num_worst_tokens", num_worst_tokens)
-            _check_config(check, config)
-            _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+            _check_launch(check, config, previous_event, async_finish, allocate_on_comm_stream)
             if exchange is not None:
                 check.rows_along(rows, exchange, PLAIN, QUANTIZED)
             else:
@@ -280,24 +259,23 @@ class Buffer:
                     num_sms=config.sms or None,
                     service=service,
                 )
-                spec = request.checked_spec(check)
                 request.check(check)
         except EPError as error:
             if exchange is not None:
-                refuse_along(self._ranks, exchange, error)
-            refuse_dispatch(self._ranks, service, error, spec)
+                refuse_along(self._ranks, service, error, exchange)
+            refuse_dispatch(self._ranks, service, error, check.spec)
         call = self._comm_stream.call(rows.x.device, previous_event, is_async=async_finish)
         if exchange is not None:
             with call as under_way:
-                announce_along(self._ranks, exchange, "dispatch along a handle", rows.x)
-                along = with_length(send_along(exchange, rows), exchange.max_rows)
+                along, _ = send_along(self._ranks, exchange, rows)
+                along = with_length(along, exchange.max_rows)
                 event = under_way.event([rows.x, rows.scales, along.x, along.scales])
             return along.as_given(), None, None, None, None, event
         assert request is not None, "just made"
-        assert spec is not None, "just checked"
+        assert check.spec is not None, "just checked"
         assert is_token_in_rank is not None, "just checked"
         with call as under_way:
-            received = request.send(self._ranks, spec)
+            received = request.send(self._ranks, check.spec)
             made = NormalHandle.of(
                 received.exchange, is_token_in_rank, self._saved_handles, config.num_channels
             )
@@ -323,28 +301,23 @@ class Buffer:
         """Sum rows over the ranks of each token, without weights.
 
         topk_weights [R, K] are summed in the same way, entry by entry, also where the id is -1:
-        pass 0 there if only the rank of an expert is to return its weight.
-
-        A bias, [T, H] in the dtype of x, or two of them, are the beginning of the sums, which are
-        float32 and rounded once.
+        pass 0 there if only the rank of an expert is to return its weight. Sums, which are float32
+        and rounded once, begin with the bias: [T, H] in the dtype of x, or two of them.
 
         Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
-        Raises:
-            ShapeError, HandleError: some rank refuses its call; on every rank.
         """
         check = self._begin("combine")
-        exchange, biases = self._exchange_of(check, handle), biases_of(bias)
+        exchange = self._exchange_of(check, handle)
         try:
-            _check_config(check, config)
-            _check_stream(check, previous_event, async_finish, allocate_on_comm_stream)
+            _check_launch(check, config, previous_event, async_finish, allocate_on_comm_stream)
             shape = (exchange.max_rows, exchange.spec.hidden_size)
             check.tensor("x", x, shape, (exchange.sum_dtype,))
             if topk_weights is not None:
                 shape = (exchange.max_rows, exchange.spec.top_k)
                 check.tensor("topk_weights", topk_weights, shape, FLOAT32)
-            check.biases(biases, exchange)
+            biases = check.biases(bias, exchange)
         except EPError as error:
-            refuse_combine(self._ranks, Service.NORMAL, error, exchange.opened)
+            refuse_along(self._ranks, Service.NORMAL, error, exchange, num_combines=1)
         has_weights = topk_weights is not None
         announce_along(self._ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, previous_event, is_async=async_finish) as call:
@@ -386,39 +359,36 @@ class Buffer:
 
         Collective: yes; M and E equal on all ranks.   Host sync: on a CPU alone.
         Lifetime: on a CPU the caller owns what it gets.
-        Raises:
-            ShapeError, CapacityError: some rank refuses its call; on every rank.
-            NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_dispatch", x)
-        most, stats, spec = (
-            num_max_dispatch_tokens_per_rank,
-            cumulative_local_expert_recv_stats,
-            None,
-        )
+        most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
         try:
             check.tensor("x", x, (None, None), _BFLOAT16)
             if x.shape[1] == 0:
                 fault = f"x is {list(x.shape)}, expected at least one column"
                 raise check.error(ShapeError, fault)
-            check.topk_idx(topk_idx, x.shape[0])
+            top_k = check.top_k(x.shape[0], topk_idx)
             check.size("num_max_dispatch_tokens_per_rank", most, ShapeError)
-            check.experts(num_experts, ShapeError)
+            check.num_local_experts(num_experts, ShapeError)
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
-            sizes = (x.shape[1], topk_idx.shape[1], most, num_experts, self.group_size)
-            shape = LowLatencyShape(*sizes, use_fp8, round_scale, use_ue8m0)
-            spec = slots_spec(shape)
+            form = (use_fp8, round_scale, use_ue8m0)
+            shape = LowLatencyShape(x.shape[1], top_k, most, num_experts, self.group_size, *form)
+            check.spec = slots_spec(shape)
+            check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)
             check.ids(topk_idx, num_experts)
-            branches = (use_nvfp4, x_global_scale, topk_weights)
-            check.absent(_DISPATCH_ADVICE, dispatch_wait_recv_cost_stats, *branches)
+            check.absent(
+                dispatch_wait_recv_cost_stats=dispatch_wait_recv_cost_stats,
+                use_nvfp4=use_nvfp4,
+                x_global_scale=x_global_scale,
+                topk_weights=topk_weights,
+            )
             _check_hook(check, async_finish, return_recv_hook)
             check.recv_stats(stats, shape.num_local)
         except EPError as error:
-            # Without a shape no rank opens a buffer for it.
-            refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, spec)
+            refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, check.spec)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             slabs = self._low_latency.dispatch(check, x, topk_idx, shape, has_hook=return_recv_hook)
 
@@ -462,20 +432,23 @@ class Buffer:
         others must be off.
 
         Collective: yes.   Host sync: on a CPU alone.   Lifetime: the caller owns the result.
-        Raises:
-            ShapeError, HandleError: some rank refuses its call; on every rank.
-            NotImplementedError: some rank asks for what is not there; an EPError on the others.
         """
         check = self._begin_low_latency("low_latency_combine")
         if not self._is_own(handle):
             error = check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-            refuse_combine(self._ranks, Service.LOW_LATENCY, error)
+            refuse_along(self._ranks, Service.LOW_LATENCY, error)
         if zero_copy:
             x = self._combine_memory(handle)
         num_tokens = handle.num_tokens
         try:
-            branches = (overlap, packed_recv_count, comp_signal, src_signals)
-            check.absent(_COMBINE_ADVICE, use_logfmt, combine_wait_recv_cost_stats, *branches)
+            check.absent(
+                use_logfmt=use_logfmt,
+                combine_wait_recv_cost_stats=combine_wait_recv_cost_stats,
+                overlap=overlap,
+                packed_recv_count=packed_recv_count,
+                comp_signal=comp_signal,
+                src_signals=src_signals,
+            )
             _check_hook(check, async_finish, return_recv_hook)
             check.tensor("x", x, handle.shape.slab_shape, _BFLOAT16)
             check.tensor("topk_idx", topk_idx, (num_tokens, handle.shape.top_k), IDS)
@@ -483,7 +456,8 @@ class Buffer:
             if out is not None:
                 check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
         except EPError as error:
-            refuse_combine(self._ranks, Service.LOW_LATENCY, error, *handle.along())
+            exchange = handle.exchange
+            refuse_along(self._ranks, Service.LOW_LATENCY, error, exchange, num_combines=1)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
             combined, receive = self._low_latency.combine(handle, x, topk_weights, out)
             if not return_recv_hook:
@@ -504,13 +478,12 @@ class Buffer:
         mask_status.copy_(self._masks().view(mask_status.shape))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask no rank, if none was left out of a call yet.
-
-        Raises:
-            NotImplementedError: a rank was left out already.
-        """
-        check = Check("low_latency_clean_mask_buffer", self._ranks)
-        check.absent({"taking a rank back": "make a new Buffer on all ranks"}, bool(self._excluded))
+        """Mask no rank, if none was left out of a call yet."""
+        if self._excluded:
+            raise NotImplementedError(
+                f"low_latency_clean_mask_buffer: ranks {sorted(self._excluded)} were left out, and "
+                "cannot be taken back; make a new Buffer on all ranks"
+            )
         self._masks().zero_()
 
     def get_next_low_latency_combine_buffer(
@@ -520,7 +493,7 @@ class Buffer:
         check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
         if not self._is_own(handle):
             raise check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-        # Each caller's own alias: what autograd records of writes must not stay with the memory.
+        # Each caller gets an alias: autograd's records of writes must not stay with the memory.
         return self._combine_memory(handle).detach()
 
     def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:
@@ -546,7 +519,7 @@ class Buffer:
         exchange = self._saved_handles.find(handle)
         if exchange is None:
             error = check.handle_error(handle, "dispatch() of this Buffer")
-            refuse_combine(self._ranks, Service.NORMAL, error)
+            refuse_along(self._ranks, Service.NORMAL, error)
         return exchange
 
     def _is_own(self, handle: object) -> TypeGuard[LowLatencyHandle]:
@@ -570,16 +543,16 @@ class Buffer:
         return memory
 
 
-def _check_config(check: Check, config: object) -> None:
+def _check_launch(
+    check: Check,
+    config: object,
+    event: EventOverlap | None,
+    is_async: bool,
+    allocates_here: bool,
+) -> None:
     if config is not None and not isinstance(config, Config):
         fault = f"config is {type(config).__name__}, expected Config or None"
         raise check.error(ConfigError, fault)
-
-
-def _check_stream(
-    check: Check, event: EventOverlap | None, is_async: bool, allocates_here: bool
-) -> None:
-    """Raise what is wrong with the arguments of the communication stream."""
     check.event("previous_event", event)
     if allocates_here and not (is_async and event is not None and event.event is not None):
         fault = "allocate_on_comm_stream=True came without previous_event or without async_finish"

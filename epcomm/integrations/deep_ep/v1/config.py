@@ -11,7 +11,7 @@ from epcomm.types import align_up
 
 # Ranks that reach one another by NVLink.
 MAX_NVL_PEERS = 8
-# Bytes: sizes of buffers are multiples of it.
+# Sizes of buffers are multiples of this number of bytes.
 BUFFER_ALIGNMENT_BYTES = 128
 # Most ids and scales of a token that the size hint assumes, and bytes of the token's source.
 _MAX_TOPK = _MAX_SCALES = 128
@@ -38,7 +38,9 @@ class Config:
                 "NVLink and at most half over RDMA; take Buffer.get_dispatch_config()"
             )
         # Not under the names of the arguments: the class of V1 shows no attributes.
-        self._num_sms = num_sms
+        self.sms = num_sms
+        # Pairs of a sending and a receiving SM of V1, which its handles are laid out by.
+        self.num_channels = max(num_sms // 2, 1)
         self._nvl_recv_tokens = nvl[1]
         self._rdma_recv_tokens = rdma[1]
 
@@ -56,11 +58,7 @@ class Config:
         return align_up(num_bytes, BUFFER_ALIGNMENT_BYTES)
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Return num_rdma_bytes of V1 for normal mode, 0 on one host.
-
-        Raises:
-            NotImplementedError: the ranks are of several hosts.
-        """
+        """Return num_rdma_bytes of V1 for normal mode on one host, 0."""
         if num_ranks > MAX_NVL_PEERS:
             raise NotImplementedError(
                 f"get_rdma_buffer_size_hint: num_ranks is {num_ranks}, expected at most "
@@ -69,24 +67,9 @@ class Config:
             )
         return 0
 
-    @property
-    def sms(self) -> int:
-        """The SMs that the kernels of normal mode may take."""
-        return self._num_sms
-
-    @property
-    def num_channels(self) -> int:
-        """The pairs of a sending and a receiving SM of V1, which its handles are laid out by."""
-        return max(self._num_sms // 2, 1)
-
 
 def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:
-    """Return num_rdma_bytes of V1 for low latency, whatever the number of ranks.
-
-    Worked example, M = 16, H = 2048, E = 8: a combine message has 4160 bytes, 128 of them 532480,
-    two to send and two to receive 2129920, and 128 for the signals of each: 2130176; a multiple of
-    128 already, to which V1 adds another 128.
-    """
+    """Return num_rdma_bytes of V1 for low latency, whatever the number of ranks."""
     num_scales = hidden_size // 128
     dispatch_bytes = 16 + max(2 * hidden_size, hidden_size + 4 * num_scales)
     combine_bytes = combine_message_bytes(hidden_size)

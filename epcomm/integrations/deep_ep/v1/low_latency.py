@@ -1,13 +1,12 @@
 """Low latency of V1: a slab of rows for each expert, and a row returned for each (token, expert).
 
-Buffers that return slots, those over NVLink, do it themselves. Slabs, scales, counts and sources
-are memory of a receive buffer there, used in turn: their addresses stay, also in a captured graph,
-and a third batch overwrites the first, as in V1. Scales that are powers of two travel as bytes, and
-are copied once where they are wanted as float32.
+Buffers over NVLink return slots themselves. Slabs, scales, counts and sources are memory of two
+receive buffers in turn there, as in V1: their addresses stay, and a third batch overwrites the
+first. Scales that are powers of two travel as bytes, and are copied where float32 is wanted.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
-alone, and the source multiplies by the weights and sums, as V1 does. The router weight of a pair,
-which V1 has in combine alone, carries the source of the pair.
+alone, and the source multiplies by the weights and sums. The router weight of a pair, which V1 has
+in combine alone, carries the source of the pair.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, ReturnsSlots
+from epcomm.buffers.base import ReturnsSlots
 from epcomm.buffers.nvlink.low_latency_state import NVLinkLowLatencyExchangePlan
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import CapacityError, HandleError
@@ -31,16 +30,15 @@ from epcomm.integrations.deep_ep.normal import (
     Rows,
     detached,
     dispatch_rows,
-    refuse_combine,
+    refuse_along,
     refuse_dispatch,
     return_rows,
     spec_of,
 )
-from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Service
+from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.quantization.scale_layout import pack_scales
-from epcomm.records import ExchangePlan
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, ScaleLayout, WireFormat
 
@@ -50,7 +48,7 @@ _ALIGNMENT = 4
 # Bits of a layout range below its beginning.
 _COUNT_BITS = 32
 
-# Receives what was sent, once.
+# The hook receives the rows; it may be called once.
 Receive = Callable[[], None]
 
 
@@ -78,7 +76,7 @@ class LowLatencyShape(NamedTuple):
 
     @property
     def wire_format(self) -> WireFormat:
-        """The format in which rows travel."""
+        """The format in which rows are sent."""
         if not self.use_fp8:
             return _BF16
         return FP8_POWER_OF_TWO_SCALES if self.round_scale else FP8_FLOAT32_SCALES
@@ -109,13 +107,14 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     layout_range [L, W], int64: first row of each source and, in the low half, how many.
 
     ranks: of the Buffer.   num_tokens: T.
-    sent: a buffer that returns slots and its exchange plan, or the pairs of the dispatch.
+    pairs: None where a buffer returns slots.   exchange: None for pairs that are not received.
     """
 
     ranks: Ranks
     num_tokens: int
     shape: LowLatencyShape
-    sent: tuple[Buffer, ExchangePlan] | SentPairs
+    pairs: SentPairs | None
+    exchange: RowExchange | None
 
     @classmethod
     def of(
@@ -124,20 +123,14 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         num_tokens: int,
         shape: LowLatencyShape,
         sources: tuple[Tensor, Tensor],
-        sent: tuple[Buffer, ExchangePlan] | SentPairs,
+        sent: RowExchange | SentPairs,
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
-        handle.ranks, handle.num_tokens = ranks, num_tokens
-        handle.shape, handle.sent = shape, sent
+        handle.ranks, handle.num_tokens, handle.shape = ranks, num_tokens, shape
+        is_received = isinstance(sent, RowExchange)
+        handle.pairs, handle.exchange = (None, sent) if is_received else (sent, None)
         return handle
-
-    def along(self) -> tuple[OpenBuffer | None, ExchangePlan | None]:
-        """Return the buffer that returns slots and its exchange plan; None for pairs."""
-        if isinstance(self.sent, SentPairs):
-            return None, None
-        buffer, exchange_plan = self.sent
-        return OpenBuffer(buffer, slots_spec(self.shape)), exchange_plan
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,14 +151,12 @@ class SentPairs:
     """The (token, expert) pairs of a batch by token, then k: [S] each. Masked entries are none.
 
     is_chosen: [T, K], bool, which entries are pairs.
-    exchange: of the pairs; None until they are received.
-    row_of_pair: [R], row of the flattened slabs that holds each received pair.
+    row_of_pair: [R], row of the flattened slabs that holds each received pair, once they came.
     """
 
     is_chosen: Tensor
     tokens: Tensor
     experts: Tensor
-    exchange: RowExchange | None = None
     row_of_pair: Tensor | None = None
 
     @classmethod
@@ -206,9 +197,10 @@ class LowLatency:
 
         The second result writes y, and reads topk_weights, as in V1.
         """
-        if isinstance(handle.sent, SentPairs):
-            return _combine_pairs(handle, handle.sent, x, topk_weights, out)
-        buffer, plan = handle.sent
+        if handle.pairs is not None:
+            return _combine_pairs(handle, handle.pairs, x, topk_weights, out)
+        assert handle.exchange is not None, "slots are sent with the dispatch"
+        buffer, plan = handle.exchange.buffer, handle.exchange.exchange_plan
         assert isinstance(buffer, ReturnsSlots), "the class was chosen for it"
         pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
         assert pending.record is not None, "y exists before it is received"
@@ -221,11 +213,12 @@ class LowLatency:
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
     ) -> ReceivedSlabs:
-        buffer = self._ranks.open(Service.LOW_LATENCY, slots_spec(shape))
+        ranks, spec, num_tokens = self._ranks, slots_spec(shape), x.shape[0]
+        buffer = ranks.open(Service.LOW_LATENCY, spec)
         call = DispatchCall(
             hidden_states=x,
             topk_ids=topk_ids.long(),
-            # Not read: weights come with combine.
+            # It is not read, because combine takes the weights.
             topk_weights=topk_ids,
             flags=BatchFlags.NONE,
         )
@@ -234,7 +227,11 @@ class LowLatency:
         assert out is not None, "rows exist before they are received"
         travelled = columns = out.rows.scales
         if travelled is not None and travelled.dtype == torch.float8_e8m0fnu:
-            columns = self._columns_of(out.rows.data, travelled)
+            # The same memory for the same rows, whose addresses a captured graph keeps.
+            address = out.rows.data.data_ptr()
+            if address not in self._columns:
+                self._columns[address] = _column_major(travelled.shape, travelled.device)
+            columns = self._columns[address]
 
         def receive() -> None:
             if pending is not None:
@@ -246,19 +243,22 @@ class LowLatency:
         assert isinstance(plan, NVLinkLowLatencyExchangePlan), "the buffer returns slots"
         assert plan.sources is not None, "in the layout MASKED"
         sources = (plan.sources.token_of_slot, plan.sources.ranges)
+        num_slots = len(out.rows.data.flatten(0, 1))
+        exchange = RowExchange(
+            ranks=ranks,
+            buffer=buffer,
+            spec=spec,
+            exchange_plan=plan,
+            num_tokens=num_tokens,
+            num_rows=num_slots,
+            max_rows=num_slots,
+        )
         return ReceivedSlabs(
             rows=Rows(x=out.rows.data, scales=columns),
             counts=out.index.num_tokens_per_expert,
-            handle=LowLatencyHandle.of(self._ranks, x.shape[0], shape, sources, (buffer, plan)),
+            handle=LowLatencyHandle.of(ranks, num_tokens, shape, sources, exchange),
             receive=receive,
         )
-
-    def _columns_of(self, rows: Tensor, scales: Tensor) -> Tensor:
-        """Return memory for scales [L, W * M, S], column-major, at the address it had before."""
-        found = self._columns.get(rows.data_ptr())
-        if found is None:
-            found = self._columns[rows.data_ptr()] = _column_major(scales.shape, scales.device)
-        return found
 
 
 def _column_major(
@@ -275,7 +275,7 @@ def _dispatch_pairs(
 ) -> ReceivedSlabs:
     """Begin a dispatch of pairs.
 
-    x and topk_ids are read here, the exchange is in the second half: a send waits for nobody.
+    x and topk_ids are read here, the exchange is in the second half: a send waits for no rank.
     """
     ranks, pairs, rows = check.ranks, SentPairs.of(topk_ids), Rows(x=x)
     most = int(torch.bincount(pairs.experts, minlength=1).max())
@@ -305,7 +305,7 @@ def _dispatch_pairs(
     )
 
     def receive() -> None:
-        if pairs.exchange is not None:
+        if handle.exchange is not None:
             raise HandleError(f"low_latency_dispatch: the hook was called twice ({ranks.where})")
         received = dispatch_rows(
             ranks,
@@ -315,12 +315,13 @@ def _dispatch_pairs(
             spec_of(sent.form, 1, num_local),
             options={"num_max_tokens_per_rank": shape.max_tokens},
         )
-        pairs.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
+        handle.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
 
+    handle = LowLatencyHandle.of(ranks, x.shape[0], shape, layout, pairs)
     slabs = ReceivedSlabs(
         rows=Rows(x=codes.new_empty(shape.slab_shape), scales=scales),
         counts=topk_ids.new_empty(num_local, dtype=torch.int32),
-        handle=LowLatencyHandle.of(ranks, x.shape[0], shape, layout, pairs),
+        handle=handle,
         receive=receive,
     )
     return slabs
@@ -357,11 +358,11 @@ def _combine_pairs(
     out: Tensor | None,
 ) -> tuple[Tensor, Receive]:
     """Read the rows here, and the weights in the second half, as in V1."""
-    exchange, where = pairs.exchange, handle.ranks.where
+    exchange, where = handle.exchange, handle.ranks.where
     if exchange is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
-        refuse_combine(handle.ranks, Service.LOW_LATENCY, HandleError(error))
+        refuse_along(handle.ranks, Service.LOW_LATENCY, HandleError(error))
     rows = x.flatten(0, 1)[pairs.row_of_pair]
     y = x.new_empty(handle.num_tokens, x.shape[2]) if out is None else out
     pending = [exchange]

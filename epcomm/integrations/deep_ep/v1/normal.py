@@ -1,9 +1,4 @@
-"""Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows.
-
-A dispatch may have no ids, and return rows that nobody sent. A program may keep the six tensors in
-place of the handle, for instance by `ctx.save_for_backward(*handle)`. `SavedHandles` finds the
-exchange by their memory.
-"""
+"""Normal dispatch of V1, and its handle: six tensors, and the exchange of the rows."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from epcomm.errors import CapacityError, HandleError, ShapeError
-from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
+from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Check, Dtypes
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
@@ -54,32 +49,28 @@ class NormalRequest(NamedTuple):
     num_sms: int | None
     service: Service
 
-    def checked_spec(self, check: Check) -> BufferSpec:
-        """Check the arguments that a buffer depends on; without ids a rank is one expert."""
-        num_ranks = check.ranks.size
+    def check(self, check: Check) -> None:
+        """Check the arguments, and set check.spec; without ids and weights a rank is one expert."""
+        num_ranks, ids, weights = check.ranks.size, self.topk_idx, self.topk_weights
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
+        num_tokens = self.rows.x.shape[0]
         check.tensor("num_tokens_per_expert", self.per_expert, (None,), (torch.int32,))
         assert self.per_expert is not None, "just checked"
         num_experts = self.per_expert.shape[0]
         if num_experts < 1 or num_experts % num_ranks:
             fault = f"num_tokens_per_expert has {num_experts} entries, expected a multiple of the"
             raise check.error(ShapeError, f"{fault} {num_ranks} ranks")
-        top_k, num_local = num_ranks, 1
-        if self.topk_idx is not None or self.topk_weights is not None:
-            check.topk_idx(self.topk_idx, self.rows.x.shape[0])
-            assert self.topk_idx is not None, "just checked"
-            top_k, num_local = self.topk_idx.shape[1], num_experts // num_ranks
+        top_k, num_local, has_topk = num_ranks, 1, ids is not None or weights is not None
+        if has_topk:
+            top_k, num_local = check.top_k(num_tokens, ids, weights), num_experts // num_ranks
         most = self.num_worst_tokens if self.service.is_static else None
-        return spec_of(self.rows.form, top_k, num_local, max_tokens=most)
-
-    def check(self, check: Check) -> None:
-        """Check the other arguments."""
-        num_tokens, ids = self.rows.x.shape[0], self.topk_idx
-        shape = (num_tokens, check.ranks.size)
-        check.tensor("is_token_in_rank", self.is_in_rank, shape, (torch.bool,))
-        if ids is not None and self.per_expert is not None:
-            check.tensor("topk_weights", self.topk_weights, ids.shape, FLOAT32)
-            check.ids(ids, self.per_expert.shape[0])
+        check.spec = spec_of(self.rows.form, top_k, num_local, max_tokens=most)
+        check.tensor("is_token_in_rank", self.is_in_rank, (num_tokens, num_ranks), (torch.bool,))
+        if has_topk:
+            check.tensor("topk_idx", ids, (num_tokens, None), IDS)
+            assert ids is not None, "just checked"
+            check.tensor("topk_weights", weights, ids.shape, FLOAT32)
+            check.ids(ids, num_experts)
         if self.service.is_static:
             check.num_tokens(num_tokens, "num_worst_tokens", self.num_worst_tokens)
 
@@ -88,8 +79,8 @@ class NormalRequest(NamedTuple):
 
         Collective: yes.   Host sync: one, none where sizes are static.
         Raises:
-            CapacityError: some rank received more than num_worst_tokens rows; on every rank. With
-                static sizes on a GPU sums are NaN instead, on every rank.
+            CapacityError: some rank received more than num_worst_tokens rows; on every rank. On a
+                GPU their sums are NaN instead.
         """
         ids, weights, most = self.topk_idx, self.topk_weights, self.num_worst_tokens
         options = {"num_worst_tokens": most, "has_topk_weights": ids is not None}
@@ -103,8 +94,6 @@ class NormalRequest(NamedTuple):
             ranks, self.service, self.rows, topk, spec, num_sms=self.num_sms, options=options
         )
         if self.service.is_static:
-            if ranks.reads_faults:
-                received.exchange.buffer.check()
             return received
         if self.topk_idx is None and self.per_expert is not None:
             counts = _sum_of_counts(ranks, self.per_expert)
@@ -167,9 +156,9 @@ def _lengthened(tensor: Tensor, length: int) -> Tensor:
 class SavedHandles:
     """Finds the exchange of a plain tuple or list of the six tensors of a handle.
 
-    The key is the memory of channel_prefix_matrix, which a handle allocates: autograd may return
-    other tensor objects in the same memory. An entry is removed, and its exchange freed, by the
-    first call after the program has freed this memory.
+    Programs save these in its place, for instance by `ctx.save_for_backward(*handle)`. The key is
+    the memory of channel_prefix_matrix: autograd may return other tensor objects in it. The first
+    call after the program has freed this memory frees the exchange.
     """
 
     def __init__(self) -> None:
@@ -209,11 +198,10 @@ class NormalHandle(tuple[Tensor, ...]):
     5: send_head [T, W], int32; position of a token in the queue of its channel, -1 where it is not
         sent.
 
-    Reading, printing and comparing are local: the tensors are computed from what the dispatch left
-    on this rank, at the first read. The numbers of 2 and 3 are on the source ranks, and do not
-    travel: no call reads them.
-    Lifetime: a handle needs no close; its memory lives as long as the program holds it, or its
-        tensors.
+    Reading, printing and comparing are local: the tensors are computed at the first read from what
+    the dispatch left on this rank. The numbers of 2 and 3 are on the source ranks: no call reads
+    them.
+    Lifetime: as long as the program holds it, or its tensors.
     """
 
     exchange: RowExchange
@@ -225,10 +213,7 @@ class NormalHandle(tuple[Tensor, ...]):
     def of(
         cls, exchange: RowExchange, is_in_rank: Tensor, saved: SavedHandles, channels: int
     ) -> Self:
-        """Make the handle of a dispatch of V1 with this number of channels. Local.
-
-        saved: of the Buffer whose calls will take the handle.
-        """
+        """Make the handle of a dispatch; saved: of the Buffer whose calls will take it. Local."""
         handle = cls()
         handle.exchange, handle.is_in_rank = exchange, is_in_rank
         handle.channels, handle._saved = channels, saved
@@ -240,7 +225,7 @@ class NormalHandle(tuple[Tensor, ...]):
         exchange, is_in_rank = self.exchange, self.is_in_rank
         num_ranks = is_in_rank.shape[1]
         rank_prefix = is_in_rank.new_zeros(num_ranks, num_ranks, dtype=torch.int32)
-        rank_prefix[:, exchange.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
+        rank_prefix[:, exchange.ranks.rank] = exchange.exchange_plan.rows_from_ranks().cumsum(0)
         prefix, send_head = _channels(is_in_rank, self.channels)
         before = torch.full_like(prefix, UNKNOWN)
         src_idx = is_in_rank.new_full((exchange.max_rows,), UNKNOWN, dtype=torch.int32)
@@ -256,19 +241,13 @@ class NormalHandle(tuple[Tensor, ...]):
     def __getitem__(self, position: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
         return self.tensors[position]
 
-    __hash__ = object.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-    # That of a tuple compares what a tuple holds, which is nothing here.
-    def __ne__(self, other: object) -> bool:
-        return self is not other
+    # Those of a tuple compare what a tuple holds, which is nothing here.
+    __hash__, __eq__, __ne__ = object.__hash__, object.__eq__, object.__ne__
 
     def __repr__(self) -> str:
         exchange = self.exchange
         sizes = (exchange.max_rows, exchange.spec.hidden_size, exchange.num_tokens)
-        return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.rank}>"
+        return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.ranks.rank}>"
 
     def __reduce__(self) -> NoReturn:
         raise HandleError(

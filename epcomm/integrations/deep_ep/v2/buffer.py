@@ -14,13 +14,12 @@ from epcomm.errors import EPError, HandleError, ShapeError
 from epcomm.integrations.deep_ep.checks import FLOAT32, Absent, Check
 from epcomm.integrations.deep_ep.events import AsyncCall, CommStream, EventHandle, EventOverlap
 from epcomm.integrations.deep_ep.normal import (
+    RowExchange,
     Rows,
     XTensors,
     announce_along,
-    biases_of,
     detached,
     refuse_along,
-    refuse_combine,
     refuse_dispatch,
     return_rows,
     send_along,
@@ -35,8 +34,6 @@ from epcomm.integrations.deep_ep.v2.handle import (
     DispatchRequest,
     EPHandle,
     Positions,
-    send_request,
-    send_weights,
 )
 from epcomm.ops.slots import (
     AnyMembers,
@@ -49,10 +46,8 @@ from epcomm.ops.slots import (
 )
 from epcomm.types import RowsPer, align_up
 
-# Queue pairs that the package allocates on its own, in hybrid mode and without it.
-_QPS_HYBRID, _QPS_DIRECT = 129, 17
-# Of each SM, and the most without hybrid mode.
-_QPS_PER_SM, _MOST_QPS_DIRECT = 16, 9
+# Queue pairs of each SM, and those that the package allocates in hybrid mode and without it.
+_QPS_PER_SM, _QPS_HYBRID, _QPS_DIRECT = 16, 129, 17
 
 _PEERS = "use torch.distributed.isend and irecv"
 _GATHER = "use torch.distributed.all_gather_into_tensor"
@@ -67,8 +62,10 @@ class ElasticBuffer:
     Every call but the statics and the sizes is collective over the group. Sizes in bytes are kept
     and mean nothing: epcomm's buffers open at the first call of a shape.
 
-    Attributes, as in the package: group, rank_idx, num_ranks, num_bytes, num_max_tokens_per_rank,
-    the sizes of domains, and the options of the constructor.
+    Raises:
+        ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H, K,
+            E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
+        HandleError: the handle is no EPHandle, or the buffer is destroyed.
     """
 
     get_engram_storage_size_hint = Absent(_ENGRAM)
@@ -109,22 +106,17 @@ class ElasticBuffer:
         """Wrap the ranks. Local; no rank is waited for.
 
         allow_multiple_reduction: expanded rows of a token are summed and rounded at their rank
-            before the sums travel; else each travels, and they are rounded once.
-        deterministic: changes nothing: rows always come in the order of (source rank, token).
+            before the sums are sent; otherwise each row is sent, and the sum is rounded once.
+        deterministic: changes nothing: rows are always in the order of (source rank, token).
         """
         self._ranks = Ranks(group)
         self._comm_stream = CommStream()
         self.group = group
         self.rank_idx, self.num_ranks = self._ranks.rank, self._ranks.size
         if num_bytes is None:
+            options = (use_fp8_dispatch, allow_hybrid_mode, allow_multiple_reduction)
             num_bytes = self.get_buffer_size_hint(
-                group,
-                num_max_tokens_per_rank,
-                hidden,
-                num_topk,
-                use_fp8_dispatch,
-                allow_hybrid_mode,
-                allow_multiple_reduction,
+                group, num_max_tokens_per_rank, hidden, num_topk, *options
             )
         self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
@@ -189,12 +181,10 @@ class ElasticBuffer:
         return cast(torch.Stream, self._comm_stream.of(self._ranks.device))
 
     def get_physical_domain_size(self) -> tuple[int, int]:
-        """Return the ranks over RDMA, and those over NVLink."""
+        """Return the numbers of hosts and of ranks of a host: all ranks are on one host."""
         return 1, self.num_ranks
 
-    def get_logical_domain_size(self) -> tuple[int, int]:
-        """Return the scale-out ranks and the scale-up ranks."""
-        return 1, self.num_ranks
+    get_logical_domain_size = get_physical_domain_size
 
     def get_theoretical_num_sms(
         self,
@@ -206,29 +196,21 @@ class ElasticBuffer:
         sm_read_gbs: float = 200,
         sm_write_gbs: float = 50,
     ) -> int:
-        """Return the SMs whose memory traffic keeps NVLink busy with balanced routing, even. Local.
+        """Return the SMs, an even number, whose writes keep NVLink busy. Local.
 
         nvlink_gbs: GB/s of one direction, 0 for those of an H200.
         """
         del num_scaleout_topk, rdma_gbs  # Of several hosts.
-        others = num_experts - num_experts // self.num_ranks
-        missed = math.comb(others, num_topk) / math.comb(num_experts, num_topk)
-        num_expected_ranks = self.num_ranks * (1 - missed)
-        remote_share = 1 - 1 / self.num_ranks
-        num_sms = float(sizes.NUM_DEVICE_SMS)
-        if remote_share > 0 and num_expected_ranks > 0:
-            rows_gbs = (nvlink_gbs or sizes.NVLINK_GBS) / remote_share
-            num_sms = max(rows_gbs / num_expected_ranks / sm_read_gbs, rows_gbs / sm_write_gbs)
+        del num_experts, num_topk, sm_read_gbs  # An SM reads a token once, and so writes more.
+        num_others = max(self.num_ranks - 1, 1)
+        num_sms = (nvlink_gbs or sizes.NVLINK_GBS) * self.num_ranks / num_others / sm_write_gbs
         least = sizes.MIN_SMS if self.prefer_overlap_with_compute else sizes.MIN_SMS_ALONE
         wanted = align_up(max(least, math.ceil(num_sms * sizes.SMS_MARGIN)), 2)
         return min(wanted, sizes.NUM_DEVICE_SMS)
 
     def get_theoretical_num_qps(self, num_sms: int) -> int:
         """Return the queue pairs that V2 would use, at most those allocated. Local."""
-        wanted = (
-            num_sms * _QPS_PER_SM + 1 if self.allow_hybrid_mode else min(num_sms, _MOST_QPS_DIRECT)
-        )
-        return min(wanted, self.num_allocated_qps)
+        return min(num_sms * _QPS_PER_SM + 1, self.num_allocated_qps)
 
     def dispatch(
         self,
@@ -265,75 +247,70 @@ class ElasticBuffer:
             do_cpu_sync: exact sizes and counts on the host; else the worst case. Not with a handle.
             do_expand: a row for each (token, expert), by expert; else for each (token, rank). Along
                 a handle only if it was made so.
-            do_zero_padding: rows of alignment are zero; they are undefined else.
+            do_zero_padding: rows of alignment are zero, not undefined.
 
         Returns:
             The rows, at most M from a rank, by (source rank, token) or by (expert, source rank,
             token); [N, K] experts of this rank, -1 for others, None if expanded; weights [N, K], or
-            [N] if expanded; the handle, which is the given one; the event, empty without
-            async_with_compute_stream. Without CPU sync, rows after those that came are undefined,
-            and their ids are -1.
+            [N] if expanded; the handle; the event, empty without async_with_compute_stream. Without
+            CPU sync, rows after those that came are undefined, and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.
-        Host sync: one with do_cpu_sync, none without it and along a handle of this buffer. CPU
-            ranks compare a handle of another buffer first.
+        Host sync: one with do_cpu_sync; else none.
         Graph capture: where there is no host sync, once the shape was seen.
         Lifetime: the tensors are the caller's.
-        Raises:
-            ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H,
-                K, E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
-            HandleError: the handle is of other sizes or no EPHandle, as above; or the buffer is
-                destroyed.
         """
         ranks, rows = self._ranks, Rows.of(x)
         check = Check("dispatch", ranks, rows.x)
         events = (previous_event, previous_event_before_epilogue)
-        request = DispatchRequest(
-            rows=rows,
-            topk_idx=topk_idx,
-            topk_weights=topk_weights,
-            recv_stats=cumulative_local_expert_recv_stats,
-            num_experts=num_experts,
-            max_tokens=_or(num_max_tokens_per_rank, self.num_max_tokens_per_rank),
-            expert_alignment=_or(expert_alignment, 1),
-            num_sms=num_sms,
-            do_handle_copy=do_handle_copy,
-            do_cpu_sync=do_cpu_sync is not False,
-            do_expand=do_expand,
-        )
-        spec, num_combines = None, 1
+        request, max_tokens = None, num_max_tokens_per_rank
+        if handle is None:
+            request = DispatchRequest(
+                rows=rows,
+                topk_idx=topk_idx,
+                topk_weights=topk_weights,
+                recv_stats=cumulative_local_expert_recv_stats,
+                num_experts=num_experts,
+                max_tokens=self.num_max_tokens_per_rank if max_tokens is None else max_tokens,
+                expert_alignment=1 if expert_alignment is None else expert_alignment,
+                num_sms=num_sms,
+                do_handle_copy=do_handle_copy,
+                do_cpu_sync=do_cpu_sync is not False,
+                do_expand=do_expand,
+            )
         try:
             _check_launch(check, num_sms, num_qps, events)
-            if handle is None:
-                spec = request.checked_spec(check)
-                num_combines = self._num_combines(spec.top_k, do_expand=do_expand)
-                request.check(check, spec)
+            if request is not None:
+                request.check(check)
             else:
                 given = {
                     "num_experts": num_experts,
                     "expert_alignment": expert_alignment,
-                    "num_max_tokens_per_rank": num_max_tokens_per_rank,
+                    "num_max_tokens_per_rank": max_tokens,
                     "do_expand": do_expand or None,
                 }
                 absent = {"topk_idx": topk_idx, "do_cpu_sync": do_cpu_sync}
-                _check_along(check, handle, given, absent)
-                check.rows_along(rows, handle.exchange, PLAIN, QUANTIZED)
+                exchange = _check_along(check, handle, given, absent)
+                check.rows_along(rows, exchange, PLAIN, QUANTIZED)
                 if topk_weights is not None:
-                    shape = (handle.exchange.num_tokens, handle.exchange.spec.top_k)
+                    shape = (exchange.num_tokens, exchange.spec.top_k)
                     check.tensor("topk_weights", topk_weights, shape, FLOAT32)
         except EPError as error:
-            if isinstance(handle, EPHandle):
+            if request is None:
+                exchange = handle.exchange if isinstance(handle, EPHandle) else None
                 has_weights = topk_weights is not None
-                refuse_along(ranks, handle.exchange, error, has_weights=has_weights)
-            if handle is not None:
-                refuse_combine(ranks, Service.NORMAL, error)
-            follow_up = {"has_words": request.has_words, "num_combines": num_combines}
-            refuse_dispatch(ranks, request.service, error, spec, **follow_up)
+                refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
+            follow_up = {
+                "has_words": request.has_words,
+                "sums_each_k": do_expand and not self.allow_multiple_reduction,
+            }
+            refuse_dispatch(ranks, request.service, error, check.spec, **follow_up)
         with self._comm_stream.call(
             rows.x.device, *events, is_async=async_with_compute_stream
         ) as call:
-            if spec is not None:
-                arrived = send_request(ranks, request, spec)
+            if request is not None:
+                assert check.spec is not None, "it was checked"
+                arrived = request.send(ranks, check.spec)
                 handle = self._handle_of(request, arrived)
                 received, weights = arrived.received.rows, arrived.weights
                 if cumulative_local_expert_recv_stats is not None:
@@ -341,7 +318,9 @@ class ElasticBuffer:
                     cumulative_local_expert_recv_stats.add_(counts)
             else:
                 assert handle is not None, "one of both is there"
-                received, weights = self._send_along(handle, rows, topk_weights, do_expand)
+                received, weights = send_along(ranks, handle.exchange, rows, topk_weights)
+                if weights is not None and do_expand:
+                    weights = spread_to_slots(weights, handle.index)
             positions = handle.positions
             if handle.do_expand and not do_expand:
                 positions = handle.positions_of(do_expand=False)
@@ -384,30 +363,27 @@ class ElasticBuffer:
             previous_event, previous_event_before_epilogue: what the call waits for.
 
         Returns:
-            [T, H], bfloat16; [T, K], float32, 0 where no weight came, or None; the event.
+            [T, H], bfloat16; [T, K], float32, 0 where no weight was sent, or None; the event.
 
         Collective: all ranks of the group.   Host sync: none.
         Graph capture: with a handle that was made without CPU sync.
-        Raises:
-            ShapeError, HandleError: x, topk_weights or bias are not those of the handle, or the
-                handle is no EPHandle; on every rank. On GPUs on this rank alone: the sums of the
-                others are NaN, or, where the handle is no EPHandle, they raise EPTimeout.
-            HandleError: the buffer is destroyed.
+        Lifetime: the tensors are the caller's.
         """
-        ranks, biases = self._ranks, biases_of(bias)
+        ranks = self._ranks
         check = Check("combine", ranks)
         events = (previous_event, previous_event_before_epilogue)
         if not isinstance(handle, EPHandle):
             error = check.handle_error(handle, "dispatch() of an ElasticBuffer")
-            refuse_combine(ranks, Service.NORMAL, error)
+            refuse_along(ranks, Service.NORMAL, error)
         exchange, has_weights = handle.exchange, topk_weights is not None
         try:
             _check_launch(check, num_sms, num_qps, events)
             _check_combine(check, x, handle, topk_weights)
-            check.biases(biases, exchange)
+            biases = check.biases(bias, exchange)
         except EPError as error:
-            times = self._num_combines(exchange.spec.top_k, do_expand=handle.do_expand)
-            refuse_combine(ranks, Service.NORMAL, error, exchange.opened, num_combines=times)
+            sums_each_k = handle.do_expand and not self.allow_multiple_reduction
+            times = exchange.spec.top_k if sums_each_k else 1
+            refuse_along(ranks, Service.NORMAL, error, exchange, num_combines=times)
         announce_along(ranks, exchange, "combine", x, has_weights=has_weights)
         with self._comm_stream.call(x.device, *events, is_async=async_with_compute_stream) as call:
             if handle.do_expand:
@@ -424,29 +400,13 @@ class ElasticBuffer:
             event = self._event(call, [x, topk_weights, *biases], [combined, weights])
         return combined, weights, event
 
-    def _send_along(
-        self, handle: EPHandle, rows: Rows, topk_weights: Tensor | None, do_expand: bool
-    ) -> tuple[Rows, Tensor | None]:
-        """Send other rows, and weights [T, K], of the same tokens on the routes of a handle.
-
-        Collective: yes; with weights or without them on all ranks.
-        """
-        weights, has_weights = None, topk_weights is not None
-        function, exchange = "dispatch along a handle", handle.exchange
-        announce_along(self._ranks, exchange, function, rows.x, has_weights=has_weights)
-        if topk_weights is not None:
-            weights = send_weights(handle.exchange, topk_weights)
-        received = send_along(handle.exchange, rows)
-        if weights is not None and do_expand:
-            weights = spread_to_slots(weights, handle.index)
-        return received, weights
-
     def _handle_of(self, request: DispatchRequest, arrived: Arrived) -> EPHandle:
         """Make the handle of a dispatch; tests let the positions differ between calls."""
-        exchange = arrived.received.exchange
-        num_experts = exchange.spec.num_local_experts * self.num_ranks
-        num_sms = self.get_theoretical_num_sms(num_experts, exchange.spec.top_k)
-        return EPHandle(request, arrived, request.num_sms or num_sms, self.num_ranks)
+        num_sms = request.num_sms
+        if not num_sms:
+            assert request.num_experts is not None, "it was checked"
+            num_sms = self.get_theoretical_num_sms(request.num_experts, request.routes.shape[1])
+        return EPHandle(request, arrived, num_sms)
 
     def _finish(
         self,
@@ -456,7 +416,7 @@ class ElasticBuffer:
         *,
         do_zero_padding: bool,
     ) -> None:
-        """Write what no row came for; tests write more. made: x, scales, ids and weights."""
+        """Write rows that were not received; tests write more. made: x, scales, ids, weights."""
         del handle
         if do_zero_padding:
             x, scales, _, weights = made
@@ -468,10 +428,6 @@ class ElasticBuffer:
     ) -> EventOverlap:
         """Return the event at the end of a call, which read and wrote these tensors."""
         return call.event([*given, *made])
-
-    def _num_combines(self, top_k: int, *, do_expand: bool) -> int:
-        """Return the combines of epcomm's buffer that one of V2 makes."""
-        return top_k if do_expand and not self.allow_multiple_reduction else 1
 
     def _sum_slots(
         self, x: Tensor, weights: Tensor | None, handle: EPHandle, bias: Tensor | None
@@ -497,11 +453,8 @@ class ElasticBuffer:
         shape = (exchange.num_tokens, x.shape[1])
         total = torch.zeros(shape, dtype=torch.float32, device=x.device) if bias is None else bias
         sums = None
-        for slots_of_k in slots_of_row.unbind(1):
-            is_slot = (slots_of_k >= 0).unsqueeze(1)
-            rows = x.new_zeros(exchange.num_rows, x.shape[1])
-            if x.shape[0]:
-                rows = torch.where(is_slot, x[slots_of_k.clamp(min=0).long()], rows)
+        for slots_of_k in slots_of_row.split(1, dim=1):
+            rows = reduce_rows(detached(x), _members_of(slots_of_k))
             y, returned = return_rows(exchange, _without_unknown(rows, named, x), scalars)
             total, sums, scalars = total + y.float(), sums if scalars is None else returned, None
         return total.to(x.dtype), sums
@@ -532,12 +485,8 @@ def _check_launch(
 
 def _check_along(
     check: Check, handle: object, given: Mapping[str, object], absent: Mapping[str, object]
-) -> None:
-    """Raise if a dispatch along a handle asks for something else than the handle has.
-
-    given: arguments by name, which are None or as the handle has them.
-    absent: arguments by name, which are None or False.
-    """
+) -> RowExchange:
+    """Return the exchange of a handle; given: arguments that are None or those of the handle."""
     if not isinstance(handle, EPHandle):
         raise check.handle_error(handle, "dispatch() of an ElasticBuffer")
     for name, value in given.items():
@@ -549,14 +498,15 @@ def _check_along(
         if value is not None and value is not False:
             fault = f"{name} came with a handle, expected {name}=None: the handle has routes and"
             raise check.error(HandleError, f"{fault} waits for no counts", "leave it out")
+    return handle.exchange
 
 
 def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -> None:
     """Raise if x, weights or recv_src_metadata are not what the handle asks for."""
     hidden_size, top_k = handle.exchange.spec.hidden_size, handle.topk_idx.shape[1]
-    table, most, is_named = handle.known_metadata, handle.num_recv_tokens, False
+    # A program that has read or set recv_src_metadata may have any number of expanded rows.
+    table, most, is_named = vars(handle).get("recv_src_metadata"), handle.num_recv_tokens, False
     if handle.do_expand:
-        # A program that names the rows by recv_src_metadata may have any number of them.
         most, is_named = handle.num_expanded_tokens, table is not None
     check.tensor("x", x, (None if is_named else most, hidden_size), (torch.bfloat16,))
     if is_named:
@@ -574,7 +524,3 @@ def _check_combine(check: Check, x: Tensor, handle: EPHandle, weights: object) -
     if weights is not None:
         shape = (x.shape[0],) if handle.do_expand else (x.shape[0], top_k)
         check.tensor("topk_weights", weights, shape, FLOAT32)
-
-
-def _or(value: int | None, default: int) -> int:
-    return default if value is None else value

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.errors import ConfigError
@@ -20,9 +19,8 @@ from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
-    detached,
     dispatch_rows,
-    send_columns,
+    send_words,
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
@@ -32,10 +30,21 @@ from epcomm.types import align_up
 # The dtypes of x without scales, and with scales.
 PLAIN: Dtypes = (torch.bfloat16,)
 QUANTIZED: Dtypes = (torch.float8_e4m3fn,)
-# 16 B, in words of an int32.
-_VECTOR_WORDS = 4
 # 16 B of scale words: the bulk copies of a GEMM start at such a column.
 _SCALE_COLUMN_ALIGNMENT_WORDS = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arrived:
+    """The rows, weights and sources that this rank received in one dispatch.
+
+    weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand.
+    sources: source rank * M + token of each row, [R], int32; None: they are sent when read.
+    """
+
+    received: ReceivedRows
+    weights: Tensor | None
+    sources: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -64,37 +73,29 @@ class DispatchRequest:
 
     @property
     def has_words(self) -> bool:
-        """True if weights, and the sources with them, are sent in a separate exchange.
-
-        These are weights of experts of other ranks, with which rows that do not expand return.
-        """
+        """True if weights of other ranks' experts, and sources, are sent in a separate exchange."""
         return self.topk_weights is not None and not self.do_expand
 
-    def checked_spec(self, check: Check) -> BufferSpec:
-        """Check the arguments that a buffer depends on."""
+    def check(self, check: Check) -> None:
+        """Check the arguments, and set check.spec."""
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
-        check.topk_idx(self.topk_idx, self.rows.x.shape[0], (torch.int64,))
-        check.experts(self.num_experts, ConfigError)
+        num_tokens, topk_idx, weights = self.rows.x.shape[0], self.topk_idx, self.topk_weights
+        num_local = check.num_local_experts(self.num_experts, ConfigError)
         check.size("num_max_tokens_per_rank", self.max_tokens)
         check.size("expert_alignment", self.expert_alignment)
-        assert self.topk_idx is not None, "just checked"
-        assert self.num_experts is not None, "just checked"
-        return spec_of(
+        check.spec = spec_of(
             self.rows.form,
-            self.topk_idx.shape[1],
-            self.num_experts // check.ranks.size,
+            check.top_k(num_tokens, topk_idx, weights),
+            num_local,
             expert_alignment=self.expert_alignment,
             max_tokens=None if self.do_cpu_sync else self.max_tokens,
         )
-
-    def check(self, check: Check, spec: BufferSpec) -> None:
-        """Check the other arguments."""
-        topk_idx = self.routes
-        check.num_tokens(self.rows.x.shape[0], "num_max_tokens_per_rank", self.max_tokens)
-        check.ids(topk_idx, spec.num_local_experts * check.ranks.size)
-        if self.topk_weights is not None:
-            check.tensor("topk_weights", self.topk_weights, topk_idx.shape, FLOAT32)
-        check.recv_stats(self.recv_stats, spec.num_local_experts)
+        check.tensor("topk_idx", topk_idx, (num_tokens, None), (torch.int64,))
+        check.num_tokens(num_tokens, "num_max_tokens_per_rank", self.max_tokens)
+        check.ids(self.routes, num_local * check.ranks.size)
+        if weights is not None:
+            check.tensor("topk_weights", weights, self.routes.shape, FLOAT32)
+        check.recv_stats(self.recv_stats, num_local)
 
     @property
     def routes(self) -> Tensor:
@@ -102,85 +103,40 @@ class DispatchRequest:
         assert self.topk_idx is not None, "it was checked"
         return self.topk_idx
 
+    def send(self, ranks: Ranks, spec: BufferSpec) -> Arrived:
+        """Send the tokens.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrived:
-    """The rows, weights and sources that this rank received in one dispatch.
-
-    weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand;
-        None where none were given.
-    sources: source rank * M + token of each row, [R], int32; None: they are sent when they are
-        read.
-    """
-
-    received: ReceivedRows
-    weights: Tensor | None
-    sources: Tensor | None
-
-
-def send_request(ranks: Ranks, request: DispatchRequest, spec: BufferSpec) -> Arrived:
-    """Send the tokens of a request.
-
-    Collective: yes.   Host sync: one with do_cpu_sync, else none.
-    Raises:
-        ShapeError, CapacityError: some rank refuses its call; on every rank with do_cpu_sync and on
-            CPUs, else there alone, and the other ranks get NaN from combine.
-    """
-    topk_idx, weights = request.routes, request.topk_weights
-    options = {
-        "num_max_tokens_per_rank": request.max_tokens,
-        "has_topk_weights": weights is not None,
-        "do_expand": request.do_expand,
-    }
-    sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
-    topk = topk_idx, sent
-    received = dispatch_rows(
-        ranks,
-        request.service,
-        request.rows,
-        topk,
-        spec,
-        num_sms=request.num_sms or None,
-        options=options,
-    )
-    exchange = received.exchange
-    if request.service.is_static and ranks.reads_faults:
-        exchange.buffer.check()
-    if weights is None or not request.has_words:
-        weights = None if weights is None else received.dispatched.slot_weights
-        return Arrived(received=received, weights=weights, sources=None)
-    words = [_own_sources(exchange, request.max_tokens), weights.contiguous().view(torch.int32)]
-    columns = _send_words(exchange, torch.cat(words, dim=1))
-    return Arrived(
-        received=received,
-        weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
-        sources=columns[:, 0].contiguous(),
-    )
-
-
-def send_weights(exchange: RowExchange, topk_weights: Tensor) -> Tensor:
-    """Send weights [T, K], float32, along an exchange; [R, K], those of experts of other ranks too.
-
-    Collective: yes.   Host sync: none.
-    """
-    words = _send_words(exchange, detached(topk_weights).contiguous().view(torch.int32))
-    return words[:, : exchange.spec.top_k].contiguous().view(torch.float32)
-
-
-def send_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
-    """Send source rank * M + token of each row; [R], int32. Collective: yes.   Host sync: none."""
-    return _send_words(exchange, _own_sources(exchange, max_tokens))[:, 0].contiguous()
+        Collective: yes.   Host sync: one with do_cpu_sync, else none.
+        """
+        topk_idx, weights = self.routes, self.topk_weights
+        options = {
+            "num_max_tokens_per_rank": self.max_tokens,
+            "has_topk_weights": weights is not None,
+            "do_expand": self.do_expand,
+        }
+        sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
+        num_sms, topk = self.num_sms or None, (topk_idx, sent)
+        received = dispatch_rows(
+            ranks, self.service, self.rows, topk, spec, num_sms=num_sms, options=options
+        )
+        exchange = received.exchange
+        if weights is None or not self.has_words:
+            weights = None if weights is None else received.dispatched.slot_weights
+            return Arrived(received=received, weights=weights, sources=None)
+        words = [_own_sources(exchange, self.max_tokens), weights.contiguous().view(torch.int32)]
+        columns = send_words(exchange, torch.cat(words, dim=1))
+        return Arrived(
+            received=received,
+            weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
+            sources=columns[:, 0].contiguous(),
+        )
 
 
 def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
     """Return this rank * M + token of its tokens, [T, 1], int32."""
-    tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=exchange.device)
-    return (tokens + exchange.rank * max_tokens).unsqueeze(1)
-
-
-def _send_words(exchange: RowExchange, words: Tensor) -> Tensor:
-    """Send [T, N], int32, in whole vectors, which every buffer carries; [R, N + gap]."""
-    return send_columns(exchange, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
+    ranks = exchange.ranks
+    tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=ranks.device)
+    return (tokens + ranks.rank * max_tokens).unsqueeze(1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -222,9 +178,8 @@ class Positions:
 class EPHandle:
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
-    It lives as long as it is held, needs no close, and any number of combines and dispatches go
-    along it. Programs may set its fields of counts; no call reads those. The columns of rows of
-    recv_src_metadata, which a program may read, write and set, are what combine reads.
+    It lives as long as it is held, and any number of combines and dispatches go along it. Programs
+    may set its fields of counts, which no call reads.
 
     do_expand: rows are one for each (token, expert), else one for each (token, rank).
     topk_idx: [T, K] of this rank's tokens, a copy unless do_handle_copy was False.
@@ -239,19 +194,17 @@ class EPHandle:
 
     These are not of the package:
     exchange: of the rows.   index: of the slots over the rows.
-    local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, rows that came; None:
+    local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, received rows; None:
         all did.
-    positions: of what came.
+    positions: those of the received rows.
     """
 
-    def __init__(
-        self, request: DispatchRequest, arrived: Arrived, num_sms: int, num_ranks: int
-    ) -> None:
+    def __init__(self, request: DispatchRequest, arrived: Arrived, num_sms: int) -> None:
         """Describe what arrived. Host sync: none."""
         received = arrived.received
+        num_ranks = received.exchange.ranks.size
         self.exchange, self.index = received.exchange, received.dispatched.index
         self.local_ids, self._sources = received.topk_ids, arrived.sources
-        self._num_ranks = num_ranks
         self.is_row = None if request.do_cpu_sync else (received.topk_ids >= 0).any(1)
         self.do_expand = request.do_expand
         self.num_experts = self.exchange.spec.num_local_experts * num_ranks
@@ -259,7 +212,7 @@ class EPHandle:
         self.num_max_tokens_per_rank = request.max_tokens
         self.num_sms = num_sms
         self.topk_idx = request.routes.clone() if request.do_handle_copy else request.routes
-        # With static sizes the most that can come.
+        # With static sizes this is the most that can arrive.
         most = num_ranks * request.max_tokens
         self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most
         self.num_expanded_tokens = self.row_of_slot.shape[0]
@@ -312,15 +265,16 @@ class EPHandle:
         assert self.index.slots_of_row is not None, "rows have an index over them"
         return self.index.slots_of_row
 
-    @cached_property
+    @property
     def sources(self) -> Tensor:
         """Source rank * M + token of each row, [R], int32.
 
         Collective: at the first read, unless the dispatch brought them.   Host sync: none.
         """
-        if self._sources is not None:
-            return self._sources
-        return send_sources(self.exchange, self.num_max_tokens_per_rank)
+        if self._sources is None:
+            own = _own_sources(self.exchange, self.num_max_tokens_per_rank)
+            self._sources = send_words(self.exchange, own)[:, 0].contiguous()
+        return self._sources
 
     @cached_property
     def recv_src_metadata(self) -> Tensor:
@@ -333,57 +287,40 @@ class EPHandle:
         A program may set it, or write into it, to name other rows of the tensor that combine takes:
         N' <= N lines, in the order of the received tokens; tokens without a line add nothing.
 
-        Collective: at the first read, for rows that expand or came without weights: all ranks read
-        it at the same point. Later reads are local.
+        Collective: at the first read, for rows that expand or came without weights.
         """
         sources, is_here = self.sources.unsqueeze(1), self.local_ids >= 0
         first_k = is_here.to(torch.int32).argmax(1, keepdim=True)
         choice = sources // self.num_max_tokens_per_rank * is_here.shape[1] + first_k
-        slots, order = self.slots_of_row, self.positions.element_of_position
-        if self.do_expand and order is not None and slots.numel():
-            position_of_slot = torch.empty_like(order)
-            position_of_slot[order] = torch.arange(order.shape[0], device=order.device)
-            found = position_of_slot[slots.clamp(min=0).long()]
-            slots = torch.where(slots >= 0, found, -1).to(torch.int32)
-        table = torch.cat([sources, choice.to(torch.int32), slots], dim=1)
+        table = torch.cat([sources, choice.to(torch.int32), self.slots_of_row], dim=1)
         rows = self.positions.row_of_message
         return table if rows is None else table[rows]
 
-    @property
-    def known_metadata(self) -> Tensor | None:
-        """Return recv_src_metadata, None where no program has read or set it. Local."""
-        return vars(self).get("recv_src_metadata")
-
     def named_slots(self) -> Tensor | None:
-        """Return the combined rows that recv_src_metadata names for each received row, [R, K].
+        """Return the rows that recv_src_metadata names for each received row, [R, K], int32.
 
-        int32, -1 for none. None: no program has read or set it, and so none has changed it.
-        Host sync: none.
+        -1 for none. None: no program has read or set it. Host sync: none.
         """
-        table = self.known_metadata
+        table = vars(self).get("recv_src_metadata")
         if table is None:
             return None
         rows = self.positions.row_of_message
         # The first two columns, which name the source, do not change.
         slots = table[:, 2:]
         named = slots.new_full(self.local_ids.shape, -1)
-        if rows is None:
-            named[: len(slots)] = slots
-        else:
-            named[rows[: len(slots)]] = slots
+        named[slice(len(slots)) if rows is None else rows[: len(slots)]] = slots
         # Lines after the tokens that came are undefined.
         return named if self.is_row is None else named.masked_fill_(~self.is_row[:, None], -1)
 
     @cached_property
     def dst_buffer_slot_idx(self) -> Tensor:
-        """The position of each token among those for a rank, [T, K], int32.
+        """The position of each token among those for the rank of k, [T, K], int32.
 
-        This rank * M + the number of the token among those for the same rank, given to the first k
-        of that rank; -1 at others.
+        Rank * M + the number of the token; -1 at all k of a rank but the first.
         """
-        topk_idx, num_ranks = self.topk_idx, self._num_ranks
+        topk_idx, num_ranks = self.topk_idx, self.exchange.ranks.size
         is_in_rank = layout_of(topk_idx, self.num_experts, num_ranks).is_in_rank
-        numbers = is_in_rank.cumsum(0) - 1 + self.exchange.rank * self.num_max_tokens_per_rank
+        numbers = is_in_rank.cumsum(0) - 1 + self.exchange.ranks.rank * self.num_max_tokens_per_rank
         ranks = topk_idx.div(self.num_experts // num_ranks, rounding_mode="floor")
         is_again = (ranks.unsqueeze(2) == ranks.unsqueeze(1)).tril(-1).any(2)
         found = numbers.gather(1, ranks.clamp(min=0))
@@ -410,7 +347,7 @@ class EPHandle:
 def _select(rows: Tensor, index: Tensor) -> Tensor:
     """Select rows; torch cannot index eight-bit floats, which are viewed as bytes."""
     if rows.shape[0] == 0:
-        # No row came, and the positions hold padding alone.
+        # No row arrived, and the positions hold only padding.
         return rows.new_zeros(index.shape[0], *rows.shape[1:])
     movable = rows.view(torch.uint8) if rows.itemsize == 1 else rows
     return movable.index_select(0, index).view(rows.dtype)

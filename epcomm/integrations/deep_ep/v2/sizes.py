@@ -22,7 +22,7 @@ _WORD_BYTES = 4
 NVLINK_GBS = 450.0
 # The fewest SMs, and the fewest where no computation overlaps.
 MIN_SMS, MIN_SMS_ALONE = 4, 64
-# For traffic that the model leaves out.
+# The factor covers traffic that the model leaves out.
 SMS_MARGIN = 1.25
 
 

@@ -1,8 +1,8 @@
-"""A barrier of the ranks on their devices: none goes on before all have come, or polls are spent.
+"""A barrier of the ranks on their devices, which ends when all have come or the polls are spent.
 
-Memory order: what a rank's stream did before its launch is visible to all ranks behind it, by the
-release of publish() and the acquire of await_at(). Unlike a barrier of the host's transport it
-ends when a rank is dead, and it needs nothing but the memory that the ranks share.
+Memory order: what a rank's stream did before the barrier is visible to all ranks after it, by the
+release of the signals and the acquire of await_at(). Unlike a barrier of the host's transport it
+ends when a rank is dead, and it needs only the memory that the ranks share.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.nvlink.common.exchange import VARYING, on_device
-from epcomm.kernels.nvlink.common.signals import await_at, int32_at, publish, taking_part
+from epcomm.kernels.nvlink.common.exchange import VARYING
+from epcomm.kernels.nvlink.common.signals import await_at, int32_at
+from epcomm.platforms.cuda import on_device
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -29,11 +30,17 @@ def _barrier_kernel(
     W_LANES: tl.constexpr,
 ) -> None:
     """Wait: in the third barrier rank 0 finds the signals 3 2, and 3 3 once rank 1 has come."""
-    publish(flags_table_ptr, rank * 4, 1, W, W_LANES, excluded_ptr)
     lane = tl.arange(0, W_LANES)
+    is_rank = (lane < W) & (tl.load(excluded_ptr + lane, mask=lane < W, other=1) == 0)
+    flags = tl.load(flags_table_ptr + lane, mask=is_rank, other=0) + rank * 4
+    # The release is made by a few threads: it covers the stores of the others only after this.
+    tl.debug_barrier()
+    # Read by await_at() on every rank. One vector, hence one fence for all ranks.
+    flags_ptr = flags.to(tl.pointer_type(tl.int32))
+    tl.atomic_add(flags_ptr, is_rank.to(tl.int32), mask=is_rank, sem="release", scope="sys")
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         int32_at(flags_address) + lane,
-        taking_part(excluded_ptr, W, W_LANES),
+        is_rank,
         lane < W,
         None,
         number,
@@ -60,7 +67,7 @@ def device_barrier(
         flags_table: [W], int64: addresses of the W signals of each rank, zero at first, used for
             nothing else.
         excluded: [W], int32: not 0: a rank that does not take part.
-        missing: [W], int32, written: 1 for each rank that did not come.
+        missing: [W], int32, written: 1 for each rank that did not arrive.
         flags_address: of the signals of this rank.
         rank: this one.
         number: of the barrier, from 1.
@@ -69,7 +76,7 @@ def device_barrier(
     Collective: yes, among those that take part.   Allocates nothing.   Host sync: none.
     """
     world_size = flags_table.shape[0]
-    with on_device(flags_table):
+    with on_device(flags_table.device):
         _barrier_kernel[(1,)](
             flags_table,
             excluded,

@@ -1,7 +1,7 @@
-"""The constants of kernels of low latency, each group one argument that the compiler knows.
+"""The constants of kernels of low latency, each group one argument of a kernel.
 
-Triton takes an argument for a constant if its annotation has the word "constexpr" in it, as that of
-the classes here by the name of this file. Their repr is part of the key of the compiled kernel.
+Triton treats an argument as a constant if its annotation contains the word "constexpr", which is in
+the name of this module. The repr of these records is part of the key of a compiled kernel.
 """
 
 from __future__ import annotations
@@ -18,9 +18,15 @@ from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 
 RecordT = TypeVar("RecordT")
 
+# Numbers of a LowLatencyLayout that are constants by the same names.
+_NUMBERS = (
+    *("returns_slots", "line_tokens", "row_lines", "sum_lines", "data_words", "scale_words"),
+    *("return_words", "metadata_bytes", "data_bytes", "scale_bytes", "return_bytes"),
+)
+
 
 def constants(record: type[RecordT], **values: Hashable) -> RecordT:
-    """Return a record of this file with the values as constants of kernels.
+    """Return a record of this module with the values as constants of kernels.
 
     An interpreter computes with the values themselves.
     """
@@ -42,6 +48,7 @@ class Layout:
     K_LANES: tl.constexpr
     L: tl.constexpr
     L_LANES: tl.constexpr
+    RETURNS_SLOTS: tl.constexpr
     LINE_TOKENS: tl.constexpr
     ROW_LINES: tl.constexpr
     DATA_LINES: tl.constexpr
@@ -72,6 +79,7 @@ class Layout:
     def of(cls, layout: LowLatencyLayout) -> Layout:
         """Return the constants of a layout."""
         offsets = {f"{name.upper()}_AT": layout.offsets[name] for name in layout.buffer_sizes()}
+        numbers = {name.upper(): getattr(layout, name) for name in _NUMBERS}
         return constants(
             cls,
             W=layout.world_size,
@@ -81,25 +89,16 @@ class Layout:
             K_LANES=layout.metadata_words,
             L=layout.num_local_experts,
             L_LANES=layout.local_lanes,
-            LINE_TOKENS=layout.line_tokens,
-            ROW_LINES=layout.row_lines,
             DATA_LINES=layout.data_lines_at,
             SCALE_LINES=layout.scale_lines_at,
-            SUM_LINES=layout.sum_lines,
-            DATA_WORDS=layout.data_words,
-            SCALE_WORDS=layout.scale_words,
-            RETURN_WORDS=layout.return_words,
-            METADATA_BYTES=layout.metadata_bytes,
-            DATA_BYTES=layout.data_bytes,
-            SCALE_BYTES=layout.scale_bytes,
-            RETURN_BYTES=layout.return_bytes,
+            **numbers,
             **offsets,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SentRows:
-    """The rows that a sender of dispatch is given, and what they are on the wire.
+    """The rows that a sender of dispatch reads, and their form on the wire.
 
     X_STRIDE: elements from one row to the next.   HIDDEN: elements of a row, of COLUMNS lanes.
     KIND: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.   PROFILE: of INT8 rows, a value of Int8Profile.
@@ -147,10 +146,10 @@ class Index:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The results that a sender of combine is given: rows, or sums with PER_ROW.
+    """The results that a sender of combine reads: those of slots, or sums of rows with PER_ROW.
 
-    ROWS_STRIDE: elements from one to the next.   HIDDEN: elements of each.   COLUMNS, LINE_COLUMNS:
-        of them that a program sends at once, in bulk and in lines.
+    ROWS_STRIDE: elements from one result to the next.   HIDDEN: elements of a result.
+    COLUMNS, LINE_COLUMNS: elements that a program sends at once, in bulk and in lines.
     """
 
     ROWS_STRIDE: tl.constexpr

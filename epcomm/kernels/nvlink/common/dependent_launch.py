@@ -20,7 +20,7 @@ from epcomm.platforms.cuda import has_dependent_launch
 
 @cache
 def overlapping(device: torch.device) -> Mapping[str, bool]:
-    """Return constants and options of a kernel that starts beside the one before it, if it can."""
+    """Return constants and options of a kernel that starts during the one before it, if it can."""
     overlaps = not IS_INTERPRETED and has_dependent_launch(device)
     return {"OVERLAPS": True, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 

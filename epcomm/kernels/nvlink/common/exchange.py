@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -11,14 +10,13 @@ import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
-from epcomm.platforms.cuda import on_device as current_device
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
 # Looks of a GPU at a signal between two looks at its clock: some 50 to 200 us, so that most waits,
 # of microseconds, never read it.
 LOOKS_PER_TICK = 256
-# One poll of a GPU takes 2**POLL_BITS nanoseconds: a tick that comes late counts all that are over.
+# One poll of a GPU takes 2**POLL_BITS nanoseconds: a late tick counts all polls that have passed.
 POLL_BITS = 20
 
 # Integers that change from call to call, by their names in kernels: one compiled variant serves
@@ -40,11 +38,11 @@ VARYING = (
 )
 
 
-# Places in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
-# programs that have come to the end of their sending; the batch that the receive buffer holds; the
+# Indices in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
+# programs that have finished sending; the batch that the receive buffer holds; the
 # epoch of the last dispatch whose counts are written.
 EAGER_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS, HELD_BATCH, COUNTED_EPOCH = range(3, 9)
-# The place there from which on lies what the header of each rank said of its tokens.
+# The index there from which the contents of each rank's header are stored.
 SOURCES_AT = 9
 
 
@@ -61,7 +59,7 @@ class PeerBlocks(Generic[LayoutT]):
     faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
     report: [REPORT_MISSING + W], int32, in memory that the host reads while kernels run.
 
-    No tensor here lies in a block: an interpreter copies its arguments back.
+    No tensor here is in a block: an interpreter copies its arguments back.
     """
 
     rank: int
@@ -92,12 +90,24 @@ class Memory(NamedTuple):
 
 
 class SlabMemory(NamedTuple):
-    """The memory of Slabs, to which the receiver of dispatch gets pointers, or None."""
+    """Memory for the rows of each expert, in the layout MASKED; each expert has W * M slots.
+
+    data: [C, words of a row], int32: rows as they came, with the gap between them.
+    scales: int32, the words of their scales; None where rows have none.
+    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
+    source_ranges: [L, W], int64, written with the slots of each expert from each rank,
+        first << 32 | number, where the first is counted from the expert's first. Both or neither.
+
+    Kernels have pointers in place of tensors.
+    """
 
     data: Any = None
     scales: Any = None
     token_of_slot: Any = None
     source_ranges: Any = None
+
+
+NO_SLABS = SlabMemory()
 
 
 class Peers(NamedTuple):
@@ -170,8 +180,3 @@ def first_state(world_size: int, device: torch.device) -> Tensor:
     state = torch.zeros(SOURCES_AT + world_size, dtype=torch.int32, device=device)
     state[0] = 1
     return state
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Launch where a tensor is; nothing on a CPU."""
-    return current_device(tensor.device)

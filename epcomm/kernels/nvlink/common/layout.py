@@ -1,4 +1,4 @@
-"""The places of signals and rows of NVLink buffers in the symmetric memory of a rank, its block.
+"""The offsets of signals and rows of NVLink buffers in the symmetric memory of a rank, its block.
 
 Layouts are equal on all ranks. A block is what all dispatches share, then N receive buffers of what
 comes to the experts, used in turn. In each of them the entry of source rank s is entry s, and its
@@ -57,11 +57,6 @@ class MemoryLayout(ABC):
     data_bytes: int
     scale_bytes: int
     return_bytes: int
-
-    @property
-    @abstractmethod
-    def header_bytes(self) -> int:
-        """The bytes from one header to the next."""
 
     @abstractmethod
     def shared_sizes(self) -> dict[str, int]:
@@ -146,7 +141,7 @@ class LowLatencyLayout(MemoryLayout):
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
         scales and of a sum.
     returns_slots: each slot returns to its source, so that weights are not sent, and K rows take
-        the place of W sums.
+        the memory of W sums.
 
     abort              int32 flag: some rank has timed out
     arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the last epoch in which a
@@ -157,7 +152,7 @@ class LowLatencyLayout(MemoryLayout):
     row_lines [W, line_tokens, row_lines]       metadata, row and scales of a token
     sum_lines [W, line_tokens, sum_lines]       sums of rank d for token t; of slots, [t, k]
     metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
-    data [W * M, H], scales [W * M, num_scales] as they travel
+    data [W * M, H], scales [W * M, num_scales] as they are sent
     returned [W * M, H]                         sums of rank d for token t, at d * M + t; of slots,
                                                 [M * K, H], at t * K + k
     """
@@ -176,11 +171,6 @@ class LowLatencyLayout(MemoryLayout):
     def parts_of_token(self) -> int:
         """The most rows that return to the source of a token: W sums, or K slots."""
         return self.top_k if self.returns_slots else self.world_size
-
-    @property
-    def header_bytes(self) -> int:
-        """The bytes of a header without its flags: two words."""
-        return 2 * _WORD_BYTES
 
     @cached_property
     def data_lines_at(self) -> int:
@@ -204,8 +194,8 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def control_bytes(self) -> int:
-        """The bytes of a dispatch to each rank besides its tokens: a header and counts."""
-        return self.header_bytes + _WORD_BYTES * self.num_local_experts
+        """The bytes that a dispatch sends to each rank besides tokens: two words, and counts."""
+        return _WORD_BYTES * (2 + self.num_local_experts)
 
     def shared_sizes(self) -> dict[str, int]:
         return {"abort": _WORD_BYTES}
@@ -235,14 +225,14 @@ class NormalLayout(MemoryLayout):
 
     abort            int32 flag: some rank has timed out
     dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
-                     dispatches begun, headers and metadata sent, blocks that have sent, combines
-                     begun
+                     dispatches begun, blocks that have sent metadata and headers, blocks that have
+                     sent rows, combines begun
     combine_status [2, W]   int32: fault code of the combine call, alternating
     sums_ready [W, items]   int32: the number of the combine whose sums are there
     returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank
     header [W]       int32: status, T, rows for each rank [W], pairs of each expert [E]
     metadata [W * M, 3, K]   expert of this rank or -1, position, weight
-    data [W * M, H], scales [W * M, num_scales]    as they travel
+    data [W * M, H], scales [W * M, num_scales]    as they are sent
     """
 
     item_rows: int = 16

@@ -1,18 +1,18 @@
-"""Lines: words of 32 bits that travel with the epoch that wrote them, each pair one 64-bit access.
+"""Lines: words of 32 bits that are stored with their epoch, each pair by one 64-bit access.
 
 A rank that polls a line until its flag is the epoch of the batch has its word as well, so nothing
 is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
-for a few tokens. Two neighbours may be one access of 128 bits, for each brings its own flag.
+for a few tokens. Two neighbours may be one access of 128 bits, because each has its own flag.
 
 Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow, and 0 is
 left out when they wrap; the flag
-of data is compared for equality, that of the credit of combine by order, for the next one may be
+of data is compared for equality, that of the credit of combine by order: the next one may be
 there already when a slow program looks. Every line of a batch is awaited, or is of no use to
-anybody: stores of one rank to one place keep their order. The model of tests/kernels/nvlink/
+anybody: stores of one rank to one address keep their order. The model of tests/kernels/nvlink/
 test_line_protocol.py tries it in random schedules.
 
 What orders reads before the writes of the next batch: a rank sends the line that gives the credit
-in a kernel behind those that read, whose loads have returned. The sender of combine gives it before
+in a kernel after those that read, whose loads have returned. The sender of combine gives it before
 it has read the rows that it combines in place. So who combines rows in place must send a sum for
 each row that it reads: their source awaits these sums before it dispatches again.
 
@@ -27,7 +27,6 @@ import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.epochs import previous_epoch
 from epcomm.kernels.nvlink.common.exchange import Peers
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES, MAX_LINE_RANKS
 from epcomm.kernels.nvlink.common.signals import (
@@ -38,7 +37,7 @@ from epcomm.kernels.nvlink.common.signals import (
 )
 from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 
-# Polls that a look takes up in an interpreter, where it does more than one at a signal.
+# Polls that one look counts for in an interpreter, because it does more work there.
 INTERPRETED_POLLS = 4
 
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
@@ -46,6 +45,12 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
 # A wait keeps the ranks that it still misses as bits, below this one.
 _ABORTED = tl.constexpr(1 << MAX_LINE_RANKS)
+
+
+@triton.jit
+def next_epoch(epoch: tl.tensor) -> tl.tensor:
+    """Return the epoch after an epoch: never 0, the flag of lines that no rank has written."""
+    return tl.where(epoch == -1, 1, epoch + 1)
 
 
 @triton.jit
@@ -138,7 +143,7 @@ def end_look(
 ) -> tl.tuple:
     """Agree on what all threads of the program have seen in a look, and count it.
 
-    late: bits of the ranks whose lines have not come.   aborted: the abort flag.
+    late: bits of the ranks whose lines have not arrived.   aborted: the abort flag.
     Returns: what begin_wait() returns, after this look.
     """
     seen = tl.where(aborted != 0, _ABORTED, late)
@@ -160,7 +165,7 @@ def abort_if_late(
 ) -> tl.tensor:
     """End a wait for lines as abort_if_missing() does; return whether this rank cannot go on.
 
-    late: bits of the ranks whose lines did not come, as end_look() left them.
+    late: bits of the ranks whose lines did not arrive, as end_look() left them.
     """
     is_lost = late != 0
     if is_lost:
@@ -173,33 +178,63 @@ def abort_if_late(
 
 
 @triton.jit
-def give_credit(peers: Peers, epoch: tl.tensor, c: constexprs.Layout) -> None:
-    """Stand in for a combine of `epoch` that does not come, whose batch this rank has read."""
+def send_to_all(
+    peers: Peers,
+    lines_at: tl.constexpr,
+    stride: tl.constexpr,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> None:
+    """Send every rank a line of the word 0: line rank * stride of its region at `lines_at`."""
     is_rank = living_ranks(peers, c)
     bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_rank, other=0)
-    lines_at = bases + c.COMBINED_LINES_AT + peers.rank * _LINE_BYTES
-    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    addresses = bases + lines_at + peers.rank * (stride * _LINE_BYTES)
     lines = line_of(tl.zeros([c.W_LANES], tl.int32), epoch)
-    tl.store(lines_at.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
+    tl.store(addresses.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
+
+
+@triton.jit
+def give_credit(peers: Peers, epoch: tl.tensor, c: constexprs.Layout) -> None:
+    """End `epoch`, of which this rank has read the batch, as a combine would."""
+    # Read by await_credit() on every rank: all loads of kernels before this one have returned.
+    send_to_all(peers, c.COMBINED_LINES_AT, 1, epoch, c)  # pyright: ignore[reportArgumentType]
+
+
+@triton.jit
+def await_all(
+    peers: Peers,
+    lines_at: tl.constexpr,
+    stride: tl.constexpr,
+    wanted: tl.tensor,
+    c: constexprs.Layout,
+    THREADS: tl.constexpr,
+) -> tl.tensor:
+    """Wait for lines of all ranks, as send_to_all() sends them, in the epoch `wanted` or later.
+
+    Returns: bits of the ranks whose lines did not come, as end_look() leaves them.
+    """
+    is_rank = living_ranks(peers, c)
+    lines_ptr = int64_at(peers.buffer_address + lines_at) + tl.arange(0, c.W_LANES) * stride
+    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
+    while is_waiting(late, polls_left):
+        aborted = tl.load(int32_at(peers.own_address), volatile=True)
+        lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
+        is_late = is_rank & (flag_of(lines) - wanted < 0)
+        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
+            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
+        )
+    return late
 
 
 @triton.jit
 def await_credit(
     peers: Peers, epoch: tl.tensor, c: constexprs.Layout, THREADS: tl.constexpr
 ) -> tl.tensor:
-    """Wait until every rank has read the last batch of a receive buffer; so it may be written.
+    """Wait until every rank has read the last batch of a receive buffer, which may be written then.
 
-    The combine of that batch, on every rank, has written the lines that are awaited.
     Returns: whether this rank cannot go on.
     """
-    is_rank = living_ranks(peers, c)
-    lines_ptr = int64_at(peers.buffer_address + c.COMBINED_LINES_AT) + tl.arange(0, c.W_LANES)
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
-        aborted = tl.load(int32_at(peers.own_address), volatile=True)
-        lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
-        is_late = is_rank & (flag_of(lines) - previous_epoch(epoch) < 0)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
-        )
+    # Of the first epoch -1, which lines of 0 are not behind.
+    previous = tl.where(epoch == 1, -1, epoch - 1)
+    late = await_all(peers, c.COMBINED_LINES_AT, 1, previous, c, THREADS)  # pyright: ignore[reportArgumentType]
     return abort_if_late(peers, late, WAIT_CREDIT, epoch, c)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sends:
-    """The places to which the tokens of this rank go, [T, W] and [T, K] in one dimension or two.
+    """The rows to which the tokens of this rank go, [T, W] and [T, K] in one dimension or two.
 
     places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
     positions: [T * K], int32: earlier entries of this rank with the same expert.
@@ -24,7 +24,7 @@ class Sends:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Arrivals:
-    """The rows that came from each rank, on the device.
+    """The rows that arrived from each rank, on the device.
 
     rows_from: [W], int32.
     row_base: [W], int32: where the rows of a rank begin in the index.
@@ -48,11 +48,11 @@ class Received:
     """The memory in which one kernel writes a plan and the index over received rows.
 
     addresses: of PLAN_PARTS, which are those of Sends, of a SlotIndex with the weights of its
-        slots, and of Arrivals, for as many rows as may come.
+        slots, and of Arrivals, for as many rows as may arrive.
     num_slots: C.   expert_alignment: of the index.
     has_budget: C may be too small, which is a fault on all ranks; else it is not.
-    has_row_budget: M rows may be too few of those that come, which is the fault then; R is M.
-    is_compact: rows are numbered without gaps; else place q of source s is row s * M + q.
+    has_row_budget: M rows may be fewer than those that arrive, which is the fault then; R is M.
+    is_compact: rows are numbered without gaps; else index q of source s is row s * M + q.
     row_topk: [R, K], int64 and float32, for the experts of this rank and the weights that each row
         has, or None.
     """

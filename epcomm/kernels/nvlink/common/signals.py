@@ -4,14 +4,14 @@ A signal is a counter of one source rank in the memory of the rank that waits. I
 each program of the source that has sent; in low latency the last of them to arrive sets it to the
 epoch. Each of these releases, so a full count means that all that the programs stored is visible to
 the rank that acquires it. Signals that are written in each epoch never shrink, and are compared by
-the sign of a difference, for a fast rank may be one epoch ahead. Those that are written in some
-epochs alone are compared for equality: nobody can be ahead, for that takes a signal of the next
+the sign of a difference: a fast rank may be one epoch ahead. Those that are written in some
+epochs alone are compared for equality: no rank can be ahead, as that takes a signal of the next
 epoch from the rank that waits, and a word of an epoch 2**31 before would look ahead.
 
 Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
 looks as fit, for how fast it looks depends on all else that it does. A rank that times out writes a
 report that its host reads, and sets the abort flag of every rank, which makes all later kernels
-return at once; the flag tells which rank timed out, and which ranks it missed.
+return immediately; the flag names the rank that timed out, and the ranks that it missed.
 
 Excluded ranks, which are dead, are not waited for, and nothing is sent to them.
 """
@@ -52,44 +52,10 @@ def int32_at(address: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def taking_part(excluded_ptr: tl.tensor, W: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Return which ranks take part, [LANES]: yes, no, yes with the flags 0 1 0 of excluded ranks.
-
-    excluded_ptr: [W], int32, of this rank, written by its host between kernels.
-    """
-    lane = tl.arange(0, LANES)
-    is_rank = lane < W
-    return is_rank & (tl.load(excluded_ptr + lane, mask=is_rank, other=0) == 0)
-
-
-@triton.jit
 def living_ranks(peers: Peers, c: constexprs.Layout) -> tl.tensor:
-    """Return which ranks take part, [W_LANES]."""
-    return taking_part(peers.excluded, c.W, c.W_LANES)
-
-
-@triton.jit
-def publish(
-    bases_ptr: tl.tensor,
-    offset: tl.tensor,
-    amount: tl.tensor,
-    W: tl.constexpr,
-    LANES: tl.constexpr,
-    excluded_ptr: tl.tensor,
-) -> None:
-    """Add `amount` to a signal of every rank, after all that this program stored.
-
-    bases_ptr: [W] addresses of the ranks.   offset: of the signal, in bytes, the same on all ranks.
-    excluded_ptr: as of taking_part().
-    """
-    is_rank = taking_part(excluded_ptr, W, LANES)
-    bases = tl.load(bases_ptr + tl.arange(0, LANES), mask=is_rank, other=0)
-    # The release is made by a few threads: it covers the stores of the others only after this.
-    tl.debug_barrier()
-    signals = (bases + offset).to(tl.pointer_type(tl.int32))
-    amounts = is_rank.to(tl.int32) * amount
-    # Read by await_at() on every rank. One vector, hence one fence for all ranks.
-    tl.atomic_add(signals, amounts, mask=is_rank, sem="release", scope="sys")
+    """Return which ranks take part, [W_LANES]: yes, no, yes if rank 1 of 3 is excluded."""
+    lane = tl.arange(0, c.W_LANES)
+    return (lane < c.W) & (tl.load(peers.excluded + lane, mask=lane < c.W, other=1) == 0)
 
 
 @triton.jit
@@ -102,30 +68,30 @@ def publish_as_last(
     is_told: tl.tensor,
     c: constexprs.Layout,
 ) -> None:
-    """Set a signal to the epoch once all `num_arriving` programs have come, after all they stored.
+    """Set a signal to the epoch once all `num_arriving` programs arrive, after all they stored.
 
     A fence of the whole system and a remote store a rank, not for each program: what another
     program stored is released by its arrival, acquired by the last, and released by that again.
-    The signal is set, not added to: batches that travel in lines leave it behind.
+    The signal is set, not added to: batches that are sent in lines do not change it.
 
-    arrivals: the place in `state` that is 0 before the first arrival and after the last.
+    arrivals: the index in `state` of a count that is 0 before the first arrival and after the last.
     is_told: [W_LANES]: the ranks whose signal of this rank, of those at `signals_at`, is set.
     """
-    # Loaded while the arrival is under way.
+    # The word is loaded while the arrival is in flight.
     arrivals_ptr = peers.state + arrivals
     bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_told, other=0)
     num_before = 0
     if num_arriving > 1:
-        # The arrival is made by one thread: it covers the stores of the others only after this.
+        # One thread makes the arrival: it covers the stores of the others only after this barrier.
         tl.debug_barrier()
         num_before = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     if num_before == num_arriving - 1:
         tl.store(arrivals_ptr, 0)
-        # The release is made by a few threads: it covers what the last one acquired after this.
+        # A few threads make the release: after this barrier it covers what the last one acquired.
         tl.debug_barrier()
         words = (bases + (signals_at + peers.rank * 4)).to(tl.pointer_type(tl.int32))
         numbers = is_told.to(tl.int32) * epoch
-        # Read by await_at() on every rank. One vector, hence one fence for all ranks.
+        # await_at() reads it on every rank. The store is one vector, so one fence covers all ranks.
         tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")
 
 
@@ -135,7 +101,7 @@ def polls_spent(
     end_ns: tl.tensor,
     THREADS: tl.constexpr = 0,  # pyright: ignore[reportArgumentType]
 ) -> tuple[tl.tensor | int, tl.tensor]:
-    """Count the polls that a look uses up, one without a clock, and tell when the next poll ends.
+    """Count the polls that a look uses up, one without a clock, and return when the next poll ends.
 
     num_looks: those of the wait so far, this one among them.
     end_ns: int64: what the look before returned; 0 at first.
@@ -161,7 +127,7 @@ def polls_spent(
 def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl.tensor:
     """Load signals, acquiring what their sources released; 0 where is_read is not set."""
     if _IS_TIMED:
-        # An atomic operation that adds nothing would take as long again.
+        # An atomic operation that adds 0 would double the time.
         return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
             _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
             "=&r,l,r",
@@ -202,7 +168,7 @@ def await_at(
 ) -> tuple[tl.tensor, tl.tensor | int]:
     """Wait until signals are at least `wanted`; what their sources stored before is visible then.
 
-    IS_EXACT: they are to be `wanted` itself, as signals that are not written in each epoch.
+    IS_EXACT: they must equal `wanted`, as signals that are not written in each epoch.
 
     signals_ptr: [n], a signal of each source, of this rank.
     is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.
@@ -214,7 +180,7 @@ def await_at(
     num_looks = max_polls * 0
     aborted = max_polls * 0
     end_ns = num_looks.to(tl.int64)
-    # Only scalars go around: a tensor would have to keep its layout.
+    # The loop carries only scalars, because a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
         num_missing = tl.sum(_behind(signals_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT))
         num_looks += 1
@@ -261,13 +227,13 @@ def abort_if_missing(
             # The release below covers the stores of all threads only after this.
             tl.debug_barrier()
             addresses = tl.load(peers.table + lane, mask=is_rank, other=0)
-            # Read by await_at() of later kernels, which only return, and report it to their hosts.
+            # await_at() of later kernels reads it; they return and report it to their hosts.
             flags = addresses.to(tl.pointer_type(tl.int32))
             is_notified = (lane < MAX_MISSING) & (missing != 0)
             bits = tl.where(is_notified, 1, 0) << tl.where(is_notified, lane + MISSING_SHIFT, 0)
             mine = tl.zeros_like(lane) + tl.sum(bits) + peers.rank + 1
             tl.atomic_xchg(flags, mine, mask=is_rank, sem="release", scope="sys")
             tl.debug_barrier()
-            # Behind that fence: the host reads the rest of the report once it finds this.
+            # The store follows that fence: once the host finds it, it reads the rest of the report.
             tl.store(report_ptr + REPORT_WAIT, wait)
     return is_lost

@@ -1,4 +1,4 @@
-"""Low-latency combine over NVLink, its receiver of few tokens: sums travel in lines.
+"""Low-latency combine over NVLink, its receiver of few tokens: sums are sent in lines.
 
 The sender is that of ll_combine.py, which learned from each source's header how its tokens came.
 Memory order: common/lines.py.
@@ -22,7 +22,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     Peers,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -41,10 +41,10 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.prepared import CHANGES
+from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
-# Words of a sum that a program adds up: 16 bytes of lines of each rank a thread.
+# Words of a sum that a program adds up: 16 bytes of lines of each rank for each thread.
 _WORDS = 256
 _WARPS = 4
 
@@ -79,12 +79,12 @@ def _receive_combine_lines_kernel(
     """
     token, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    # Not from the L1 cache: only the end of the kernel before would empty it for sure.
+    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
     # has no rows, it sends a fault code to itself, too.
     has_failed = tl.load(peers.state + 2, volatile=True) == 1
-    # Lines of another batch are there then, in an epoch of their own.
+    # The buffer then holds lines of another batch, with another epoch.
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT)
@@ -119,7 +119,7 @@ def _receive_combine_lines_kernel(
         absent = tl.zeros([WORDS], tl.int32)
         for source in tl.static_range(c.W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
-            # By order: a rank that did not receive the next batch may have ended it already.
+            # The epochs are compared by order: a rank may already have ended the next batch.
             is_late = living[source] & (flag_of(combined) - epoch < 0)
             late |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
@@ -140,7 +140,7 @@ def _receive_combine_lines_kernel(
                 is_part = both(is_word, owner >= 0)
                 lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
                 # A rank that refuses sends no slots. Those of all others are awaited: the next
-                # batch may bring another rank's to the same place.
+                # batch may write another rank's to the same position.
                 code = tl.load(combined_ptr + owner, mask=owner >= 0, other=0, volatile=True)
                 is_absent = is_part & (word_of(code) == 0) & (flag_of(lines) != epoch)
                 absent |= tl.where(is_absent, 1 << tl.maximum(owner, 0), 0)
@@ -156,7 +156,7 @@ def _receive_combine_lines_kernel(
             _THREADS,
         )
         if late == 0:
-            # Of the look that found them: to load them again would take as long as to look.
+            # The codes that the look found are used, because loading them again takes as long.
             if (tl.program_id(0) == 0) & (any_code != 0):
                 is_source = living_ranks(peers, c)
                 codes_ptr = combined_ptr + tl.arange(0, c.W_LANES)
@@ -174,43 +174,32 @@ def _receive_combine_lines_kernel(
         await_previous()
 
 
-def receive_combine_lines(
-    exchange: LowLatencyExchange,
-    out: Tensor,
-    is_sent: Tensor,
-    sent_tokens: int,
-    topk_weights: Tensor | None = None,
-    *,
-    batch: int,
-) -> None:
-    """Wait for the sums of all ranks in lines and add them up, as receive_combine() does.
-
-    Args:
-        exchange, out, is_sent, topk_weights, batch: as of receive_combine().
-        sent_tokens: T of the dispatch, at most layout.line_tokens; `out` has none if this rank
-            refuses to combine, which receives all the same, for ranks may read rows until then.
-
-    Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
-    """
-    num_tokens, hidden_size = out.shape
-    layout = exchange.peers.layout
+def _words_of_part(layout: LowLatencyLayout) -> int:
     # No fewer than threads: the compiler may load a smaller block twice, for flags and for words.
-    words = min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
-    parts = -(-layout.return_words // words)
-    key = ("receive sums in lines", out.dtype, hidden_size, topk_weights is None)
-    launch = exchange.launches.get(key)
-    if launch is None:
-        launch = exchange.launches[key] = prepare(
-            exchange,
-            _receive_combine_lines_kernel,
-            [CHANGES] * 3,
-            3,
-            HIDDEN=hidden_size,
-            PARTS=parts,
-            WORDS=words,
-            num_warps=_WARPS,
-            **EXACT,
-            **overlapping(out.device),
-        )
-    # Programs without a token still hear of faults.
-    launch(max(1, sent_tokens) * parts, out, topk_weights, is_sent, num_tokens, sent_tokens, batch)
+    return min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
+
+
+def num_parts(layout: LowLatencyLayout) -> int:
+    """Return the programs that share a token."""
+    return -(-layout.return_words // _words_of_part(layout))
+
+
+def prepare_lines(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
+    """Return the launch that receives sums in lines, num_parts() programs for each token.
+
+    Tokens are those of the dispatch. If this rank refuses to combine, `out` has none, and it still
+    waits for them, because until then ranks may read the rows that it sent.
+    """
+    layout = exchange.peers.layout
+    return prepare(
+        exchange,
+        _receive_combine_lines_kernel,
+        [CHANGES] * 3,
+        3,
+        HIDDEN=out.shape[1],
+        PARTS=num_parts(layout),
+        WORDS=_words_of_part(layout),
+        num_warps=_WARPS,
+        **EXACT,
+        **overlapping(out.device),
+    )

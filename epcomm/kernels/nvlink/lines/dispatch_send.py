@@ -1,4 +1,4 @@
-"""Low-latency dispatch over NVLink, its sender of few tokens: rows travel in lines.
+"""Low-latency dispatch over NVLink, its sender of few tokens: rows are sent in lines.
 
 Receivers poll the lines themselves, so nothing is released: the first line may be read while the
 last one is made. A row is shared by many programs, for one alone would take longer than the wire.
@@ -32,17 +32,21 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8_POWER_OF_TWO,
     INT8,
     PLAIN,
+    base_of,
     begin_dispatch,
-    count_positions,
+    columns_of,
+    load_ids,
     load_scales,
     note_owners,
+    peer_in_turn,
     send_header,
+    send_metadata,
 )
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 
-# Elements of a row that a program sends: eight a thread; a quarter of it, if they are words.
+# Elements of a row that a program sends: eight for each thread, or a quarter as many words.
 _PART = 1024
 _WORD_BYTES = 4
 # Blocks whose scales are whole words, whatever their type.
@@ -54,39 +58,6 @@ _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
 _LINE_BYTES = tl.constexpr(LINE_BYTES)
-
-
-@triton.jit
-def _send_metadata_lines(
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    bases: tl.tuple,
-    line: tl.tensor,
-    epoch: tl.tensor,
-    token: tl.tensor,
-    c: constexprs.Layout,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Send every rank which of its experts a token chose, at which positions and weights, if any.
-
-    bases: of the receive buffers of all ranks, 0 of an excluded one.   line: the token's first.
-    """
-    k = tl.arange(0, c.K_LANES)
-    ids = tl.load(ids_ptr + token * c.K + k, mask=k < c.K, other=-1).to(tl.int32)
-    weight_lines = k.to(tl.int64)
-    if weights_ptr is not None:
-        weights = tl.load(weights_ptr + token * c.K + k, mask=k < c.K, other=0.0)
-        weight_lines = line_of(weights.to(tl.int32, bitcast=True), epoch)
-    position_lines = line_of(count_positions(ids_ptr, ids, token, c, CHUNK), epoch)
-    owners = tl.where(ids >= 0, ids // c.L, -1)
-    for peer in tl.static_range(c.W):
-        is_entry = both(k >= 0, bases[peer] != 0)
-        lines_ptr = int64_at(bases[peer] + c.ROW_LINES_AT) + line + k
-        experts = tl.where(owners == peer, ids - peer * c.L, -1)
-        tl.store(lines_ptr, line_of(experts, epoch), mask=is_entry)
-        tl.store(lines_ptr + c.K_LANES, position_lines, mask=is_entry)
-        if weights_ptr is not None:
-            tl.store(lines_ptr + 2 * c.K_LANES, weight_lines, mask=is_entry)
 
 
 @triton.jit
@@ -116,35 +87,22 @@ def _send_header_lines(
             True,
             rows.NEEDS_DISTINCT,
         )
-    # Of this rank alone, and read by its host.
+    # The counter belongs to this rank alone, and its host reads it.
     num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
     tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-
-
-@triton.jit
-def _columns_of(part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr) -> tl.tuple:
-    """Return the columns of a part of a row, and which there are; whole blocks, if these scale."""
-    if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
-        column = part * PART + tl.arange(0, PART)
-        is_element = column < rows.HIDDEN
-    else:
-        lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
-        column = (part * rows.BLOCKS + tl.arange(0, rows.BLOCKS)[:, None]) * rows.BLOCK + lane
-        is_element = (lane < rows.BLOCK) & (column < rows.HIDDEN)
-    return column, is_element  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
 def _place_of_words(
     part: tl.tensor, NUM_WORDS: tl.constexpr, c: constexprs.Layout, rows: constexprs.SentRows
 ) -> tl.tuple:
-    """Return the places of the words of a part among those of its row, and which there are."""
+    """Return the indices of the words of a part in its row, and which of them exist."""
     place = tl.arange(0, NUM_WORDS)
     if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
         word = part * NUM_WORDS + place
         is_word = word < c.DATA_WORDS
     else:
-        # Whole words of a block, which may have lanes to spare.
+        # Whole words of a block; some lanes may be unused.
         of_block = place % (rows.BLOCK_LANES // 4)
         block = part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)
         word = block * (rows.BLOCK // 4) + of_block
@@ -192,7 +150,7 @@ def _send_dispatch_lines_kernel(
     item = program - c.W - num_tokens
     token, part = item // PARTS, item % PARTS
     is_row = item >= 0
-    column, is_element = _columns_of(part, rows, PART)  # pyright: ignore[reportGeneralTypeIssues]
+    column, is_element = columns_of(part, rows, PART)  # pyright: ignore[reportGeneralTypeIssues]
     # On their way while the credit is awaited.
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     elements = tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0)
@@ -204,12 +162,11 @@ def _send_dispatch_lines_kernel(
         scale_lane = tl.arange(0, rows.SCALE_LANES)
         is_given = both(both(scale_lane < rows.SCALES, is_row), part == 0)
         given = load_scales(x_scales_ptr, token, scale_lane, is_given, scales_stride, scale_stride)
-    k = tl.arange(0, c.K_LANES)
-    ids = tl.load(ids_ptr + token * c.K + k, mask=both(k < c.K, is_row), other=-1).to(tl.int32)
+    ids = load_ids(ids_ptr, token, is_row, c)
     bases = ()
-    for peer in tl.static_range(c.W):  # pyright: ignore[reportGeneralTypeIssues]
-        base = tl.load(peers.bases + peer)
-        bases += (tl.where(tl.load(peers.excluded + peer) != 0, 0, base),)
+    sent_token = tl.where(is_row, token, tl.maximum(program - c.W, 0))
+    for turn in tl.static_range(c.W):  # pyright: ignore[reportGeneralTypeIssues]
+        bases += (base_of(peers, peer_in_turn(peers, sent_token, turn, c)),)
 
     if await_credit(peers, epoch, c, _THREADS):
         return
@@ -217,69 +174,57 @@ def _send_dispatch_lines_kernel(
     if program < c.W:
         _send_header_lines(peers, ids_ptr, epoch, num_tokens, status, c, rows, CHUNK)
     elif is_row == 0:
-        metadata_token = program - c.W
-        _send_metadata_lines(
-            ids_ptr,
-            weights_ptr,
-            bases,
-            (rank * c.LINE_TOKENS + metadata_token) * c.ROW_LINES,
-            epoch,
-            metadata_token,
-            c,
-            CHUNK,
-        )
+        send_metadata(peers, ids_ptr, weights_ptr, bases, program - c.W, epoch, c, CHUNK, True)
         num_others = tl.sum(living_ranks(peers, c).to(tl.int32)) - 1
         tl.atomic_add(peers.counters + 1, tl.cast(num_others, tl.int64), sem="relaxed")
     else:
+        scale_words = None
         if rows.KIND == _PLAIN:
-            # Bits, whatever they mean: an interpreter need not know the dtype.
+            # Rows are copied as bits, so that an interpreter need not know the dtype.
             words = words_of(elements)
             if x_scales_ptr is not None:
                 scale_words = words_of(given)
+                scale_word = tl.arange(0, scale_words.shape[0])
+                is_scale = both(scale_word < c.SCALE_WORDS, part == 0)
         elif rows.KIND == _INT8:
             codes, scale = quantize_part(elements.to(tl.float32), amax_bits, rows.PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
             words = words_of(codes)
+            scale_word = tl.arange(0, 1)
+            scale_words = scale_word + scale.to(tl.int32, bitcast=True)
+            is_scale = both(scale_word == 0, part == 0)
         else:
             codes, scales = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
                 elements.to(tl.float32), rows.KIND == _FP8_POWER_OF_TWO, rows.HAS_E4M3
             )
             words = words_of(tl.reshape(codes, [rows.BLOCKS * rows.BLOCK_LANES]))
             scale_words = words_of(scales)
+            scale_word = part * scale_words.shape[0] + tl.arange(0, scale_words.shape[0])
+            is_scale = scale_word < c.SCALE_WORDS
         word, is_word = _place_of_words(part, words.shape[0], c, rows)  # pyright: ignore[reportGeneralTypeIssues]
         lines = line_of(words, epoch)
-        # Of the row of this token, in the memory of any rank.
+        # The lines of the row of this token, in the memory of any rank.
         row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
         owners = tl.where(ids >= 0, ids // c.L, -1)
         num_sent = 0
-        # For the receiver of combine on this rank.
+        # The receiver of combine on this rank reads it.
         if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
             if part == 0:
                 note_owners(peers, is_sent_ptr, token, owners, c)
-        for peer in tl.static_range(c.W):
+        for turn in tl.static_range(c.W):
+            peer = peer_in_turn(peers, token, turn, c)
             # Entries of an excluded rank are as masked entries.
-            is_owner = (owners == peer) & (bases[peer] != 0)
+            is_owner = (owners == peer) & (bases[turn] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:
                 if weights_ptr is not None:
                     tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
-                lines_ptr = int64_at(bases[peer] + row_at)
+                lines_ptr = int64_at(bases[turn] + row_at)
                 tl.store(lines_ptr + c.DATA_LINES + word, lines, mask=is_word)
-                scales_ptr = lines_ptr + c.SCALE_LINES
-                if x_scales_ptr is not None:
-                    scale_word = tl.arange(0, scale_words.shape[0])
-                    is_scale = both(scale_word < c.SCALE_WORDS, part == 0)
+                if scale_words is not None:
                     scale_lines = line_of(scale_words, epoch)
-                    tl.store(scales_ptr + scale_word, scale_lines, mask=is_scale)
-                elif rows.KIND == _INT8:
-                    scale_line = line_of(scale.to(tl.int32, bitcast=True), epoch)
-                    tl.store(scales_ptr, scale_line, mask=part == 0)
-                elif rows.KIND != _PLAIN:
-                    scale_word = part * scale_words.shape[0] + tl.arange(0, scale_words.shape[0])
-                    scale_lines = line_of(scale_words, epoch)
-                    is_scale = scale_word < c.SCALE_WORDS
-                    tl.store(scales_ptr + scale_word, scale_lines, mask=is_scale)
+                    tl.store(lines_ptr + c.SCALE_LINES + scale_word, scale_lines, mask=is_scale)
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
 
 

@@ -1,9 +1,9 @@
-// Copy the rows of a receive buffer, whose places are W * M, to memory where they have no gaps between
-// ranks: for a caller that keeps them for a backward. They have arrived: dispatch has waited for them.
+// Copy the rows of a receive buffer, whose capacity is W * M, to memory where they have no gaps between
+// ranks: for a caller that keeps them for a backward. The rows have arrived: dispatch has waited for them.
 //
 // A warp copies a row at a time, UNROLL units a lane in flight. Rows of an excluded rank are 0.
 //
-// Worked example: place 2 of source 1 with row_base 5 becomes row 7.
+// Worked example: index 2 of source 1 with row_base 5 becomes row 7.
 //
 // Comes after ptx.cu. Constants: WORLD, MAX_TOKENS, WARPS of a block, DATA_BYTES and SCALE_BYTES from
 // row to row of the receive buffer, OUT_BYTES and OUT_SCALE_BYTES of the copies (0: no scales), and

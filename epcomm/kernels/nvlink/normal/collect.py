@@ -21,7 +21,7 @@ from epcomm.kernels.nvlink.normal.exchange import NormalExchange, PreparedKernel
 from epcomm.kernels.nvlink.normal.program import Program
 from epcomm.platforms.cuda import num_sms_of, on_device
 
-# Of a block: with 4 units of 16 bytes a lane in flight they hide the latency of memory.
+# Warps of a block: with 4 units of 16 bytes a lane in flight they hide the latency of memory.
 WARPS = 16
 _POINTERS = ("data", "scales", "out", "out_scales", "rows_from", "row_base", "excluded")
 

@@ -1,7 +1,7 @@
 // Combine of normal mode over NVLink: the sums of each row's slots are sent to the rank of its token,
 // and added up there.
 //
-// Senders sum the slots of a row in k order, in float32, round once, and store the sum at the place of
+// Senders sum the slots of a row in k order, in float32, round once, and store the sum at the index of
 // its token on the token's rank. Reducers there add the sums of the ranks up, in rank order, in float32,
 // and round once. A signal of each item, ITEM_ROWS rows of one source, lets reducers follow while the
 // wire is busy.
@@ -34,6 +34,8 @@ constexpr int ROW_BYTES = NUMBER_BYTES * HIDDEN;
 constexpr int PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
 // At most the pieces of a row, so that pieces in flight are of one row and of the next.
 constexpr int RING = STAGES < PIECES ? STAGES : PIECES;
+// With a barrier for each piece. Pieces begin at multiples of 128 bytes, as banks of shared memory do.
+constexpr int RING_BYTES = RING * PIECE + (8 * RING + 127) / 128 * 128;
 // Vectors of 16 bytes that a lane adds of a piece.
 constexpr int UNROLL = PIECE / 512;
 // One warp is the releaser.
@@ -95,15 +97,19 @@ __device__ uint4 packed(const float (&sum)[NUMBERS]) {
     return {words[0], words[1], words[2], words[3]};
 }
 
-// Rounded twice, as plain torch does: a product, unless all weights are 1, and a sum.
-template <bool HAS_WEIGHTS>
-__device__ void add(float (&sum)[NUMBERS], uint4 v, float weight) {
-    float values[NUMBERS];
-    unpack(values, v);
+// Rounded twice, as plain torch does: a product, unless all weights are 1, and a sum, unless the vector is
+// the first one.
+template <bool HAS_WEIGHTS, bool IS_FIRST>
+__device__ void add(float (&sum)[UNROLL][NUMBERS], const uint4 (&parts)[UNROLL], float weight) {
 #pragma unroll
-    for (int i = 0; i < NUMBERS; ++i) {
-        const float value = HAS_WEIGHTS ? __fmul_rn(values[i], weight) : values[i];
-        sum[i] = __fadd_rn(sum[i], value);
+    for (int u = 0; u < UNROLL; ++u) {
+        float values[NUMBERS];
+        unpack(values, parts[u]);
+#pragma unroll
+        for (int i = 0; i < NUMBERS; ++i) {
+            const float value = HAS_WEIGHTS ? __fmul_rn(values[i], weight) : values[i];
+            sum[u][i] = IS_FIRST ? value : __fadd_rn(sum[u][i], value);
+        }
     }
 }
 
@@ -115,6 +121,17 @@ __device__ void load_bias(float (&sum)[NUMBERS], const float* from) {
     }
 }
 
+// Begin the sums of a piece, which is `begin` bytes into a row, by the bias, or by 0.
+__device__ void begin_sums(float (&sum)[UNROLL][NUMBERS], const float* bias, int begin) {
+#pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+#pragma unroll
+        for (int i = 0; i < NUMBERS; ++i) sum[u][i] = 0.0f;
+        const int at = begin + 16 * ((int)threadIdx.x % 32 + 32 * u);
+        if (bias != nullptr && at < ROW_BYTES) load_bias(sum[u], bias + at / NUMBER_BYTES);
+    }
+}
+
 // Rows that are added up: one of each lane in `mask`, with its address and its weight.
 struct Rows {
     u64 from;
@@ -122,23 +139,27 @@ struct Rows {
     u32 mask;
 };
 
-// The pieces that a warp has under way; all lanes hold the same.
+// The pieces that a warp has in flight; all lanes hold the same.
 struct Ring {
-    u32 memory;    // of RING pieces, in shared memory
-    u32 barriers;  // of 8 bytes each
-    int stage;     // of the next piece to be read
+    u32 memory;  // of RING pieces and their barriers, in shared memory
+    int stage;   // of the next piece to be read
     u32 parity;
-    bool is_begun;  // pieces of the row that comes next are under way
+    bool is_begun;  // pieces of the next row are in flight
     u32 left;       // lanes whose rows' current piece is not brought in yet
     int piece;      // that is brought in
 };
+
+// The address of the barrier of a stage.
+__device__ u32 barrier_of(const Ring& ring, int stage) {
+    return ring.memory + RING * PIECE + 8 * stage;
+}
 
 // Begin to bring in the next piece of `rows`, into a stage that was read.
 __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     const int at = ring.piece * PIECE;
     // By the lane that knows where the row begins.
     if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
-        const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = ring.barriers + 8 * stage;
+        const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = barrier_of(ring, stage);
         expect(barrier, num_bytes);
         bring_piece(ring.memory + PIECE * stage, rows.from + at, num_bytes, barrier);
     }
@@ -169,28 +190,24 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
 #pragma unroll 1
     for (int piece = 0; piece < PIECES; ++piece) {
         float sum[UNROLL][NUMBERS];
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u) {
-#pragma unroll
-            for (int i = 0; i < NUMBERS; ++i) sum[u][i] = 0.0f;
-            const int at = piece * PIECE + 16 * (lane + 32 * u);
-            if (bias != nullptr && at < ROW_BYTES) load_bias(sum[u], bias + at / NUMBER_BYTES);
-        }
+        // Otherwise the first row begins the sums.
+        if (bias != nullptr || !rows.mask) begin_sums(sum, bias, piece * PIECE);
         u32 left = rows.mask;
 #pragma unroll 1
         while (left) {
             float weight = 1.0f;
             if (HAS_WEIGHTS) weight = __shfl_sync(ALL_LANES, rows.weight, __ffs(left) - 1);
+            const bool is_first = bias == nullptr && left == rows.mask;
             left &= left - 1;
-            while (!has_ended(ring.barriers + 8 * ring.stage, ring.parity)) {
+            while (!has_ended(barrier_of(ring, ring.stage), ring.parity)) {
             }
             uint4 parts[UNROLL];
 #pragma unroll
             for (int u = 0; u < UNROLL; ++u) {
                 parts[u] = load_piece(ring.memory + PIECE * ring.stage + 16 * (lane + 32 * u));
             }
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) add<HAS_WEIGHTS>(sum[u], parts[u], weight);
+            if (is_first) add<HAS_WEIGHTS, true>(sum, parts, weight);
+            else add<HAS_WEIGHTS, false>(sum, parts, weight);
             // All lanes have read it.
             __syncwarp();
             if (!brings_next && ring.piece == PIECES) {
@@ -228,7 +245,6 @@ struct Cursor {
     int number;  // of the item, over all sources
     int place;   // among the rows of the source
     int end;     // of the item
-    int source;
 };
 
 // Each rank begins with itself, so that not all store to the same rank.
@@ -246,9 +262,8 @@ __device__ void advance(const Arguments& a, Cursor& at, int num_items) {
         at.number += gridDim.x;
         if (at.number < num_items && is_sent(a, at.number)) {
             const int item = at.number / WORLD;
-            at.source = source_of(a, at.number);
             at.place = item * ITEM_ROWS + threadIdx.x / 32;
-            at.end = min((item + 1) * ITEM_ROWS, a.rows_from[at.source]);
+            at.end = min((item + 1) * ITEM_ROWS, a.rows_from[source_of(a, at.number)]);
         }
     }
 }
@@ -257,7 +272,7 @@ __device__ void advance(const Arguments& a, Cursor& at, int num_items) {
 __device__ int slot_at(const Arguments& a, const Cursor& at, int num_items) {
     const int lane = threadIdx.x % 32;
     if (at.number >= num_items) return -1;
-    const i64 row = a.row_base[at.source] + at.place;
+    const i64 row = a.row_base[source_of(a, at.number)] + at.place;
     if (a.slots_of_row == nullptr) return lane == 0 ? (int)row : -1;
     return lane < TOP_K ? a.slots_of_row[row * TOP_K + lane] : -1;
 }
@@ -272,17 +287,14 @@ __device__ Rows rows_of(const Arguments& a, int slot) {
 // Send items p, p + P, ... of block p: sums of ITEM_ROWS rows of one source each.
 __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num_items) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    u64 num_sent = 0;
     // Slots are looked up two rows ahead, weights one.
-    Cursor ahead = {(int)blockIdx.x - (int)gridDim.x, 0, 0, 0};
+    Cursor ahead = {(int)blockIdx.x - (int)gridDim.x, 0, 0};
     advance(a, ahead, num_items);
     Rows rows = rows_of(a, slot_at(a, ahead, num_items));
     advance(a, ahead, num_items);
     int slot = slot_at(a, ahead, num_items);
-    u32 num_items_done = 0;
     for (int number = blockIdx.x; number < num_items; number += gridDim.x) {
         const int source = source_of(a, number), item = number / WORLD;
-        const int row_base = a.row_base[source];
         const int end = is_sent(a, number) ? min((item + 1) * ITEM_ROWS, a.rows_from[source]) : 0;
         const u64 home = a.table[source];
         for (int place = item * ITEM_ROWS + warp; place < end; place += SENDERS) {
@@ -296,15 +308,13 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
             rows = next;
             if (a.scalars != nullptr && lane < TOP_K) {
                 store_far((float*)(home + RETURNED_SCALARS_AT) + target * K_LANES + lane,
-                          a.scalars[(i64)(row_base + place) * TOP_K + lane]);
+                          a.scalars[((i64)a.row_base[source] + place) * TOP_K + lane]);
             }
-            num_sent += source != a.rank;
         }
         __syncwarp();
         // Acquired by the releaser.
-        if (lane == 0) release_in_block(num_completed + warp, ++num_items_done);
+        if (lane == 0) release_in_block(num_completed + warp, num_completed[warp] + 1);
     }
-    if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
 }
 
 // Set the signals of items that all senders of this block have completed, in order.
@@ -313,7 +323,7 @@ __device__ void release_items(const Arguments& a, const u32* num_completed, int 
     const int lane = threadIdx.x % 32;
     const int num_own = num_items <= (int)blockIdx.x
         ? 0 : (num_items - 1 - (int)blockIdx.x) / (int)gridDim.x + 1;
-    int num_released = 0;
+    int num_released = 0, num_sent = 0;
     while (num_released < num_own) {
         const u32 mine = lane < SENDERS ? acquired_in_block(num_completed + lane) : ALL_LANES;
         const int num_done = (int)__reduce_min_sync(ALL_LANES, mine);
@@ -322,14 +332,18 @@ __device__ void release_items(const Arguments& a, const u32* num_completed, int 
         const int own = num_released + lane;
         const int number = (int)blockIdx.x + own * (int)gridDim.x;
         if (own < num_done && is_sent(a, number)) {
-            const u64 item = (u64)a.rank * ITEMS + number / WORLD;
+            const int source = source_of(a, number), item = number / WORLD;
             // Acquired by the reducers of that rank.
-            release(a.table[source_of(a, number)] + SUMS_READY_AT + 4 * item, mark_of(epoch));
+            release(a.table[source] + SUMS_READY_AT + 4 * ((u64)a.rank * ITEMS + item),
+                    mark_of(epoch));
+            if (source != a.rank) num_sent += min(ITEM_ROWS, a.rows_from[source] - item * ITEM_ROWS);
         }
         // A look takes issue slots from the warps that send.
         if (num_done == num_released) __nanosleep(500);
         num_released = min(num_done, num_released + 32);
     }
+    num_sent = __reduce_add_sync(ALL_LANES, num_sent);
+    if (lane == 0) atomicAdd(a.counters + (a.scalars != nullptr ? 4 : 3), num_sent);
 }
 
 // Take the next token that no warp of this rank has taken: sums arrive in the order of tokens. Returns it
@@ -378,20 +392,21 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_rows(const Arguments a) {
+    // In shared memory, because senders have no register for it.
+    __shared__ int epoch;
     __shared__ int failed;
     __shared__ int most;
     __shared__ u32 num_completed[SENDERS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 pieces = dynamic_memory();
-    Ring ring = {pieces + warp * (RING * PIECE), pieces + WARPS * RING * PIECE + warp * (RING * 8),
-                 0, 0, false, 0, 0};
-    if (lane < RING) begin_barrier(ring.barriers + 8 * lane);
+    Ring ring = {dynamic_memory() + warp * RING_BYTES, 0, 0, false, 0, 0};
+    if (lane < RING) begin_barrier(barrier_of(ring, lane));
     publish_barriers();
     if (threadIdx.x < SENDERS) num_completed[threadIdx.x] = 0;
-    const int epoch = a.state[COMBINE_EPOCH] + 1;
-    // Ranks may be one combine apart.
-    const u64 combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (4 * WORLD);
     if (warp == 0) {
+        if (lane == 0) epoch = a.state[COMBINE_EPOCH] + 1;
+        __syncwarp();
+        // Ranks may be one combine apart.
+        const u64 combine_status_at = COMBINE_STATUS_AT + (epoch & 1) * (4 * WORLD);
         if (blockIdx.x == 0 && takes_part(a, lane)) {
             // Whether another dispatch took the receive buffer. The host cannot know of the replay of a
             // graph.

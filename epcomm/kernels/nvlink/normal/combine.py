@@ -30,14 +30,15 @@ from epcomm.kernels.nvlink.normal.exchange import (
 )
 from epcomm.kernels.nvlink.normal.program import Program, in_vectors
 from epcomm.platforms.cuda import on_device
+from epcomm.types import align_up
 
 # Warps of a block, besides the releaser. Senders share the rows of an item evenly.
 SENDERS, REDUCERS = 16, 3
 # Bytes that are brought in at a time, and how many of these a warp has in flight.
 PIECE, STAGES = 2048, 3
 NUM_WARPS = SENDERS + 1 + REDUCERS
-# Dynamic shared memory of a block: pieces, with a barrier for each.
-SHARED_BYTES = NUM_WARPS * STAGES * (PIECE + 8)
+# Dynamic shared memory of a block: a ring of pieces for each warp, with barriers of 8 bytes.
+SHARED_BYTES = NUM_WARPS * (STAGES * PIECE + align_up(8 * STAGES, 128))
 # The kinds of numbers in rows.
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 # Regions of a block whose offsets the program knows, by their names and _AT.
@@ -136,7 +137,7 @@ def combine_rows(
         slots_of_row: [R, K], int32, as dispatch_rows() wrote it.
         num_tokens: T.
         slot_weights: [C], float32, multiplied into slots, or None.
-        row_scalars: [R, K], float32, that travel with the rows, and whose sums over the rows of a
+        row_scalars: [R, K], float32, sent with the rows, and whose sums over the rows of a
             token are written to out_scalars [T, K].
         bias: [T, H], float32, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.

@@ -3,13 +3,13 @@
 //
 // While the last warp of a block waits for all ranks to begin, the other warps plan its tokens. Then
 // copiers push rows. Helpers send metadata, signal that it is there, send scales, and write the index over
-// the rows that come to this rank, while rows are on the wire. Block 0 waits for the rows of all ranks in
+// the rows that arrive on this rank, while rows are on the wire. Block 0 waits for the rows of all ranks in
 // the end. A launch has no more blocks than SMs, because blocks wait for one another.
 //
 // Memory order: a rank signals that it has begun a dispatch, so it no longer reads the receive buffer.
 // A rank that has this signal stores there. Each block releases its rows, once the copy engine has stored
-// them, by an addition to the signal of its rank; block 0 of the receiver acquires the sum. Metadata has a
-// signal of its own, which the last block to send any releases.
+// them, by an addition to the signal of its rank; block 0 of the receiver acquires the sum. Metadata and
+// headers have another such signal, which all blocks of the receiver acquire.
 //
 // A cached dispatch has a plan already: it sends rows alone, and writes no index.
 //
@@ -24,7 +24,7 @@
 __device__ bool begin(const Arguments& a, int epoch) {
     const int lane = threadIdx.x % 32;
     const bool takes = takes_part(a, lane);
-    // All earlier work of this stream is done, so rows may come to this receive buffer.
+    // All earlier work of this stream is done, so rows may arrive in this receive buffer.
     if (blockIdx.x == 0 && takes) add_released(a.table[lane] + DISPATCH_BEGIN_AT + 4 * a.rank, 1);
     const u64 word = takes ? a.own + DISPATCH_BEGIN_AT + 4 * lane : 0;
     if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;
@@ -35,19 +35,19 @@ __device__ bool begin(const Arguments& a, int epoch) {
     return !aborted;
 }
 
-// Add this block, whose rows and scales are all stored, to the signals of all ranks.
-__device__ void publish_rows(const Arguments& a) {
+// Add this block, which has stored all that it sends, to a signal of all ranks. By a warp.
+__device__ void publish(const Arguments& a, u64 signals_at) {
     const int lane = threadIdx.x % 32;
     // A launch may have fewer blocks than receivers count; block 0 adds the others.
     const int amount = blockIdx.x == 0 ? a.num_senders - (int)gridDim.x + 1 : 1;
-    if (takes_part(a, lane)) add_released(a.table[lane] + ROWS_READY_AT + 4 * a.rank, amount);
+    if (takes_part(a, lane)) add_released(a.table[lane] + signals_at + 4 * a.rank, amount);
 }
 
 // Wait for the rows of all ranks; by a warp of block 0.
 __device__ bool await_rows(const Arguments& a, int epoch) {
     const int lane = threadIdx.x % 32;
     const u64 word = takes_part(a, lane) ? a.own + ROWS_READY_AT + 4 * lane : 0;
-    return wait(a, word, epoch * a.num_senders, WAIT_ROWS);
+    return wait(a, word, epoch, WAIT_ROWS, a.num_senders);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const Arguments a) {
@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
         push(a, ring, end, buffer_at);
         // Rows and scales: helpers arrive below.
         meet<3, 32 * WARPS>();
-        if (warp == 0) publish_rows(a);
+        if (warp == 0) publish(a, ROWS_READY_AT);
         if (warp == 0 && blockIdx.x == 0) {
             const bool is_there = await_rows(a, epoch);
             if (lane == 0) has_rows = is_there;
@@ -93,13 +93,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
         send_metadata(a, first, end, buffer_at, helper);
         if (blockIdx.x == gridDim.x - 1) send_headers(a, plan, buffer_at, helper);
         helpers_meet();
-        if (helper < 32) publish_counts(a);
-        if (blockIdx.x == gridDim.x - 1 && helper == 0) count_headers(a);
-#else
-        if (blockIdx.x == 0 && helper < 32 && takes_part(a, lane)) {
-            add_released(a.table[lane] + COUNTS_READY_AT + 4 * a.rank, 1);
-        }
+        if (blockIdx.x == gridDim.x - 1 && helper == 32) count_headers(a);
 #endif
+        // Awaited in index_rows() of every rank.
+        if (helper < 32) publish(a, COUNTS_READY_AT);
 #if SCALE_ROW_BYTES > 0
         send_scales(a, first, end, buffer_at, helper);
 #endif

@@ -21,7 +21,6 @@ from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.exchange import (
     BUFFER_MARKS,
-    DISPATCH_COUNTED,
     DISPATCH_EPOCH,
     DISPATCH_LEFT,
     DISPATCH_LOST,
@@ -54,7 +53,6 @@ _REGIONS = ("dispatch_begin", "counts_ready", "rows_ready", "header", "metadata"
 _NUMBERS = {
     "DISPATCH_EPOCH": DISPATCH_EPOCH,
     "DISPATCH_LEFT": DISPATCH_LEFT,
-    "DISPATCH_COUNTED": DISPATCH_COUNTED,
     "DISPATCH_LOST": DISPATCH_LOST,
     "BUFFER_MARKS": BUFFER_MARKS,
     "HEADER_WORDS": protocol.HEADER_WORDS,
@@ -209,7 +207,7 @@ def dispatch_rows(
     totals: Tensor | None = None,
     num_sms: int | None = None,
 ) -> None:
-    """Send tokens to the ranks of their experts, index the rows that come, and wait for them.
+    """Send tokens to the ranks of their experts, index the rows that arrive, and wait for them.
 
     Args:
         exchange: the memory of all ranks.

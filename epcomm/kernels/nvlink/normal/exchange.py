@@ -16,10 +16,9 @@ from epcomm.kernels.nvlink.normal.program import LoadedKernel
 
 # Positions in the state of a rank: the number of the last dispatch and of the last combine, which
 # kernels count themselves, so that a graph may be replayed; blocks that have left each; tokens that
-# reducers have taken; blocks that have sent metadata; whether a block of the dispatch timed out.
-DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS = 0, 1, 2, 3, 4
-DISPATCH_COUNTED, DISPATCH_LOST = 5, 6
-STATE_WORDS = 8
+# reducers have taken; whether a block of the dispatch timed out.
+DISPATCH_EPOCH, COMBINE_EPOCH, DISPATCH_LEFT, COMBINE_LEFT, COMBINE_TOKENS, DISPATCH_LOST = range(6)
+STATE_WORDS = 6
 # From here on, the mark of the dispatch that each receive buffer holds, see mark_of() of peers.cu.
 BUFFER_MARKS = STATE_WORDS
 

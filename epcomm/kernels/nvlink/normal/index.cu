@@ -1,9 +1,10 @@
-// Write the expert-major index over the rows that come to this rank. Headers and metadata arrive before the
+// Write the expert-major index over the rows that arrive on this rank. Headers and metadata arrive before the
 // rows, so it is written while rows are on the wire.
 
 struct Index {
     int counts[EXPERTS];         // slots of each expert, of all ranks
-    int bases[WORLD * LOCAL];    // of each source and local expert: its first slot
+    // Of each source and local expert: how many slots it has, then the first of them.
+    int bases[WORLD * LOCAL];
     int starts[LOCAL + 1];
     int needed[WORLD];           // slots of each rank; rows, where these have a budget
     int rows_from[WORLD];
@@ -36,9 +37,7 @@ __device__ int header_of(u64 headers, int source, int word) {
 
 // The fault code of the rank of each lane: its own code, or that of a call that differs from the others or
 // needs more slots than there are. All ranks compute the same codes.
-__device__ int code_of(const Arguments& a, u64 headers, bool takes, int needed) {
-    const int lane = threadIdx.x % 32;
-    const int status = takes ? header_of(headers, lane, 0) : 0;
+__device__ int code_of(const Arguments& a, int status, bool takes, int needed) {
     int code = status & FAULT_MASK;
     if (!a.has_budget) return code;
     const int compared = status >> FLAGS_SHIFT & COMPARED_FLAGS;
@@ -54,13 +53,25 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     const int lane = helper % 32, warp = helper / 32;
     const bool takes = !index.is_lost && takes_part(a, lane);
     const u32 sources = __ballot_sync(ALL_LANES, takes);
+    // All words are loaded before any is used: each takes a whole way to the memory.
+    int status = 0, num_tokens = 0, rows = 0;
+    if (warp == 0 && takes) {
+        status = header_of(headers, lane, 0);
+        num_tokens = header_of(headers, lane, 1);
+        rows = header_of(headers, lane, HEADER_WORDS + a.rank);
+    }
     for (int expert = helper; expert < EXPERTS; expert += 32 * HELPERS) {
-        int sum = 0;
+        int counts[WORLD], sum = 0;
 #pragma unroll
         for (int source = 0; source < WORLD; ++source) {
-            if (sources >> source & 1) {
-                sum += header_of(headers, source, HEADER_WORDS + WORLD + expert);
-            }
+            const int word = HEADER_WORDS + WORLD + expert;
+            counts[source] = sources >> source & 1 ? header_of(headers, source, word) : 0;
+        }
+        const int local = expert - a.rank * LOCAL;
+#pragma unroll
+        for (int source = 0; source < WORLD; ++source) {
+            sum += counts[source];
+            if ((u32)local < (u32)LOCAL) index.bases[source * LOCAL + local] = counts[source];
         }
         index.counts[expert] = sum;
     }
@@ -80,13 +91,12 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     helpers_meet();
     if (warp == 0) {
         const int needed = lane < WORLD ? index.needed[lane] : 0;
-        const int code = code_of(a, headers, takes, needed);
+        const int code = code_of(a, status, takes, needed);
         const bool has_failed = index.is_lost || __any_sync(ALL_LANES, code != 0);
         if (blockIdx.x == 0 && takes && code != 0 && a.faults[2 * lane] == 0) {
             a.faults[2 * lane] = code;
             a.faults[2 * lane + 1] = needed;
         }
-        const int rows = takes ? header_of(headers, lane, HEADER_WORDS + a.rank) : 0;
         // Nothing is stored beyond the index, whatever a rank has sent.
         const int rows_from = has_failed ? 0 : min(max(rows, 0), MAX_TOKENS);
         const int row_base = a.is_compact ? sum_before(rows_from) : lane * MAX_TOKENS;
@@ -108,8 +118,8 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
             index.has_failed = has_failed;
         }
         if (blockIdx.x == 0 && a.totals != nullptr && !index.is_lost && lane < WORLD) {
-            a.totals[lane] = takes ? header_of(headers, lane, 0) : 0;
-            a.totals[WORLD + lane] = takes ? header_of(headers, lane, 1) : 0;
+            a.totals[lane] = status;
+            a.totals[WORLD + lane] = num_tokens;
             a.totals[2 * WORLD + lane] = rows;
         }
     }
@@ -117,10 +127,9 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     for (int expert = helper; expert < LOCAL; expert += 32 * HELPERS) {
         int base = index.starts[expert];
         for (int source = 0; source < WORLD; ++source) {
+            const int num_slots = index.bases[source * LOCAL + expert];
             index.bases[source * LOCAL + expert] = base;
-            if (!index.has_failed && (sources >> source & 1)) {
-                base += header_of(headers, source, HEADER_WORDS + WORLD + a.rank * LOCAL + expert);
-            }
+            base += num_slots;
         }
         const int count = index.counts[a.rank * LOCAL + expert];
         if (blockIdx.x == 0) {
@@ -143,13 +152,40 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     helpers_meet();
 }
 
+// Store `value` to words `first` to `end` of memory that begins at a multiple of 16 bytes. By all helpers
+// of all blocks.
+__device__ void fill(void* words, u32 first, u32 end, u32 value, int helper) {
+    const u32 begin = blockIdx.x * 32 * HELPERS + helper, step = gridDim.x * 32 * HELPERS;
+#pragma unroll 1
+    for (u32 vector = first / 4 + begin; 4 * vector < end; vector += step) {
+        const u32 at = 4 * vector;
+        if (at >= first && at + 4 <= end) {
+            ((uint4*)words)[vector] = {value, value, value, value};
+            continue;
+        }
+        for (u32 word = at; word < at + 4; ++word) {
+            if (word >= first && word < end) ((u32*)words)[word] = value;
+        }
+    }
+}
+
+// Write that rows `first` to `end` have no entries.
+__device__ void clear_rows(const Arguments& a, u32 first, u32 end, int helper) {
+    fill(a.slots_of_row, first * TOP_K, end * TOP_K, ALL_LANES, helper);
+    if (a.row_ids == nullptr) return;
+    fill(a.row_ids, 2 * first * TOP_K, 2 * end * TOP_K, ALL_LANES, helper);
+    fill(a.row_weights, first * TOP_K, end * TOP_K, 0, helper);
+}
+
 // Write the entries of all rows, by all helpers of all blocks.
 __device__ void index_entries(const Arguments& a, const Index& index, u64 metadata, int helper) {
     constexpr int BATCH = 4;
-    const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
+    const int num_blocks = gridDim.x, step = num_blocks * 32 * HELPERS;
     for (int source = 0; source < WORLD; ++source) {
-        const int num_rows = index.rows_from[source];
-        const int num_entries = (a.is_compact ? num_rows : MAX_TOKENS) * K_LANES;
+        // Each source begins with another block, which shares few rows among blocks.
+        const int block = ((int)blockIdx.x + source * num_blocks / WORLD) % num_blocks;
+        const int begin = block * 32 * HELPERS + helper;
+        const int num_entries = index.rows_from[source] * K_LANES;
         for (int first = begin; first < num_entries; first += BATCH * step) {
             int experts[BATCH], positions[BATCH], weights[BATCH];
 #pragma unroll
@@ -157,7 +193,7 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
                 const int entry = first + i * step, place = entry / K_LANES, k = entry % K_LANES;
                 const u64 words =
                     metadata + ((u64)source * MAX_TOKENS + place) * METADATA_BYTES + 4 * k;
-                const bool is_entry = place < num_rows && k < TOP_K;
+                const bool is_entry = entry < num_entries && k < TOP_K;
                 experts[i] = is_entry ? (int)watched(words) : -1;
                 positions[i] = is_entry ? (int)watched(words + 4 * K_LANES) : 0;
                 weights[i] = is_entry ? (int)watched(words + 8 * K_LANES) : 0;
@@ -185,16 +221,17 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
     }
 }
 
-// Write the entries of rows that no rank sent, where there is a budget of rows.
+// Write the entries of rows that no rank sent.
 __device__ void pad_rows(const Arguments& a, const Index& index, int helper) {
-    const int step = (int)gridDim.x * 32 * HELPERS, begin = (int)blockIdx.x * 32 * HELPERS + helper;
-    const int num_rows = index.row_bases[WORLD - 1] + index.rows_from[WORLD - 1];
-    for (int entry = num_rows * TOP_K + begin; entry < MAX_TOKENS * TOP_K; entry += step) {
-        a.slots_of_row[entry] = -1;
-        if (a.row_ids != nullptr) {
-            a.row_ids[entry] = -1;
-            a.row_weights[entry] = 0.0f;
-        }
+    if (a.is_compact) {
+        // Of a budget of rows. Without one there are none.
+        const int num_rows = index.row_bases[WORLD - 1] + index.rows_from[WORLD - 1];
+        if (a.has_row_budget) clear_rows(a, num_rows, MAX_TOKENS, helper);
+        return;
+    }
+    for (int source = 0; source < WORLD; ++source) {
+        const u32 first = index.row_bases[source];
+        clear_rows(a, first + index.rows_from[source], first + MAX_TOKENS, helper);
     }
 }
 
@@ -213,10 +250,8 @@ __device__ void pad(const Arguments& a, const Index& index, int helper) {
         }
     }
     if (!a.has_budget) return;
-    for (int slot = index.starts[LOCAL] + begin; slot < a.num_slots; slot += step) {
-        a.row_of_slot[slot] = -1;
-        a.slot_weights[slot] = 0.0f;
-    }
+    fill(a.row_of_slot, index.starts[LOCAL], a.num_slots, ALL_LANES, helper);
+    fill(a.slot_weights, index.starts[LOCAL], a.num_slots, 0, helper);
 }
 
 // Write an empty index, because a block whose wait ended by a timeout has not written its entries. By all
@@ -248,12 +283,12 @@ __device__ void empty_index(const Arguments& a) {
 __device__ void index_rows(const Arguments& a, Index& index, u64 buffer, int epoch, int helper) {
     if (helper < 32) {
         const u64 word = takes_part(a, helper) ? a.own + COUNTS_READY_AT + 4 * helper : 0;
-        const bool is_there = wait(a, word, epoch, WAIT_HEADERS);
+        const bool is_there = wait(a, word, epoch, WAIT_HEADERS, a.num_senders);
         if (helper == 0) index.is_lost = !is_there;
     }
     helpers_meet();
     read_headers(a, index, buffer + HEADER_AT, epoch, helper);
-    index_entries(a, index, buffer + METADATA_AT, helper);
+    pad_rows(a, index, helper);
     pad(a, index, helper);
-    if (a.has_row_budget) pad_rows(a, index, helper);
+    index_entries(a, index, buffer + METADATA_AT, helper);
 }

@@ -101,19 +101,20 @@ __device__ void send_scales(const Arguments& a, int first, int end, u64 buffer_a
 #endif
 
 // Send the counts of this rank for all ranks to each of them, so that all compute the same totals. By all
-// helpers of the last block.
+// helpers of the last block, a warp for each rank.
 __device__ void send_headers(const Arguments& a, const Plan& plan, u64 buffer_at, int helper) {
+    const int lane = helper % 32;
     int status = a.status;
     if ((status & FAULT_MASK) == 0 && plan.is_bad) status += FAULT_IDS;
     const bool is_sent = (status & FAULT_MASK) == 0;
-    for (int peer = 0; peer < WORLD; ++peer) {
+    for (int peer = helper / 32; peer < WORLD; peer += HELPERS) {
         if (!plan.takes[peer]) continue;
         int* header = (int*)(a.table[peer] + buffer_at + HEADER_AT + (u64)a.rank * HEADER_BYTES);
-        if (helper == 0) {
+        if (lane == 0) {
             store_far(header, status);
             store_far(header + 1, a.wanted_tokens);
         }
-        for (int i = helper; i < COUNTERS; i += 32 * HELPERS) {
+        for (int i = lane; i < COUNTERS; i += 32) {
             // Counts of rows for each rank come first.
             const int word = i < EXPERTS ? WORLD + i : i - EXPERTS;
             store_far(header + HEADER_WORDS + word, is_sent ? plan.before[i] : 0);
@@ -126,17 +127,4 @@ __device__ void count_headers(const Arguments& a) {
     u64 num_notified = 0;
     for (int peer = 0; peer < WORLD; ++peer) num_notified += peer != a.rank && takes_part(a, peer);
     atomicAdd(a.counters, num_notified);
-}
-
-// The last block of this rank to arrive signals all ranks that headers and metadata are there. By one warp.
-__device__ void publish_counts(const Arguments& a) {
-    const int lane = threadIdx.x % 32;
-    int before = 0;
-    if (lane == 0) before = arrive_here(a.state + DISPATCH_COUNTED);
-    if (__shfl_sync(ALL_LANES, before, 0) != (int)gridDim.x - 1) return;
-    // The other lanes release what lane 0 has acquired.
-    __syncwarp();
-    if (lane == 0) a.state[DISPATCH_COUNTED] = 0;
-    // Read in index_rows() of every rank.
-    if (takes_part(a, lane)) add_released(a.table[lane] + COUNTS_READY_AT + 4 * a.rank, 1);
 }

@@ -17,7 +17,7 @@ __device__ bool takes_part(const A& a, int rank) {
     return rank < WORLD && (a.excluded == nullptr || a.excluded[rank] == 0);
 }
 
-// Report to the host that the signals of the lanes in `missing` did not come, and end the waits of all
+// Report to the host that the signals of the lanes in `missing` did not arrive, and end the waits of all
 // ranks; or report that another rank has ended them.
 template <class A>
 __device__ void abort_ranks(const A& a, u32 missing, u32 aborted, int phase, int epoch) {
@@ -57,20 +57,21 @@ __device__ bool is_behind(u32 word, int epoch) {
     return EXACT ? (int)word != mark_of(epoch) : (int)(word - (u32)epoch) < 0;
 }
 
-// Wait until the signal of each lane that has one is `epoch`. Returns whether all are, on all lanes: these
-// may then load what the ranks stored before their signals.
+// Wait until the signal of each lane that has one is that of `epoch`, to which each epoch adds `amount`.
+// Returns whether all are, on all lanes: these may then load what the ranks stored before their signals.
 template <bool EXACT = false, class A>
-__device__ bool wait(const A& a, u64 word, int epoch, int phase) {
+__device__ bool wait(const A& a, u64 word, int epoch, int phase, int amount = 1) {
+    const int wanted = (int)((u32)epoch * (u32)amount);
     u32 missing = ALL_LANES, aborted = 0;
     int polls = a.max_polls;
     u64 end_ns = 0;
     for (u32 looks = 1; missing && polls > 0 && !aborted; ++looks) {
-        missing = __ballot_sync(ALL_LANES, word && is_behind<EXACT>(watched(word), epoch));
+        missing = __ballot_sync(ALL_LANES, word && is_behind<EXACT>(watched(word), wanted));
         if (missing) aborted = watched(a.own);
         aborted = __shfl_sync(ALL_LANES, aborted, 0);
         polls = polls_left(polls, looks, end_ns);
     }
-    missing = __ballot_sync(ALL_LANES, word && is_behind<EXACT>(acquired(word), epoch));
+    missing = __ballot_sync(ALL_LANES, word && is_behind<EXACT>(acquired(word), wanted));
     __syncwarp();
     if (!missing) return true;
     abort_ranks(a, missing, aborted, phase, epoch);

@@ -1,8 +1,8 @@
-// Plan where the tokens of a rank go: the place of a token among the rows for each rank, and the position
+// Plan where the tokens of a rank go: the index of a token among the rows for each rank, and the position
 // of an entry among the slots of its expert, in the order of tokens.
 //
 // All warps of a block except the last one plan its run of tokens. They count tokens, release the counts
-// to later blocks, add up the counts of earlier blocks, and write places and positions. All blocks run at
+// to later blocks, add up the counts of earlier blocks, and write indices and positions. All blocks run at
 // the same time, so the wait for earlier blocks is short.
 //
 // Counts are bits in shared memory: each expert has a bit for each token of a group. The bit does not show
@@ -20,7 +20,7 @@ struct Plan {
     int own[COUNTERS];                 // of this block
     int before[COUNTERS];              // of earlier blocks and groups; of this block, too, in the end
     bool takes[WORLD];
-    bool is_lost;      // the counts of an earlier block did not come
+    bool is_lost;      // the counts of an earlier block did not arrive
     int has_repeats;  // a token of this block names an expert twice
     int is_bad;       // an id of this block or of an earlier one is out of range
 };

@@ -2,7 +2,7 @@
 //
 // A copier is a warp with a ring of pieces in shared memory. A piece is brought in once, and stored from
 // there in the memory of each rank. A stage is filled again once the stores of its piece have read it. The
-// first pieces are brought in while places are planned.
+// first pieces are loaded while indices are planned.
 
 constexpr int PIECES = (ROW_BYTES + MAX_PIECE - 1) / MAX_PIECE;
 constexpr int PIECE = (ROW_BYTES / 16 + PIECES - 1) / PIECES * 16;
@@ -51,7 +51,7 @@ __device__ void leave_ring(const Ring& ring) {
     }
 }
 
-// The place of a token on the rank of each lane, or -1.
+// The row index of a token on the rank of each lane, or -1.
 __device__ int place_of(const Arguments& a, int token, int end, bool takes) {
     return token < end && takes ? a.places[(i64)token * WORLD + threadIdx.x % 32] : -1;
 }
@@ -59,7 +59,7 @@ __device__ int place_of(const Arguments& a, int token, int end, bool takes) {
 // Store the rows of this warp's tokens on all ranks; they are stored when it returns.
 __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_at) {
     const int lane = threadIdx.x % 32;
-    // Not every place is of a rank that takes part: a cached plan may be older than an exclusion.
+    // Some indices may be those of excluded ranks: a cached plan may be older than an exclusion.
     const bool takes = takes_part(a, lane);
     const u64 home = takes
         ? a.table[lane] + buffer_at + DATA_AT + (u64)a.rank * MAX_TOKENS * DATA_BYTES : 0;

@@ -4,6 +4,10 @@ from torch.distributed import ProcessGroup
 
 from epcomm.integrations.deep_ep import *  # noqa: F403
 
+# `import deep_ep` makes its modules attributes, as in DeepEP.
+from .buffers import elastic, legacy  # noqa: F401
+from .utils import event  # noqa: F401
+
 # As in the metadata of this folder and in packages/deep_ep/pyproject.toml.
 __version__ = "2.1.0+epcomm"
 
@@ -22,8 +26,3 @@ def get_logical_domain_size(group: ProcessGroup, allow_hybrid_mode: bool = True)
     """Return the numbers of scale-out and scale-up ranks; all ranks are scale-up ranks."""
     del allow_hybrid_mode
     return 1, group.size()
-
-
-# `import deep_ep` makes its modules attributes, as in DeepEP. envs needs the functions above.
-from .buffers import elastic, legacy  # noqa: E402, F401
-from .utils import envs, event  # noqa: E402, F401

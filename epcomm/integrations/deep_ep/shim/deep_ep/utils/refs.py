@@ -1,4 +1,0 @@
-"""Absent: references that DeepEP's tests compare with."""
-
-_ABSENT = f"{__name__} is absent in epcomm; copy the module from DeepEP's sources"
-raise ModuleNotFoundError(_ABSENT, name=__name__)

@@ -111,7 +111,7 @@ class Gate:
             live=live,
             chosen=live,
             routing=self.routing,
-            correction_bias=bias,
+            correction_bias=None if bias is None else bias.reshape(-1),
             repeats=repeats,
         )
         if topk_ids is not None:

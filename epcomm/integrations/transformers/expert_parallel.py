@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from epcomm.blocks import correction_bias_of
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode, Router
 from epcomm.dispatchers.checks import unready_error
@@ -27,7 +28,6 @@ from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.experts import PhaseDispatchers, count_batch
 from epcomm.group import EPGroup
 from epcomm.integrations.transformers.reading import read_routing
-from epcomm.integrations.transformers.structure import correction_bias_of
 from epcomm.layers import named_expert_parallel_layers, put_in_front
 from epcomm.ops.slots import expert_of_slot, pack
 from epcomm.placement.recorder import load_table

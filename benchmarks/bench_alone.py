@@ -4,14 +4,10 @@
     PYTHONPATH=../before python benchmarks/bench_alone.py
 
 The second command measures another checkout: run both in turn. Contention between GPUs does not
-show: the memory of all ranks is on one GPU, and one rank runs at a time. First the ranks run one
-after another, which stores what they send, and the sums of rank 0 are compared with torch. On the
-clock rank 0 runs alone, each time from the same state and signals. A call lasts from the start of
-its first kernel to the end of its last one, as CUPTI reports them for a graph.
-
-    combine, combine_without_weights, dispatch    normal mode, W = 2, T = 4096
-    ..._of_8_ranks_1_token                        likewise, W = 8, T = 1, M = 4096
-    low_latency_T                                 all four kernels, W = 8, M = 128, FP8 rows
+show. First the ranks, all on this GPU, run one after another, which stores what they send, and the
+sums of rank 0 are compared with torch. On the clock rank 0 runs alone, each time from the same
+state and signals. A call lasts from the start of its first kernel to the end of its last one, as
+CUPTI reports them for a graph: in normal mode one kernel, in low latency all four.
 """
 
 from __future__ import annotations
@@ -23,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
-from typing import Annotated, Any
-from unittest.mock import patch
+from typing import Annotated
+from unittest.mock import Mock, patch
 
 import torch
 import typer
@@ -34,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.measuring import Output, gpu_of, report_of, write_report
 from epcomm.bench.check import CheckError
 from epcomm.bench.timing import captured
+from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink import base
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.memory import SymmetricMemory
@@ -44,92 +41,72 @@ from epcomm.kernels.nvlink.common.exchange import first_state
 from epcomm.kernels.nvlink.common.layout import ANEW
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize
-from epcomm.records import SlotIndex
+from epcomm.records import Pending, SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat
 
 HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
-# M of normal mode and of low latency.
-MAX_TOKENS, MAX_LOW_LATENCY_TOKENS = 4096, 128
+# M of normal mode.
+MAX_TOKENS = 4096
 # The signals of peers in normal mode, which are compared by order.
 AHEAD = 2**20
-BF16 = WireFormat.of(torch.bfloat16)
-# Replays of a call, and those of them that count no time.
-_CALLS, _WARM_UP = 100, 10
+# Replays of a call, of which the median counts.
+_CALLS = 100
 # The kernels of normal mode; the names of those of low latency begin with _.
 _NORMAL_KERNELS = ("dispatch_rows", "combine_rows")
+
+
+def spec_of(world_size: int, max_tokens: int, wire: WireFormat | None = None) -> BufferSpec:
+    """Return the specification of one receive buffer, for rows of BF16 or another format."""
+    plain = WireFormat.of(torch.bfloat16)
+    return BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        num_local_experts=EXPERTS // world_size,
+        dispatch_format=wire or plain,
+        hidden_format=plain,
+        max_tokens_per_rank=max_tokens,
+        batches_in_flight=1,
+    )
 
 
 class Ranks:
     """Buffers and batches of all ranks on this GPU; values are powers of two, so sums are exact."""
 
-    def __init__(
-        self,
-        kind: type[NVLinkStaticBuffer | NVLinkLowLatencyBuffer],
-        wire: WireFormat,
-        max_tokens: int,
-        shape: tuple[int, int],
-        device: torch.device,
-    ) -> None:
-        """Open buffers of one batch for `shape`, W and T."""
-        self.size, num_tokens = shape
-        spec = BufferSpec(
-            hidden_size=HIDDEN,
-            top_k=TOP_K,
-            num_local_experts=EXPERTS // self.size,
-            dispatch_format=wire,
-            hidden_format=BF16,
-            max_tokens_per_rank=max_tokens,
-            batches_in_flight=1,
-        )
-        layout: Any = kind.layout_for(spec, self.size)
-        # A line more, for the signals of a barrier.
-        num_bytes = layout.num_bytes + 1024
-        self.layout, zeros = layout, partial(torch.zeros, dtype=torch.uint8, device=device)
-        self.blocks = [zeros(num_bytes) for _ in range(self.size)]
-        self.buffers = [self._open(kind, spec, rank) for rank in range(self.size)]
+    def __init__(self, kind: type, spec: BufferSpec, num_tokens: int, device: torch.device) -> None:
+        """Open buffers for T tokens of each rank."""
+        self.size = world_size = EXPERTS // spec.num_local_experts
+        self.layout = kind.layout_for(spec, world_size)
+        # Behind the layout are the signals of a barrier.
+        num_bytes = self.layout.num_bytes + 1024
+        blocks = torch.zeros(world_size, num_bytes // 128 * 128, dtype=torch.uint8, device=device)
+        self.blocks, addresses = list(blocks), tuple(block.data_ptr() for block in blocks)
+        self.buffers, self.calls = [], []
         torch.manual_seed(0)
-        self.calls = [
-            DispatchCall(
-                hidden_states=self._powers(3, num_tokens, HIDDEN).bfloat16(),
+        for rank, block in enumerate(blocks):
+            own = SimpleNamespace(rank=rank, world_size=world_size, device=device)
+            own.names, own.streams = RankNames.of_all(rank, world_size), Mock()
+            own.kernel_timeout_s = 1.0
+            memory = SymmetricMemory(block=block, addresses=addresses, keeps=None)
+            calls = SimpleNamespace(collectives=own, gather_records=lambda mine, **_: [mine])
+            # Peers are no processes, and do not answer.
+            with (
+                patch.object(base, "open_symmetric_memory", Mock(return_value=memory)),
+                patch.object(kind, "_warm_up"),
+            ):
+                self.buffers.append(kind(calls, spec))
+                self.buffers[rank].prepare()
+            powers = 2.0 ** torch.randint(0, 3, (num_tokens, HIDDEN), device=device)
+            call = DispatchCall(
+                hidden_states=powers.bfloat16(),
                 topk_ids=torch.rand(num_tokens, EXPERTS, device=device).topk(TOP_K).indices,
-                topk_weights=self._powers(2, num_tokens, TOP_K),
+                topk_weights=powers[:, :TOP_K].contiguous(),
                 flags=BatchFlags.NONE,
             )
-            for _ in range(self.size)
-        ]
-
-    def _open(self, kind: type, spec: BufferSpec, rank: int) -> Any:  # noqa: ANN401 - of both modes
-        """Open the buffer of a rank, whose peers are not processes."""
-        collectives = SimpleNamespace(
-            rank=rank,
-            world_size=self.size,
-            device=self.blocks[rank].device,
-            names=RankNames.of_all(rank, self.size),
-            streams=SimpleNamespace(follow=lambda device: None),
-            kernel_timeout_s=1.0,
-        )
-        memory = SymmetricMemory(
-            block=self.blocks[rank],
-            addresses=tuple(block.data_ptr() for block in self.blocks),
-            keeps=None,
-        )
-        with (
-            patch.object(base, "open_symmetric_memory", lambda *_, **__: memory),
-            patch.object(kind, "_warm_up", lambda _: None),
-        ):
-            calls = SimpleNamespace(
-                collectives=collectives, gather_records=lambda mine, **_: [mine]
-            )
-            buffer = kind(calls, spec)
-            buffer.prepare()
-        return buffer
-
-    def _powers(self, count: int, *shape: int) -> Tensor:
-        return 2.0 ** torch.randint(0, count, shape, device=self.blocks[0].device)
+            self.calls.append(call)
 
     def region(self, name: str, rank: int, sizes: dict[str, int], begin: int = 0) -> Tensor:
-        """View a region of a block by the rank of which its words are."""
+        """View a region of a block by the rank that writes it."""
         begin += self.layout.offsets[name]
         return self.blocks[rank][begin : begin + sizes[name]].view(torch.int32).view(self.size, -1)
 
@@ -152,7 +129,7 @@ class Ranks:
 
 def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[str, list[float]]:
     """Check normal mode, and return microseconds of the calls of each kernel."""
-    ranks = Ranks(NVLinkStaticBuffer, BF16, MAX_TOKENS, (world_size, num_tokens), device)
+    ranks = Ranks(NVLinkStaticBuffer, spec_of(world_size, MAX_TOKENS), num_tokens, device)
     layout, exchanges = ranks.layout, [buffer._exchange for buffer in ranks.buffers]
     for rank in range(world_size):
         for name in ("dispatch_begin", "counts_ready", "rows_ready", "combine_begin", "sums_ready"):
@@ -169,7 +146,7 @@ def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[
         exchanges[rank].state.copy_(states[rank])
         exchanges[rank].counted.zero_()
 
-    def dispatch(rank: int = 0) -> Any:  # noqa: ANN401 - as the buffer returns it
+    def dispatch(rank: int = 0) -> Dispatched:
         return ranks.buffers[rank].dispatch(ranks.calls[rank])
 
     def combine(rank: int = 0, *, is_weighted: bool = True) -> Tensor:
@@ -177,7 +154,7 @@ def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[
         plan, buffer = sent[rank].exchange_plan, ranks.buffers[rank]
         return buffer.combine(results[rank], plan, rows_per=RowsPer.SLOT, slot_weights=weights)[0]
 
-    sent: dict[int, Any] = {}
+    sent: dict[int, Dispatched] = {}
     # In the second round all that the others send is there.
     for rank in 2 * [*range(world_size)]:
         reset(rank)
@@ -200,20 +177,15 @@ def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[
 
 def time_low_latency(world_size: int, num_tokens: int, device: torch.device) -> list[float]:
     """Check low latency with FP8 rows; return microseconds of its four kernels together."""
-    shape, wire = (world_size, num_tokens), FP8_FLOAT32_SCALES
-    ranks = Ranks(NVLinkLowLatencyBuffer, wire, MAX_LOW_LATENCY_TOKENS, shape, device)
+    spec = spec_of(world_size, 128, FP8_FLOAT32_SCALES)
+    ranks = Ranks(NVLinkLowLatencyBuffer, spec, num_tokens, device)
     layout, buffers = ranks.layout, ranks.buffers
 
-    def combine(rank: int, sent: Any) -> Any:  # noqa: ANN401 - as the buffer returns them
-        plan, weights = sent.exchange_plan, sent.slot_weights
-        slots = RowsPer.SLOT
-        return buffers[rank].combine_async(
-            results[rank], plan, rows_per=slots, slot_weights=weights
-        )
+    def combine(rank: int, sent: Dispatched) -> Pending[Tensor]:
+        rows, plan, weights = results[rank], sent.exchange_plan, sent.slot_weights
+        return buffers[rank].combine_async(rows, plan, rows_per=RowsPer.SLOT, slot_weights=weights)
 
-    dispatching = [
-        buffer.dispatch_async(call) for buffer, call in zip(buffers, ranks.calls, strict=True)
-    ]
+    dispatching = [buffers[rank].dispatch_async(call) for rank, call in enumerate(ranks.calls)]
     sent = [each.wait() for each in dispatching]
     results = [ranks.results(rank, each.index) for rank, each in enumerate(sent)]
     combining = [combine(rank, each) for rank, each in enumerate(sent)]
@@ -248,7 +220,7 @@ def time_call(
         if each.name in _NORMAL_KERNELS or each.name.startswith("_")
     )
     assert len(spans) == _CALLS * kernels, f"CUPTI reported {len(spans)} kernels"
-    starts = range(_WARM_UP * kernels, len(spans), kernels)
+    starts = range(0, len(spans), kernels)
     return [spans[first + kernels - 1][1] - spans[first][0] for first in starts]
 
 
@@ -256,18 +228,15 @@ def main(output: Annotated[Path | None, typer.Option(help="Of the report.")] = N
     """Check, measure, and print medians in microseconds."""
     device = gpu_of("bench_alone")
     sys.stderr.write("contention between GPUs does not show: rank 0 runs alone on one GPU\n")
-    report = report_of("alone", {}, device, "benchmarks.bench_alone")
-    try:
-        with torch.no_grad():
-            found = time_normal(2, 4096, device)
-            for name, us in time_normal(8, 1, device).items():
-                found[f"{name}_of_8_ranks_1_token"] = us
-            for tokens in (1, 32, 128):
-                found[f"low_latency_{tokens}"] = time_low_latency(8, tokens, device)
-    except CheckError as error:
-        sys.exit(str(error))
+    with torch.no_grad():
+        found = time_normal(2, 4096, device)
+        for name, us in time_normal(8, 1, device).items():
+            found[f"{name}_of_8_ranks_1_token"] = us
+        for tokens in (1, 32, 128):
+            found[f"low_latency_{tokens}"] = time_low_latency(8, tokens, device)
     us = {f"{name}_us": median(values) for name, values in found.items()}
     sys.stdout.write(f"{json.dumps(us)}\n")
+    report = report_of("alone", {}, device, "benchmarks.bench_alone")
     write_report({**report, **us}, Output(output=output))
 
 

@@ -37,17 +37,6 @@ def test_golden_gating(case: dict[str, Any]) -> None:
         assert norm.isnan().all()
 
 
-@pytest.mark.parametrize("case", GOLDEN["gating_top_k_softmax"], ids=lambda case: case["id"])
-def test_golden_softmax(case: dict[str, Any]) -> None:
-    y, ids, rows = torch.ops.npu.npu_moe_gating_top_k_softmax(
-        tensor_of(case["x"]), optional_tensor(case["finished"]), **case["call"]
-    )
-    expected = case["expected"]
-    assert_equals(ids, expected["expert_ids"])
-    assert_equals(rows, expected["row_idx"])
-    assert_equals(y, expected["y"], rtol=0.0 if case["y_exact"] else RTOL)
-
-
 @given(
     seed=st.integers(0, 1 << 30),
     norm_type=st.sampled_from([0, 1]),
@@ -114,6 +103,3 @@ def test_rows_with_nan_are_undefined_and_others_are_not() -> None:
         assert y.isnan().any(1).tolist() == [False, True, False]
         assert (ids == UNDEFINED_INT).all(1).tolist() == [False, True, False]
         assert ids[0].tolist() == [0, 1]
-    y, ids, _ = torch.ops.npu.npu_moe_gating_top_k_softmax(logits, k=2)
-    assert y.isnan().any(1).tolist() == [False, True, False]
-    assert (ids == UNDEFINED_INT).all(1).tolist() == [False, True, False]

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from epcomm.fuseep import ascend
 from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
 from epcomm.fuseep.limits import max_call_tokens, max_received_rows
 from epcomm.platforms.ascend.chip import Soc
+from epcomm.platforms.machine import this_machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import BufferSpec
 from epcomm.types import WireDtype, WireFormat
@@ -42,7 +45,9 @@ def reasons_of(
     soc: Soc | None = Soc.A3,
     environment: Mapping[str, str] = NOTHING,
 ) -> list[str]:
-    return MODES[mode].reasons(spec, world_size, soc=soc, environment=environment)
+    machine = replace(this_machine(), environment=environment)
+    with patch.object(ascend, "current_soc", lambda: soc):
+        return list(MODES[mode].lacks_with(machine, spec, world_size))
 
 
 @every_mode

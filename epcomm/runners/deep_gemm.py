@@ -305,7 +305,10 @@ def _gather(rows: WireTensor, index: SlotIndex, num_padding: int) -> WireTensor:
     padded = replace(index, row_of_slot=row_of_slot, is_dense=index.is_dense and not num_padding)
     codes = gather_rows(rows.data.view(torch.uint8), padded).contiguous().view(rows.data.dtype)
     picked = row_of_slot if padded.is_dense else row_of_slot.clamp(min=0)
-    columns = _movable(rows.scales.transpose(0, 1))
+    columns = rows.scales.transpose(0, 1)
+    if columns.itemsize == 1:
+        # torch cannot index 8-bit floats.
+        columns = columns.view(torch.uint8)
     # The number of slots is a multiple of the alignment of columns.
     gathered = torch.index_select(columns, 1, picked).view(rows.scales.dtype)
     if gathered.dtype == torch.float8_e8m0fnu:
@@ -337,8 +340,3 @@ def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
     slots = torch.arange(num_slots, device=experts.device)
     is_used = (experts < num_experts) & (slots < _ends(index)[safe])
     return torch.where(is_used, experts, -1).to(torch.int32)
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """View 8-bit floats, which torch cannot index, as bytes; return other tensors as they are."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

@@ -51,7 +51,15 @@ def to_nz(matrices: Tensor) -> Tensor:
     if alignment_reasons(_CAST, matrices) or not has_kernel(_CAST, matrices.device):
         return matrices
     cast = torch.ops.npu.npu_format_cast(matrices.detach().contiguous(), ACL_FORMAT_NZ)
-    _check_format(cast)
+    # The setting cannot be read and the device only warns, so the result is checked.
+    found = ACL_FORMAT_NZ
+    if has_kernel(_FORMAT, cast.device):
+        found = torch.ops.npu.get_npu_format(cast)
+    if found != ACL_FORMAT_NZ:
+        raise ConfigError(
+            f"to_nz: weights on {cast.device} have format {found}, expected {ACL_FORMAT_NZ} (NZ); "
+            "set torch.npu.config.allow_internal_format = True before weights are packed"
+        )
     return cast
 
 
@@ -62,15 +70,3 @@ def nz_reasons(device: torch.device) -> list[str]:
     except ConfigError as error:
         return [str(error)]
     return []
-
-
-def _check_format(cast: Tensor) -> None:
-    # The setting cannot be read and the device only warns, so the result is checked.
-    if not has_kernel(_FORMAT, cast.device):
-        return
-    found = torch.ops.npu.get_npu_format(cast)
-    if found != ACL_FORMAT_NZ:
-        raise ConfigError(
-            f"to_nz: weights on {cast.device} have format {found}, expected {ACL_FORMAT_NZ} (NZ); "
-            "set torch.npu.config.allow_internal_format = True before weights are packed"
-        )

@@ -114,18 +114,19 @@ class DirectLaunch:
         self._keeps = (compiled, [arguments[place] for place in kept])
         # Arguments that change come first, so that one call writes all of them.
         order = [place for place in (*given, *kept) if types[place] != "constexpr"]
-        formats = {place: _format_of(types[place]) for place in order}
+        formats = {place: _FORMATS.get(types[place], _POINTER)[1] for place in order}
         self._memory = ctypes.create_string_buffer(_SLOT_BYTES * (len(order) + num_scratch))
         begin = ctypes.addressof(self._memory)
         slots = {place: begin + _SLOT_BYTES * slot for slot, place in enumerate(order)}
         scratch = [begin + _SLOT_BYTES * (len(order) + each) for each in range(num_scratch)]
         addresses = [slots[place] for place in sorted(order)] + scratch
+        values = [arguments[place] for place in order]
         self._parameters = (c_void_p * len(addresses))(*addresses)
         struct.pack_into(
             "=" + "".join(formats[place] for place in order),
             self._memory,
             0,
-            *(_value_of(arguments[place]) for place in order),
+            *(each.data_ptr() if isinstance(each, Tensor) else each for each in values),
         )
         self._write = struct.Struct(
             "=" + "".join(formats.get(place, "") for place in given)
@@ -327,14 +328,6 @@ def _is_aligned(arguments: Sequence[object]) -> bool:
 def _bytes_of(kind: str) -> int:
     """Return the bytes of a parameter; 0 for a constant."""
     return 0 if kind == "constexpr" else _FORMATS.get(kind, _POINTER)[0]
-
-
-def _format_of(kind: str) -> str:
-    return _FORMATS.get(kind, _POINTER)[1]
-
-
-def _value_of(argument: object) -> object:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
 def _kind_of(argument: object, kind: str) -> object:

@@ -24,7 +24,7 @@ from epcomm.runners.base import (
     weight_slots,
 )
 from epcomm.spec import Availability
-from epcomm.types import Int8Profile, Layout
+from epcomm.types import Layout
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
@@ -43,7 +43,6 @@ class AscendRunner(ExpertRunner):
     name: ClassVar[str] = "ascend"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights, Int8ChannelWeights)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
-    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -90,7 +89,7 @@ class AscendRunner(ExpertRunner):
             return rows.new_empty(0, rows.shape[1], dtype=weights.dtype)
         counts = dispatched.num_tokens_per_expert.to(torch.int64)
         if isinstance(weights, Int8ChannelWeights):
-            results = self._run_int8(self._packed(dispatched, weights), weights, counts)
+            results = self._run_int8(dispatched, weights, counts)
         else:
             assert isinstance(weights, ExpertWeights), "supports() said so"
             packed = gather_rows(rows, dispatched.index)
@@ -115,9 +114,17 @@ class AscendRunner(ExpertRunner):
         """Return the matrices [E, H, 2I] and [E, I, H] in the format that the products read."""
         return matrices_of(weights)
 
-    def _run_int8(self, rows: Int8Rows, weights: Int8ChannelWeights, counts: Tensor) -> Tensor:
+    def _run_int8(
+        self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights, counts: Tensor
+    ) -> Tensor:
+        rows = dispatched.hidden_states
+        if not rows.format.dtype.is_quantized:
+            rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
+        assert rows.scales is not None, "quantised rows have scales"
+        codes, scales = (gather_rows(part, dispatched.index) for part in (rows.data, rows.scales))
+        slots = Int8Rows(codes=codes, scales=scales.flatten())
         gate_up, down = self._matrices(weights)
-        hidden = self._between(rows, gate_up, weights, counts)
+        hidden = self._between(slots, gate_up, weights, counts)
         return multiply(
             hidden.codes,
             down,
@@ -135,15 +142,6 @@ class AscendRunner(ExpertRunner):
         return activate_sums(
             sums, counts, weight_scale=weights.gate_up_scale, row_scales=rows.scales
         )
-
-    def _packed(self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights) -> Int8Rows:
-        """Copy the row of each slot; rows that came unquantised are quantised here."""
-        rows = dispatched.hidden_states
-        if not rows.format.dtype.is_quantized:
-            rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
-        assert rows.scales is not None, "quantised rows have scales"
-        codes, scales = (gather_rows(part, dispatched.index) for part in (rows.data, rows.scales))
-        return Int8Rows(codes=codes, scales=scales.flatten())
 
 
 class AscendSwigluRunner(AscendRunner):

@@ -13,6 +13,7 @@ from inspect import BoundArguments, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
@@ -557,8 +558,6 @@ def _is_by_expert(leaf: Tensor) -> bool:
 
 def _run_c10d(op: Operation) -> object:
     """Run a collective on local pieces; its ranks must hold the same experts."""
-    import torch.distributed as dist
-
     mesh_ranks = set(op.some._spec.mesh.mesh.flatten().tolist())
     for boxed in tree_leaves((op.args, op.kwargs)):
         if not isinstance(boxed, torch.ScriptObject) or "ProcessGroup" not in str(boxed._type()):

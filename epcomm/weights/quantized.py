@@ -165,9 +165,7 @@ class EightBitWeights(ExpertTensors):
 
     @staticmethod
     @abstractmethod
-    def _quantize(
-        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
-    ) -> tuple[Tensor, Tensor]:
+    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         """Quantise [E, N, K] to codes and scales."""
 
     @staticmethod
@@ -196,9 +194,7 @@ class Fp8BlockWeights(EightBitWeights):
         return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
 
     @staticmethod
-    def _quantize(
-        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
-    ) -> tuple[Tensor, Tensor]:
+    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
@@ -229,9 +225,7 @@ class Int8ChannelWeights(EightBitWeights):
         return [num_experts, num_rows]
 
     @staticmethod
-    def _quantize(
-        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
-    ) -> tuple[Tensor, Tensor]:
+    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         if scales is not ScaleDtype.FLOAT32:
             raise ConfigError(
                 f"Int8ChannelWeights.from_unquantized: scales is {scales.value}, expected "

@@ -184,7 +184,7 @@ def _compute_masked(
             f"deep_gemm: experts have capacity for {capacity} rows, expected a multiple of "
             f"{alignment}; dispatch with a plan made for runner deep_gemm"
         )
-    # Chooses the tiles.
+    # The package chooses the tiles by it.
     expected = min(capacity, dispatched.mean_tokens_per_expert or capacity)
 
     def multiply(operand: WireTensor, name: str) -> Tensor:

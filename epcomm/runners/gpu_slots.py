@@ -50,7 +50,7 @@ class GpuSlotsRunner(ExpertRunner):
             reasons += cls.capabilities.lacking(machine.capability(device))
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
-            reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
+            reasons.append(f"the experts need {weights.wire_format} rows, expected {read}")
         return reasons + triton_reasons(machine)
 
 

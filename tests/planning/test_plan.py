@@ -406,7 +406,7 @@ def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch)
         plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(12))
     assert (
         "plan: no runner computes these experts: grouped_mm: intermediate_size is 12, "
-        "expected a multiple of 8; reference: reads masked, but collective hands out rows"
+        "expected a multiple of 8; reference: reads masked, but collective returns rows"
     ) in str(caught.value)
 
 

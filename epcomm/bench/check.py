@@ -25,13 +25,7 @@ class CheckError(Exception):
 def check_contender(
     contender: Contender[DispatchedT], batches: Sequence[RankBatch], rank: int, num_local: int
 ) -> None:
-    """Run one call, and compare the rows that experts receive and y.
-
-    Args:
-        contender: what is to be measured.
-        batches: of all ranks.
-        rank: this one.
-        num_local: L.
+    """Run one call, and compare the rows that experts receive and y. batches: of all ranks.
 
     Collective: yes.
     Raises:
@@ -87,12 +81,7 @@ def find_row_fault(
 ) -> str | None:
     """Return the fault of the rows of this rank's experts, which must be their tokens, or None.
 
-    Args:
-        grouped: the rows, by expert.
-        batches: of all ranks.
-        first_expert: of this rank.
-        order: see Contender.source_order.
-        row_error: see Contender.row_error; without any, rows must be the same bits.
+    order, row_error: see Contender; without an error, rows must be bit-equal.
     """
     for local, run in enumerate(grouped.runs()):
         rows = grouped.rows[run.start : run.stop]

@@ -25,7 +25,7 @@ from epcomm.bench.ranks import (
     start_ranks,
 )
 from epcomm.bench.records import Report
-from epcomm.bench.report import as_json, layers_table, timings_table
+from epcomm.bench.report import as_json, times_table
 from epcomm.bench.run import run_bench
 from epcomm.cli.records import takes_records
 from epcomm.errors import ConfigError, shown
@@ -193,9 +193,9 @@ def _show(found: Report, report: ReportOptions) -> None:
         f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
         f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
     )
-    console.print(timings_table(found.results))
+    console.print(times_table(found.results))
     if found.layers:
-        console.print(layers_table(found.layers))
+        console.print(times_table(found.layers, of_layers=True))
     for line in _absent_lines(found, is_verbose=report.verbose):
         write(line)
     for each in found.wrong:

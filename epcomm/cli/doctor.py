@@ -84,21 +84,15 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _named(findings: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
-    wanted = {part for name in names for part in _parts(name)}
+    # deep_ep stands for its two backends, any other name for itself.
+    wanted = {part for name in names for part in BACKEND_GROUPS.get(name, (name,))}
     return [each for each in findings if not names or each.name in wanted]
 
 
-def _parts(name: str) -> tuple[str, ...]:
-    """Return what a name stands for: deep_ep for its two backends, any other for itself."""
-    return BACKEND_GROUPS.get(name, (name,))
-
-
 def _is_enough(report: DoctorReport, names: Sequence[str]) -> bool:
-    here = {each.name for each in (*report.backends, *report.runners) if each.status is Status.HERE}
-    if names:
-        return all(not here.isdisjoint(_parts(name)) for name in names)
     parts = (report.backends, report.runners)
-    return all(any(each.name in here for each in found) for found in parts)
+    asked = [_named([*parts[0], *parts[1]], [name]) for name in names]
+    return all(any(each.status is Status.HERE for each in found) for found in asked or parts)
 
 
 def _plain(finding: Finding) -> dict[str, object]:
@@ -161,8 +155,8 @@ def _show_parts(console: Console, report: DoctorReport, names: Sequence[str]) ->
 
 def _findings_table(kind: str, findings: Sequence[Finding]) -> Table:
     table = _table(kind, "", "found", "what to do")
-    for finding in findings:
-        table.add_row(*_verdict(finding), escape(finding.detail), escape(finding.advice))
+    for each in findings:
+        table.add_row(each.name, _status(each), escape(each.detail), escape(each.advice))
     return table
 
 
@@ -180,7 +174,7 @@ def _parts_table(kind: str, findings: Sequence[Finding]) -> Table:
         detail = first.detail if first.status is Status.HERE else ", ".join(served)
         cells = (names, detail, "\n".join(first.reasons), first.advice)
         name, *rest = map(escape, cells)
-        table.add_row(name, _verdict(first)[1], *rest)
+        table.add_row(name, _status(first), *rest)
     return table
 
 
@@ -192,8 +186,8 @@ def _table(kind: str, *headings: str) -> Table:
     return table
 
 
-def _verdict(finding: Finding) -> tuple[str, str]:
-    return finding.name, f"[{_STYLES[finding.status]}]{finding.status.value}[/]"
+def _status(finding: Finding) -> str:
+    return f"[{_STYLES[finding.status]}]{finding.status.value}[/]"
 
 
 def _variables_table(variables: Sequence[Variable]) -> Table:

@@ -89,7 +89,7 @@ class FuseEPPath:
         experts = self._packed.of(weights.tensors(), lambda: self._operator.pack(weights))
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
         if self._checks_calls:
-            # Before the refusal is raised; otherwise faults of this call would wait for a check.
+            # This precedes the refusal; otherwise faults of this call would wait for a check.
             self.check()
         if refusal is not None:
             raise refusal

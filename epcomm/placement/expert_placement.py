@@ -141,7 +141,7 @@ class ExpertPlacement:
                 "returned"
             ) from None
         fields = set(cls.__dataclass_fields__)
-        # A file may be from before tokens could prefer near copies.
+        # Older files have no prefers_near.
         if not isinstance(values, Mapping) or {*values, "prefers_near"} != fields:
             came = sorted(values) if isinstance(values, Mapping) else describe_kind(values)
             raise ConfigError(

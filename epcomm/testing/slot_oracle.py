@@ -56,19 +56,13 @@ def slot_positions(
 
 def flat_rows(out: Dispatched, layout: Layout) -> WireTensor:
     """Return received rows of either layout as [R, H], with row-major scales."""
-    rows, came = out.rows, out.rows.scale_layout or ROW_MAJOR
-    scales = rows.scales
+    data, scales = out.rows.data, out.rows.scales
     if scales is not None:
-        num_scales = rows.format.num_scales(rows.data.shape[-1])
-        scales = restore_scales(scales, came, num_scales)
-    if layout is Layout.ROWS:
-        return replace(rows, scales=scales, scale_layout=None)
-    return replace(
-        rows,
-        data=rows.data.flatten(0, 1),
-        scales=None if scales is None else scales.flatten(0, 1),
-        scale_layout=None,
-    )
+        num_scales = out.rows.format.num_scales(data.shape[-1])
+        scales = restore_scales(scales, out.rows.scale_layout or ROW_MAJOR, num_scales)
+    if layout is not Layout.ROWS:
+        data, scales = data.flatten(0, 1), None if scales is None else scales.flatten(0, 1)
+    return replace(out.rows, data=data, scales=scales, scale_layout=None)
 
 
 def rows_of_slots(out: Dispatched, rows: WireTensor) -> Tensor:

@@ -130,7 +130,7 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     held = placement.experts_of_rank(layer.group.rank)
     copied = [place for place, expert in enumerate(held) if len(placement.replicas[expert]) > 1]
     copied.sort(key=held.__getitem__)
-    # By rank, the local experts here of which it has a copy too, in the order of logical ids: what
+    # By rank, the local experts of which it has copies too, in the order of logical ids: what
     # is sent there, and what is received from there.
     shared = [
         [place for place in copied if held[place] in placement.experts_of_rank(rank)]

@@ -169,7 +169,8 @@ def _check_operands(kernel: str, forms: tuple[tuple | None, ...], num_slots: int
 def _is_in_order(form: _Form, is_spaced: bool) -> bool:
     if is_spaced:
         return form.shape[1] <= 1 or form.strides[1] == 1
-    return torch.empty_strided(form.shape, form.strides, device="meta").is_contiguous()
+    empty = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
+    return empty.is_contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -481,6 +481,8 @@ def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     y, _, _ = buffer.combine(along, handle)
     num_ranks = batch.dispatch(buffer)[3]
     assert torch.equal(y, batch.x * num_ranks)
+    # One SM is a channel, and all tokens are its own.
+    assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
 
 
 @pytest.mark.ranks(2)
@@ -513,18 +515,6 @@ def check_heard(
     assert torch.equal(y, batch.x * num_ranks)
     y = there_and_back(buffer, batch, batch.x, batch.weights)
     assert torch.equal(y, batch.x)
-
-
-@pytest.mark.ranks(2)
-def test_handles_are_passed_on_as_they_are() -> None:
-    buffer = Buffer(world())
-    batch = Batch(buffer.rank, (16, 2, 4))
-    rows, _, handle, _ = batch.dispatch(buffer)
-    assert len(handle) == 6
-    # One SM is a channel, and all tokens are its own.
-    assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
-    with pytest.raises(HandleError, match="handle is tuple, expected what dispatch"):
-        buffer.combine(rows, tuple(each.clone() for each in handle))
 
 
 class DispatchAndSave(torch.autograd.Function):
@@ -603,14 +593,17 @@ def test_arguments_of_branches_are_accepted_where_they_are_off() -> None:
     )
     assert torch.equal(y, batch.x)
     given = torch.ones(1, device=here())
-    for argument in ("use_nvfp4", "x_global_scale", "topk_weights"):
-        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
-            buffer.low_latency_dispatch(*arguments, **{argument: given})  # type: ignore[arg-type]
-    for argument in ("overlap", "packed_recv_count", "comp_signal", "src_signals"):
-        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
-            buffer.low_latency_combine(slabs, *rest, **{argument: given})  # type: ignore[arg-type]
-    y, _, _ = buffer.low_latency_combine(slabs, *rest)
-    assert torch.equal(y, batch.x)
+    for method, first, names in (
+        (buffer.low_latency_dispatch, arguments, ("use_nvfp4", "x_global_scale", "topk_weights")),
+        (
+            buffer.low_latency_combine,
+            (slabs, *rest),
+            ("overlap", "packed_recv_count", "comp_signal", "src_signals"),
+        ),
+    ):
+        for name in names:
+            with pytest.raises(NotImplementedError, match=f"{name}.* is not there"):
+                method(*first, **{name: given})  # type: ignore[arg-type]
 
 
 def test_events_work_where_there_is_no_cuda() -> None:

@@ -60,7 +60,7 @@ class StrictHandle(tuple[Tensor, Tensor, int, int, int]):
 
 @dataclass(kw_only=True, eq=False)
 class Result:
-    """What a dispatch hands out, poisoned until it is received."""
+    """The tensors that a dispatch returns, poisoned until they are received."""
 
     x: Tensor
     scales: Tensor | None

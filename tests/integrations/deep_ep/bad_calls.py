@@ -44,7 +44,7 @@ UNKNOWN_TOP_K: Case = (
 
 @pytest.fixture
 def compares_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks compare shapes only where buffers open, as over NVLink."""
+    """Compare shapes only where buffers open, as over NVLink."""
     monkeypatch.setattr(Ranks, "is_over_nvlink", lambda self, service: service in self._classes)
 
 

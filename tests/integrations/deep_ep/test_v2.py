@@ -234,7 +234,7 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
     handle.recv_src_metadata = metadata
     expected = x * ranks_of_tokens(topk_idx)
     assert torch.equal(buffer.combine(by_token, handle)[0], expected)
-    # In place, in another order, and with no line behind the tokens that came.
+    # In place, in another order, and with no line after the received tokens.
     count = num_messages(handle)
     handle.recv_src_metadata = metadata[:count]
     handle.recv_src_metadata[:, 2] = torch.arange(count, device=here()).flip(0)

@@ -3,18 +3,13 @@ memory."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from epcomm.integrations.deep_ep import EventOverlap
-from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
-from fakes.deep_ep import install
 from fakes.deep_ep.strict_v2 import ElasticBuffer
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
@@ -44,18 +39,6 @@ def make_buffer() -> Iterator[BufferMaker]:
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("uneven")])
 def test_recorded_case_in_any_order(name: str, make_buffer: BufferMaker) -> None:
     run_recorded_case(name, make_buffer)
-
-
-def test_install_gives_a_package_that_is_recognised_as_v2(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "deep_ep", None)
-    with install("v2") as module:
-        assert importlib.import_module("deep_ep") is module
-        assert module.ElasticBuffer is ElasticBuffer
-        assert module.CPU_RANKS is True
-        assert module.__spec__ is not None
-        locations = module.__spec__.submodule_search_locations
-        assert locations is not None
-        assert deep_ep_kind(Path(locations[0])) is DeepEPKind.V2
 
 
 @pytest.mark.ranks(4)

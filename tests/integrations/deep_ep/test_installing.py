@@ -171,7 +171,7 @@ def test_a_distribution_holds_the_same_package(tmp_path: Path) -> None:
     subprocess.run(command, timeout=LIMIT_S, check=True)
     with zipfile.ZipFile(tmp_path / "deep_ep-2.1.0+epcomm-py3-none-any.whl") as wheel:
         sources = {each.relative_to(SHIM).as_posix(): each for each in SHIM.rglob("*.py")}
-        assert len(sources) > 10
+        assert "deep_ep/__init__.py" in sources
         for name, source in sources.items():
             assert wheel.read(name) == source.read_bytes()
         built = wheel.read("deep_ep-2.1.0+epcomm.dist-info/METADATA").decode().splitlines()

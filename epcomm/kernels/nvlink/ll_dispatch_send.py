@@ -243,7 +243,7 @@ def _send_dispatch_kernel(
                 note_owners(peers, is_sent_ptr, token, owners, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
-            for turn in tl.static_range(c.W):
+            for turn in tl.range(c.W, num_stages=1):
                 peer = peer_in_turn(peers, token, turn, c)
                 base = base_of(peers, peer)
                 # Entries of an excluded rank are as masked entries.

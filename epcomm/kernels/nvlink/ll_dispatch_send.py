@@ -143,8 +143,9 @@ def _wire_form(
     scale_stride: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tuple:
-    """Return a row as it is sent, and its scales or None, their lanes, and which of them exist."""
-    scales, lane, is_scale = None, None, None
+    """Return a row as it is sent, and its scales, if any, their lanes, and which of them exist."""
+    # Triton 3.6 returns no None.
+    scales, lane, is_scale = 0, 0, 0
     if rows.KIND == _PLAIN:
         # Bits, whatever they mean: an interpreter need not know the dtype.
         row = elements
@@ -251,7 +252,7 @@ def _send_dispatch_kernel(
                 if weights_ptr is not None:
                     tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 # By masks: in a branch for each peer, scales would change threads each time.
-                if scales is not None:
+                if (x_scales_ptr is not None) | (rows.KIND != _PLAIN):
                     scales_ptr = base + c.SCALES_AT + place * c.SCALE_BYTES
                     scales_ptr = scales_ptr.to(tl.pointer_type(scales.dtype))
                     scales_ptr = tl.multiple_of(scales_ptr, 16) + lane

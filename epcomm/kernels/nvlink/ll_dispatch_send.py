@@ -252,7 +252,7 @@ def _send_dispatch_kernel(
                 if weights_ptr is not None:
                     tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 # By masks: in a branch for each peer, scales would change threads each time.
-                if (x_scales_ptr is not None) | (rows.KIND != _PLAIN):
+                if (rows.KIND != _PLAIN) | (x_scales_ptr is not None):
                     scales_ptr = base + c.SCALES_AT + place * c.SCALE_BYTES
                     scales_ptr = scales_ptr.to(tl.pointer_type(scales.dtype))
                     scales_ptr = tl.multiple_of(scales_ptr, 16) + lane

@@ -521,13 +521,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         They are sent in bulk, then in lines, whose kernels differ. A barrier follows each step, for
         compiling may take one rank longer than a wait.
         """
-        for line_tokens in (0, self._layout.line_tokens):
-            self._line_tokens = line_tokens
-            self._warm_up_once()
-
-    def _warm_up_once(self) -> None:
-        call = self._empty_call(self._sum_dtype)
-        for _ in range(self._layout.num_buffers):
+        call, num_buffers = self._empty_call(self._sum_dtype), self._layout.num_buffers
+        for turn in range(2 * num_buffers):
+            self._line_tokens = 0 if turn < num_buffers else self._layout.line_tokens
             sent = self.dispatch_async(call)
             self._host_barrier()
             out = sent.wait()

@@ -56,7 +56,8 @@ def next_epoch(epoch: tl.tensor) -> tl.tensor:
 @triton.jit
 def int64_at(address: tl.tensor) -> tl.tensor:
     """Return a pointer to the line at an address."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+    # The interpreter types an integer by its value, and a CPU has addresses below 2**31.
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit

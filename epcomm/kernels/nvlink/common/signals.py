@@ -50,7 +50,8 @@ _ACQUIRE_GPU = tl.constexpr(_ACQUIRE.format(scope="gpu"))
 @triton.jit
 def int32_at(address: tl.tensor) -> tl.tensor:
     """Return a pointer to the int32 at an address."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    # The interpreter types an integer by its value, and a CPU has addresses below 2**31.
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit

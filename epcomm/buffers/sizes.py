@@ -181,15 +181,11 @@ def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | No
     )
 
 
-def slot_weight_bytes(spec: BufferSpec) -> int:
-    """Return the bytes of the router weight of a slot."""
-    return spec.hidden_format.dtype.scalar_dtype.itemsize
-
-
 def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None) -> Region:
     """Return the region of the expert-major index over R received rows; see index_bytes()."""
     row_bytes = ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES
-    slot_bytes = SLOT_INDEX_BYTES + slot_weight_bytes(spec) + SLOT_MEMBER_BYTES
+    weight_bytes = spec.hidden_format.dtype.scalar_dtype.itemsize
+    slot_bytes = SLOT_INDEX_BYTES + weight_bytes + SLOT_MEMBER_BYTES
     max_bytes = None
     if max_rows is not None:
         max_bytes = index_bytes(
@@ -246,7 +242,7 @@ def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members:
         num_members: entries of slots_by_row: the slots in use, or the number that is reserved.
     """
     rows = num_rows * (ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES)
-    weight_bytes = slot_weight_bytes(spec)
+    weight_bytes = spec.hidden_format.dtype.scalar_dtype.itemsize
     slots = num_slots * (SLOT_INDEX_BYTES + weight_bytes) + num_members * SLOT_MEMBER_BYTES
     # num_tokens_per_expert [L] and first_slot [L + 1], int32. There is one more offset than rows,
     # and one more weight than slots, which receives the entries without a slot.

@@ -100,7 +100,6 @@ class AscendBuffer(AscendCalls, Buffer):
     limits: returns the sizes that the kernels of this mode take on a chip.
     """
 
-    name: ClassVar[str]
     dispatching: ClassVar[str]
     limits: ClassVar[Callable[[Soc | None], Limits]]
 

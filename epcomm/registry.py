@@ -39,8 +39,8 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.deep_ep.v1_low_latency:DeepEPV1LowLatencyBuffer",
         ),
         "ascend": (
-            "epcomm.buffers.ascend.normal:AscendNormalBuffer",
-            "epcomm.buffers.ascend.low_latency:AscendLowLatencyBuffer",
+            "epcomm.buffers.ascend.packed:AscendNormalBuffer",
+            "epcomm.buffers.ascend.packed:AscendLowLatencyBuffer",
             "epcomm.buffers.ascend.standard:AscendStandardBuffer",
         ),
         "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),

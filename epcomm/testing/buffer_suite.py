@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.call_shape import call_shape
-from epcomm.buffers.sizes import max_slots_of
+from epcomm.buffers.sizes import CallShape, max_slots_of
 from epcomm.calls.call import DispatchCall
 from epcomm.config import Mode
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
@@ -740,7 +739,7 @@ def check_traffic(env: BufferEnv) -> None:
     before = trial.buffer.traffic()
     dispatched = trial.dispatch()
     dispatched.finish()
-    shape = call_shape(
+    shape = CallShape.of(
         [batch.topk_ids for batch in dispatched.batches],
         env.group.rank,
         num_local_experts=trial.spec.num_local_experts,

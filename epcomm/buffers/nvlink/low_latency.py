@@ -299,7 +299,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             weights = self._no_weights if self._spec.returns_slots else None
             return self._take_sums(receive_buffer, y, weights), None
         assert exchange_plan is not None, "it is None with an error alone"
-        assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
+        assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
         return self._take_sums(receive_buffer, y), None
 
@@ -314,19 +314,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
         return self._receive_later(receive_buffer, y, None)
-
-    def combine_slots(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        topk_weights: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        # Copied before the launch, as y is allocated: see _send_results().
-        weights = topk_weights.contiguous()
-        receive_buffer, y = self._begin_combine(rows, exchange_plan, RowsPer.SLOT, out=out)
-        return self._take_sums(receive_buffer, y, weights)
 
     def combine_slots_async(
         self,

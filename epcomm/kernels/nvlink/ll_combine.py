@@ -79,8 +79,6 @@ _WARPS = 8
 _SLOT_COLUMNS = 4096
 # Elements that a program sends in lines at once: four a thread.
 _LINE_COLUMNS = 1024
-# Items of a sender whose slots it looks for at once: all of 128 tokens of 8 ranks, 128 programs.
-_ITEMS = tl.constexpr(8)
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
@@ -151,48 +149,17 @@ def _parts_of(
 
 
 @triton.jit
-def _rows_with_slots(
+def _slots_of(
     slots_of_row_ptr: tl.tensor,
     item: tl.tensor,
-    ITEMS: tl.constexpr,
+    num_items: tl.tensor,
     c: constexprs.Layout,
-    PIECES: tl.constexpr,
 ) -> tl.tensor:
-    """Return which of _ITEMS items of this program, from `item` on, have slots, as bits.
-
-    ITEMS: pieces of rows, counted over pieces, sources, then tokens.
-
-    All loads are under way together: one after another, rows without slots would take nearly as
-    long as those with slots.
-    """
-    lane, k = tl.arange(0, _ITEMS), tl.arange(0, c.K_LANES)
-    items = item + lane * tl.num_programs(0)
-    row_item = items // PIECES
-    row = row_item % c.W * c.M + row_item // c.W
-    is_slot = (items < ITEMS)[:, None] & (k < c.K)[None, :]
-    slots_ptr = slots_of_row_ptr + row[:, None] * c.K + k[None, :]
-    has_slot = tl.max(tl.load(slots_ptr, mask=is_slot, other=-1), axis=1) >= 0
-    return tl.sum(has_slot.to(tl.int32) << lane)
-
-
-@triton.jit
-def _look_at(
-    filled: tl.tensor,
-    item: tl.tensor,
-    slots_of_row_ptr: tl.tensor,
-    ITEMS: tl.constexpr,
-    c: constexprs.Layout,
-    PIECES: tl.constexpr,
-) -> tl.tuple:
-    """Return the bits of _rows_with_slots() that `item` is among, and whether it has slots.
-
-    filled: those of the item before, of which the first is the number of the program.
-    """
-    program = tl.program_id(0)
-    turn = (item - program) // tl.num_programs(0) % _ITEMS
-    if (turn == 0) & (item != program):
-        filled = _rows_with_slots(slots_of_row_ptr, item, ITEMS, c, PIECES)
-    return filled, (filled >> turn) & 1  # pyright: ignore[reportReturnType]
+    """Load the slots of token item // W of source item % W, -1 for none and after num_items."""
+    k = tl.arange(0, c.K_LANES)
+    row = item % c.W * c.M + item // c.W
+    is_slot = both(k < c.K, item < num_items)
+    return tl.load(slots_of_row_ptr + row * c.K + k, mask=is_slot, other=-1)
 
 
 @triton.jit
@@ -302,12 +269,9 @@ def _send_combine_kernel(
     PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
     LINE_PIECES: tl.constexpr = (results.HIDDEN + results.LINE_COLUMNS - 1) // results.LINE_COLUMNS
     PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else 1  # pyright: ignore[reportAssignmentType]
-    ITEMS: tl.constexpr = c.M * c.W * PIECES  # pyright: ignore[reportAssignmentType]
-    LINE_ITEMS: tl.constexpr = c.LINE_TOKENS * c.W * LINE_PIECES  # pyright: ignore[reportAssignmentType]
-    filled = _rows_with_slots(slots_of_row_ptr, program, ITEMS, c, PIECES)
-    filled_lines = 0
+    following = _slots_of(slots_of_row_ptr, program // PIECES, c.M * c.W, c)
     if c.LINE_TOKENS > 0:
-        filled_lines = _rows_with_slots(slots_of_row_ptr, program, LINE_ITEMS, c, LINE_PIECES)
+        next_slots = _slots_of(slots_of_row_ptr, program // LINE_PIECES, c.LINE_TOKENS * c.W, c)
     epoch, is_idle, most, few, sources_in_lines, in_bulk = _begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         peers, batch, status, c
     )
@@ -317,19 +281,18 @@ def _send_combine_kernel(
     num_sent = 0
     if c.LINE_TOKENS > 0:
         for item in tl.range(program, few * (c.W * LINE_PIECES), num_programs, num_stages=1):
-            filled_lines, has_slots = _look_at(  # pyright: ignore[reportGeneralTypeIssues]
-                filled_lines, item, slots_of_row_ptr, LINE_ITEMS, c, LINE_PIECES
-            )
             piece, row_item = item % LINE_PIECES, item // LINE_PIECES
             source, token = row_item % c.W, row_item // c.W
-            if (has_slots & (sources_in_lines >> source) & 1) != 0:
+            slots = next_slots
+            next_item = (item + num_programs) // LINE_PIECES
+            next_slots = _slots_of(slots_of_row_ptr, next_item, few * c.W, c)
+            if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
                 column = piece * results.LINE_COLUMNS + tl.arange(0, results.LINE_COLUMNS)
                 row = source * c.M + token
                 parts = _parts_of(rows_ptr, weights_ptr, slots_of_row_ptr, row, column, c, results)
                 first = token * c.K if c.RETURNS_SLOTS else rank * c.LINE_TOKENS + token
                 sums_at = c.SUM_LINES_AT + first * (c.SUM_LINES * _LINE_BYTES)
                 lines_ptr = int64_at(tl.load(peers.bases + source) + sums_at)
-                num_parts = 0
                 for k in tl.static_range(PARTS):
                     is_there, elements = parts[k]
                     words = words_of(elements)
@@ -337,13 +300,15 @@ def _send_combine_kernel(
                     is_word = both(word < c.RETURN_WORDS, is_there)
                     line_ptr = lines_ptr + k * c.SUM_LINES + word
                     tl.store(line_ptr, line_of(words, epoch), mask=is_word)
-                    num_parts += is_there.to(tl.int32)
-                num_sent += tl.where((source != rank) & (piece == 0), num_parts, 0)
+                is_counted = (source != rank) & (piece == 0)
+                num_sent += tl.where(is_counted, _num_parts(slots, c), 0)
     for item in tl.range(program, most * (c.W * PIECES), num_programs, num_stages=1):
-        filled, has_slots = _look_at(filled, item, slots_of_row_ptr, ITEMS, c, PIECES)  # pyright: ignore[reportGeneralTypeIssues]
         piece, row_item = item % PIECES, item // PIECES
         source, token = row_item % c.W, row_item // c.W
-        if (has_slots != 0) & (((sources_in_lines >> source) & 1) == 0):
+        slots = following
+        next_item = (item + num_programs) // PIECES
+        following = _slots_of(slots_of_row_ptr, next_item, most * c.W, c)
+        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
             column = piece * results.COLUMNS + tl.arange(0, results.COLUMNS)
             row = source * c.M + token
             parts = _parts_of(rows_ptr, weights_ptr, slots_of_row_ptr, row, column, c, results)
@@ -351,7 +316,6 @@ def _send_combine_kernel(
             if not c.RETURNS_SLOTS:
                 first = tl.cast(rank, tl.int64) * c.M + token
             returned = tl.load(peers.bases + source) + c.RETURNED_AT + first * c.RETURN_BYTES
-            num_parts = 0
             for k in tl.static_range(PARTS):
                 is_there, elements = parts[k]
                 return_ptr = (returned + k * c.RETURN_BYTES).to(
@@ -359,8 +323,8 @@ def _send_combine_kernel(
                 )
                 return_ptr = tl.multiple_of(return_ptr, 16) + column
                 tl.store(return_ptr, elements, mask=both(column < results.HIDDEN, is_there))
-                num_parts += is_there.to(tl.int32)
-            num_sent += tl.where((source != rank) & (piece == 0), num_parts, 0)
+            is_counted = (source != rank) & (piece == 0)
+            num_sent += tl.where(is_counted, _num_parts(slots, c), 0)
     # The host of this rank reads this counter.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
     # The first W programs have sent the lines of combine; the other programs without a row in bulk
@@ -368,6 +332,12 @@ def _send_combine_kernel(
     num_arriving = tl.maximum(c.W, tl.minimum(num_programs, most * (c.W * PIECES)))
     if (program < num_arriving) & (tl.max(in_bulk.to(tl.int32)) > 0):
         publish_as_last(peers, _SUM_ARRIVALS, num_arriving, c.ARRIVED_SUMS_AT, epoch, in_bulk, c)
+
+
+@triton.jit
+def _num_parts(slots: tl.tensor, c: constexprs.Layout) -> tl.tensor:
+    """Return the number of results of a row with slots [K_LANES], of which one is at least 0."""
+    return tl.sum((slots >= 0).to(tl.int32)) if c.RETURNS_SLOTS else 1  # pyright: ignore[reportReturnType]
 
 
 @triton.jit

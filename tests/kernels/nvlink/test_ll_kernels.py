@@ -388,34 +388,6 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     assert ranks[1].region("arrived_sums", torch.int32)[:2].tolist() == [1, 0]
 
 
-@pytest.mark.parametrize("is_interpreted", [launch.IS_INTERPRETED])
-def test_only_rows_with_slots_are_summed(
-    is_interpreted: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # One program for 2 * 11 items, more than it looks for at once, of which four have slots.
-    sender = make_ranks(2, device, max_tokens=11, num_programs=1)[0]
-    sender.exchange.state[SOURCES_AT:] = torch.tensor([22, 22], device=device)
-    sender.exchange.state[1] = 1
-    looks, rows_with_slots = [], ll_combine._rows_with_slots
-
-    def noted(*args: Any) -> Any:  # noqa: ANN401
-        looks.append(None)
-        return rows_with_slots(*args)
-
-    if is_interpreted:
-        monkeypatch.setattr(ll_combine, "_rows_with_slots", noted)
-    slots_of_row = torch.full((22, 2), -1, dtype=torch.int32, device=device)
-    filled = [0, 3, 8, 10]
-    slots_of_row[filled, 1] = torch.arange(4, dtype=torch.int32, device=device)
-    rows = torch.arange(4 * HIDDEN, device=device).view(4, HIDDEN).to(torch.bfloat16)
-    combine(sender, rows, slots_of_row)
-    home = sender.region("returned", torch.bfloat16)[: 11 * HIDDEN].view(11, HIDDEN)
-    assert torch.equal(home[filled], rows)
-    assert not home[[1, 2, 4, 5, 6, 7, 9]].any()
-    # Of items in lines, and three times of 22 items in bulk: not once a row.
-    assert len(looks) == (4 if is_interpreted else 0)
-
-
 def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None:
     ranks = make_ranks(3, device)
     receiver = ranks[1]

@@ -135,5 +135,6 @@ def _contenders(
         opened += [
             Epcomm(group, spec, options.config(mode, tokens, backend)) for backend in serving
         ]
-    experts = Experts.of(group, options.experts)
+    num_local = options.experts // group.world_size
+    experts = Experts(rank=group.rank, world_size=group.world_size, num_local=num_local)
     return [*opened, *(make(experts) for make in ALTERNATIVES.values())]

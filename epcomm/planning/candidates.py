@@ -91,7 +91,6 @@ class Survey:
 
 
 def _phase_configs(config: EPConfig) -> dict[str, EPConfig]:
-    """Return the configuration of each phase."""
     if Mode(config.mode) is not Mode.AUTO:
         return {PREFILL: config}
     max_tokens = config.max_tokens_per_rank

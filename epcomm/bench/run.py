@@ -135,6 +135,5 @@ def _contenders(
         opened += [
             Epcomm(group, spec, options.config(mode, tokens, backend)) for backend in serving
         ]
-    num_local = options.experts // group.world_size
-    experts = Experts(rank=group.rank, world_size=group.world_size, num_local=num_local)
+    experts = Experts.of(group, options.experts)
     return [*opened, *(make(experts) for make in ALTERNATIVES.values())]

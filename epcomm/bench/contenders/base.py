@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
+from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
@@ -46,6 +47,12 @@ class Experts:
     rank: int
     world_size: int
     num_local: int
+
+    @classmethod
+    def of(cls, group: EPGroup, num_experts: int) -> Experts:
+        """Return the owners of `num_experts` experts among the ranks of a group."""
+        num_local = num_experts // group.world_size
+        return cls(rank=group.rank, world_size=group.world_size, num_local=num_local)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -133,19 +133,17 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
 
 
 def _cuda_devices(devices: Sequence[str], *, has_cuda: bool, has_driver: bool) -> Finding:
-    status, advice = Status.HERE, ""
-    if not devices:
-        status, advice = Status.MISSING, "not needed: tensors on the CPU are sent over gloo"
-    if has_driver and not has_cuda:
-        status = Status.ATTENTION
-        advice = "there is an NVIDIA driver, but torch is built without CUDA: install a CUDA build "
-        advice += "of torch (pytorch.org/get-started)"
-    elif has_driver and not devices:
-        status = Status.ATTENTION
+    name, advice = "CUDA devices", "not needed: tensors on the CPU are sent over gloo"
+    if devices:
+        return _found(name, "\n".join(devices))
+    if not has_driver:
+        return Finding(name=name, status=Status.MISSING, detail="none", advice=advice)
+    advice = "there is an NVIDIA driver, but torch is built without CUDA: install a CUDA build of "
+    advice += "torch (pytorch.org/get-started)"
+    if has_cuda:
         advice = "there is an NVIDIA driver, but torch finds no GPU: run nvidia-smi, check "
         advice += "CUDA_VISIBLE_DEVICES, and use a torch whose CUDA the driver supports"
-    detail = "\n".join(devices) or "none"
-    return Finding(name="CUDA devices", status=status, detail=detail, advice=advice)
+    return _found(name, "none", advice)
 
 
 def find_packages(machine: Machine) -> tuple[Finding, ...]:

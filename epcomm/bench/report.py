@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from epcomm.bench.advice import TITLES
 from epcomm.bench.records import Report, Timing
@@ -46,7 +46,12 @@ def times_table(timings: Sequence[Timing], *, of_layers: bool = False) -> Table:
     span, halves = ("layer", ()) if of_layers else ("pair", ("dispatch", "combine"))
     headings = [f"{half}\np50" for half in halves]
     headings += [f"{span}\n{quantile}" for quantile in ("p50", "p95", "p99")]
+    numbers = headings if of_layers else [*headings, "MB\nsent"]
     table = Table(
+        Column("T", justify="right"),
+        Column("mode", no_wrap=True),
+        Column("backend", overflow="fold"),
+        *(Column(heading, justify="right", no_wrap=True) for heading in numbers),
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
@@ -54,11 +59,6 @@ def times_table(timings: Sequence[Timing], *, of_layers: bool = False) -> Table:
         title="us on the slowest rank",
         title_justify="left",
     )
-    table.add_column("T", justify="right")
-    table.add_column("mode", no_wrap=True)
-    table.add_column("backend", overflow="fold")
-    for heading in headings if of_layers else (*headings, "MB\nsent"):
-        table.add_column(heading, justify="right", no_wrap=True)
     ordered = sorted(timings, key=lambda each: (each.tokens, each.us[span].p50))
     for number, timing in enumerate(ordered, 1):
         both, sent = timing.us[span], timing.sent_bytes

@@ -36,19 +36,12 @@ NOT_TIMED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions:
-    """The ranks of a run."""
+class RunOptions:
+    """The ranks of a run, and what is measured, as text that BenchOptions reads."""
 
     ranks: Annotated[
-        int | None,
-        typer.Option(help="CPU ranks to start here; leave it out under torchrun."),
+        int | None, typer.Option(help="CPU ranks to start here; leave it out under torchrun.")
     ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """What is measured, as text that BenchOptions reads."""
-
     tokens: Annotated[str, typer.Option(help="T of each rank, one after another.")] = "1,128,1024"
     hidden: Annotated[int, typer.Option(help="H.")] = 1024
     experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 32
@@ -105,15 +98,15 @@ class ReportOptions:
 
 
 @takes_records
-def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions) -> None:
+def bench_command(run: RunOptions, report: ReportOptions) -> None:
     """Check every backend that serves here against a formula, then time it and torch alone.
 
     Starts CPU ranks with --ranks, or runs on those of torchrun:
     torchrun --nproc-per-node 8 -m epcomm bench
     """
     try:
-        options = sizes.read()
-        num_started = _ranks_to_start(ranks.ranks)
+        options = run.read()
+        num_started = _ranks_to_start(run.ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
         _check_files(report)
     except ConfigError as error:

@@ -176,14 +176,12 @@ class _Trial:
     def make(
         cls, env: LayerEnv, spec: BatchSpec = PLAIN, weights: ExpertWeights | None = None
     ) -> _Trial:
-        """Make a layer of `weights`, by default of random experts."""
         spec = env.adapted(spec)
         weights = env.weights(spec) if weights is None else weights
         layer = env.make_layer(weights, spec.num_topk(env.group.world_size))
         return cls(env=env, spec=spec, weights=weights, layer=layer)
 
     def batch(self, number: int = 0, *, requires_grad: bool = True) -> _Batch:
-        """Make new leaves of batch `number`."""
         batches = self.env.batches(self.spec, number)
         mine = batches[self.env.source]
         weights = mine.topk_weights.clone().requires_grad_(requires_grad)
@@ -202,7 +200,6 @@ class _Trial:
         return y
 
     def check_y(self, y: Tensor, batch: _Batch) -> None:
-        """Compare y of this rank."""
         _expect_close(self.env, "y", y, batch.expected.y[self.env.source])
 
     def check_outputs(self, y: Tensor, batch: _Batch) -> None:
@@ -350,18 +347,13 @@ def check_inference(env: LayerEnv) -> None:
     trial.check_y(y, batch)
 
 
-_FLOAT32_SPECS = {
-    name: spec
-    for name, spec in BATCH_SPECS.items()
-    if spec.dtype is torch.float32 and name != "odd_hidden"
-}
-
 # Scenarios that check outputs, and gradients if there are any.
 SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         **{
             name: (lambda env, spec=spec: check_batch(env, spec))
-            for name, spec in _FLOAT32_SPECS.items()
+            for name, spec in BATCH_SPECS.items()
+            if spec.dtype is torch.float32 and name != "odd_hidden"
         },
         "clamped_swiglu": lambda env: check_activation(env, "clamped_swiglu", has_bias=True),
         "relu2": lambda env: check_activation(env, "relu2", has_bias=False),

@@ -11,7 +11,7 @@ from torch import Tensor
 from epcomm.buffers.base import Dispatched
 from epcomm.quantization import restore_scales
 from epcomm.testing.data import RankBatch
-from epcomm.types import ROW_MAJOR, Layout, WireTensor
+from epcomm.types import ROW_MAJOR, Layout, WireTensor, align_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +48,7 @@ def slot_positions(
     for expert in range(num_local):
         mine = [slot for slot in slots if slot.expert == expert]
         positions += range(start, start + len(mine))
-        start += (
-            -(-len(mine) // expert_alignment) * expert_alignment if capacity is None else capacity
-        )
+        start += align_up(len(mine), expert_alignment) if capacity is None else capacity
     return positions
 
 

@@ -233,7 +233,7 @@ class PreparedLaunch:
             types = types_of(compiled, kernel.arg_names, len(flat))
             _check_integers(arguments, kernel.params)
             _check_host_memory(flat)
-            num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
+            num_scratch = _num_scratch(compiled, types)
             # An old driver does not have this function.
             launch = driver().cuLaunchKernelEx
         except (AttributeError, KeyError, CudaError, UnpreparedError) as problem:
@@ -307,13 +307,13 @@ def _check_host_memory(arguments: Sequence[object]) -> None:
                 raise UnpreparedError("the device has another address for memory of the host")
 
 
-def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:
+def _num_scratch(compiled: CompiledKernel, types: Sequence[str]) -> int:
     """Return the number of scratch pointers, after comparing the driver's sizes of parameters."""
     ask = driver().cuFuncGetParamInfo
     function, offset, size, found = c_void_p(compiled.function), c_size_t(), c_size_t(), []
     while ask(function, c_size_t(len(found)), byref(offset), byref(size)) == 0:
         found.append(size.value)
-    wanted = [each for each in sizes if each]
+    wanted = [_FORMATS.get(each, _POINTER)[0] for each in types if each != "constexpr"]
     scratch = found[len(wanted) :]
     if found[: len(wanted)] != wanted or scratch != [_SLOT_BYTES] * min(_MAX_SCRATCH, len(scratch)):
         raise UnpreparedError(f"its parameters have {found} bytes, expected {wanted}")
@@ -323,11 +323,6 @@ def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:
 def _is_aligned(arguments: Sequence[object]) -> bool:
     pointers = [each.data_ptr() for each in arguments if isinstance(each, Tensor)]
     return not any(pointer & _ALIGNMENT_MASK for pointer in pointers)
-
-
-def _bytes_of(kind: str) -> int:
-    """Return the bytes of a parameter; 0 for a constant."""
-    return 0 if kind == "constexpr" else _FORMATS.get(kind, _POINTER)[0]
 
 
 def _kind_of(argument: object, kind: str) -> object:

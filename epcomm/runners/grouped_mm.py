@@ -28,6 +28,7 @@ class GroupedMMRunner(ExpertRunner):
     name: ClassVar[str] = "grouped_mm"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
     has_gradients: ClassVar[bool] = True
 
     @classmethod
@@ -35,10 +36,6 @@ class GroupedMMRunner(ExpertRunner):
         if weights.dtype is torch.float64:
             return ["torch's grouped matmul has no float64"]
         return size_reasons(weights, multiple=ROW_ALIGNMENT_BYTES // weights.dtype.itemsize)
-
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return frozenset(WireDtype)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"

@@ -17,12 +17,7 @@ from epcomm.ops.slots import gather_rows
 from epcomm.quantization import dequantize, quantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, row_major_readings, slot_weights_to_apply
-from epcomm.types import (
-    Int8Profile,
-    Layout,
-    RowReading,
-    WireTensor,
-)
+from epcomm.types import Int8Profile, Layout, RowReading, WireTensor
 from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -38,7 +33,7 @@ class QuantizedReferenceRunner(ExpertRunner):
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         # Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
-        return row_major_readings(cls.wire_dtypes(weights), None)
+        return row_major_readings(cls.wire_dtypes | {weights.wire_format.dtype}, None)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, EightBitWeights), "supports() said so"

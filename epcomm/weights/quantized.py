@@ -79,29 +79,9 @@ class EightBitWeights(ExpertTensors):
                 f"{list(tensor.stride())}, expected contiguous; call .contiguous()"
             )
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "gate_up_proj": self.gate_up_proj,
-            "gate_up_scale": self.gate_up_scale,
-            "down_proj": self.down_proj,
-            "down_scale": self.down_scale,
-        }
-
-    @property
-    def num_experts(self) -> int:
-        return self.down_proj.shape[0]
-
     @property
     def dtype(self) -> torch.dtype:
         return self.hidden_dtype
-
-    @property
-    def hidden_size(self) -> int:
-        return self.down_proj.shape[1]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.down_proj.shape[2]
 
     def _expected_shapes(self) -> dict[str, list[int]]:
         if self.gate_up_proj.dim() != 3 or self.down_proj.dim() != 3:

@@ -33,7 +33,7 @@ from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.spec import Availability
-from epcomm.types import Layout, RowReading, ScaleLayout, WeightsAppliedBy, WireDtype
+from epcomm.types import Layout, RowReading, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -392,9 +392,10 @@ def test_readings_are_of_the_dtypes_that_a_runner_names(name: str, experts: Expe
     if not isinstance(experts, runner.kinds):
         assert not runner.supports(experts).ok
         return
+    dtypes = runner.wire_dtypes | {experts.wire_format.dtype}
     for layout in runner.layouts:
         readings = runner.readings(experts, layout)
-        assert {each.format.dtype for each in readings} == runner.wire_dtypes(experts)
+        assert {each.format.dtype for each in readings} == dtypes
         assert len({each.format for each in readings}) == len(readings)
         if runner.supports(experts).ok:
             assert experts.wire_format in {each.format for each in readings}
@@ -413,7 +414,8 @@ def test_no_runner_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch)
 def test_runner_that_does_not_read_the_wire_format_is_rejected_with_all_three(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(GroupedMMRunner, "wire_dtypes", lambda _: frozenset({WireDtype.FP32}))
+    only = (RowReading(format=WireFormat.of(torch.float32)),)
+    monkeypatch.setattr(GroupedMMRunner, "readings", lambda _weights, _layout: only)
     chosen = plan(EPConfig(mode="normal", backend="collective"), SPEC, weights=weights(32))
     assert chosen.runner == "reference"
     assert [str(rejection) for rejection in chosen.rejected_runners] == [

@@ -16,13 +16,8 @@ from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantize
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.ascend.groups import Int8Rows, activate_sums, multiply, sums_reasons
-from epcomm.runners.base import (
-    ExpertRunner,
-    int32_reasons,
-    slot_weights_to_apply,
-    weight_slots,
-)
+from epcomm.runners.ascend.groups import Int8Rows, activate_sums, multiply, width_reasons
+from epcomm.runners.base import ExpertRunner, int32_reasons, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
 from epcomm.types import Layout
 from epcomm.weights.quantized import Int8ChannelWeights
@@ -55,18 +50,18 @@ class AscendRunner(ExpertRunner):
     @classmethod
     def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         reasons = []
-        has_bias = isinstance(weights, ExpertWeights) and (
-            weights.gate_up_bias is not None or weights.down_bias is not None
-        )
+        has_bias = any(name.endswith("bias") for name in weights.tensors())
         if weights.format != _PLAIN or has_bias:
             biases = " with biases" if has_bias else ""
             reasons.append(f"computes {_PLAIN} without biases, not {weights.format}{biases}")
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
         if isinstance(weights, Int8ChannelWeights):
-            reasons += int32_reasons(weights) + cls._size_reasons(weights.intermediate_size)
-        device = _device_of(weights)
-        missing = [name for name in cls._operators(weights) if not has_kernel(name, device)]
+            reasons += int32_reasons(weights)
+        device, operators = weights.gate_up_proj.device, cls._operators(weights)
+        for name in operators:
+            reasons += width_reasons(name, 2 * weights.intermediate_size)
+        missing = [name for name in operators if not has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
         return reasons
@@ -74,7 +69,7 @@ class AscendRunner(ExpertRunner):
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
         # explain() should not list this runner for experts that are not on an NPU.
-        return super().is_candidate(weights) and _device_of(weights).type == "npu"
+        return super().is_candidate(weights) and weights.gate_up_proj.device.type == "npu"
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         alignment = dispatched.index.expert_alignment
@@ -104,11 +99,6 @@ class AscendRunner(ExpertRunner):
         """Name the operators that these experts need."""
         is_int8 = isinstance(weights, Int8ChannelWeights)
         return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
-
-    @classmethod
-    def _size_reasons(cls, intermediate_size: int) -> list[str]:
-        """Return why _between() refuses INT8 experts of this intermediate size."""
-        return sums_reasons(intermediate_size)
 
     def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         """Return the matrices [E, H, 2I] and [E, I, H] in the format that the products read."""
@@ -159,10 +149,6 @@ class AscendSwigluRunner(AscendRunner):
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
         return ("npu_grouped_matmul", "npu_swiglu")
 
-    @classmethod
-    def _size_reasons(cls, intermediate_size: int) -> list[str]:
-        return []
-
     def _between(
         self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, counts: Tensor
     ) -> Int8Rows:
@@ -187,7 +173,3 @@ def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         return weights.gate_up_matrices(), weights.down_matrices()
     assert isinstance(weights, Int8ChannelWeights), "supports() said so"
     return weights.gate_up_proj.transpose(1, 2), weights.down_proj.transpose(1, 2)
-
-
-def _device_of(weights: ExpertTensors) -> torch.device:
-    return next(iter(weights.tensors().values())).device

@@ -38,7 +38,7 @@ from epcomm.bench.check import CheckError
 from epcomm.bench.options import BenchOptions, dtype_of, read_modes
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report
-from epcomm.bench.report import as_json, timings_table
+from epcomm.bench.report import as_json, times_table
 from epcomm.bench.run import run_bench
 from epcomm.bench.timing import Clock, Percentiles
 from epcomm.bench.turns import wait_for_all
@@ -187,7 +187,7 @@ def main(sizes: Sizes, output: Output) -> None:
         )
         report, beside = run(options)
         console = Console(quiet=dist.get_rank() != 0, highlight=False, markup=False)
-        console.print(timings_table(report.results))
+        console.print(times_table(report.results))
         console.print(f"{beside}, keeps freed memory: {keeps}", soft_wrap=True)
         values = {"copies": beside, "keeps_freed_memory": keeps, "benchmark": "memory"}
         write_report(json.loads(as_json(report)) | values, output)

@@ -216,28 +216,25 @@ def _read_values(path: Path) -> Mapping[str, object]:
     try:
         values = _READERS[path.suffix](path.read_text("utf-8"))
     except OSError as error:
-        raise ConfigError(
-            f"EPConfig.from_file: {path} cannot be read ({error.strerror}); name another file"
-        ) from None
+        problem = f"{path} cannot be read ({error.strerror}); name another file"
     except ImportError:
-        raise ConfigError(
-            f"EPConfig.from_file: {path.name} needs PyYAML, which is not installed; run "
-            "pip install pyyaml, or write TOML or JSON"
-        ) from None
+        problem = (
+            f"{path.name} needs PyYAML, which is not installed; run pip install pyyaml, or write "
+            "TOML or JSON"
+        )
     except ValueError as error:
         # Some parsers describe the position in several lines.
-        why = " ".join(str(error).split())
-        raise ConfigError(f"EPConfig.from_file: {path.name} does not parse: {why}") from None
+        problem = f"{path.name} does not parse: {' '.join(str(error).split())}"
     except RecursionError:
-        raise ConfigError(
-            f"EPConfig.from_file: {path.name} does not parse: it is nested too deeply"
-        ) from None
-    if not isinstance(values, Mapping):
-        raise ConfigError(
-            f"EPConfig.from_file: {path.name} holds {describe_kind(values)}, expected fields and "
-            "their values at the top level"
+        problem = f"{path.name} does not parse: it is nested too deeply"
+    else:
+        if isinstance(values, Mapping):
+            return values
+        problem = (
+            f"{path.name} holds {describe_kind(values)}, expected fields and their values at the "
+            "top level"
         )
-    return values
+    raise ConfigError(f"EPConfig.from_file: {problem}")
 
 
 def _parse_yaml(text: str) -> object:

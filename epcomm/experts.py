@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import EPConfig, Mode
-from epcomm.dispatchers.base import NeedGrad
-from epcomm.dispatchers.checks import unready_error
+from epcomm.dispatchers.checks import NeedGrad, unready_error
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
-    RowsDispatcher,
+    Dispatcher,
     StandardDispatcher,
 )
 from epcomm.errors import ConfigError, EPError, PickleRefused, ShapeError
@@ -565,7 +564,7 @@ def count_batch(counter: LayerCounter, num_tokens: int, exchange_plan: ExchangeP
 
 
 # A dispatcher of either layout; the plan pairs it with a runner that reads its layout.
-AnyDispatcher = RowsDispatcher[Any, Any]
+AnyDispatcher = Dispatcher[Any, Any]
 
 
 _DISPATCHERS: Mapping[Mode, type[AnyDispatcher]] = {

@@ -81,7 +81,10 @@ class ExpertParallelMoE(nn.Module):
         # An adapter may replace the experts later, and has no hidden_size.
         self._hidden_size = experts.hidden_size
         for name, part in parts.items():
-            self._register(name, part)
+            if isinstance(part, nn.Module | nn.Parameter):
+                setattr(self, name, part)
+            else:
+                self.register_buffer(name, part)
         for field, name in layout.names().items():
             find_part(self, field, name)
 
@@ -281,14 +284,6 @@ class ExpertParallelMoE(nn.Module):
             f"[..., {'H' if expected is None else expected}] ({self.experts.group.where}); pass "
             "hidden states of the block's size"
         )
-
-    def _register(self, name: str, part: nn.Module | Tensor) -> None:
-        if isinstance(part, nn.Module):
-            self.add_module(name, part)
-        elif isinstance(part, nn.Parameter):
-            self.register_parameter(name, part)
-        else:
-            self.register_buffer(name, part)
 
     @property
     def _is_chosen_by_router(self) -> bool:

@@ -153,20 +153,21 @@ class Handle:
         self.exchange_plan, self.call = exchange_plan, call
         self.needs_backward = needs_backward
 
-    def check(self, owner: object) -> None:
-        """Raise HandleError unless `owner` made this handle and it is unspent."""
+    def find_error(self, owner: object) -> HandleError | None:
+        """Return why `owner` cannot combine this batch, or None."""
         if self._owner is not owner:
-            raise HandleError(
+            return HandleError(
                 f"combine: the batch of dispatch call {self.call} belongs to another dispatcher; "
                 "combine it with the dispatcher that dispatched it"
             )
         if self._spent is not None:
-            raise HandleError(
+            return HandleError(
                 f"combine: the batch of dispatch call {self.call} {self._spent}; dispatch again"
             )
+        return None
 
     def spend(self, reason: str) -> None:
-        """Make every later `check` raise, with the first reason given."""
+        """Make every later combine fail, for the first reason given."""
         if self._spent is None:
             self._spent = reason
 

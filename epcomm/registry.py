@@ -1,4 +1,7 @@
-"""The classes of backends and runners by name; each is imported when it is chosen."""
+"""The classes of backends and runners by name; each is imported when it is chosen.
+
+An unknown name raises ConfigError, whose message lists those that exist.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +39,8 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
             "epcomm.buffers.deep_ep.v1_low_latency:DeepEPV1LowLatencyBuffer",
         ),
         "ascend": (
-            "epcomm.buffers.ascend.normal:AscendNormalBuffer",
-            "epcomm.buffers.ascend.low_latency:AscendLowLatencyBuffer",
+            "epcomm.buffers.ascend.packed:AscendNormalBuffer",
+            "epcomm.buffers.ascend.packed:AscendLowLatencyBuffer",
             "epcomm.buffers.ascend.standard:AscendStandardBuffer",
         ),
         "shared_memory": ("epcomm.buffers.shared_memory.buffer:SharedMemoryBuffer",),
@@ -110,41 +113,24 @@ _FUSED_CLASSES = _by_class(FUSED)
 
 
 def buffer_class(name: str) -> type[Buffer]:
-    """Return the Buffer class called `name`, for example NVLinkLowLatencyBuffer.
-
-    Raises:
-        ConfigError: no such class; the message lists those that exist.
-    """
+    """Return the Buffer class called `name`, for example NVLinkLowLatencyBuffer."""
     return _load("buffer", _BUFFER_CLASSES, name)
 
 
 def fused_class(name: str) -> type[FusedBackend]:
-    """Return the FusedBackend class called `name`.
-
-    Raises:
-        ConfigError: no such class; the message lists those that exist.
-    """
+    """Return the FusedBackend class called `name`."""
     return _load("operator", _FUSED_CLASSES, name)
 
 
 def backend_class(name: str) -> type[Backend]:
-    """Return the class of a buffer or fused operator by its class name.
-
-    Raises:
-        ConfigError: no such class; the message lists the existing buffers.
-    """
+    """Return the class of a buffer or fused operator by its class name."""
     return fused_class(name) if name in _FUSED_CLASSES else buffer_class(name)
 
 
 def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
     """Return the backends that EPConfig.backend allows, in order of preference.
 
-    Args:
-        chosen: a name of `mode`, deep_ep for either version, or auto for all.
-        mode: the mode; fuseep has its own names.
-
-    Raises:
-        ConfigError: no such name; the message lists those that exist.
+    chosen: a name of `mode`, deep_ep for either version, or auto for all.
     """
     table = FUSED if mode is Mode.FUSEEP else BUFFERS
     if chosen == "auto":
@@ -162,11 +148,7 @@ def class_names(backend: str) -> tuple[str, ...]:
 
 
 def runner_class(name: str) -> type[ExpertRunner]:
-    """Return the ExpertRunner class registered as `name`.
-
-    Raises:
-        ConfigError: no such name; the message lists those that exist.
-    """
+    """Return the ExpertRunner class registered as `name`."""
     return _load("runner", RUNNERS, name)
 
 

@@ -167,7 +167,7 @@ class BufferSpec:
     intermediate_size: I, for fused operators, which compute the experts; None for buffers and for
         plans without experts.
     returns_slots: router weights are passed to combine, not to dispatch. Combine returns one row
-        per slot and the source rank sums them, see ReturnsSlots.combine_slots().
+        per slot and the source rank sums them, see ReturnsSlots.combine_slots_async().
     scale_layout: the layout of the scales of slabs, in the layout MASKED over NVLink. Other buffers
         do not change it; see WireTensor.scale_layout.
     hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.

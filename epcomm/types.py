@@ -148,21 +148,18 @@ class WireFormat:
     scale_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        parts = [
-            self.scale_block is not None and self.scale_block >= 0,
-            self.scale_dtype is not None,
-        ]
-        none = self.scale_block is None and self.scale_dtype is None
-        if not (all(parts) if self.dtype.is_quantized else none):
-            raise ConfigError(
-                f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
-                f"scale_dtype={self.scale_dtype}; quantised dtypes need both, others neither"
+        remedy = ""
+        has_block = self.scale_block is not None and self.scale_block >= 0
+        if (has_block, self.scale_dtype is not None) != (self.dtype.is_quantized,) * 2:
+            remedy = "quantised dtypes need both, others neither"
+        elif self.dtype is WireDtype.INT8 and self.scale_dtype == torch.float8_e8m0fnu:
+            remedy = (
+                f"only {WireDtype.FP8_E4M3.value} has power-of-two scales, int8 takes torch.float32"
             )
-        if self.dtype is WireDtype.INT8 and self.scale_dtype == torch.float8_e8m0fnu:
+        if remedy:
             raise ConfigError(
                 f"WireFormat: {self.dtype.value} with scale_block={self.scale_block} and "
-                f"scale_dtype={self.scale_dtype}; only {WireDtype.FP8_E4M3.value} has power-of-two "
-                "scales, int8 takes torch.float32"
+                f"scale_dtype={self.scale_dtype}; {remedy}"
             )
 
     @classmethod

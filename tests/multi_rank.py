@@ -483,7 +483,7 @@ class OuterRun:
             if isinstance(item, pytest.Function) and (world := world_of(item)):
                 self.items[world].append(item)
                 if world.transport == "hosts" and (reason := network.missing()):
-                    item.add_marker(pytest.mark.skip(reason=f"no hosts of our own: {reason}"))
+                    item.add_marker(pytest.mark.skip(reason=f"no simulated hosts: {reason}"))
         for world, items in self.items.items():
             launched = [item.nodeid for item in items if evaluate_skip_marks(item) is None]
             if launched:

@@ -101,7 +101,7 @@ def test_import_touches_no_vendor_package_device_or_environment() -> None:
     assert found["device_calls"] == []
     assert not found["cuda_is_initialized"]
     # No other module imports a package with effects.
-    assert {"epcomm.moe", "epcomm.buffers.ascend.normal", "epcomm.runners.ascend.runner"} <= set(
+    assert {"epcomm.moe", "epcomm.buffers.ascend.packed", "epcomm.runners.ascend.runner"} <= set(
         found["modules"]
     )
     assert not NEVER_IMPORTED & set(found["packages"])

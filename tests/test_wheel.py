@@ -174,15 +174,22 @@ def test_doctor_lists_every_backend(fresh: Environment) -> None:
     assert re.search(r"^\W*collective\W+here\b", printed, re.MULTILINE)
 
 
-def test_bench_starts_ranks_and_writes_its_file(fresh: Environment) -> None:
-    output = fresh.folder / "bench.json"
-    printed = fresh.run("epcomm", "bench", "--ranks", "2", *TINY, *QUICK, "--output", str(output))
-    assert printed.splitlines()[0] == "2 ranks on cpu over gloo, H = 32, top-2 of 4, bf16"
+def test_bench_starts_ranks_prints_and_writes(fresh: Environment) -> None:
+    output, plot = fresh.folder / "new folder" / "bench.json", fresh.folder / "bench.png"
+    files = ["--output", str(output), "--plot", str(plot)]
+    lines = fresh.run("epcomm", "bench", "--ranks", "2", *TINY, *QUICK, *files).splitlines()
+    assert lines[0] == "2 ranks on cpu over gloo, H = 32, top-2 of 4, bf16"
+    assert lines[-1].startswith("Take mode ")
+    rows = [line for line in lines if " collective " in line and line.split()[0] in ("2", "8")]
+    assert len(rows) >= 4, "two modes at two T"
+    assert plot.read_bytes().startswith(b"\x89PNG")
     report = json.loads(output.read_text("utf-8"))
     assert report["wrong"] == []
+    assert report["advice"] == lines[-1]
+    assert report["command"].startswith("epcomm bench --ranks 2 --tokens 2,8 ")
+    assert {"torch", "epcomm", "commit"} <= set(report["versions"])
     timed = {(each["mode"], each["backend"], each["tokens"]) for each in report["results"]}
     assert {("normal", "collective", 2), ("", "expert_rows", 8)} <= timed
-    assert printed.splitlines()[-1] == report["advice"]
 
 
 def _pip(*arguments: str) -> None:

@@ -25,13 +25,7 @@ class CheckError(Exception):
 def check_contender(
     contender: Contender[DispatchedT], batches: Sequence[RankBatch], rank: int, num_local: int
 ) -> None:
-    """Run one call, and compare the rows that experts receive and y.
-
-    Args:
-        contender: what is to be measured.
-        batches: of all ranks.
-        rank: this one.
-        num_local: L.
+    """Run one call, and compare the rows that experts receive and y. batches: of all ranks.
 
     Collective: yes.
     Raises:
@@ -51,17 +45,9 @@ def _find_fault(
     dispatched = contender.dispatch(batches[rank])
     grouped = contender.group(dispatched)
     first_expert = rank * num_local
-    fault = find_row_fault(
-        grouped,
-        batches,
-        first_expert,
-        order=contender.source_order,
-        row_error=contender.row_error,
-    )
+    fault = _find_row_fault(contender, grouped, batches, first_expert)
     y = contender.combine(run_experts(grouped, first_expert), dispatched)
-    return fault or find_sum_fault(
-        y, batches[rank], contender.num_roundings, row_error=contender.row_error
-    )
+    return fault or _find_sum_fault(contender, y, batches[rank])
 
 
 def expert_factor(expert: Tensor | int) -> Tensor | float:
@@ -77,30 +63,18 @@ def run_experts(grouped: Grouped, first_expert: int) -> Tensor:
     return results
 
 
-def find_row_fault(
-    grouped: Grouped,
-    batches: Sequence[RankBatch],
-    first_expert: int,
-    *,
-    order: Sequence[int] | None,
-    row_error: float = 0.0,
+def _find_row_fault(
+    contender: Contender, grouped: Grouped, batches: Sequence[RankBatch], first_expert: int
 ) -> str | None:
-    """Return the fault of the rows of this rank's experts, which must be their tokens, or None.
-
-    Args:
-        grouped: the rows, by expert.
-        batches: of all ranks.
-        first_expert: of this rank.
-        order: see Contender.source_order.
-        row_error: see Contender.row_error; without any, rows must be the same bits.
-    """
+    """Return the fault of the rows of this rank's experts, which must be their tokens, or None."""
+    order = contender.source_order
+    sources = range(len(batches)) if order is None else order
     for local, run in enumerate(grouped.runs()):
         rows = grouped.rows[run.start : run.stop]
-        sources = range(len(batches)) if order is None else order
         expected = _rows_of_expert(first_expert + local, [batches[rank] for rank in sources])
         if order is None:
             rows, expected = _sorted(rows), _sorted(expected)
-        if not _are_equal(rows, expected, row_error):
+        if not _are_equal(rows, expected, contender.row_error):
             return (
                 f"expert {first_expert + local} got {len(rows)} rows, not its {len(expected)} "
                 "tokens"
@@ -108,19 +82,20 @@ def find_row_fault(
     return None
 
 
-def find_sum_fault(
-    y: Tensor, batch: RankBatch, num_roundings: int, *, row_error: float = 0.0
-) -> str | None:
+def _find_sum_fault(contender: Contender, y: Tensor, batch: RankBatch) -> str | None:
     """Return how far y is from the dense result, or None if within the tolerance."""
     if y.shape != batch.x.shape or y.dtype != batch.x.dtype:
         return f"y is {list(y.shape)} {y.dtype}, expected {list(batch.x.shape)} {batch.x.dtype}"
+    num_roundings = contender.num_roundings
     factors = batch.topk_weights.double() * expert_factor(batch.topk_ids)
     expected = batch.x.double() * factors.sum(dim=1, keepdim=True)
     limit = tolerance(y.dtype, top_k=batch.topk_ids.shape[1], num_roundings=num_roundings)
     # Below the smallest normal number a rounding is absolute.
     allowed = limit * expected.abs() + num_roundings * torch.finfo(y.dtype).tiny
     # The same error of a token's row in all its terms.
-    allowed += (1 + limit) * row_error * _largest(batch.x) * factors.sum(dim=1, keepdim=True)
+    allowed += (
+        (1 + limit) * contender.row_error * _largest(batch.x) * factors.sum(dim=1, keepdim=True)
+    )
     excess = (y.double() - expected).abs() - allowed
     # The negation makes NaN fail too.
     if not bool((excess <= 0).all()):
@@ -144,6 +119,7 @@ def _rows_of_expert(expert: int, batches: Sequence[RankBatch]) -> Tensor:
 
 
 def _are_equal(rows: Tensor, expected: Tensor, row_error: float) -> bool:
+    # Without an error, rows must be bit-equal.
     if not row_error:
         return torch.equal(_bits(rows), _bits(expected))
     if rows.shape != expected.shape:

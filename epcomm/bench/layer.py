@@ -47,7 +47,6 @@ class _Layer:
 
     @property
     def name(self) -> str:
-        """The key of its spans."""
         how = ", graph" if self.in_graph else ""
         return f"layer in {self.mode.value} on {self.layer.plan.prefill.backend}{how}"
 
@@ -72,9 +71,7 @@ def measure_layers(
         right.append(each)
         if is_in_graph(each.layer.plan.prefill, group.device):
             right.append(replace(each, in_graph=True))
-    calls = {
-        each.name: layer_call(each.layer, batch.x, topk, in_graph=each.in_graph) for each in right
-    }
+    calls = {e.name: layer_call(e.layer, batch.x, topk, in_graph=e.in_graph) for e in right}
     us = time_all(calls, group.device, options)
     for each in right:
         each.layer.check()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import torch
 from torch.cuda import nccl
 
 from epcomm.platforms.cuda import name_of
+from epcomm.platforms.machine import find_version
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -52,10 +52,7 @@ def _processor_name() -> str:
 
 def version_of(distribution: str) -> str:
     """Return the version of a distribution; unknown where its sources run uninstalled."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return "unknown"
+    return find_version(distribution) or "unknown"
 
 
 def _commit() -> str:

@@ -72,11 +72,7 @@ class BenchOptions:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Refuse a number of ranks that cannot share the experts. Local.
-
-        Raises:
-            ConfigError: the experts are no multiple of the ranks.
-        """
+        """Raise ConfigError if the experts are no multiple of the ranks. Local."""
         if self.experts % world_size:
             _refuse("experts", str(self.experts), f"a multiple of the {world_size} ranks")
 
@@ -121,22 +117,14 @@ def described(options: BenchOptions) -> dict[str, str | int]:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype of a name.
-
-    Raises:
-        ConfigError: it is not bf16, fp16 or fp32.
-    """
+    """Return the dtype of a name; ConfigError unless it is bf16, fp16 or fp32."""
     if name not in _DTYPES:
         _refuse("dtype", repr(name), f"one of {sorted(_DTYPES)}")
     return _DTYPES[name]
 
 
 def read_numbers(text: str) -> tuple[int, ...]:
-    """Read `1,128,1024`.
-
-    Raises:
-        ConfigError: it is no such list.
-    """
+    """Read `1,128,1024`; ConfigError if it is no such list."""
     try:
         return tuple(dict.fromkeys(map(int, _parts(text))))
     except ValueError:
@@ -144,11 +132,7 @@ def read_numbers(text: str) -> tuple[int, ...]:
 
 
 def read_modes(text: str) -> tuple[Mode, ...]:
-    """Read `normal,low_latency`.
-
-    Raises:
-        ConfigError: a name is no mode that can be measured here.
-    """
+    """Read `normal,low_latency`; ConfigError for a mode that cannot be measured here."""
     names, found = [mode.value for mode in MODES], _parts(text)
     if not found or not set(names).issuperset(found):
         _refuse("modes", repr(text), f"some of {names}")
@@ -156,11 +140,7 @@ def read_modes(text: str) -> tuple[Mode, ...]:
 
 
 def read_wire(text: str | None) -> WireDtype | None:
-    """Read `fp8_e4m3` or `int8`; None: rows are sent in the dtype of the hidden states.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Read `fp8_e4m3` or `int8`, else ConfigError; None: rows have the dtype of hidden states."""
     names = [each.value for each in WireDtype if each.is_quantized]
     if text is not None and text not in names:
         _refuse("wire", repr(text), f"one of {names}")
@@ -168,11 +148,7 @@ def read_wire(text: str | None) -> WireDtype | None:
 
 
 def read_backends(text: str) -> tuple[str, ...]:
-    """Read `auto`, which is every backend, or names such as `collective,nvlink`.
-
-    Raises:
-        ConfigError: no such backend; the message lists those that exist.
-    """
+    """Read `auto`, which is every backend, or names; ConfigError for an unknown one."""
     found = [name for part in _parts(text) for name in backend_names(part, Mode.AUTO)]
     if not found:
         raise ConfigError("epcomm bench: --backend is empty, expected auto or names of backends")

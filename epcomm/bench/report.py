@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
-from rich.table import Table
+from rich.table import Column, Table
 
 from epcomm.bench.advice import TITLES
 from epcomm.bench.records import Report, Timing
@@ -37,45 +37,21 @@ def _as_record(timing: Timing) -> Mapping[str, Any]:
     return values
 
 
-def timings_table(timings: Sequence[Timing]) -> Table:
-    """Return the times of dispatch, combine and both, by T, the fastest pair first."""
-    table = _table(
-        "dispatch\np50", "combine\np50", "pair\np50", "pair\np95", "pair\np99", "MB\nsent"
-    )
-    ordered = sorted(timings, key=lambda each: (each.tokens, each.us["pair"].p50))
-    for place, timing in enumerate(ordered):
-        is_last = place + 1 == len(ordered) or ordered[place + 1].tokens != timing.tokens
-        us, sent = timing.us, timing.sent_bytes
-        cells = [us["dispatch"].p50, us["combine"].p50]
-        cells += [us["pair"].p50, us["pair"].p95, us["pair"].p99]
-        table.add_row(
-            str(timing.tokens),
-            timing.mode or "torch",
-            _name(timing),
-            *(f"{cell:.0f}" for cell in cells),
-            "" if sent is None else f"{sent.total / 1e6:.2f}",
-            end_section=is_last,
-        )
-    return table
-
-
-def layers_table(timings: Sequence[Timing]) -> Table:
-    """Return the times of whole layers, by T."""
-    table = _table("layer\np50", "layer\np95", "layer\np99")
-    for timing in sorted(timings, key=lambda each: (each.tokens, each.us["layer"].p50)):
-        times = timing.us["layer"]
-        cells = [f"{us:.0f}" for us in (times.p50, times.p95, times.p99)]
-        table.add_row(str(timing.tokens), timing.mode, _name(timing), *cells)
-    return table
-
-
-def _table(*numbers: str) -> Table:
-    """Return an empty table whose rows begin with T, mode and backend.
+def times_table(timings: Sequence[Timing], *, of_layers: bool = False) -> Table:
+    """Return the times of dispatch, combine and both, or of layers, by T, the fastest first.
 
     Numbers of seven digits fit into 80 columns; only the backend is folded, because rich would cut
     digits off.
     """
+    span, halves = ("layer", ()) if of_layers else ("pair", ("dispatch", "combine"))
+    headings = [f"{half}\np50" for half in halves]
+    headings += [f"{span}\n{quantile}" for quantile in ("p50", "p95", "p99")]
+    numbers = headings if of_layers else [*headings, "MB\nsent"]
     table = Table(
+        Column("T", justify="right"),
+        Column("mode", no_wrap=True),
+        Column("backend", overflow="fold"),
+        *(Column(heading, justify="right", no_wrap=True) for heading in numbers),
         box=box.SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
@@ -83,11 +59,18 @@ def _table(*numbers: str) -> Table:
         title="us on the slowest rank",
         title_justify="left",
     )
-    table.add_column("T", justify="right")
-    table.add_column("mode", no_wrap=True)
-    table.add_column("backend", overflow="fold")
-    for heading in numbers:
-        table.add_column(heading, justify="right", no_wrap=True)
+    ordered = sorted(timings, key=lambda each: (each.tokens, each.us[span].p50))
+    for number, timing in enumerate(ordered, 1):
+        both, sent = timing.us[span], timing.sent_bytes
+        times = [*(timing.us[half].p50 for half in halves), both.p50, both.p95, both.p99]
+        cells = [f"{us:.0f}" for us in times]
+        table.add_row(
+            str(timing.tokens),
+            timing.mode or "torch",
+            _name(timing),
+            *(cells if sent is None else (*cells, f"{sent.total / 1e6:.2f}")),
+            end_section=number == len(ordered) or ordered[number].tokens != timing.tokens,
+        )
     return table
 
 

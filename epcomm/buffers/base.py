@@ -201,8 +201,8 @@ class Buffer(Backend):
         """
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
-        """Begin a dispatch; with caps.has_receive_hook, wait() receives the rows."""
-        return Pending(lambda: self.dispatch(call))
+        """Begin a dispatch, if caps.has_receive_hook; wait() receives the rows."""
+        raise NotImplementedError(f"{self.name} has no receive hook (BufferCaps)")
 
     def combine_async(
         self,
@@ -212,13 +212,8 @@ class Buffer(Backend):
         rows_per: RowsPer,
         slot_weights: Tensor | None = None,
     ) -> Pending[Tensor]:
-        """Begin a combine; with caps.has_receive_hook, wait() receives the sums."""
-
-        def combine() -> Tensor:
-            y, _ = self.combine(rows, exchange_plan, rows_per=rows_per, slot_weights=slot_weights)
-            return y
-
-        return Pending(combine)
+        """Begin a combine, if caps.has_receive_hook; wait() receives the sums."""
+        raise NotImplementedError(f"{self.name} has no receive hook (BufferCaps)")
 
     @abstractmethod
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -299,18 +294,19 @@ class ReturnsRowTopk(Buffer):
 class ReturnsSlots(Buffer):
     """A buffer that can return one row per slot, for BufferSpec.returns_slots."""
 
-    def combine_slots(
+    @abstractmethod
+    def combine_slots_async(
         self,
         rows: Tensor,
         exchange_plan: ExchangePlan,
         topk_weights: Tensor,
         *,
         out: Tensor | None = None,
-    ) -> Tensor:
-        """Return expert results to the ranks of their tokens and sum them there, by weight.
+    ) -> Pending[Tensor]:
+        """Begin to return expert results to the ranks of their tokens and sum them, by weight.
 
         Replaces combine() if the buffer was opened with BufferSpec.returns_slots; its dispatch then
-        neither needs nor returns router weights.
+        neither needs nor returns router weights. Pending.record is y.
 
         Args:
             rows: [C, H], one per slot; MASKED rows flattened.
@@ -324,15 +320,3 @@ class ReturnsSlots(Buffer):
         Raises:
             as combine().
         """
-        return self.combine_slots_async(rows, exchange_plan, topk_weights, out=out).wait()
-
-    @abstractmethod
-    def combine_slots_async(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        topk_weights: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Pending[Tensor]:
-        """Begin combine_slots() with the same arguments; Pending.record is y."""

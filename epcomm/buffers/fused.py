@@ -43,7 +43,6 @@ class FusedBackend(Backend, Generic[PackedT]):
     deprecated: the reason to replace this operator; empty if there is none.
     """
 
-    name: ClassVar[str]
     deprecated: ClassVar[str] = ""
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.FUSEEP})
 

@@ -23,8 +23,11 @@ def carrying_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
 
 def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
     """Return the reasons why a buffer does not support the limits of a specification."""
+    reasons = []
+    wanted, kept = spec.batches_in_flight, caps.batches_in_flight
+    if wanted is not None and kept is not None and wanted > kept and not caps.batches_on_request:
+        reasons.append(f"keeps {kept} batches in flight, not {wanted}")
     max_tokens, most = spec.max_tokens_per_rank, caps.max_tokens_per_rank
-    reasons = batch_reasons(spec, caps)
     if max_tokens is not None and most is not None and max_tokens > most:
         reasons.append(f"max_tokens_per_rank is {max_tokens}, at most {most}")
     if not caps.is_static:
@@ -38,14 +41,6 @@ def limit_reasons(spec: BufferSpec, caps: BufferCaps, mode: Mode) -> list[str]:
     if spec.max_recv_slots is not None and not caps.has_slot_budget:
         reasons.append("has capacity for any routing and no slot budget; leave max_recv_slots None")
     return reasons
-
-
-def batch_reasons(spec: BufferSpec, caps: BufferCaps) -> list[str]:
-    """Return the reasons why a buffer does not support the number of batches in flight."""
-    wanted, most = spec.batches_in_flight, caps.batches_in_flight
-    if wanted is None or most is None or caps.batches_on_request or wanted <= most:
-        return []
-    return [f"keeps {most} batches in flight, not {wanted}"]
 
 
 def batches_in_flight_of(spec: BufferSpec, caps: BufferCaps) -> int | None:

@@ -9,9 +9,11 @@ no device. Worked example, rows of 144 B, W = 4, K = 2, M = 16:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import Tensor
 
 from epcomm.buffers.row_layout import RowLayout
 from epcomm.types import align_up
@@ -52,8 +54,6 @@ class Region:
 class CallShape:
     """The counts of one rank's part of a call that determine its bytes on the wire.
 
-    call_shape() of epcomm/buffers/call_shape.py computes it from the routing.
-
     tokens_of_rank: [W], T of each rank.
     rows_sent: rows from this rank to other ranks, one for each rank that needs the token.
     rows_received: rows from other ranks to this one.
@@ -75,6 +75,50 @@ class CallShape:
     def world_size(self) -> int:
         """The number of ranks, W."""
         return len(self.tokens_of_rank)
+
+    @classmethod
+    def of(
+        cls,
+        topk_ids_of_rank: Sequence[Tensor],
+        rank: int,
+        *,
+        num_local_experts: int,
+        hosts: HostLayout | None = None,
+    ) -> CallShape:
+        """Return the part of `rank` in the call that dispatches and combines these tokens.
+
+        Worked example: 2 hosts of 2 ranks (0 1 | 2 3) with one expert each. If rank 0 has one
+        token, for experts 1, 2 and 3, rank 0 sends 3 rows, 2 of them between hosts.
+
+        Args:
+            topk_ids_of_rank: topk_ids of each of the W ranks, [T, K], int64, -1 for no expert.
+            rank: the rank to count for.
+            num_local_experts: L.
+            hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.
+
+        Local.   Host sync: yes.
+        """
+        # The rank of each entry's expert, -1 for none.
+        owners = [ids.cpu() // num_local_experts for ids in topk_ids_of_rank]
+        ranks = [other for other in range(len(owners)) if other != rank]
+        elsewhere = () if hosts is None else hosts.ranks_elsewhere(rank)
+        # Entries of each token whose expert is on another rank, or of another rank on this one.
+        sent = {other: (owners[rank] == other).sum(1) for other in ranks}
+        received = {other: (owners[other] == rank).sum(1) for other in ranks}
+
+        def num_rows(slots_of_token: Mapping[int, Tensor], others: Sequence[int]) -> int:
+            return sum(int((slots_of_token[other] > 0).sum()) for other in others)
+
+        return cls(
+            rank=rank,
+            tokens_of_rank=tuple(map(len, owners)),
+            rows_sent=num_rows(sent, ranks),
+            rows_received=num_rows(received, ranks),
+            slots_sent=sum(int(slots.sum()) for slots in sent.values()),
+            slots_received=sum(int(slots.sum()) for slots in received.values()),
+            rows_sent_between=num_rows(sent, elsewhere),
+            rows_received_between=num_rows(received, elsewhere),
+        )
 
     @classmethod
     def most(
@@ -137,15 +181,11 @@ def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | No
     )
 
 
-def slot_weight_bytes(spec: BufferSpec) -> int:
-    """Return the bytes of the router weight of a slot."""
-    return spec.hidden_format.dtype.scalar_dtype.itemsize
-
-
 def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None) -> Region:
     """Return the region of the expert-major index over R received rows; see index_bytes()."""
     row_bytes = ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES
-    slot_bytes = SLOT_INDEX_BYTES + slot_weight_bytes(spec) + SLOT_MEMBER_BYTES
+    weight_bytes = spec.hidden_format.dtype.scalar_dtype.itemsize
+    slot_bytes = SLOT_INDEX_BYTES + weight_bytes + SLOT_MEMBER_BYTES
     max_bytes = None
     if max_rows is not None:
         max_bytes = index_bytes(
@@ -202,7 +242,7 @@ def index_bytes(spec: BufferSpec, *, num_rows: int, num_slots: int, num_members:
         num_members: entries of slots_by_row: the slots in use, or the number that is reserved.
     """
     rows = num_rows * (ROW_SLOT_BYTES * spec.top_k + ROW_OFFSET_BYTES)
-    weight_bytes = slot_weight_bytes(spec)
+    weight_bytes = spec.hidden_format.dtype.scalar_dtype.itemsize
     slots = num_slots * (SLOT_INDEX_BYTES + weight_bytes) + num_members * SLOT_MEMBER_BYTES
     # num_tokens_per_expert [L] and first_slot [L + 1], int32. There is one more offset than rows,
     # and one more weight than slots, which receives the entries without a slot.

@@ -25,7 +25,7 @@ from epcomm.bench.ranks import (
     start_ranks,
 )
 from epcomm.bench.records import Report
-from epcomm.bench.report import as_json, layers_table, timings_table
+from epcomm.bench.report import as_json, times_table
 from epcomm.bench.run import run_bench
 from epcomm.cli.records import takes_records
 from epcomm.errors import ConfigError, shown
@@ -36,19 +36,12 @@ NOT_TIMED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankOptions:
-    """The ranks of a run."""
+class RunOptions:
+    """The ranks of a run, and what is measured, as text that BenchOptions reads."""
 
     ranks: Annotated[
-        int | None,
-        typer.Option(help="CPU ranks to start here; leave it out under torchrun."),
+        int | None, typer.Option(help="CPU ranks to start here; leave it out under torchrun.")
     ] = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SizeOptions:
-    """What is measured, as text that BenchOptions reads."""
-
     tokens: Annotated[str, typer.Option(help="T of each rank, one after another.")] = "1,128,1024"
     hidden: Annotated[int, typer.Option(help="H.")] = 1024
     experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 32
@@ -105,15 +98,15 @@ class ReportOptions:
 
 
 @takes_records
-def bench_command(ranks: RankOptions, sizes: SizeOptions, report: ReportOptions) -> None:
+def bench_command(run: RunOptions, report: ReportOptions) -> None:
     """Check every backend that serves here against a formula, then time it and torch alone.
 
     Starts CPU ranks with --ranks, or runs on those of torchrun:
     torchrun --nproc-per-node 8 -m epcomm bench
     """
     try:
-        options = sizes.read()
-        num_started = _ranks_to_start(ranks.ranks)
+        options = run.read()
+        num_started = _ranks_to_start(run.ranks)
         options.check_ranks(num_started or ranks_of_environment() or 1)
         _check_files(report)
     except ConfigError as error:
@@ -193,9 +186,9 @@ def _show(found: Report, report: ReportOptions) -> None:
         f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
         f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
     )
-    console.print(timings_table(found.results))
+    console.print(times_table(found.results))
     if found.layers:
-        console.print(layers_table(found.layers))
+        console.print(times_table(found.layers, of_layers=True))
     for line in _absent_lines(found, is_verbose=report.verbose):
         write(line)
     for each in found.wrong:

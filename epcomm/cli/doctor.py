@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from epcomm.bench.machine import version_of
 from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.cli.one_line import BadInput
 from epcomm.config import Mode
-from epcomm.platforms.deep_ep import Variable
 from epcomm.platforms.findings import TESTED_VERSIONS, Finding, Status
 from epcomm.registry import BACKEND_GROUPS, BUFFERS, FUSED, RUNNERS
 
@@ -84,21 +84,15 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _named(findings: Sequence[Finding], names: Sequence[str]) -> list[Finding]:
-    wanted = {part for name in names for part in _parts(name)}
+    # deep_ep stands for its two backends, any other name for itself.
+    wanted = {part for name in names for part in BACKEND_GROUPS.get(name, (name,))}
     return [each for each in findings if not names or each.name in wanted]
 
 
-def _parts(name: str) -> tuple[str, ...]:
-    """Return what a name stands for: deep_ep for its two backends, any other for itself."""
-    return BACKEND_GROUPS.get(name, (name,))
-
-
 def _is_enough(report: DoctorReport, names: Sequence[str]) -> bool:
-    here = {each.name for each in (*report.backends, *report.runners) if each.status is Status.HERE}
-    if names:
-        return all(not here.isdisjoint(_parts(name)) for name in names)
     parts = (report.backends, report.runners)
-    return all(any(each.name in here for each in found) for found in parts)
+    asked = [_named([*parts[0], *parts[1]], [name]) for name in names]
+    return all(any(each.status is Status.HERE for each in found) for found in asked or parts)
 
 
 def _plain(finding: Finding) -> dict[str, object]:
@@ -117,11 +111,15 @@ def _show(report: DoctorReport, *, verbose: bool) -> None:
     if not verbose:
         write("- see what is not here, and why: epcomm doctor --verbose")
         return
-    console.print(_findings_table("platform", report.platform))
-    console.print(_findings_table("package", report.packages))
+    for kind, findings in (("platform", report.platform), ("package", report.packages)):
+        rows = [(each.name, each.status, each.detail, each.advice) for each in findings]
+        console.print(_table((kind, "", "found", "what to do"), rows))
     _show_parts(console, report, ())
-    if any(each.value is not None for each in report.variables):
-        console.print(_variables_table(report.variables))
+    found = [each for each in report.variables if each.value is not None]
+    if found:
+        headings = ("environment variable", "here", "deep_ep V1 writes", "what to do")
+        rows = [(each.name, repr(each.value), each.written or "", each.advice) for each in found]
+        console.print(_table(headings, rows))
 
 
 def _summary(report: DoctorReport) -> Table:
@@ -143,11 +141,8 @@ def _summary(report: DoctorReport) -> Table:
         parts = [each for each in (*report.backends, *report.runners) if served in each.serves]
         names = [each.name for each in parts if each.status is Status.HERE]
         lines[served] = ", ".join(names) or "none"
-    table = Table(box=None)
-    table.add_column("", no_wrap=True)
-    table.add_column(
-        f"epcomm {version_of('epcomm')}: what works here", no_wrap=True, overflow="ellipsis"
-    )
+    title = f"epcomm {version_of('epcomm')}: what works here"
+    table = Table("", Column(title, overflow="ellipsis", no_wrap=True), box=None)
     for name, text in lines.items():
         table.add_row(name, escape(text.splitlines()[0]))
     return table
@@ -159,16 +154,9 @@ def _show_parts(console: Console, report: DoctorReport, names: Sequence[str]) ->
             console.print(_parts_table(kind, parts))
 
 
-def _findings_table(kind: str, findings: Sequence[Finding]) -> Table:
-    table = _table(kind, "", "found", "what to do")
-    for finding in findings:
-        table.add_row(*_verdict(finding), escape(finding.detail), escape(finding.advice))
-    return table
-
-
 def _parts_table(kind: str, findings: Sequence[Finding]) -> Table:
     """Return a row for each part that is here, and one for all that lack the same."""
-    table = _table(kind, "", "found", "why not", "what would bring it")
+    rows: list[tuple[str, ...]] = []
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for each in findings:
         key = (each.detail,) if each.status is Status.HERE else (each.advice, *each.reasons)
@@ -178,29 +166,14 @@ def _parts_table(kind: str, findings: Sequence[Finding]) -> Table:
         names = "\n".join(each.name for each in group)
         served = dict.fromkeys(served for each in group for served in each.serves)
         detail = first.detail if first.status is Status.HERE else ", ".join(served)
-        cells = (names, detail, "\n".join(first.reasons), first.advice)
-        name, *rest = map(escape, cells)
-        table.add_row(name, _verdict(first)[1], *rest)
-    return table
+        rows.append((names, first.status, detail, "\n".join(first.reasons), first.advice))
+    return _table((kind, "", "found", "why not", "what would bring it"), rows)
 
 
-def _table(kind: str, *headings: str) -> Table:
-    table = Table()
-    table.add_column(kind, no_wrap=True)
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
-
-
-def _verdict(finding: Finding) -> tuple[str, str]:
-    return finding.name, f"[{_STYLES[finding.status]}]{finding.status.value}[/]"
-
-
-def _variables_table(variables: Sequence[Variable]) -> Table:
-    """Return the variables that are set."""
-    table = _table("environment variable", "here", "deep_ep V1 writes", "what to do")
-    for variable in variables:
-        if variable.value is not None:
-            cells = (repr(variable.value), variable.written or "", variable.advice)
-            table.add_row(variable.name, *map(escape, cells))
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    table = Table(
+        Column(headings[0], no_wrap=True), *(Column(each, overflow="fold") for each in headings[1:])
+    )
+    for row in rows:
+        table.add_row(*(Text(c, _STYLES[c]) if isinstance(c, Status) else Text(c) for c in row))
     return table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from epcomm.bench.plot import check_plot, check_writable
 from epcomm.cli.one_line import BadInput
@@ -44,10 +44,9 @@ def load_command(
 
 def table_of(load: ExpertLoad) -> Table:
     """Return a table with a row for each layer; ranks hold experts in their order."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    names = ("layer", "windows", "entries", "most loaded", "experts max/mean", "ranks max/mean")
-    for name in names:
-        table.add_column(name, justify="left" if name == "layer" else "right")
+    names = ("windows", "entries", "most loaded", "experts max/mean", "ranks max/mean")
+    columns = [Column(name, justify="right") for name in names]
+    table = Table("layer", *columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for layer, windows in load.windows_by_layer.items():
         total = load.total(layer)
         most = max(range(len(total)), key=lambda e: total[e]) if sum(total) else "-"

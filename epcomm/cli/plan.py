@@ -172,17 +172,17 @@ def plan_command(
     assumed: AssumedMachine | None = None
     try:
         shape = None if layer.model is None else read_model_file(layer.model, layer.sizes())
-        found = _layer_of(layer, shape)
+        model, weights = _layer_of(layer, shape)
         settings = config.read()
         # The options and the file have the experts of the model, and a plan has all physical ones.
-        num_physical = found.spec.num_experts + (settings.redundant_experts or 0)
-        spec = replace(found.spec, num_experts=num_physical)
+        num_physical = model.num_experts + (settings.redundant_experts or 0)
+        spec = replace(model, num_experts=num_physical)
         assumed = ranks.assumed(settings)
         chosen = plan(
             settings,
             spec,
             world_size=ranks.ranks,
-            weights=found.weights,
+            weights=weights,
             machine=assumed,
             hosts=ranks.layout(),
         )
@@ -192,23 +192,20 @@ def plan_command(
         raise typer.Exit(REFUSED) from None
     except EPError as error:
         raise BadInput(str(error)) from None
-    record = record_of(chosen, settings, spec, found.weights)
+    record = record_of(chosen, settings, spec, weights)
     if output.json:
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
     else:
         print_plan(chosen, record, shape and shape.model_type)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """A layer, and one expert without memory to choose a runner by; None if its size is unknown."""
+def _layer_of(
+    options: LayerOptions, shape: ModelShape | None
+) -> tuple[MoESpec, ExpertTensors | None]:
+    """Return the layer that options and a model file describe, and one expert without memory.
 
-    spec: MoESpec
-    weights: ExpertTensors | None
-
-
-def _layer_of(options: LayerOptions, shape: ModelShape | None) -> _Layer:
-    """Return the layer that options and a model file describe."""
+    The expert chooses the runner; None if its size is unknown.
+    """
     said = {} if shape is None else {name: value for name, value in vars(shape).items() if value}
     said |= options.sizes()
     spec = MoESpec(
@@ -216,8 +213,7 @@ def _layer_of(options: LayerOptions, shape: ModelShape | None) -> _Layer:
         dtype=_torch_dtype(said.get("dtype", "bf16")),
     )
     spec.check()
-    weights = _weights_of(spec, said.get("intermediate_size"), options.experts)
-    return _Layer(spec=spec, weights=weights)
+    return spec, _weights_of(spec, said.get("intermediate_size"), options.experts)
 
 
 def _given(options: LayerOptions | ConfigOptions, *names: str) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from epcomm.config import Mode
 from epcomm.fuseep.ascend import AscendFused
@@ -45,8 +45,15 @@ def print_plan(chosen: EPPlan, record: Mapping[str, Any], model_type: str | None
         console.print(_fused_table(chosen.prefill))
     for name, phase in phases.items():
         console.print(_memory_table(name, phase["memory"]))
-    if record["rebalance"] is not None:
-        console.print(_rebalance_table(record["rebalance"]))
+    memory = record["rebalance"]
+    if memory is not None:
+        rows = [
+            ("redundant experts", memory["redundant_bytes"]),
+            ("a rebalance, on the device", memory["device_bytes"]),
+            ("a rebalance, on the host", memory["host_bytes"]),
+        ]
+        cells = [(name, _bytes_or(size, "pass --intermediate-size")) for name, size in rows]
+        console.print(_sizes_table(("memory of placed experts", "a rank, at most"), cells))
 
 
 def _who_computes(chosen: EPPlan) -> str:
@@ -89,33 +96,29 @@ def _rejection_table(record: Mapping[str, Any]) -> Table:
 
 
 def _memory_table(phase: str, regions: list[Mapping[str, Any]]) -> Table:
-    table = Table()
-    table.add_column(f"memory of a call, {phase}", no_wrap=True)
-    table.add_column("a token, all ranks", justify="right")
-    table.add_column("a rank, at most", justify="right")
-    for region in regions:
-        per_token, most = region["bytes_per_token"], region["max_bytes"]
-        table.add_row(
+    rows = [
+        (
             region["region"],
-            "fixed" if per_token is None else bytes_text(per_token),
-            _NO_LIMIT if most is None else bytes_text(most),
+            _bytes_or(region["bytes_per_token"], "fixed"),
+            _bytes_or(region["max_bytes"], _NO_LIMIT),
         )
+        for region in regions
+    ]
+    return _sizes_table(
+        (f"memory of a call, {phase}", "a token, all ranks", "a rank, at most"), rows
+    )
+
+
+def _sizes_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    name, *sizes = headings
+    table = Table(Column(name, no_wrap=True), *(Column(each, justify="right") for each in sizes))
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _rebalance_table(memory: Mapping[str, int | None]) -> Table:
-    """Return the memory of a rank in addition to the experts of the model."""
-    table = Table()
-    table.add_column("memory of placed experts", no_wrap=True)
-    table.add_column("a rank, at most", justify="right")
-    rows = {
-        "redundant experts": memory["redundant_bytes"],
-        "a rebalance, on the device": memory["device_bytes"],
-        "a rebalance, on the host": memory["host_bytes"],
-    }
-    for name, number in rows.items():
-        table.add_row(name, "pass --intermediate-size" if number is None else bytes_text(number))
-    return table
+def _bytes_or(number: int | None, otherwise: str) -> str:
+    return otherwise if number is None else bytes_text(number)
 
 
 def _fused_table(phase: PhasePlan) -> Table:
@@ -124,9 +127,7 @@ def _fused_table(phase: PhasePlan) -> Table:
     The HCCL window and the packed experts, which do not replace those of the checkpoint, are of one
     rank.
     """
-    table = Table("operator")
-    for name in FUSED:
-        table.add_column(name, overflow="fold")
+    table = Table("operator", *(Column(name, overflow="fold") for name in FUSED))
     rows = [_properties(name, phase) for name in FUSED]
     for label in rows[0]:
         table.add_row(label, *(row.get(label, "none") for row in rows))

@@ -22,12 +22,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from epcomm.collectives.base import (
-    DEFAULT_TIMEOUT_S,
-    Collectives,
-    check_sendable,
-    receiving,
-)
+from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable, receiving
 from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 from epcomm.errors import ConfigError, HandleError, ShapeError
 
@@ -117,7 +112,7 @@ class MpiCollectives(Collectives):
         if sum(send_counts) != send.shape[0]:
             raise ShapeError(
                 f"all_to_all: send_splits {send_counts} sum to {sum(send_counts)}, expected the "
-                f"{send.shape[0]} rows of send ({self._where}); pass splits that cover all rows"
+                f"{send.shape[0]} rows of send ({self.names.where}); pass splits that cover them"
             )
         recv_counts = self._counts(recv_splits, send.shape[0])
         recv = receiving(out, send, sum(recv_counts), self.device)
@@ -144,17 +139,13 @@ class MpiCollectives(Collectives):
             self._duplicate.Free()
             self._duplicate = None
 
-    @property
-    def _where(self) -> str:
-        return self.names.where
-
     def _counts(self, splits: Sequence[int] | None, num_rows: int) -> list[int]:
         if splits is None:
             splits = [num_rows // self.world_size] * self.world_size
         if len(splits) != self.world_size:
             raise ShapeError(
-                f"all_to_all: {len(splits)} splits for {self.world_size} ranks ({self._where}); "
-                "pass one split per rank"
+                f"all_to_all: {len(splits)} splits for {self.world_size} ranks "
+                f"({self.names.where}); pass one split per rank"
             )
         return list(splits)
 
@@ -164,7 +155,7 @@ class MpiCollectives(Collectives):
         if max(num_rows, row_bytes) > _MAX_COUNT:
             raise ShapeError(
                 f"collective: {num_rows} rows of {row_bytes} bytes, expected at most {_MAX_COUNT} "
-                f"of both, the limit of MPI ({self._where}); send fewer or shorter rows"
+                f"of both, the limit of MPI ({self.names.where}); send fewer or shorter rows"
             )
         return MPI.BYTE.Create_contiguous(row_bytes).Commit()
 
@@ -180,7 +171,9 @@ class MpiCollectives(Collectives):
     def _open(self, phase: str) -> MPI.Intracomm:
         """Return the duplicate of the communicator; the first collective makes it."""
         if self._is_closed:
-            raise HandleError(f"{phase}: the EPGroup is closed ({self._where}); make a new one")
+            raise HandleError(
+                f"{phase}: the EPGroup is closed ({self.names.where}); make a new one"
+            )
         if self._duplicate is None:
             self._finish(self._start_duplication, f"{phase}, making the communicator")
         assert self._duplicate is not None, "made by the first collective"

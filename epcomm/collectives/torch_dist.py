@@ -19,12 +19,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,  # type: ignore[attr-defined]
 )
 
-from epcomm.collectives.base import (
-    DEFAULT_TIMEOUT_S,
-    Collectives,
-    check_sendable,
-    receiving,
-)
+from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable, receiving
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit

@@ -1,9 +1,9 @@
 """Dispatchers add checks, autograd and records to the buffers."""
 
-from epcomm.dispatchers.base import Dispatcher
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
+    Dispatcher,
     StandardDispatcher,
 )
 

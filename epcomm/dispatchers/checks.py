@@ -9,7 +9,6 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from epcomm.dispatchers.base import NeedGrad
 from epcomm.errors import CapacityError, EPError, HandleError, ShapeError
 from epcomm.ops.precision import FLOAT_DTYPES
 from epcomm.quantization.scale_layout import SCALES_PER_WORD
@@ -23,6 +22,9 @@ from epcomm.records import (
 )
 from epcomm.spec import BufferSpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, WireFormat, WireTensor, data_of
+
+# Whether the expert weights of a rank will receive gradients: one answer, or one for each name.
+NeedGrad = bool | Mapping[str, bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +136,7 @@ class CallChecks:
                 f"combine: the handle is {_kind_of(handle)}, expected a Handle ({self.where}); "
                 "make the input with combine_input() of the record that dispatch returned"
             )
-        try:
-            handle.check(owner)
-        except HandleError as error:
+        if (error := handle.find_error(owner)) is not None:
             return error
         rows, slot_weights = combine_input.hidden_states, combine_input.slot_weights
         shape = self._rows_expected(combine_input)
@@ -250,13 +250,9 @@ def needs_gradients(
 def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan | None:
     """Return the exchange plan of a combine input, or None if its handle is invalid."""
     handle = getattr(combine_input, "handle", None)
-    if not isinstance(handle, Handle):
-        return None
-    try:
-        handle.check(owner)
-    except HandleError:
-        return None
-    return handle.exchange_plan
+    if isinstance(handle, Handle) and handle.find_error(owner) is None:
+        return handle.exchange_plan
+    return None
 
 
 def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:

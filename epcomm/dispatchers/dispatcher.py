@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
-from typing import ClassVar, NoReturn, cast
+from typing import ClassVar, Generic, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,9 +16,9 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
-from epcomm.dispatchers.base import CombineT, Dispatcher, DispatchT, NeedGrad
 from epcomm.dispatchers.checks import (
     CallChecks,
+    NeedGrad,
     needs_gradients,
     num_tokens_of,
     open_exchange_plan_of,
@@ -48,12 +48,21 @@ from epcomm.records import (
 from epcomm.spec import MoESpec
 from epcomm.types import ROW_MAJOR, Layout, RowsPer, ScaleLayout, WireTensor, data_of, sum_dtype
 
+DispatchT = TypeVar("DispatchT", bound=DispatchOutput)
+CombineT = TypeVar("CombineT", bound=CombineInput)
+
 # If any of these flags is set, all ranks run the backward of the batch.
 _NEEDS_BACKWARD = ~int(BatchFlags.GRAD_ENABLED)
 
 
-class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
-    """A dispatcher over any buffer; the buffer determines the layout."""
+class Dispatcher(Generic[DispatchT, CombineT]):
+    """Moves the tokens of one layer to their experts and the results back, over any buffer.
+
+    The buffer determines the layout. A dispatcher keeps no state of a batch, so batches may
+    interleave: without gradients up to BufferCaps.batches_in_flight, with gradients any number.
+
+    mode: the mode of this class.
+    """
 
     mode: ClassVar[Mode]
 
@@ -113,6 +122,30 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         *,
         experts_need_grad: NeedGrad = False,
     ) -> DispatchT:
+        """Send each token to the ranks that own its experts.
+
+        Args:
+            hidden_states: [T, H], T <= M, T = 0 is legal; in the dtype given at construction, or in
+                another floating dtype, which is cast and is the dtype of y. Or quantised rows in
+                the dispatch format of the plan, with scales of any layout and strides: they are
+                sent unchanged, have no gradients, and y has the dtype given at construction.
+            topk: topk_ids [T, K], int64, physical expert ids, -1 for none; topk_weights [T, K],
+                float32, or another floating dtype, which is cast.
+            experts_need_grad: whether this rank's expert weights will receive gradients, so that
+                the backward of combine runs even if no input needs gradients; or one answer for
+                each name, with equal names, order and answers on all ranks.
+
+        Collective: all ranks of the group; T may differ.
+        Host sync, graph capture, lifetime of rows: see BufferCaps of the buffer.
+        Raises:
+            ShapeError: a tensor of some rank is invalid; on every rank, before rows are sent.
+            CapacityError: T > M on some rank; on every rank.
+            ConfigError: some ranks need gradients while others run under torch.no_grad(), pass
+                quantised rows, or train different expert weights.
+            HandleError: the dispatcher is closed.
+            EPTimeout: other ranks did not arrive in time; the group is unusable, close() returns.
+        On a static buffer only check() raises the first three.
+        """
         return self._dispatch(hidden_states, topk, experts_need_grad)
 
     def _dispatch(
@@ -144,8 +177,15 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         *,
         experts_need_grad: NeedGrad = False,
     ) -> Pending[DispatchT]:
+        """Begin a dispatch; `wait()` completes it and makes its autograd node.
+
+        Without a receive hook (BufferCaps), `wait()` does everything. All ranks call `wait()` in
+        the same order.
+        """
         if not self.plan.caps.has_receive_hook:
-            return super().dispatch_async(hidden_states, topk, experts_need_grad=experts_need_grad)
+            return Pending(
+                lambda: self.dispatch(hidden_states, topk, experts_need_grad=experts_need_grad)
+            )
         self._check_group_open("dispatch")
 
         def begin() -> Pending[DispatchT]:
@@ -238,6 +278,21 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     @ranged("combine", is_traced=False)
     def combine(self, combine_input: CombineT) -> Tensor:
+        """Return the results to the ranks of their tokens and sum them: y [T, H].
+
+        y has the dtype of the hidden states as the caller passed them.
+
+        Collective: all ranks that dispatched this batch.   Host sync: none on a device.
+        Lifetime: the caller owns the result.
+        Raises:
+            HandleError: the batch was combined before, belongs to another dispatcher, or the
+                dispatcher is closed.
+            ShapeError: the rows do not match the batch.
+            EPTimeout: as in dispatch.
+        The first two are raised on every rank, before rows are sent, and the batch may then be
+        combined again. On a static buffer only the rank with the error raises; y is NaN on the
+        other ranks, and their check() raises. On NCCL the others only learn of it with check_calls.
+        """
         self._check_combine(combine_input)
 
         def send() -> Tensor:
@@ -258,8 +313,9 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
 
     @ranged("combine_begin", is_traced=False)
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
+        """Begin a combine; `wait()` completes it, and without a receive hook does everything."""
         if not self.plan.caps.has_receive_hook:
-            return super().combine_async(combine_input)
+            return Pending(lambda: self.combine(combine_input))
         self._check_combine(combine_input)
 
         def begin() -> Pending[Tensor]:
@@ -339,6 +395,16 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return y if handle.dtype is None else in_dtype(y, handle.dtype)
 
     def check(self) -> None:
+        """Raise the faults recorded on the device.
+
+        Static buffers (low latency, or a slot budget) cannot raise in dispatch: y of the call is
+        NaN on every rank, and check() raises the reason. On other buffers it does nothing.
+
+        Local; every rank raises the same fault.   Host sync: yes.
+        Raises:
+            CapacityError: T > M, or more received slots than the budget, with the size needed.
+            ShapeError, ConfigError: another fault, with the ranks that have it.
+        """
         self._buffer.check()
 
     def traffic(self) -> BufferTraffic:
@@ -346,6 +412,11 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         return self._buffer.traffic()
 
     def close(self) -> None:
+        """Make further calls raise, also for batches in flight. Local, idempotent.
+
+        A call on a closed dispatcher is still reported to the other ranks, which may be waiting.
+        After the EPGroup is closed too, calls raise immediately.
+        """
         self._is_closed = True
 
     def _check_group_open(self, function: str) -> None:
@@ -424,7 +495,7 @@ class RowsDispatcher(Dispatcher[DispatchT, CombineT]):
         )
 
 
-class DeepEPNormalDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
+class DeepEPNormalDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
     """Sends a token once to each rank that owns one of its experts: prefill and training.
 
     Host sync: dispatch reads the counts once; combine none. Trainable.
@@ -433,7 +504,7 @@ class DeepEPNormalDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput
     mode: ClassVar[Mode] = Mode.NORMAL
 
 
-class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
+class DeepEPLowLatencyDispatcher(Dispatcher[DispatchOutput, CombineInput]):
     """Sends at most M tokens per rank through buffers of fixed size: decode.
 
     Counts stay on the device. Router weights are sent with the tokens and combine applies them, so
@@ -445,7 +516,7 @@ class DeepEPLowLatencyDispatcher(RowsDispatcher[DispatchOutput, CombineInput]):
     mode: ClassVar[Mode] = Mode.LOW_LATENCY
 
 
-class StandardDispatcher(RowsDispatcher[RowsDispatchOutput, RowsCombineInput]):
+class StandardDispatcher(Dispatcher[RowsDispatchOutput, RowsCombineInput]):
     """Sends every token to every rank: all-gather, local experts, reduce-scatter.
 
     Bytes do not depend on the routing; worthwhile on up to about 8 ranks. Trainable.

@@ -137,8 +137,17 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         if spec.intermediate_size is None or spec.max_tokens_per_rank is None:
             return ()
-        reasons = cls.reasons(spec, world_size, soc=current_soc(), environment=machine.environment)
-        return tuple(reasons)
+        # An unknown chip gives no reasons.
+        soc, environment, reasons = current_soc(), machine.environment, []
+        refused = {Soc.A2: "FuseEP is not built for it", Soc.A5: cls.on_a5}
+        if soc is not None and soc in refused:
+            reasons.append(f"the chip is {soc}, expected {cls.soc}: {refused[soc]}")
+        reasons += cls.limits.reasons(spec, world_size)
+        reasons += cls._budget_reasons(spec, world_size)
+        window = cls.window_bytes(spec, world_size)
+        if window is not None:
+            reasons += window_reasons(window, environment)
+        return (*reasons, *variable_reasons(environment, soc))
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -151,25 +160,6 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         return tuple(
             Region(name=name, max_bytes=size) for name, size in regions.items() if size is not None
         )
-
-    @classmethod
-    def reasons(
-        cls, spec: BufferSpec, world_size: int, *, soc: Soc | None, environment: Mapping[str, str]
-    ) -> list[str]:
-        """Return why the operator does not serve W8A8 experts of these sizes; empty if it does.
-
-        soc: the chip; None, if it is unknown, gives no reason.
-        """
-        refused = {Soc.A2: "FuseEP is not built for it", Soc.A5: cls.on_a5}
-        reasons = []
-        if soc is not None and soc in refused:
-            reasons.append(f"the chip is {soc}, expected {cls.soc}: {refused[soc]}")
-        reasons += cls.limits.reasons(spec, world_size)
-        reasons += cls._budget_reasons(spec, world_size)
-        window = cls.window_bytes(spec, world_size)
-        if window is not None:
-            reasons += window_reasons(window, environment)
-        return reasons + variable_reasons(environment, soc)
 
     @classmethod
     def _budget_reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:

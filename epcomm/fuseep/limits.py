@@ -6,7 +6,7 @@ sizes of dispatch_ffn_combine and mega_moe: vllm-ascend. Not run on an NPU.
 
 from __future__ import annotations
 
-from epcomm.fuseep.interleave import TILE
+from epcomm.fuseep.weights import TILE
 from epcomm.platforms.ascend.formats import TILE_ROWS
 from epcomm.platforms.ascend.limits import MAX_EXPERTS, Limits
 from epcomm.spec import BufferSpec
@@ -54,9 +54,7 @@ def max_call_tokens(spec: BufferSpec, limits: Limits) -> int:
     return min(spec.max_tokens_per_rank, limits.max_tokens or MAX_CALL_TOKENS)
 
 
-def max_received_rows(
-    spec: BufferSpec, world_size: int, limits: Limits = DISPATCH_FFN_COMBINE_LIMITS
-) -> int:
+def max_received_rows(spec: BufferSpec, world_size: int, limits: Limits) -> int:
     """Return the most rows that a rank can receive in one call: max_output_size of mode 2.
 
     The experts of a token are distinct, so a rank of L experts receives a token at most min(K, L)

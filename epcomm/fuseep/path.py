@@ -14,12 +14,13 @@ from epcomm.config import EPConfig, Mode
 from epcomm.dispatchers.checks import CallChecks, num_tokens_of
 from epcomm.errors import ConfigError, EPError, HandleError
 from epcomm.group import EPGroup
-from epcomm.ops.precision import cast_topk
+from epcomm.ops.precision import in_dtype
 from epcomm.planning.plans import PhasePlan
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.records import TopKOutput, empty_topk
 from epcomm.spec import MoESpec
+from epcomm.types import sum_dtype
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 from epcomm.weights.written import Derived
@@ -89,7 +90,7 @@ class FuseEPPath:
         experts = self._packed.of(weights.tensors(), lambda: self._operator.pack(weights))
         result = self._operator.run(self._call(hidden_states, topk, error), experts)
         if self._checks_calls:
-            # Before the refusal is raised; otherwise faults of this call would wait for a check.
+            # This precedes the refusal; otherwise faults of this call would wait for a check.
             self.check()
         if refusal is not None:
             raise refusal
@@ -137,7 +138,7 @@ class FuseEPPath:
         return DispatchCall(
             hidden_states=hidden_states.detach().to(self._dtype),
             topk_ids=topk.topk_ids,
-            topk_weights=cast_topk(topk, self._dtype).topk_weights.detach(),
+            topk_weights=in_dtype(topk.topk_weights, sum_dtype(self._dtype)).detach(),
             flags=BatchFlags.NONE,
             error=error,
         )

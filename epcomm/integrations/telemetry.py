@@ -123,16 +123,12 @@ def as_prometheus_text(found: Iterable[Metric]) -> str:
 
 def _of_layer(family: _Family, labels: Mapping[str, str], stats: EPStats) -> Iterator[Metric]:
     read = family.read(stats)
-    values = (
-        [({"expert": str(expert)}, float(value)) for expert, value in enumerate(read)]
-        if isinstance(read, tuple)
-        else [({}, float(read))]
-    )
-    for more, value in values:
+    is_by_expert = isinstance(read, tuple)
+    for expert, value in enumerate(read if is_by_expert else (read,)):
         yield Metric(
             name=family.name,
-            labels={**labels, **more},
-            value=value,
+            labels={**labels, "expert": str(expert)} if is_by_expert else labels,
+            value=float(value),
             kind=family.kind,
             help=family.help,
         )

@@ -114,18 +114,19 @@ class DirectLaunch:
         self._keeps = (compiled, [arguments[place] for place in kept])
         # Arguments that change come first, so that one call writes all of them.
         order = [place for place in (*given, *kept) if types[place] != "constexpr"]
-        formats = {place: _format_of(types[place]) for place in order}
+        formats = {place: _FORMATS.get(types[place], _POINTER)[1] for place in order}
         self._memory = ctypes.create_string_buffer(_SLOT_BYTES * (len(order) + num_scratch))
         begin = ctypes.addressof(self._memory)
         slots = {place: begin + _SLOT_BYTES * slot for slot, place in enumerate(order)}
         scratch = [begin + _SLOT_BYTES * (len(order) + each) for each in range(num_scratch)]
         addresses = [slots[place] for place in sorted(order)] + scratch
+        values = [arguments[place] for place in order]
         self._parameters = (c_void_p * len(addresses))(*addresses)
         struct.pack_into(
             "=" + "".join(formats[place] for place in order),
             self._memory,
             0,
-            *(_value_of(arguments[place]) for place in order),
+            *(each.data_ptr() if isinstance(each, Tensor) else each for each in values),
         )
         self._write = struct.Struct(
             "=" + "".join(formats.get(place, "") for place in given)
@@ -232,7 +233,7 @@ class PreparedLaunch:
             types = types_of(compiled, kernel.arg_names, len(flat))
             _check_integers(arguments, kernel.params)
             _check_host_memory(flat)
-            num_scratch = _num_scratch(compiled, [_bytes_of(each) for each in types])
+            num_scratch = _num_scratch(compiled, types)
             # An old driver does not have this function.
             launch = driver().cuLaunchKernelEx
         except (AttributeError, KeyError, CudaError, UnpreparedError) as problem:
@@ -306,13 +307,13 @@ def _check_host_memory(arguments: Sequence[object]) -> None:
                 raise UnpreparedError("the device has another address for memory of the host")
 
 
-def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:
+def _num_scratch(compiled: CompiledKernel, types: Sequence[str]) -> int:
     """Return the number of scratch pointers, after comparing the driver's sizes of parameters."""
     ask = driver().cuFuncGetParamInfo
     function, offset, size, found = c_void_p(compiled.function), c_size_t(), c_size_t(), []
     while ask(function, c_size_t(len(found)), byref(offset), byref(size)) == 0:
         found.append(size.value)
-    wanted = [each for each in sizes if each]
+    wanted = [_FORMATS.get(each, _POINTER)[0] for each in types if each != "constexpr"]
     scratch = found[len(wanted) :]
     if found[: len(wanted)] != wanted or scratch != [_SLOT_BYTES] * min(_MAX_SCRATCH, len(scratch)):
         raise UnpreparedError(f"its parameters have {found} bytes, expected {wanted}")
@@ -322,19 +323,6 @@ def _num_scratch(compiled: CompiledKernel, sizes: Sequence[int]) -> int:
 def _is_aligned(arguments: Sequence[object]) -> bool:
     pointers = [each.data_ptr() for each in arguments if isinstance(each, Tensor)]
     return not any(pointer & _ALIGNMENT_MASK for pointer in pointers)
-
-
-def _bytes_of(kind: str) -> int:
-    """Return the bytes of a parameter; 0 for a constant."""
-    return 0 if kind == "constexpr" else _FORMATS.get(kind, _POINTER)[0]
-
-
-def _format_of(kind: str) -> str:
-    return _FORMATS.get(kind, _POINTER)[1]
-
-
-def _value_of(argument: object) -> object:
-    return argument.data_ptr() if isinstance(argument, Tensor) else argument
 
 
 def _kind_of(argument: object, kind: str) -> object:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError
-from epcomm.records import DispatchOutput, RowsCombineInput, TopKOutput
+from epcomm.records import DispatchOutput, RowsCombineInput
 from epcomm.types import UNQUANTIZED_DTYPES, sum_dtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
@@ -24,15 +24,6 @@ FLOAT_DTYPES = frozenset(dtype.torch_dtype for dtype in UNQUANTIZED_DTYPES)
 def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast a tensor, without the host time of to() where the dtype is right. Differentiable."""
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
-
-
-def cast_topk(topk: TopKOutput, dtype: torch.dtype) -> TopKOutput:
-    """Cast router weights to the dtype that is sent with rows of `dtype`. Differentiable."""
-    weights = topk.topk_weights
-    weights_dtype = sum_dtype(dtype)
-    if weights.dtype is weights_dtype:
-        return topk
-    return replace(topk, topk_weights=weights.to(weights_dtype))
 
 
 def cast_results(rows: RowsCombineInput, dtype: torch.dtype) -> RowsCombineInput:

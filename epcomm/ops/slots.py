@@ -208,6 +208,20 @@ def build_slot_index(
     )
 
 
+def packed_index(
+    counts: Tensor, host_counts: Sequence[int] | None = None, *, is_dense: bool = False
+) -> SlotIndex:
+    """Return the index over rows that are slots, packed by expert; counts: [L], on the device."""
+    return SlotIndex(
+        row_of_slot=None,
+        slots_of_row=None,
+        num_tokens_per_expert=counts.to(torch.int32),
+        first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
+        host_num_tokens_per_expert=None if host_counts is None else tuple(host_counts),
+        is_dense=is_dense,
+    )
+
+
 def row_topk(index: SlotIndex, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return what each received row has: local experts [R, K], int64, -1 for none, and weights.
 
@@ -343,7 +357,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
             flat, offsets = flat.repeat_interleave(NUM_PARTS), offsets * NUM_PARTS
         else:
             whole = whole.to(sum_dtype(dtype))
-    if dtype is torch.bfloat16 and can_read(rows):
+    if dtype is torch.bfloat16 and rows.device.type == "cpu" and type(rows) in _WITH_DATA:
         sums = _sum_bfloat16(whole, flat, offsets, weights)
     else:
         sums = F.embedding_bag(
@@ -532,11 +546,6 @@ def row_ops_for(tensor: Tensor) -> TritonRowOps | None:
     if tensor.requires_grad and torch.is_grad_enabled():
         return None
     return row_ops_of(tensor.device)
-
-
-def can_read(tensor: Tensor) -> bool:
-    """Return whether the host reads a tensor without a host sync: it has data, and on a CPU."""
-    return tensor.device.type == "cpu" and type(tensor) in _WITH_DATA
 
 
 _WITH_DATA = (Tensor, torch.nn.Parameter)

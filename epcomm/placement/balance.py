@@ -162,17 +162,14 @@ class _Packing:
     copies: npt.NDArray[np.int64]
     held: list[npt.NDArray[np.int64]]
     totals: list[float]
-
-    @property
-    def highest(self) -> float:
-        return max(self.totals)
+    highest: float
 
 
 def _packed(values: _Loads, copies: npt.NDArray[np.int64], num_ranks: int) -> _Packing:
     owners = np.repeat(np.arange(len(values)), copies)
     held = [owners[items] for items in _pack((values / copies)[owners], owners, num_ranks)]
     totals = [float((values / copies)[each].sum()) for each in held]
-    return _Packing(copies=copies, held=held, totals=totals)
+    return _Packing(copies=copies, held=held, totals=totals, highest=max(totals))
 
 
 def _other_copies(values: _Loads, packed: _Packing) -> Iterator[npt.NDArray[np.int64]]:

@@ -34,10 +34,6 @@ class ExpertPlacement:
     prefers_near: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_experts", "num_ranks", "num_hosts"):
-            value = getattr(self, name)
-            if not is_size(value):
-                raise _fault(f"{name} is {shown(value)}", f"an int from 1 to {MAX_SIZE}")
         if not isinstance(self.prefers_near, bool):
             raise _fault(f"prefers_near is {shown(self.prefers_near)}", "true or false")
         object.__setattr__(self, "physical_to_logical", tuple(self.physical_to_logical))
@@ -145,7 +141,7 @@ class ExpertPlacement:
                 "returned"
             ) from None
         fields = set(cls.__dataclass_fields__)
-        # A file may be from before tokens could prefer near copies.
+        # Older files have no prefers_near.
         if not isinstance(values, Mapping) or {*values, "prefers_near"} != fields:
             came = sorted(values) if isinstance(values, Mapping) else describe_kind(values)
             raise ConfigError(
@@ -192,10 +188,13 @@ def check_sizes(
         ConfigError: hosts that do not divide the ranks, ranks that do not divide the physical
             experts, fewer of these than logical ones, or more than one of each on every rank.
     """
-    sizes = {"num_ranks": num_ranks, "num_hosts": num_hosts}
+    sizes = {"num_experts": num_experts, "num_ranks": num_ranks, "num_hosts": num_hosts}
     for name, size in {**sizes, "num_physical_experts": num_physical_experts}.items():
         if not is_size(size):
-            raise ConfigError(f"{caller}: {name} is {shown(size)}, expected at least 1; count them")
+            raise ConfigError(
+                f"{caller}: {name} is {shown(size)}, expected an int from 1 to {MAX_SIZE}; count "
+                "them"
+            )
     if num_ranks % num_hosts:
         raise ConfigError(
             f"{caller}: num_hosts is {num_hosts}, expected a divisor of the {num_ranks} ranks; "

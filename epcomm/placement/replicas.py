@@ -70,10 +70,9 @@ class ReplicaTables:
         self.logical_of_physical = torch.empty(
             placement.num_physical_experts, dtype=torch.int64, device=device
         )
-        sizes = {"dtype": torch.int32, "device": device}
         self._in_turn = ReplicaTable(
-            replicas=torch.empty(placement.num_experts, most, **sizes),
-            num_replicas=torch.empty(placement.num_experts, **sizes),
+            replicas=torch.empty(placement.num_experts, most, dtype=torch.int32, device=device),
+            num_replicas=torch.empty(placement.num_experts, dtype=torch.int32, device=device),
             calls=None if is_replicated else torch.zeros((), dtype=torch.int64, device=device),
             # Ranks begin with different replicas.
             first=0 if is_replicated else rank,

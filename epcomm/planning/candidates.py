@@ -91,7 +91,6 @@ class Survey:
 
 
 def _phase_configs(config: EPConfig) -> dict[str, EPConfig]:
-    """Return the configuration of each phase."""
     if Mode(config.mode) is not Mode.AUTO:
         return {PREFILL: config}
     max_tokens = config.max_tokens_per_rank
@@ -201,7 +200,6 @@ def _survey_phase(
     *,
     prefers_exact: bool,
 ) -> PhaseSurvey:
-    """Judge every class that may serve a phase. Local."""
     wanted = WireFormat.of(layer.dtype) if weights is None else weights.wire_format
     spec = buffer_spec(config, layer, ranks.world_size, wanted)
     if weights is not None and Mode(config.mode) is Mode.FUSEEP:

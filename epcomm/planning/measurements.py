@@ -85,19 +85,18 @@ def read_measurements(path: str | Path) -> Measurements:
     path = Path(path)
     try:
         content = path.read_bytes()
-    except OSError as error:
-        raise _error(path, f"cannot be read ({error.strerror})") from None
-    except ValueError as error:
-        # Python refuses a path with a null byte.
-        raise _error(path, f"is no path ({error})") from None
+    except (OSError, ValueError) as error:
+        # A path with a null byte raises ValueError.
+        raise _error(path, f"cannot be read ({getattr(error, 'strerror', error)})") from None
     try:
         report = json.loads(content)
-        values = _values_of(report)
+        if report["benchmark"] != BENCHMARK:
+            raise ValueError(f"it is of {shown(report['benchmark'])}")
+        # Results of torch alone have no mode.
+        values = tuple(_measurement(each) for each in report["results"] if each["mode"])
         where = _where(report["configuration"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _error(path, f"is no such report ({type(error).__name__}: {error})") from None
-    except RecursionError:
-        raise _error(path, "is no such report (it is nested too deeply)") from None
     digest = hashlib.sha256(content).hexdigest()
     return Measurements(source=path.name, digest=digest, where=where, values=values)
 
@@ -107,13 +106,6 @@ def _where(sizes: Mapping[str, Any]) -> str:
         f"{sizes['ranks']} ranks on {sizes['device']}, H = {sizes['hidden']}, "
         f"top-{sizes['top_k']} of {sizes['experts']}"
     )
-
-
-def _values_of(report: Mapping[str, Any]) -> tuple[Measurement, ...]:
-    """Return what was measured of epcomm; results of torch alone have no mode."""
-    if report["benchmark"] != BENCHMARK:
-        raise ValueError(f"it is of {shown(report['benchmark'])}")
-    return tuple(_measurement(each) for each in report["results"] if each["mode"])
 
 
 def _measurement(result: Mapping[str, Any]) -> Measurement:

@@ -23,13 +23,7 @@ from epcomm.planning.ranks import PlannedRanks
 from epcomm.platforms.assumed import AssumedMachine
 from epcomm.registry import backend_class, class_names, runner_class
 from epcomm.spec import Availability, HostLayout, MoESpec
-from epcomm.types import (
-    MAX_RANKS,
-    Int8Profile,
-    WeightsAppliedBy,
-    WireDtype,
-    is_size,
-)
+from epcomm.types import MAX_RANKS, Int8Profile, WeightsAppliedBy, WireDtype, is_size
 
 if TYPE_CHECKING:
     from epcomm.group import EPGroup
@@ -109,34 +103,28 @@ def _ranks_of(
     Raises:
         ConfigError: the arguments contradict one another, or world_size is out of range.
     """
-    if hosts is not None:
-        if group is not None or machine is not None:
-            whose = "group" if group is not None else "machine"
-            raise ConfigError(
-                f"plan: hosts are {hosts} with a {whose}, which has hosts; leave one out"
-            )
-        if hosts.world_size != world_size:
-            raise ConfigError(
-                f"plan: hosts are {hosts}, expected those of world_size = {world_size} ranks; make "
-                "them agree"
-            )
+    places = {"group": group, "machine": machine, "hosts": hosts}
+    given = [name for name, place in places.items() if place is not None]
+    if len(given) > 1:
+        raise ConfigError(
+            f"plan: got {' and '.join(given)}, but each of them has the hosts of the ranks; pass "
+            "one of them"
+        )
+    if hosts is not None and hosts.world_size != world_size:
+        raise ConfigError(
+            f"plan: hosts are {hosts}, expected those of world_size = {world_size} ranks; make "
+            "them agree"
+        )
     if group is not None:
-        if machine is not None:
-            raise ConfigError(
-                f"plan: machine is {machine.name} with a group ({group.where}), whose own machines "
-                "count; leave machine None"
-            )
         return PlannedRanks.of(group)
     num_ranks = 1 if world_size is None else world_size
     if not is_size(num_ranks, MAX_RANKS):
         raise ConfigError(
             f"plan: world_size is {shown(num_ranks)}, expected an int from 1 to {MAX_RANKS}"
         )
-    return (
-        PlannedRanks.here(num_ranks, hosts)
-        if machine is None
-        else PlannedRanks.assumed(num_ranks, machine)
-    )
+    if machine is not None:
+        return PlannedRanks.assumed(num_ranks, machine)
+    return PlannedRanks.here(num_ranks, hosts)
 
 
 def _plan_phase(
@@ -145,7 +133,6 @@ def _plan_phase(
     ranks: PlannedRanks,
     weights: ExpertTensors | None,
 ) -> PhasePlan:
-    """Choose the backend of one phase."""
     config, spec, verdicts = found.config, found.spec, found.verdicts
     mode = Mode(config.mode)
     experts = None if weights is None else weights.wire_format.dtype
@@ -225,7 +212,9 @@ def _with_runner(
         name: verdict.also(_reading_reasons(name, chosen.phases().values(), weights))
         for name, verdict in verdicts.items()
     }
-    rejected = _rejections(complete)
+    rejected = tuple(
+        Rejection(name=name, reasons=each.reasons) for name, each in complete.items() if not each.ok
+    )
     name = config.runner
     if name == "auto":
         name = next((name for name, verdict in complete.items() if verdict.ok), None)
@@ -321,11 +310,3 @@ def _rejected_backends(verdicts: Mapping[str, Availability]) -> tuple[Rejection,
         ]
         found.append(Rejection(name=backend, reasons=tuple(texts)))
     return tuple(found)
-
-
-def _rejections(verdicts: Mapping[str, Availability]) -> tuple[Rejection, ...]:
-    return tuple(
-        Rejection(name=name, reasons=verdict.reasons)
-        for name, verdict in verdicts.items()
-        if not verdict.ok
-    )

@@ -96,11 +96,8 @@ class PlannedRanks:
         """Return why the device or the transport of this rank does not serve."""
         reasons = []
         if self.device_type is None:
-            if backend.needs_one_host:
-                reasons.append(
-                    "serves one host, which only a process group shows; run under torchrun"
-                )
-            return reasons
+            reason = "serves one host, which only a process group shows; run under torchrun"
+            return [reason] if backend.needs_one_host else []
         if caps.device_types is not None and self.device_type not in caps.device_types:
             served = ", ".join(sorted(caps.device_types))
             reasons.append(f"serves groups on {served}, and {self.where} is on {self.device_type}")

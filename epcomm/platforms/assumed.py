@@ -16,11 +16,7 @@ from epcomm.platforms.nvlink import PeerReach
 _MODULES = frozenset({"triton", "torch.distributed._symmetric_memory"})
 # The deep_ep of each backend that needs one.
 DEEP_EP_OF_BACKEND: Mapping[str, DeepEPKind] = MappingProxyType(
-    {
-        "deep_ep": DeepEPKind.V2,
-        "deep_ep_v1": DeepEPKind.V1,
-        "deep_ep_v2": DeepEPKind.V2,
-    }
+    {"deep_ep": DeepEPKind.V2, "deep_ep_v1": DeepEPKind.V1, "deep_ep_v2": DeepEPKind.V2}
 )
 
 
@@ -79,17 +75,10 @@ class AssumedMachine:
         if self.capability is None:
             return []
         hosts = self.hosts(world_size)
-        return [
-            PeerReach(
-                device=str(rank),
-                reached=tuple(
-                    str(other)
-                    for other, host in enumerate(hosts)
-                    if host == hosts[rank] and other != rank
-                ),
-            )
-            for rank in range(world_size)
-        ]
+        ranks: dict[str, tuple[str, ...]] = {}
+        for rank, host in enumerate(hosts):
+            ranks[host] = (*ranks.get(host, ()), str(rank))
+        return [PeerReach(device=str(rank), reached=ranks[h]) for rank, h in enumerate(hosts)]
 
     def describe(self, world_size: int) -> tuple[str, ...]:
         """List the assumptions about `world_size` ranks, one per line."""
@@ -100,15 +89,12 @@ class AssumedMachine:
         facts = [f"{ranks} on {place} of {self.name}, at most {most} a host"]
         if self.capability is not None:
             major, minor = self.capability
+            deep_ep = self.deep_ep or "not, unless the configuration names its backend"
             facts += [
                 f"compute capability {major}.{minor}, one GPU a rank, all GPUs of a host joined by "
                 "NVLink",
                 "torch built for CUDA, triton and NVRTC are installed; deep_gemm is not, and "
-                + (
-                    f"deep_ep is {self.deep_ep.value}"
-                    if self.deep_ep
-                    else "deep_ep is not, unless the configuration names its backend"
-                ),
+                f"deep_ep is {deep_ep}",
             ]
         facts += [
             f"a process group over {self.transport}",
@@ -117,24 +103,18 @@ class AssumedMachine:
         return tuple(facts)
 
 
-# GPUs of an HGX or DGX host, which NVLink connects.
-_HGX_RANKS = 8
+def _hgx(name: str, capability: tuple[int, int]) -> AssumedMachine:
+    """Return HGX or DGX hosts, whose 8 GPUs NVLink connects."""
+    return AssumedMachine(
+        name=name, device_type="cuda", transport="nccl", capability=capability, ranks_per_host=8
+    )
 
 
-# Compute capabilities of GPUs.
-_CAPABILITIES = MappingProxyType({"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)})
 DEVICES: Mapping[str, AssumedMachine] = MappingProxyType(
     {
-        **{
-            name: AssumedMachine(
-                name=name,
-                device_type="cuda",
-                transport="nccl",
-                capability=capability,
-                ranks_per_host=_HGX_RANKS,
-            )
-            for name, capability in _CAPABILITIES.items()
-        },
+        "h100": _hgx("h100", (9, 0)),
+        "h200": _hgx("h200", (9, 0)),
+        "b200": _hgx("b200", (10, 0)),
         "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo", host_waits=True),
     }
 )

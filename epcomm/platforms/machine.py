@@ -72,7 +72,7 @@ class Machine:
 def this_machine() -> Machine:
     """Return the machine that runs this process."""
     return Machine(
-        find_version=_find_version,
+        find_version=find_version,
         find_folder=_find_folder,
         run_program=_run_program,
         environment=environment(),
@@ -88,7 +88,8 @@ def this_machine() -> Machine:
     )
 
 
-def _find_version(distribution: str) -> str | None:
+def find_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -53,7 +53,7 @@ def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) ->
     # The sources leave codes and scales undefined that are not usable.
     usable_scales = scales.masked_fill(~is_usable, 0.0)
     wire.scales.copy_(usable_scales.masked_fill(~is_finite, float("nan")))
-    # Before the cast: NaN has no integer.
+    # NaN is replaced before the cast, because it has no integer.
     wire.data.copy_(torch.where(is_finite & is_usable, codes, 0.0))
 
 

@@ -126,39 +126,21 @@ def check_scales(wire: WireTensor, expected: ScaleLayout, *, caller: str) -> Non
     Raises:
         ShapeError: no scales, or scales of another dtype, layout, shape or order in memory.
     """
-    fault = _find_fault(wire, expected)
-    if fault is None:
-        return
-    raise ShapeError(
-        f"{caller}: {fault}: came {_describe_scales(wire)}, expected "
-        f"{_expected_shape(wire, expected)} {_stored_dtype(wire, expected)}, {expected}; quantise "
-        f"to {wire.format} and lay the scales out with arrange_scales()"
-    )
-
-
-def _find_fault(wire: WireTensor, expected: ScaleLayout) -> str | None:
-    scales, declared = wire.scales, wire.scale_layout or ROW_MAJOR
-    if scales is None:
-        return "there are no scales"
-    found = (
-        ("the declared layout differs", declared, expected),
-        ("the dtype differs", scales.dtype, _stored_dtype(wire, expected)),
-        ("the shape differs", list(scales.shape), _expected_shape(wire, expected)),
-    )
-    for fault, came, wanted in found:
-        if came != wanted:
-            return fault
-    return None if _has_order(scales, expected) else "the order in memory differs"
-
-
-def _stored_dtype(wire: WireTensor, layout: ScaleLayout) -> torch.dtype | None:
-    return torch.int32 if layout.packed else wire.format.scale_dtype
-
-
-def _expected_shape(wire: WireTensor, layout: ScaleLayout) -> list[int]:
+    scales, layout = wire.scales, wire.scale_layout or ROW_MAJOR
     *rows, hidden_size = wire.data.shape
     num_scales = wire.format.num_scales(hidden_size)
-    return [*rows, _num_words(num_scales) if layout.packed else num_scales]
+    shape = [*rows, _num_words(num_scales) if expected.packed else num_scales]
+    dtype = torch.int32 if expected.packed else wire.format.scale_dtype
+    came = "no scales"
+    if scales is not None:
+        is_alike = (layout, scales.dtype, list(scales.shape)) == (expected, dtype, shape)
+        if is_alike and _has_order(scales, expected):
+            return
+        came = f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}"
+    raise ShapeError(
+        f"{caller}: scales are read differently: came {came}, {layout}, expected {shape} {dtype}, "
+        f"{expected}; quantise to {wire.format} and lay the scales out with arrange_scales()"
+    )
 
 
 def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
@@ -174,13 +156,6 @@ def _has_order(scales: Tensor, layout: ScaleLayout) -> bool:
     is_aligned = scale_stride % layout.alignment == 0 and scale_stride >= num_rows
     starts_aligned = scales.storage_offset() % layout.alignment == 0
     return starts_aligned and (num_rows == 1 or row_stride == 1) and (num_scales == 1 or is_aligned)
-
-
-def _describe_scales(wire: WireTensor) -> str:
-    layout, scales = wire.scale_layout or ROW_MAJOR, wire.scales
-    if scales is None:
-        return f"no scales, {layout}"
-    return f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}, {layout}"
 
 
 def _num_words(num_scales: int) -> int:

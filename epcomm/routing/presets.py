@@ -123,7 +123,7 @@ def lfm2_moe(
     )
 
 
-# Families that route as another one.
+# Families that route in the same manner as another family.
 qwen3_moe = qwen2_moe
 qwen3_5_moe = mixtral
 nemotron_h = deepseek_v3

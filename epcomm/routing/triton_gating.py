@@ -92,8 +92,10 @@ class TritonGate:
         Lifetime: ordinary tensors, owned by the caller.
         """
         check_arguments(logits, self._spec, correction_bias)
-        needs_grad = logits.requires_grad or self._learns(correction_bias)
-        needs_grad &= torch.is_grad_enabled()
+        # Weights have no gradient with respect to a bias of the selection.
+        in_score = self._spec.correction_bias is CorrectionBias.SCORE
+        learns = in_score and correction_bias is not None and correction_bias.requires_grad
+        needs_grad = (logits.requires_grad or learns) and torch.is_grad_enabled()
 
         def launch(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
             logical_ids = None
@@ -114,11 +116,6 @@ class TritonGate:
         else:
             ids, weights, _ = launch(logits, correction_bias)
         return TopKOutput(topk_ids=ids, topk_weights=weights, is_physical=replicas is not None)
-
-    def _learns(self, bias: Tensor | None) -> bool:
-        """Return whether weights have a gradient with respect to the bias."""
-        in_score = self._spec.correction_bias is CorrectionBias.SCORE
-        return in_score and bias is not None and bias.requires_grad
 
 
 class _Gating(torch.autograd.Function):

@@ -45,6 +45,8 @@ class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
     kinds: kinds of experts that the runner computes.   layouts: layouts of rows that it reads.
+    wire_dtypes: dtypes of rows that it reads besides that of the experts' own wire format; by
+        default those that are quantised on arrival, to the same values as before they are sent.
     expert_alignment: the slots of an expert must start at a multiple of this; in MASKED this makes
         the capacity of an expert a multiple of it.
     int8_profiles: arithmetics that the runner has between the products of INT8 experts.
@@ -55,6 +57,7 @@ class ExpertRunner(ABC):
     name: ClassVar[str]
     kinds: ClassVar[tuple[type[ExpertTensors], ...]]
     layouts: ClassVar[frozenset[Layout]]
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = QUANTIZABLE_DTYPES
     expert_alignment: ClassVar[int] = 1
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
     has_gradients: ClassVar[bool] = False
@@ -99,22 +102,14 @@ class ExpertRunner(ABC):
         return isinstance(weights, cls.kinds)
 
     @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        """Return the dtypes of rows that the runner reads for these experts. Local; pure.
-
-        By default the dtype of the experts' own wire format, and those that are quantised on
-        arrival, to the same values as before they are sent.
-        """
-        return QUANTIZABLE_DTYPES | {weights.wire_format.dtype}
-
-    @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
         """Return the wire formats and scale layouts that the runner reads for these experts.
 
-        By default, for each of wire_dtypes(): the experts' own wire format if it has that dtype,
-        else all known formats of the dtype; with row-major scales. Local; pure.
+        By default the experts' own wire format, and all known formats of the other wire_dtypes;
+        with row-major scales. Local; pure.
         """
-        return _row_major_readings(cls.wire_dtypes(weights), weights.wire_format)
+        wanted = weights.wire_format
+        return row_major_readings(cls.wire_dtypes | {wanted.dtype}, wanted)
 
     @classmethod
     def _check_rows(cls, rows: WireTensor, weights: ExpertTensors, layout: Layout) -> None:
@@ -181,13 +176,15 @@ class ExpertRunner(ABC):
             )
         if not self.has_gradients:
             self._check_record(dispatched, weights)
-            self._refuse_gradients(dispatched.hidden_states.data, weights)
         if isinstance(dispatched, MaskedDispatchOutput):
             return dispatched.combine_input(self._compute_masked(dispatched, weights))
         return dispatched.combine_input(self._compute_rows(dispatched, weights))
 
     def _check_record(self, dispatched: DispatchOutput, weights: ExpertTensors) -> None:
-        """Check sizes, and rows unless they passed with these experts before."""
+        """Refuse what kernels without gradients would misread, and rows or experts that need them.
+
+        Rows that passed with these experts before are not checked again.
+        """
         rows = dispatched.hidden_states
         passed = self._passed.get(id(rows))
         if passed is None or passed[0]() is not rows or passed[1]() is not weights:
@@ -196,6 +193,12 @@ class ExpertRunner(ABC):
                 self._passed.clear()
             self._passed[id(rows)] = ref(rows), ref(weights)
         self._check_sizes(dispatched, weights)
+        if torch.is_grad_enabled() and (rows.data.requires_grad or weights.requires_grad):
+            what = "rows" if rows.data.requires_grad else "experts"
+            raise ConfigError(
+                f"{self.name}: {what} need gradients, which its kernels do not have; use "
+                "torch.no_grad()"
+            )
 
     @abstractmethod
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> torch.Tensor:
@@ -208,23 +211,18 @@ class ExpertRunner(ABC):
         shape = dispatched.hidden_states.data.shape
         return self._compute_rows(_as_rows(dispatched), weights).unflatten(0, shape[:2])
 
-    def _refuse_gradients(self, rows: torch.Tensor, weights: ExpertTensors) -> None:
-        if torch.is_grad_enabled() and (rows.requires_grad or weights.requires_grad):
-            what = "rows" if rows.requires_grad else "experts"
-            raise ConfigError(
-                f"{self.name}: {what} need gradients, which its kernels do not have; use "
-                "torch.no_grad()"
-            )
 
-
+# Cached, because every run() asks.
 @lru_cache
-def _row_major_readings(dtypes: frozenset[WireDtype], wanted: WireFormat) -> tuple[RowReading, ...]:
-    # Cached, because every run() asks.
+def row_major_readings(
+    dtypes: frozenset[WireDtype], wanted: WireFormat | None
+) -> tuple[RowReading, ...]:
+    """Return the readings of formats of these dtypes: `wanted`, or else all known formats."""
     formats = []
     for dtype in sorted(dtypes):
         if not dtype.is_quantized:
             formats.append(WireFormat(dtype=dtype))
-        elif dtype is wanted.dtype:
+        elif wanted is not None and dtype is wanted.dtype:
             formats.append(wanted)
         else:
             formats += [known for known in KNOWN_FORMATS if known.dtype is dtype]
@@ -268,11 +266,6 @@ def int32_reasons(weights: ExpertTensors) -> list[str]:
         for name, size in weights.sizes.items()
         if size > _MAX_SUMMANDS
     ]
-
-
-def device_of(weights: ExpertTensors, machine: Machine) -> torch.device:
-    """Return the device that holds the experts, or the one that is assumed to hold them."""
-    return machine.device_of(next(iter(weights.tensors().values())))
 
 
 def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tensor | None:

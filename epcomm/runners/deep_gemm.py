@@ -54,6 +54,8 @@ PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
 # Rows of DeepGEMM's largest tiles; run() checks the value of the package.
 EXPERT_ALIGNMENT = 128
 _HOPPER, _BLACKWELL = 9, 10
+# Codes and scales, as the package takes them.
+_Operand = tuple[Tensor, Tensor | None]
 
 
 class DeepGemmRunner(ExpertRunner):
@@ -94,11 +96,60 @@ class DeepGemmRunner(ExpertRunner):
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        return _compute_rows(self._package, dispatched, weights)
+        package, index, num_slots = self._package, dispatched.index, dispatched.num_slots
+        alignment = package.expert_alignment()
+        if index.expert_alignment % alignment:
+            raise ConfigError(
+                f"deep_gemm: slots of experts start at multiples of {index.expert_alignment}, "
+                f"expected multiples of {alignment}; dispatch with a plan made for runner deep_gemm"
+            )
+        rows = dispatched.hidden_states
+        if num_slots == 0 or rows.data.shape[0] == 0:
+            return rows.data.new_zeros(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
+        # A slot budget need not be a multiple of a tile.
+        num_padding = -num_slots % alignment
+        # The package finds an expert's start from the end before it, by its own alignment.
+        takes_ends = package.takes_ends and index.expert_alignment == alignment
+        layout = _ends(index) if takes_ends else _experts_of_slots(index, num_slots + num_padding)
+        options = {"use_psum_layout": True} if takes_ends else {}
+
+        def multiply(operand: _Operand, matrices: _Operand, out: Tensor) -> None:
+            package.multiply_contiguous(operand, matrices, out, layout, **options)
+
+        slots = _gather(_quantized(rows, weights), index, num_padding)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        if slot_weights is not None and num_padding:
+            slot_weights = F.pad(slot_weights, (0, num_padding))
+        counts, first_slot = index.num_tokens_per_expert, index.first_slot
+        return _experts(multiply, slots, weights, counts, first_slot, slot_weights)[:num_slots]
 
     def _compute_masked(self, dispatched: MaskedDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, Fp8BlockWeights), "supports() said so"
-        return _compute_masked(self._package, dispatched, weights)
+        package, rows = self._package, dispatched.hidden_states
+        num_experts, capacity = rows.data.shape[:2]
+        if capacity == 0:
+            shape = (num_experts, 0, weights.hidden_size)
+            return rows.data.new_zeros(shape, dtype=weights.hidden_dtype)
+        # Whole tiles are stored, so that the last tile of an expert must not reach into the next
+        # one. Tiles of this layout have up to 128 rows, whatever the package says of the other
+        # layout.
+        alignment = max(EXPERT_ALIGNMENT, package.expert_alignment())
+        if capacity % alignment:
+            raise ConfigError(
+                f"deep_gemm: experts have capacity for {capacity} rows, expected a multiple of "
+                f"{alignment}; dispatch with a plan made for runner deep_gemm"
+            )
+        counts = dispatched.num_tokens_per_expert
+        # Chooses the tiles.
+        expected = min(capacity, dispatched.mean_tokens_per_expert or capacity)
+
+        def multiply(operand: _Operand, matrices: _Operand, out: Tensor) -> None:
+            package.multiply_masked(operand, matrices, out, counts, expected)
+
+        operand = _quantized(rows, weights)
+        operand = replace(operand, data=operand.data.contiguous(), scales=_as_read(operand.scales))
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        return _experts(multiply, operand, weights, counts, None, slot_weights)
 
     @cached_property
     def _package(self) -> DeepGemm:
@@ -134,73 +185,8 @@ def _scale_layout(weights: Fp8BlockWeights) -> ScaleLayout:
     )
 
 
-def _compute_rows(
-    package: DeepGemm, dispatched: RowsDispatchOutput, weights: Fp8BlockWeights
-) -> Tensor:
-    """Compute the slots of ROWS, [C, H], bfloat16."""
-    index, num_slots, alignment = dispatched.index, dispatched.num_slots, package.expert_alignment()
-    if index.expert_alignment % alignment:
-        raise ConfigError(
-            f"deep_gemm: slots of experts start at multiples of {index.expert_alignment}, expected "
-            f"multiples of {alignment}; dispatch with a plan made for runner deep_gemm"
-        )
-    rows = dispatched.hidden_states
-    if num_slots == 0 or rows.data.shape[0] == 0:
-        return rows.data.new_zeros(num_slots, weights.hidden_size, dtype=weights.hidden_dtype)
-    # A slot budget need not be a multiple of a tile.
-    num_padding = -num_slots % alignment
-    # The package finds an expert's start from the end before it, by its own alignment.
-    takes_ends = package.takes_ends and index.expert_alignment == alignment
-    layout = _ends(index) if takes_ends else _experts_of_slots(index, num_slots + num_padding)
-    options = {"use_psum_layout": True} if takes_ends else {}
-
-    def multiply(operand: WireTensor, name: str) -> Tensor:
-        matrix = _matrix(weights, name)
-        out = _new_results(operand, matrix[0])
-        package.multiply_contiguous((operand.data, operand.scales), matrix, out, layout, **options)
-        return out
-
-    slots = _gather(_quantized(rows, weights), index, num_padding)
-    slot_weights = slot_weights_to_apply(dispatched, DeepGemmRunner.name)
-    if slot_weights is not None and num_padding:
-        slot_weights = F.pad(slot_weights, (0, num_padding))
-    counts, first_slot = index.num_tokens_per_expert, index.first_slot
-    return _experts(multiply, slots, weights, counts, first_slot, slot_weights)[:num_slots]
-
-
-def _compute_masked(
-    package: DeepGemm, dispatched: MaskedDispatchOutput, weights: Fp8BlockWeights
-) -> Tensor:
-    """Compute the rows of MASKED, [L, C, H], bfloat16."""
-    counts, rows = dispatched.num_tokens_per_expert, dispatched.hidden_states
-    num_experts, capacity = rows.data.shape[:2]
-    if capacity == 0:
-        return rows.data.new_zeros(num_experts, 0, weights.hidden_size, dtype=weights.hidden_dtype)
-    # Whole tiles are stored, so that the last tile of an expert must not reach into the next one.
-    # Tiles of this layout have up to 128 rows, whatever the package says of the other layout.
-    alignment = max(EXPERT_ALIGNMENT, package.expert_alignment())
-    if capacity % alignment:
-        raise ConfigError(
-            f"deep_gemm: experts have capacity for {capacity} rows, expected a multiple of "
-            f"{alignment}; dispatch with a plan made for runner deep_gemm"
-        )
-    # Chooses the tiles.
-    expected = min(capacity, dispatched.mean_tokens_per_expert or capacity)
-
-    def multiply(operand: WireTensor, name: str) -> Tensor:
-        matrix = _matrix(weights, name)
-        out = _new_results(operand, matrix[0])
-        package.multiply_masked((operand.data, operand.scales), matrix, out, counts, expected)
-        return out
-
-    operand = _quantized(rows, weights)
-    operand = replace(operand, data=operand.data.contiguous(), scales=_as_read(operand.scales))
-    slot_weights = slot_weights_to_apply(dispatched, DeepGemmRunner.name)
-    return _experts(multiply, operand, weights, counts, None, slot_weights)
-
-
 def _experts(
-    multiply: Callable[[WireTensor, str], Tensor],
+    multiply: Callable[[_Operand, _Operand, Tensor], None],
     rows: WireTensor,
     weights: Fp8BlockWeights,
     counts: Tensor,
@@ -209,8 +195,20 @@ def _experts(
 ) -> Tensor:
     """Compute both products, and weight the results; padding is undefined.
 
+    multiply: writes the product of rows and matrices to memory.
     rows: [C, H] with first_slot [L + 1], or [L, C, H] with None.   slot_weights: [C] or [L, C].
     """
+
+    def product(operand: WireTensor, name: str) -> Tensor:
+        tensors = weights.tensors()
+        codes = tensors[f"{name}_proj"]
+        shape = (*operand.data.shape[:-1], codes.shape[1])
+        out = operand.data.new_empty(shape, dtype=torch.bfloat16)
+        # sm_100 packs float32 scales of matrices itself.
+        matrices = codes, tensors[f"{name}_scale"].float()
+        multiply((operand.data, operand.scales), matrices, out)
+        return out
+
     # Router weights multiply the scales of the second operand, at no cost. Exponents have no
     # fraction, so with them the results are multiplied.
     is_packed = _scale_layout(weights).packed
@@ -218,22 +216,11 @@ def _experts(
     between = _between_on_gpu if rows.data.is_cuda else _between
     # The package launches on the current device.
     with torch.cuda.device_of(rows.data):
-        gate_up = multiply(rows, "gate_up")
-        results = multiply(between(gate_up, weights, counts, first_slot, in_scales), "down")
+        gate_up = product(rows, "gate_up")
+        results = product(between(gate_up, weights, counts, first_slot, in_scales), "down")
     if slot_weights is None or not is_packed:
         return results
     return weight_slots(results.flatten(0, -2), slot_weights.flatten()).view(results.shape)
-
-
-def _new_results(operand: WireTensor, matrices: Tensor) -> Tensor:
-    shape = (*operand.data.shape[:-1], matrices.shape[1])
-    return operand.data.new_empty(shape, dtype=torch.bfloat16)
-
-
-def _matrix(weights: Fp8BlockWeights, name: str) -> tuple[Tensor, Tensor]:
-    """Return codes [L, N, K] and float32 scales [L, N / 128, K / 128], which sm_100 packs."""
-    tensors = weights.tensors()
-    return tensors[f"{name}_proj"], tensors[f"{name}_scale"].float()
 
 
 def _quantized(rows: WireTensor, weights: Fp8BlockWeights) -> WireTensor:
@@ -318,7 +305,10 @@ def _gather(rows: WireTensor, index: SlotIndex, num_padding: int) -> WireTensor:
     padded = replace(index, row_of_slot=row_of_slot, is_dense=index.is_dense and not num_padding)
     codes = gather_rows(rows.data.view(torch.uint8), padded).contiguous().view(rows.data.dtype)
     picked = row_of_slot if padded.is_dense else row_of_slot.clamp(min=0)
-    columns = _movable(rows.scales.transpose(0, 1))
+    columns = rows.scales.transpose(0, 1)
+    if columns.itemsize == 1:
+        # torch cannot index 8-bit floats.
+        columns = columns.view(torch.uint8)
     # The number of slots is a multiple of the alignment of columns.
     gathered = torch.index_select(columns, 1, picked).view(rows.scales.dtype)
     if gathered.dtype == torch.float8_e8m0fnu:
@@ -350,8 +340,3 @@ def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
     slots = torch.arange(num_slots, device=experts.device)
     is_used = (experts < num_experts) & (slots < _ends(index)[safe])
     return torch.where(is_used, experts, -1).to(torch.int32)
-
-
-def _movable(tensor: Tensor) -> Tensor:
-    """View 8-bit floats, which torch cannot index, as bytes; return other tensors as they are."""
-    return tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor

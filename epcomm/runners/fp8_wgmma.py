@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from epcomm.platforms.cuda import Capabilities
 from epcomm.platforms.machine import Machine
-from epcomm.runners.base import device_of
-from epcomm.runners.fp8_triton import Down, Fp8TritonRunner, GateUp
+from epcomm.runners.fp8_triton import Fp8TritonRunner, Multiply
 from epcomm.weights.unquantized import ExpertTensors
 
 
@@ -32,13 +31,13 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16 or float16")
         if weights.num_experts > MAX_EXPERTS:
             reasons.append(f"{weights.num_experts} experts, at most {MAX_EXPERTS}")
-        is_on_gpu = device_of(weights, machine).type == "cuda"
+        is_on_gpu = machine.device_of(weights.gate_up_proj).type == "cuda"
         if is_on_gpu and not machine.has_library(nvrtc_is_installed):
             reasons.append("NVRTC is not installed")
         return reasons
 
     @cached_property
-    def _products(self) -> tuple[GateUp, Down]:
+    def _products(self) -> tuple[Multiply, Multiply]:
         from epcomm.kernels.gemm.fp8_hopper import down_fp8, gate_up_fp8
 
         return gate_up_fp8, down_fp8

@@ -11,7 +11,7 @@ from epcomm.platforms.cuda import Capabilities, cuda_reasons, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantizer_for
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.base import ExpertRunner, device_of, size_reasons
+from epcomm.runners.base import ExpertRunner, size_reasons
 from epcomm.spec import Availability
 from epcomm.types import Int8Profile, Layout, WireFormat
 from epcomm.weights.quantized import EightBitWeights
@@ -43,14 +43,14 @@ class GpuSlotsRunner(ExpertRunner):
     @classmethod
     def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         reasons = size_reasons(weights, multiple=cls.size_multiple)
-        device = device_of(weights, machine)
+        device = machine.device_of(weights.gate_up_proj)
         if device.type != "cuda":
             reasons.append(f"the experts are on {device}, expected cuda")
         else:
             reasons += cls.capabilities.lacking(machine.capability(device))
         if weights.wire_format not in cls.row_formats:
             read = ", ".join(map(str, cls.row_formats))
-            reasons.append(f"the experts want {weights.wire_format} rows, expected {read}")
+            reasons.append(f"the experts need {weights.wire_format} rows, expected {read}")
         return reasons + triton_reasons(machine)
 
 

@@ -18,7 +18,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
 from epcomm.runners.base import ExpertRunner, size_reasons, slot_weights_to_apply, weight_slots
-from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype, WireTensor
+from epcomm.types import ROW_ALIGNMENT_BYTES, Layout, WireDtype
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 
@@ -28,6 +28,7 @@ class GroupedMMRunner(ExpertRunner):
     name: ClassVar[str] = "grouped_mm"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
     has_gradients: ClassVar[bool] = True
 
     @classmethod
@@ -36,15 +37,11 @@ class GroupedMMRunner(ExpertRunner):
             return ["torch's grouped matmul has no float64"]
         return size_reasons(weights, multiple=ROW_ALIGNMENT_BYTES // weights.dtype.itemsize)
 
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return frozenset(WireDtype)
-
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"
         dtype, index = _dtype_of(dispatched, weights), dispatched.index
         weights = cast_experts(weights, dtype)
-        slots = pack(_rows_in(dispatched.hidden_states, dtype), index)
+        slots = pack(dequantize(dispatched.hidden_states, dtype), index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
@@ -62,11 +59,6 @@ class GroupedMMRunner(ExpertRunner):
             bias = _bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return results
-
-
-def _rows_in(wire: WireTensor, dtype: torch.dtype) -> Tensor:
-    """Return received rows in `dtype`; most were sent in it."""
-    return wire.data.to(dtype) if wire.scales is None else dequantize(wire, dtype)
 
 
 def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.dtype:

@@ -14,18 +14,10 @@ from torch import Tensor
 
 from epcomm.ops.activation import activate
 from epcomm.ops.slots import gather_rows
-from epcomm.quantization import KNOWN_FORMATS, dequantize, quantize
+from epcomm.quantization import dequantize, quantize
 from epcomm.records import RowsDispatchOutput, SlotIndex
-from epcomm.runners.base import ExpertRunner, slot_weights_to_apply
-from epcomm.types import (
-    QUANTIZABLE_DTYPES,
-    Int8Profile,
-    Layout,
-    RowReading,
-    WireDtype,
-    WireFormat,
-    WireTensor,
-)
+from epcomm.runners.base import ExpertRunner, row_major_readings, slot_weights_to_apply
+from epcomm.types import Int8Profile, Layout, RowReading, WireTensor
 from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -40,7 +32,8 @@ class QuantizedReferenceRunner(ExpertRunner):
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
-        return _READINGS[weights.wire_format.dtype]
+        # Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
+        return row_major_readings(cls.wire_dtypes | {weights.wire_format.dtype}, None)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, EightBitWeights), "supports() said so"
@@ -48,19 +41,6 @@ class QuantizedReferenceRunner(ExpertRunner):
         return compute_experts(
             dispatched.hidden_states, dispatched.index, weights, self.int8_profile, slot_weights
         )
-
-
-# Dequantising reads FP8 rows with any known scales, whatever scales the matrices have.
-_READINGS = {
-    dtype: tuple(
-        RowReading(format=each)
-        for each in (
-            *(WireFormat(dtype=plain) for plain in sorted(QUANTIZABLE_DTYPES)),
-            *(known for known in KNOWN_FORMATS if known.dtype is dtype),
-        )
-    )
-    for dtype in (WireDtype.FP8_E4M3, WireDtype.INT8)
-}
 
 
 def compute_experts(

@@ -23,11 +23,8 @@ class ReferenceRunner(ExpertRunner):
     name: ClassVar[str] = "reference"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
     layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
     has_gradients: ClassVar[bool] = True
-
-    @classmethod
-    def wire_dtypes(cls, weights: ExpertTensors) -> frozenset[WireDtype]:
-        return frozenset(WireDtype)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"

@@ -89,14 +89,9 @@ def check_fsdp_of_placed(layer: ExpertParameters) -> None:
 
 def _cut_parameter(layer: ExpertParameters) -> nn.Parameter | None:
     """Return a parameter that FSDP has replaced an ExpertTensor with, or None."""
-    return next(
-        (
-            each
-            for each in layer.expert_parameters().values()
-            if isinstance(each, nn.Parameter) and is_cut_by_fsdp(each)
-        ),
-        None,
-    )
+    held = layer.expert_parameters().values()
+    cut = [each for each in held if isinstance(each, nn.Parameter) and is_cut_by_fsdp(each)]
+    return cut[0] if cut else None
 
 
 def _cut_with_others(layer: ExpertParameters) -> bool:

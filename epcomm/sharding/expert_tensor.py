@@ -13,6 +13,7 @@ from inspect import BoundArguments, signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
@@ -524,8 +525,9 @@ def _run_as_dtensor(op: Operation) -> object:
         # C++ code of torch.distributed dispatches here without __torch_function__().
         raise _refusal(str(op.func), kept, _NOT_COMPUTED[_MIXED]) from error
     results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    are_by_expert = all(getattr(leaf, "placements", None) == (Shard(0),) for leaf in results)
     is_placed = any(leaf.shard is not None for leaf in originals.values())
-    if is_placed and not all(_is_by_expert(leaf) for leaf in results):
+    if is_placed and not are_by_expert:
         if op.writes:
             problem = "whose experts are placed, is written otherwise than expert by expert"
             raise _refusal(str(op.func), [some], problem)
@@ -551,14 +553,8 @@ def _run_as_dtensor(op: Operation) -> object:
     return tree_map(back, result)
 
 
-def _is_by_expert(leaf: Tensor) -> bool:
-    return isinstance(leaf, DTensor) and leaf.placements == (Shard(0),)
-
-
 def _run_c10d(op: Operation) -> object:
     """Run a collective on local pieces; its ranks must hold the same experts."""
-    import torch.distributed as dist
-
     mesh_ranks = set(op.some._spec.mesh.mesh.flatten().tolist())
     for boxed in tree_leaves((op.args, op.kwargs)):
         if not isinstance(boxed, torch.ScriptObject) or "ProcessGroup" not in str(boxed._type()):

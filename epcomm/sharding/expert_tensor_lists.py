@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 from epcomm.sharding.announced import announce
 from epcomm.sharding.pieces import Operation, own_part
-from epcomm.sharding.shards import ShareTensor, is_expert_tensor, own_rows, piece_of
+from epcomm.sharding.shards import ShareTensor, counted_once, is_expert_tensor, piece_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ def run_on_lists(op: Operation) -> object:
             announce(owner, func)
     # Copies do not change a maximum, and a rank without own experts would have no maximum.
     if name == _NORM and _order_of(args, kwargs) != math.inf:
-        local_args[0] = [_counted_once(leaf) for leaf in args[0]]
+        local_args[0] = [counted_once(leaf) for leaf in args[0]]
     result = func(*local_args, **local_kwargs)
     if is_mutable:
         for tensor in op.tensors:
@@ -90,14 +90,6 @@ def _pieces(arg: object, experts: Places, *, is_written: bool = False) -> object
         else (piece_of(leaf) if isinstance(leaf, Tensor) else leaf)
         for place, leaf in enumerate(arg)
     ]
-
-
-def _counted_once(tensor: Tensor) -> Tensor:
-    """Return the piece of an ExpertTensor, without the experts that another rank counts."""
-    piece = piece_of(tensor)
-    if not is_expert_tensor(tensor) or tensor.shard is None:
-        return piece
-    return own_rows(piece, tensor.shard)
 
 
 def _wrapped(func: OpOverload, piece: Tensor, expert: ShareTensor | None) -> Tensor:

@@ -173,14 +173,14 @@ def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
     return whole.index_copy_(0, torch.tensor(experts, device=share.device), share)
 
 
-def own_rows(share: Tensor, shard: ExpertShard) -> Tensor:
-    """Return the experts that no lower rank holds too, as a view if these are all. Local."""
-    places = shard.first_places
-    if len(places) == share.shape[0]:
-        return share
+def counted_once(tensor: Tensor) -> Tensor:
+    """Return piece_of(), for ExpertTensors without the experts that a lower rank holds too."""
+    piece, shard = piece_of(tensor), tensor.shard if is_expert_tensor(tensor) else None
+    if shard is None or len(shard.first_places) == piece.shape[0]:
+        return piece
     # The dtype is for an empty list, where lower ranks hold all experts.
-    index = torch.tensor(places, dtype=torch.int64, device=share.device)
-    return share.index_select(0, index)
+    index = torch.tensor(shard.first_places, dtype=torch.int64, device=piece.device)
+    return piece.index_select(0, index)
 
 
 def put_together(parts: Tensor, shard: ExpertShard) -> Tensor:

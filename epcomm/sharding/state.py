@@ -138,7 +138,10 @@ def _read(
     # One rank holds as many experts as there are, in the order of its placement.
     is_share = num_experts == shard.num_local_experts and is_own
     if num_experts == shard.num_experts and not is_share:
-        return _as(parameter, value, cut_share(value, shard))
+        if is_cut_by_fsdp(parameter):
+            return cut_as(value, parameter)
+        share = cut_share(value, shard)
+        return _wrapped(parameter, share) if is_expert_tensor(parameter) else share
     if is_share:
         return value if not hasattr(parameter, "device_mesh") else _wrapped(parameter, value)
     raise ShapeError(
@@ -172,13 +175,6 @@ def _read_dtensor(
         )
     # The mesh of the value may be an unpickled one, and not the mesh of the parameter.
     return value.to_local() if is_plain else _wrapped(parameter, value.to_local())
-
-
-def _as(parameter: Tensor, whole: Tensor, share: Tensor) -> Tensor:
-    """Return this rank's share of `whole`, or the whole, distributed as `parameter` is."""
-    if is_expert_tensor(parameter):
-        return _wrapped(parameter, share)
-    return cut_as(whole, parameter) if is_cut_by_fsdp(parameter) else share
 
 
 def _wrapped(parameter: Tensor, share: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ an attribute, such as ExpertParallelExperts.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Protocol
@@ -22,11 +22,9 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
 from epcomm.records import TopKOutput
-from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, none_on_rank_0
+from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, SuiteEnv, none_on_rank_0
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_batch, make_weights
 from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
-from epcomm.testing.poison import poisoned_memory
-from epcomm.types import WireFormat
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
@@ -57,29 +55,22 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerEnv:
-    """The environment of a scenario.
+class LayerEnv(SuiteEnv):
+    """The environment of a scenario of layers.
 
     make_layer: makes a layer from the weights of all experts and K; collective.
     has_gradients: compare gradients; False: run under no_grad and compare only outputs.
     is_replicated: all ranks pass the same batch.
-    wire: wire format of dispatch if it is quantised; tokens then have values that this format
-        represents exactly, except for the last bit of a scale.
-    hidden_size, dtype: those of all batches, for a backend that supports only some.
-    poisons: fill uninitialised memory with NaN; False if a package does not permit it.
+    wire: if the wire format is quantised; tokens then have values that this format represents
+        exactly, except for the last bit of a scale.
     is_w8a8: make_layer quantises the experts; weights then have values that INT8 represents
         exactly, except for the last bit of a scale.
     intermediate_size: I of the experts.
     """
 
-    group: EPGroup
     make_layer: Callable[[ExpertWeights, int], Layer]
     has_gradients: bool = True
     is_replicated: bool = False
-    wire: WireFormat | None = None
-    hidden_size: int | None = None
-    dtype: torch.dtype | None = None
-    poisons: bool = True
     is_w8a8: bool = False
     intermediate_size: int = 16
 
@@ -92,14 +83,6 @@ class LayerEnv:
             # float64 has the same number of roundings, with smaller errors.
             return FP32_TOLERANCE * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
         return BF16_TOLERANCE if self.dtype is torch.bfloat16 else FP32_TOLERANCE
-
-    def adapted(self, spec: BatchSpec) -> BatchSpec:
-        """Return `spec` with a hidden size and dtype that the backend supports."""
-        return replace(
-            spec,
-            hidden_size=self.hidden_size or spec.hidden_size,
-            dtype=self.dtype or spec.dtype,
-        )
 
     @property
     def source(self) -> int:
@@ -125,10 +108,6 @@ class LayerEnv:
         """Run with poisoned memory, and with the grad mode of the environment."""
         with self.memory(), torch.set_grad_enabled(self.has_gradients):
             yield
-
-    def memory(self) -> AbstractContextManager[None]:
-        """Poison memory within the context, if the environment permits it."""
-        return poisoned_memory() if self.poisons else nullcontext()
 
     def backward(self, *losses: Tensor) -> None:
         """Run backward through the sum of the losses, if there are gradients."""
@@ -197,14 +176,12 @@ class _Trial:
     def make(
         cls, env: LayerEnv, spec: BatchSpec = PLAIN, weights: ExpertWeights | None = None
     ) -> _Trial:
-        """Make a layer of `weights`, by default of random experts."""
         spec = env.adapted(spec)
         weights = env.weights(spec) if weights is None else weights
         layer = env.make_layer(weights, spec.num_topk(env.group.world_size))
         return cls(env=env, spec=spec, weights=weights, layer=layer)
 
     def batch(self, number: int = 0, *, requires_grad: bool = True) -> _Batch:
-        """Make new leaves of batch `number`."""
         batches = self.env.batches(self.spec, number)
         mine = batches[self.env.source]
         weights = mine.topk_weights.clone().requires_grad_(requires_grad)
@@ -223,7 +200,6 @@ class _Trial:
         return y
 
     def check_y(self, y: Tensor, batch: _Batch) -> None:
-        """Compare y of this rank."""
         _expect_close(self.env, "y", y, batch.expected.y[self.env.source])
 
     def check_outputs(self, y: Tensor, batch: _Batch) -> None:
@@ -371,18 +347,13 @@ def check_inference(env: LayerEnv) -> None:
     trial.check_y(y, batch)
 
 
-_FLOAT32_SPECS = {
-    name: spec
-    for name, spec in BATCH_SPECS.items()
-    if spec.dtype is torch.float32 and name != "odd_hidden"
-}
-
 # Scenarios that check outputs, and gradients if there are any.
 SCENARIOS: Mapping[str, Callable[[LayerEnv], None]] = MappingProxyType(
     {
         **{
             name: (lambda env, spec=spec: check_batch(env, spec))
-            for name, spec in _FLOAT32_SPECS.items()
+            for name, spec in BATCH_SPECS.items()
+            if spec.dtype is torch.float32 and name != "odd_hidden"
         },
         "clamped_swiglu": lambda env: check_activation(env, "clamped_swiglu", has_bias=True),
         "relu2": lambda env: check_activation(env, "relu2", has_bias=False),

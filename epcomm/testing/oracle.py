@@ -85,23 +85,17 @@ def _dense_layer(
     columns_TK = topk_ids_TK % (num_experts + 1)
     one_hot_TKE = torch.nn.functional.one_hot(columns_TK, num_experts + 1)[..., :num_experts]
     table_TE = (topk_weights_TK.unsqueeze(-1) * one_hot_TKE).sum(dim=1)
-    results_ETH = _all_experts(x_TH, params, weights)
-    return torch.einsum("te,eth->th", table_TE, results_ETH)
-
-
-def _all_experts(x_TH: Tensor, params: dict[str, Tensor], weights: ExpertWeights) -> Tensor:
-    stored = weights.format
-    first_eq, second_eq = (
-        ("th,ehi->eti", "eti,eih->eth") if stored.is_transposed else ("th,eih->eti", "eti,ehi->eth")
-    )
+    first_eq, second_eq = "th,eih->eti", "eti,ehi->eth"
+    if weights.format.is_transposed:
+        first_eq, second_eq = "th,ehi->eti", "eti,eih->eth"
     hidden = torch.einsum(first_eq, x_TH, params["gate_up_proj"])
     if "gate_up_bias" in params:
         hidden = hidden + params["gate_up_bias"][:, None, :]
     activated = _activated(hidden, weights)
-    out = torch.einsum(second_eq, activated, params["down_proj"])
+    results_ETH = torch.einsum(second_eq, activated, params["down_proj"])
     if "down_bias" in params:
-        out = out + params["down_bias"][:, None, :]
-    return out
+        results_ETH = results_ETH + params["down_bias"][:, None, :]
+    return torch.einsum("te,eth->th", table_TE, results_ETH)
 
 
 def _activated(hidden: Tensor, weights: ExpertWeights) -> Tensor:

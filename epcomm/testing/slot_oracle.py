@@ -11,7 +11,7 @@ from torch import Tensor
 from epcomm.buffers.base import Dispatched
 from epcomm.quantization import restore_scales
 from epcomm.testing.data import RankBatch
-from epcomm.types import ROW_MAJOR, Layout, WireTensor
+from epcomm.types import ROW_MAJOR, Layout, WireTensor, align_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +48,19 @@ def slot_positions(
     for expert in range(num_local):
         mine = [slot for slot in slots if slot.expert == expert]
         positions += range(start, start + len(mine))
-        start += (
-            -(-len(mine) // expert_alignment) * expert_alignment if capacity is None else capacity
-        )
+        start += align_up(len(mine), expert_alignment) if capacity is None else capacity
     return positions
 
 
 def flat_rows(out: Dispatched, layout: Layout) -> WireTensor:
     """Return received rows of either layout as [R, H], with row-major scales."""
-    rows, came = out.rows, out.rows.scale_layout or ROW_MAJOR
-    scales = rows.scales
+    data, scales = out.rows.data, out.rows.scales
     if scales is not None:
-        num_scales = rows.format.num_scales(rows.data.shape[-1])
-        scales = restore_scales(scales, came, num_scales)
-    if layout is Layout.ROWS:
-        return replace(rows, scales=scales, scale_layout=None)
-    return replace(
-        rows,
-        data=rows.data.flatten(0, 1),
-        scales=None if scales is None else scales.flatten(0, 1),
-        scale_layout=None,
-    )
+        num_scales = out.rows.format.num_scales(data.shape[-1])
+        scales = restore_scales(scales, out.rows.scale_layout or ROW_MAJOR, num_scales)
+    if layout is not Layout.ROWS:
+        data, scales = data.flatten(0, 1), None if scales is None else scales.flatten(0, 1)
+    return replace(out.rows, data=data, scales=scales, scale_layout=None)
 
 
 def rows_of_slots(out: Dispatched, rows: WireTensor) -> Tensor:

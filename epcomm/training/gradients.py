@@ -20,9 +20,9 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.placement.expert_placement import ExpertPlacement
 from epcomm.sharding.shards import (
+    counted_once,
     is_cut_by_fsdp,
     is_expert_tensor,
-    own_rows,
     piece_of,
     replicated_parameters,
     sharded_parameters,
@@ -130,7 +130,7 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     held = placement.experts_of_rank(layer.group.rank)
     copied = [place for place, expert in enumerate(held) if len(placement.replicas[expert]) > 1]
     copied.sort(key=held.__getitem__)
-    # By rank, the local experts here of which it has a copy too, in the order of logical ids: what
+    # By rank, the local experts of which it has copies too, in the order of logical ids: what
     # is sent there, and what is received from there.
     shared = [
         [place for place in copied if held[place] in placement.experts_of_rank(rank)]
@@ -194,8 +194,7 @@ def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tens
         gradient = parameter.grad
         if gradient is not None:
             if is_expert_tensor(gradient):
-                shard, gradient = gradient.shard, piece_of(gradient).detach()
-                gradient = gradient if shard is None else own_rows(gradient, shard)
+                gradient = counted_once(gradient).detach()
             square = gradient.float().square().sum()
             total = total + (square.full_tensor() if isinstance(square, DTensor) else square)
     return total

@@ -79,29 +79,9 @@ class EightBitWeights(ExpertTensors):
                 f"{list(tensor.stride())}, expected contiguous; call .contiguous()"
             )
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {
-            "gate_up_proj": self.gate_up_proj,
-            "gate_up_scale": self.gate_up_scale,
-            "down_proj": self.down_proj,
-            "down_scale": self.down_scale,
-        }
-
-    @property
-    def num_experts(self) -> int:
-        return self.down_proj.shape[0]
-
     @property
     def dtype(self) -> torch.dtype:
         return self.hidden_dtype
-
-    @property
-    def hidden_size(self) -> int:
-        return self.down_proj.shape[1]
-
-    @property
-    def intermediate_size(self) -> int:
-        return self.down_proj.shape[2]
 
     def _expected_shapes(self) -> dict[str, list[int]]:
         if self.gate_up_proj.dim() != 3 or self.down_proj.dim() != 3:
@@ -165,9 +145,7 @@ class EightBitWeights(ExpertTensors):
 
     @staticmethod
     @abstractmethod
-    def _quantize(
-        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
-    ) -> tuple[Tensor, Tensor]:
+    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         """Quantise [E, N, K] to codes and scales."""
 
     @staticmethod
@@ -196,9 +174,7 @@ class Fp8BlockWeights(EightBitWeights):
         return [num_experts, -(-num_rows // BLOCK), -(-num_columns // BLOCK)]
 
     @staticmethod
-    def _quantize(
-        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
-    ) -> tuple[Tensor, Tensor]:
+    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
@@ -229,9 +205,7 @@ class Int8ChannelWeights(EightBitWeights):
         return [num_experts, num_rows]
 
     @staticmethod
-    def _quantize(
-        matrices: Tensor, scales: ScaleDtype = ScaleDtype.FLOAT32
-    ) -> tuple[Tensor, Tensor]:
+    def _quantize(matrices: Tensor, scales: ScaleDtype) -> tuple[Tensor, Tensor]:
         if scales is not ScaleDtype.FLOAT32:
             raise ConfigError(
                 f"Int8ChannelWeights.from_unquantized: scales is {scales.value}, expected "

@@ -67,14 +67,17 @@ class ExpertFormat:
 class ExpertTensors(ABC):
     """The matrices of E experts, in any precision, as a frozen record.
 
+    gate_up_proj, down_proj: the matrices, whose layout the subclasses describe.
     format: the layout of the matrices and the activation between them.
     """
 
+    gate_up_proj: Tensor
+    down_proj: Tensor
     format: ExpertFormat
 
-    @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are there, by field name; the first dimension of each is E."""
+        return {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
         """Return experts of the same kind with other tensors for those of tensors()."""
@@ -90,15 +93,15 @@ class ExpertTensors(ABC):
     def wire_format(self) -> WireFormat:
         """Return the wire format of hidden states that these experts need."""
 
-    @property
-    @abstractmethod
+    @cached_property
     def hidden_size(self) -> int:
         """The hidden size, H."""
+        return self.down_proj.shape[2 if self.format.is_transposed else 1]
 
-    @property
-    @abstractmethod
+    @cached_property
     def intermediate_size(self) -> int:
         """The intermediate size of an expert, I."""
+        return self.down_proj.shape[1 if self.format.is_transposed else 2]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -108,7 +111,7 @@ class ExpertTensors(ABC):
     @property
     def num_experts(self) -> int:
         """The number of experts, E."""
-        return next(iter(self.tensors().values())).shape[0]
+        return self.gate_up_proj.shape[0]
 
     @property
     def requires_grad(self) -> bool:
@@ -146,16 +149,6 @@ class ExpertWeights(ExpertTensors):
                     f"{self.dtype} on {self.gate_up_proj.device} as gate_up_proj; convert it"
                 )
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are not None, by field name."""
-        named = {
-            "gate_up_proj": self.gate_up_proj,
-            "down_proj": self.down_proj,
-            "gate_up_bias": self.gate_up_bias,
-            "down_bias": self.down_bias,
-        }
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
-
     @property
     def dtype(self) -> torch.dtype:
         return self.gate_up_proj.dtype
@@ -163,14 +156,6 @@ class ExpertWeights(ExpertTensors):
     @property
     def wire_format(self) -> WireFormat:
         return WireFormat.of(self.dtype)
-
-    @cached_property
-    def hidden_size(self) -> int:  # type: ignore[override]
-        return self.down_proj.shape[2 if self.format.is_transposed else 1]
-
-    @cached_property
-    def intermediate_size(self) -> int:  # type: ignore[override]
-        return self.down_proj.shape[1 if self.format.is_transposed else 2]
 
     def gate_up_matrices(self) -> Tensor:
         """Return the first matrices as a view [E, H, 2I], ready to be multiplied from the right."""

@@ -34,8 +34,8 @@ def install(kind: str) -> Iterator[ModuleType]:
     """While open, `import deep_ep` gives the fake of this kind: v1, v2, ascend, or
     ascend_flags, its newer signatures.
 
-    `importlib.util.find_spec("deep_ep")` finds the fake's folder, so that whoever tells the
-    packages apart by their sources sees the right one. What was deep_ep before comes back.
+    `importlib.util.find_spec("deep_ep")` finds the fake's folder, so that code that reads the
+    sources of the package recognises it. The earlier deep_ep is restored.
 
     Process-wide: every thread sees it.
 

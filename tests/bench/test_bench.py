@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from torch import Tensor
-from typer.testing import CliRunner
 
 from epcomm.bench import layer, run, turns
 from epcomm.bench.contenders import backends
@@ -21,7 +19,6 @@ from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.report import as_json
 from epcomm.bench.run import run_bench
-from epcomm.cli import app
 from epcomm.cli.bench import NOT_TIMED, ReportOptions, bench_on_rank
 from epcomm.config import EPConfig, Mode
 from epcomm.experts import ExpertParallelExperts
@@ -42,8 +39,6 @@ OPTIONS = BenchOptions(
     warm_up=1,
 )
 SPANS = {"dispatch", "combine", "pair"}
-SIZE = {"tokens": "2,8", "hidden": 32, "experts": 4, "top-k": 2, "iterations": 2, "warm-up": 1}
-TINY = [word for name, value in SIZE.items() for word in (f"--{name}", str(value))]
 
 
 def silent(tokens: int) -> None:
@@ -203,29 +198,3 @@ def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) ->
     timed = {(each.mode, each.backend) for each in report.results}
     assert timed == {("normal", "shared_memory"), ("", "all_gather")}
     assert {each.backend for each in report.layers} == {"collective"}
-
-
-@pytest.mark.slow
-def test_the_command_starts_ranks_prints_and_writes(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All that a user sees, from one launch; its ranks write to the terminal themselves."""
-    output, plot = tmp_path / "new folder" / "bench.json", tmp_path / "bench.png"
-    arguments = ["bench", "--ranks", "2", *TINY, "--backend", "collective"]
-    arguments += ["--output", str(output), "--plot", str(plot)]
-    monkeypatch.setattr(sys, "argv", ["epcomm", *arguments])
-    # Under a launcher these would name another run's ranks.
-    variables = {"RANK": None, "WORLD_SIZE": None, "LOCAL_RANK": None, "COLUMNS": "140"}
-    done = CliRunner().invoke(app, arguments, env=variables)
-    printed, told = capfd.readouterr()
-    assert done.exit_code == 0, printed + told
-    lines = printed.splitlines()
-    assert lines[0] == "2 ranks on cpu over gloo, H = 32, top-2 of 4, bf16"
-    assert lines[-1].startswith("Take mode ")
-    rows = [line for line in lines if " collective " in line and line.split()[0] in ("2", "8")]
-    assert len(rows) == 4, "two modes at two T"
-    report = json.loads(output.read_text("utf-8"))
-    assert report["advice"] == lines[-1]
-    assert report["command"].startswith("epcomm bench --ranks 2 --tokens 2,8 ")
-    assert {"torch", "epcomm", "commit"} <= set(report["versions"])
-    assert plot.read_bytes().startswith(b"\x89PNG")

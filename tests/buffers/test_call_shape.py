@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm.buffers.call_shape import call_shape
 from epcomm.buffers.sizes import CallShape
 from epcomm.spec import HostLayout
 
@@ -51,7 +50,7 @@ def test_rows_are_those_of_tokens_sent_one_by_one(host_of_rank: tuple[int, ...])
     messages = send_one_by_one(ids_of_rank)
     between = [(s, r) for s, r in messages if host_of_rank[s] != host_of_rank[r]]
     for rank in range(6):
-        found = call_shape(ids_of_rank, rank, num_local_experts=NUM_LOCAL, hosts=hosts)
+        found = CallShape.of(ids_of_rank, rank, num_local_experts=NUM_LOCAL, hosts=hosts)
         assert (found.rows_sent, found.rows_received) == both_ways(messages, rank)
         of_hosts = found.rows_sent_between, found.rows_received_between
         assert of_hosts == both_ways(between, rank)
@@ -62,14 +61,14 @@ def test_slots_are_counted_beside_rows() -> None:
     ids_of_rank = [torch.tensor([[1, 2, 3, 4, 5, 6]]), *[torch.empty(0, 6, dtype=torch.int64)] * 3]
 
     def slots(rank: int) -> tuple[int, int]:
-        found = call_shape(ids_of_rank, rank, num_local_experts=2)
+        found = CallShape.of(ids_of_rank, rank, num_local_experts=2)
         return found.slots_sent, found.slots_received
 
     assert [slots(rank) for rank in range(4)] == [(5, 0), (0, 2), (0, 2), (0, 1)]
 
 
 def test_without_hosts_no_rows_go_between_them() -> None:
-    found = call_shape(routing(2, 2), 0, num_local_experts=NUM_LOCAL)
+    found = CallShape.of(routing(2, 2), 0, num_local_experts=NUM_LOCAL)
     assert found.rows_received > 0
     assert (found.rows_sent_between, found.rows_received_between) == (0, 0)
 

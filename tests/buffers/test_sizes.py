@@ -15,7 +15,7 @@ from epcomm.buffers.traffic import BufferTraffic
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
-    RowsDispatcher,
+    Dispatcher,
     StandardDispatcher,
 )
 from epcomm.ops.slots import slots_by_row
@@ -30,7 +30,7 @@ MAX_TOKENS = 6
 class Case:
     """A buffer, given by the dispatcher and the configuration that select it."""
 
-    dispatcher: type[RowsDispatcher]
+    dispatcher: type[Dispatcher]
     config: EPConfig
 
     @property
@@ -75,23 +75,6 @@ def routing(
     )
 
 
-def call_shape(group: EPGroup, topk_of_rank: list[TopKOutput], num_local: int) -> CallShape:
-    """Count the rows and slots of this rank's call from the ids."""
-
-    def num_rows(source: int, destination: int) -> int:
-        is_there = topk_of_rank[source].topk_ids // num_local == destination
-        is_there &= topk_of_rank[source].topk_ids >= 0
-        return int(is_there.any(dim=1).sum())
-
-    others = [rank for rank in range(group.world_size) if rank != group.rank]
-    return CallShape(
-        rank=group.rank,
-        tokens_of_rank=[len(topk.topk_ids) for topk in topk_of_rank],
-        rows_sent=sum(num_rows(group.rank, other) for other in others),
-        rows_received=sum(num_rows(other, group.rank) for other in others),
-    )
-
-
 @pytest.mark.ranks(NUM_RANKS)
 @pytest.mark.parametrize(
     ("name", "has_gradients"),
@@ -118,7 +101,8 @@ def test_plan_counts_the_bytes_that_leave_a_rank(name: str, has_gradients: bool)
         assert out.slot_weights is not None
         rows = torch.zeros(out.num_slots, 37, dtype=spec.dtype, device=group.device)
         y = dispatcher.combine(out.combine_input(rows * out.slot_weights[:, None].to(rows.dtype)))
-        call = call_shape(group, topks, 3)
+        ids = [topk.topk_ids for topk in topks]
+        call = CallShape.of(ids, group.rank, num_local_experts=3)
         expected = dispatcher.plan.wire_bytes(call)
         assert expected.combine_bytes > 0
         if has_gradients:

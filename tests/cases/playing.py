@@ -25,7 +25,7 @@ from epcomm import (
     StandardDispatcher,
     TopKOutput,
 )
-from epcomm.dispatchers.dispatcher import RowsDispatcher
+from epcomm.experts import AnyDispatcher
 from epcomm.ops.slots import gather_rows
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
 from epcomm.types import WeightsAppliedBy
@@ -46,8 +46,6 @@ LAYER = BatchSpec(
     num_local_experts=E // NUM_RANKS,
 )
 
-Dispatcher = RowsDispatcher[Any, Any]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
@@ -56,7 +54,7 @@ class Kind:
     is_static: check() raises its faults.   trains: its tests run with gradients.
     """
 
-    dispatcher: type[Dispatcher]
+    dispatcher: type[AnyDispatcher]
     config: EPConfig
     is_static: bool = False
     trains: bool = True
@@ -112,10 +110,10 @@ class Play:
 
     group: EPGroup
     kind: Kind
-    dispatcher: Dispatcher
+    dispatcher: AnyDispatcher
     block: ExpertParallelMoE
-    another: Dispatcher
-    wider: Dispatcher
+    another: AnyDispatcher
+    wider: AnyDispatcher
     x: Tensor
     topk: TopKOutput
     spent: RowsCombineInput
@@ -133,7 +131,7 @@ class Play:
         return identity(self.out)
 
     @property
-    def closing(self) -> Dispatcher:
+    def closing(self) -> AnyDispatcher:
         """A dispatcher that the test may close. Collective."""
         return open_dispatcher(self.kind, self.group)
 
@@ -148,7 +146,7 @@ class Play:
         self.out = self.dispatcher.dispatch(arguments["x"], arguments["topk"])
         return self.dispatcher.combine(self.results)
 
-    def call_of(self, dispatcher: Dispatcher) -> Tensor:
+    def call_of(self, dispatcher: AnyDispatcher) -> Tensor:
         """Make a whole call on one of the dispatchers; see whole_call()."""
         x = self.x.detach().repeat(1, dispatcher._spec.hidden_size // H)
         return dispatcher.combine(identity(dispatcher.dispatch(x, self.topk)))
@@ -180,7 +178,7 @@ def expected_y(x: Tensor, topk: TopKOutput) -> Tensor:
     return (x.double() * weights.double().sum(1, keepdim=True)).float()
 
 
-def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> Dispatcher:
+def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> AnyDispatcher:
     return kind.dispatcher(group, spec, kind.config)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,22 +17,11 @@ from epcomm.platforms.findings import Finding, Status
 from epcomm.platforms.machine import Answer, Machine, this_machine
 from epcomm.registry import BUFFERS, FUSED, RUNNERS
 
-TORCH_ON_CPU = {
-    "version": "2.13.0",
-    "cuda": None,
-    "nccl": None,
-    "backends": ["gloo"],
-    "has_driver": False,
-    "devices": [],
-}
-TORCH_ON_GPU = {
-    "version": "2.11.0",
-    "cuda": "13.0",
-    "nccl": "2.30.4",
-    "backends": ["gloo", "nccl"],
-    "has_driver": True,
-    "devices": ["NVIDIA H200, 140 GiB, sm_90"] * 2,
-}
+TORCH_ON_CPU: dict[str, object] = {"version": "2.13.0", "cuda": None, "nccl": None}
+TORCH_ON_CPU |= {"backends": ["gloo"], "has_driver": False, "devices": []}
+TORCH_ON_GPU: dict[str, object] = {"version": "2.11.0", "cuda": "13.0", "nccl": "2.30.4"}
+TORCH_ON_GPU |= {"backends": ["gloo", "nccl"], "has_driver": True}
+TORCH_ON_GPU |= {"devices": ["NVIDIA H200, 140 GiB, sm_90"] * 2}
 
 
 def machine(
@@ -61,63 +50,44 @@ def package(report: DoctorReport, name: str) -> Finding:
     return next(finding for finding in report.packages if finding.name == name)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeepEP:
-    """A package that installs as deep_ep, by its files."""
-
-    id: str
-    files: Mapping[str, str]
-    kind: DeepEPKind
-    text: str
-
-
-DEEP_EPS = [
-    DeepEP(
-        id="V1",
-        files={
+# Files of a package that installs as deep_ep, and how it is described; V2 and Hybrid hold V1.
+DEEP_EPS: dict[DeepEPKind, tuple[dict[str, str], str]] = {
+    DeepEPKind.V1: (
+        {
             "__init__.py": "from .buffer import Buffer\nfrom deep_ep_cpp import Config",
             "buffer.py": "class Buffer:\n    def low_latency_dispatch(self): ...",
         },
-        kind=DeepEPKind.V1,
-        text="DeepEP V1 (Buffer)",
+        "DeepEP V1 (Buffer)",
     ),
-    DeepEP(
-        id="V2, which holds V1",
-        files={
+    DeepEPKind.V2: (
+        {
             "__init__.py": "from .buffers.legacy import Buffer\nfrom .buffers.elastic import "
             "ElasticBuffer",
             "buffers/legacy.py": "class Buffer: ...",
             "buffers/elastic.py": "class EPHandle: ...\nclass ElasticBuffer: ...",
         },
-        kind=DeepEPKind.V2,
-        text="DeepEP V2 (ElasticBuffer)",
+        "DeepEP V2 (ElasticBuffer)",
     ),
-    DeepEP(
-        id="Hybrid, which holds V1",
-        files={
+    DeepEPKind.HYBRID: (
+        {
             "__init__.py": "from .buffer import Buffer\nfrom .hybrid_ep_buffer import *",
             "buffer.py": "class Buffer: ...",
             "hybrid_ep_buffer.py": "class HybridEPBuffer: ...",
         },
-        kind=DeepEPKind.HYBRID,
-        text="DeepEP, Hybrid branch (HybridEPBuffer)",
+        "DeepEP, Hybrid branch (HybridEPBuffer)",
     ),
-    DeepEP(
-        id="Ascend",
-        files={
+    DeepEPKind.ASCEND: (
+        {
             "__init__.py": "import ctypes\nfrom .buffer import Buffer",
             "buffer.py": "class Buffer:\n    def fused_deep_moe(self): ...",
         },
-        kind=DeepEPKind.ASCEND,
-        text="sgl-kernel-npu, for Ascend (fused_deep_moe)",
+        "sgl-kernel-npu, for Ascend (fused_deep_moe)",
     ),
-    DeepEP(
-        id="unknown",
-        files={"__init__.py": "Buffer = None\ndef main(): ...", "broken.py": "class Buffer(:"},
-        kind=DeepEPKind.UNKNOWN,
-        text="an unknown package: it defines no Buffer",
+    DeepEPKind.UNKNOWN: (
+        {"__init__.py": "Buffer = None\ndef main(): ...", "broken.py": "class Buffer(:"},
+        "an unknown package: it defines no Buffer",
     ),
-]
+}
 
 
 def write_package(folder: Path, files: Mapping[str, str]) -> Path:
@@ -128,21 +98,21 @@ def write_package(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("deep_ep", DEEP_EPS, ids=lambda deep_ep: deep_ep.id)
-def test_every_deep_ep_is_told_apart(deep_ep: DeepEP, tmp_path: Path) -> None:
-    folder = write_package(tmp_path / "deep_ep", deep_ep.files)
-    assert deep_ep_kind(folder) is deep_ep.kind
+@pytest.mark.parametrize("kind", DEEP_EPS)
+def test_every_deep_ep_is_recognised(kind: DeepEPKind, tmp_path: Path) -> None:
+    files, text = DEEP_EPS[kind]
+    folder = write_package(tmp_path / "deep_ep", files)
+    assert deep_ep_kind(folder) is kind
     here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(values={})})
     report = doctor(here)
     found = package(report, "deep_ep")
-    assert report.deep_ep is deep_ep.kind
-    assert found.detail == f"1.2.3, {deep_ep.text}"
-    is_unknown = deep_ep.kind is DeepEPKind.UNKNOWN
-    assert found.status is (Status.ATTENTION if is_unknown else Status.HERE)
+    assert report.deep_ep is kind
+    assert found.detail == f"1.2.3, {text}"
+    assert found.status is (Status.ATTENTION if kind is DeepEPKind.UNKNOWN else Status.HERE)
 
 
 def test_deep_ep_that_does_not_import_says_why(tmp_path: Path) -> None:
-    folder = write_package(tmp_path / "deep_ep", DEEP_EPS[0].files)
+    folder = write_package(tmp_path / "deep_ep", DEEP_EPS[DeepEPKind.V1][0])
     error = "ImportError: libcudart.so.13: cannot open shared object file"
     here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(error=error)})
     found = package(doctor(here), "deep_ep")
@@ -160,55 +130,44 @@ def test_bare_machine_lacks_packages_and_says_what_they_are_for() -> None:
     assert all(finding.advice for finding in report.packages)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Steps:
-    """What torch says of a machine, and the beginnings of the first steps there."""
-
-    id: str
-    torch: Mapping[str, object]
-    first: list[str]
-
-
-STEPS = [
-    Steps(
-        id="laptop",
-        torch=TORCH_ON_CPU,
-        first=[
+# What torch reports of a machine, and the beginnings of the first steps there.
+STEPS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "laptop": (
+        TORCH_ON_CPU,
+        [
             "train and decode on CPU ranks: torchrun --nproc-per-node 4 examples/hello_ep.py",
             "check and time the backends between CPU ranks: epcomm bench --ranks 4",
             "see what GPUs that are not here would take: epcomm plan --device h200 ",
             "transformers (for: its models): if you need it: pip install ",
         ],
     ),
-    Steps(
-        id="GPUs",
-        torch=TORCH_ON_GPU,
-        first=[
+    "GPUs": (
+        TORCH_ON_GPU,
+        [
             "check and time the backends between GPUs: torchrun --nproc-per-node 2 -m epcomm bench",
             "train and decode on CPU ranks: ",
             "transformers ",
         ],
     ),
-    Steps(
-        id="driver, and torch without CUDA",
-        torch=TORCH_ON_CPU | {"has_driver": True},
-        first=["CUDA devices (none): there is an NVIDIA driver, but torch is built without CUDA"],
+    "driver, and torch without CUDA": (
+        TORCH_ON_CPU | {"has_driver": True},
+        ["CUDA devices (none): there is an NVIDIA driver, but torch is built without CUDA"],
     ),
-    Steps(
-        id="torch that is too new",
-        torch=TORCH_ON_CPU | {"version": "2.99.0+cpu"},
-        first=["torch (2.99.0+cpu, no CUDA in this build): epcomm is tested with torch 2."],
+    "torch that is too new": (
+        TORCH_ON_CPU | {"version": "2.99.0+cpu"},
+        ["torch (2.99.0+cpu, no CUDA in this build): epcomm is tested with torch 2."],
     ),
-]
+}
 
 
-@pytest.mark.parametrize("steps", STEPS, ids=lambda steps: steps.id)
-def test_next_steps_begin_with_what_needs_attention(steps: Steps) -> None:
-    here = machine(answers={"torch.distributed": Answer(values=steps.torch)})
+@pytest.mark.parametrize("name", STEPS)
+def test_next_steps_begin_with_what_needs_attention(name: str) -> None:
+    torch, first = STEPS[name]
+    here = machine(answers={"torch.distributed": Answer(values=torch)})
     found = doctor(here).next_steps
-    for step, expected in zip(found, steps.first, strict=False):
+    for step, expected in zip(found, first, strict=False):
         assert step.startswith(expected)
-    assert len(found) >= len(steps.first)
+    assert len(found) >= len(first)
 
 
 def test_next_steps_bring_what_auto_would_take_and_no_more() -> None:

@@ -181,7 +181,7 @@ def messages(endings: list[Ending | None]) -> list[str]:
     return [ending.message for ending in endings if ending is not None]
 
 
-def test_exchange_in_time_looks_at_the_noticeboard_once_in_a_life() -> None:
+def test_exchanges_in_time_hardly_read_the_failure_board() -> None:
     world = World()
 
     def part(rank: Rank) -> None:
@@ -227,7 +227,7 @@ def test_several_lost_ranks_are_all_named() -> None:
         assert message.startswith("dispatch: ranks 1, 2 did not arrive (call 1, exchange 1,")
 
 
-def test_a_rank_that_gives_up_brings_the_patient_along() -> None:
+def test_a_timeout_of_one_rank_ends_the_waits_of_the_others() -> None:
     world = World(timeout_s=LONG_S)
     world.ranks[0].wait.timeout_s = TIMEOUT_S
     endings = world.play(once, after(0.3), None, once)
@@ -237,7 +237,7 @@ def test_a_rank_that_gives_up_brings_the_patient_along() -> None:
             assert ending.elapsed_s < TIMEOUT_S + bounded.GRACE_S + SLACK_S
 
 
-def test_late_rank_hears_who_gave_up_on_it() -> None:
+def test_late_rank_names_the_ranks_that_gave_up_on_it() -> None:
     world = World()
     late = after(TIMEOUT_S + bounded.GRACE_S + SLACK_S)
     endings = world.play(once, once, late, None)
@@ -249,7 +249,7 @@ def test_late_rank_hears_who_gave_up_on_it() -> None:
     )
 
 
-def test_after_a_timeout_every_call_repeats_the_story_and_starts_nothing() -> None:
+def test_after_a_timeout_every_call_repeats_the_message_and_starts_nothing() -> None:
     world = World(2)
     first = messages(world.play(once, None))
     for _ in range(2):
@@ -300,7 +300,7 @@ def test_ranks_in_different_exchanges_are_described() -> None:
     assert "; rank 0 was in dispatch, call 1, exchange 2; call in the same order" in texts[1]
 
 
-def test_silent_noticeboard_blames_the_rank_that_holds_it() -> None:
+def test_silent_failure_board_names_the_rank_that_serves_it() -> None:
     world = World(host_rank=0)
     world.wall.silent = True
     for message in messages(world.play(None, once, once, once)):
@@ -309,14 +309,14 @@ def test_silent_noticeboard_blames_the_rank_that_holds_it() -> None:
         )
 
 
-def test_silent_noticeboard_without_a_host_blames_nobody() -> None:
+def test_silent_failure_board_without_a_host_names_no_rank() -> None:
     world = World()
     world.wall.silent = True
     for message in messages(world.play(once, once, None, once)):
         assert "the missing ranks are unknown because the failure board does not answer" in message
 
 
-def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> None:
+def test_reports_outlive_a_failure_board_whose_host_has_reported_and_ended() -> None:
     world = World(3, host_rank=0)
 
     def host(rank: Rank) -> None:
@@ -331,7 +331,7 @@ def test_reports_outlive_a_noticeboard_whose_host_has_reported_and_ended() -> No
         assert message.startswith("dispatch: rank 2 did not arrive (call 1")
 
 
-def test_a_rank_that_reads_too_slowly_names_whom_the_others_gave_up_on() -> None:
+def test_a_rank_that_reads_slowly_names_the_ranks_that_others_gave_up_on() -> None:
     world = World(6, host_rank=0)
     world.wall.slow_rank = 5
     for message in messages(world.play(None, once, once, None, once, once)):
@@ -376,7 +376,7 @@ def test_group_waits_as_long_as_its_most_patient_layer() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_ranks_that_would_wait_for_different_times_hear_of_it() -> None:
+def test_different_timeouts_of_ranks_are_an_error() -> None:
     with EPGroup() as group:
         config = EPConfig(timeout_s=20.0 + group.rank)
         with pytest.raises(ConfigError, match=r"timeout_s: 20.0 on rank 0, 21.0 on rank 1"):

@@ -195,8 +195,8 @@ def test_late_rank_is_named_and_a_new_group_works(has_opened: bool, ep_ranks: MP
         if not has_opened:
             message, _ = lose_rank_2(ep_ranks, other.collectives)
             assert "this rank came too late" in message or "rank 2 did not arrive" in message
-        with EPGroup(ep_ranks) as anew:
-            assert_works(anew)
+        with EPGroup(ep_ranks) as fresh:
+            assert_works(fresh)
         assert ep_ranks.allgather(ep_ranks.Get_rank()) == [0, 1, 2, 3]
 
 

@@ -16,7 +16,6 @@ from epcomm import (
     ExpertParallelExperts,
     MoESpec,
     RowsDispatchOutput,
-    ShapeError,
     TopKOutput,
 )
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
@@ -59,48 +58,18 @@ def too_many_tokens(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, To
     )
 
 
-def other_hidden_size(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
-    return x[:, 1:], topk
-
-
-def other_dtype(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
-    return x.int(), topk
-
-
-def narrow_ids(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
-    return x, TopKOutput(topk_ids=topk.topk_ids.int(), topk_weights=topk.topk_weights)
-
-
-def ids_out_of_range(x: torch.Tensor, topk: TopKOutput) -> tuple[torch.Tensor, TopKOutput]:
-    ids = topk.topk_ids.clone()
-    ids[0, 0] = 1000
-    return x, TopKOutput(topk_ids=ids, topk_weights=topk.topk_weights)
-
-
-FAULTS = {
-    "too_many_tokens": (too_many_tokens, CapacityError, "7 tokens"),
-    "other_hidden_size": (other_hidden_size, ShapeError, "hidden_states is [6, 31]"),
-    "other_dtype": (other_dtype, ShapeError, "int32"),
-    "narrow_ids": (narrow_ids, ShapeError, "topk_ids.to(torch.int64)"),
-    "ids_out_of_range": (ids_out_of_range, ShapeError, "rank 2"),
-}
-
-
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_one_rank_reaches_all(name: str) -> None:
-    break_inputs, kind, own_text = FAULTS[name]
+def test_after_a_fault_of_one_rank_y_is_nan_on_all() -> None:
     with EPGroup() as group, torch.no_grad():
         dispatcher = open_dispatcher(group)
         x, topk = good_inputs(group)
         if group.rank == 2:
-            x, topk = break_inputs(x, topk)
+            x, topk = too_many_tokens(x, topk)
         y = run_batch(dispatcher, x, topk)
         assert y.shape == (x.shape[0], SPEC.hidden_size)
         assert y.isnan().all()
-        with pytest.raises(kind) as caught:
+        with pytest.raises(CapacityError, match="7 tokens" if group.rank == 2 else "rank 2"):
             dispatcher.check()
-        assert (own_text if group.rank == 2 else "rank 2") in str(caught.value)
         assert (run_batch(dispatcher, *good_inputs(group)) == 0).all()
         dispatcher.check()
 

@@ -141,7 +141,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Played]:
 @pytest.fixture(params=SCENARIOS)
 def run(request: pytest.FixtureRequest, played: dict[str, Played]) -> Played:
     if request.param not in played:
-        pytest.skip(f"no hosts of our own: {network.missing()}")
+        pytest.skip(f"no simulated hosts: {network.missing()}")
     return played[request.param]
 
 
@@ -155,8 +155,8 @@ def test_survivors_name_phase_call_and_lost_ranks_in_time(run: Played) -> None:
     is_starved = any(outcome.starved_s > most_s for outcome in outcomes.values())
     for rank, outcome in outcomes.items():
         scope = "(, (between|inside) hosts)?" if scenario.backend == "hierarchical" else ""
-        story = rf"{PHASE_NAMES[scenario.phase]}{scope}: ranks? (?P<named>[\d, ]+) did not arrive"
-        found = re.match(story, outcome.message)
+        message = rf"{PHASE_NAMES[scenario.phase]}{scope}: ranks? (?P<named>[\d, ]+) did not arrive"
+        found = re.match(message, outcome.message)
         assert found, outcome.message
         named = set(map(int, found["named"].split(", ")))
         assert named == lost or (lost < named and is_starved), outcome.message
@@ -174,7 +174,7 @@ def test_single_killed_rank_is_named_without_waiting_for_the_deadline(
                 assert run.outcome(rank).elapsed_s < run.scenario.timeout_s, (name, rank)
 
 
-def test_next_call_repeats_the_story_at_once(run: Played) -> None:
+def test_next_call_repeats_the_message_immediately(run: Played) -> None:
     for rank in run.scenario.ending:
         outcome = run.outcome(rank)
         # The second message has the call and exchange of the first, because nothing was exchanged
@@ -192,7 +192,7 @@ def test_close_and_exit_do_not_wait(run: Played) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, s in SCENARIOS.items() if s.fault == "late"])
-def test_late_rank_hears_that_the_others_gave_up(played: dict[str, Played], name: str) -> None:
+def test_late_rank_reports_that_the_others_gave_up(played: dict[str, Played], name: str) -> None:
     scenario, outcome = played[name].scenario, played[name].outcome(2)
     starved_s = sum(played[name].outcome(rank).starved_s for rank in scenario.ending)
     # On a busy machine a survivor may not have posted its report within LOOK_LIMIT_S.

@@ -22,7 +22,7 @@ LIMIT_S = 60
 @pytest.fixture(autouse=True)
 def _hosts_can_be_made() -> None:
     if reason := network.missing():
-        pytest.skip(f"no hosts of our own: {reason}")
+        pytest.skip(f"no simulated hosts: {reason}")
 
 
 def on(host: Host, program: str) -> str:

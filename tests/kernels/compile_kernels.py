@@ -398,70 +398,48 @@ EXPERTS = 4
 COUNTS, FIRST_SLOT = i32(EXPERTS), i32(EXPERTS + 1)
 
 
-def matrices(columns: int, depth: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(EXPERTS, columns, depth, dtype=dtype)
+def product(
+    slots: int, columns: int, depth: int, dtype: torch.dtype, *, has_index: bool
+) -> Product:
+    """Return operands with matrices [columns, depth]; with an index, of 8 rows."""
+    num_rows = 8 if has_index else slots
+    scales = (EXPERTS, columns) if dtype is I8 else (EXPERTS, columns // 128, depth // 128)
+    return Product(
+        codes=rows(num_rows, depth, dtype),
+        scales=f32(num_rows, 1 if dtype is I8 else depth // 128),
+        row_of_slot=i32(slots) if has_index else None,
+        counts=COUNTS,
+        first_slot=FIRST_SLOT,
+        matrices=torch.empty(EXPERTS, columns, depth, dtype=dtype),
+        matrix_scales=f32(*scales),
+    )
 
 
 def gate_up_fp8() -> None:
     dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
     gemm_fp8.gate_up_fp8(
-        Product(
-            codes=rows(8, HIDDEN, dtype),
-            scales=f32(8, HIDDEN // 128),
-            row_of_slot=i32(slots),
-            counts=COUNTS,
-            first_slot=FIRST_SLOT,
-            matrices=matrices(2 * INNER, HIDDEN, dtype),
-            matrix_scales=f32(EXPERTS, 2 * INNER // 128, HIDDEN // 128),
-        ),
+        product(slots, 2 * INNER, HIDDEN, dtype, has_index=True),
         out_codes=rows(slots, INNER, dtype),
         out_scales=f32(slots, INNER // 128),
     )
 
 
 def down_fp8() -> None:
-    dtype, slots = torch.float8_e4m3fn, 64 * EXPERTS
-    gemm_fp8.down_fp8(
-        Product(
-            codes=rows(slots, INNER, dtype),
-            scales=f32(slots, INNER // 128),
-            counts=COUNTS,
-            first_slot=FIRST_SLOT,
-            matrices=matrices(HIDDEN, INNER, dtype),
-            matrix_scales=f32(EXPERTS, HIDDEN // 128, INNER // 128),
-        ),
-        slot_weights=f32(slots),
-        out=rows(slots, HIDDEN, BF16),
-    )
+    slots = 64 * EXPERTS
+    given = product(slots, HIDDEN, INNER, torch.float8_e4m3fn, has_index=False)
+    gemm_fp8.down_fp8(given, slot_weights=f32(slots), out=rows(slots, HIDDEN, BF16))
 
 
 def gate_up_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
-    gemm_int8.gate_up_int8(
-        Product(
-            codes=rows(8, hidden, I8),
-            scales=f32(8, 1),
-            row_of_slot=i32(slots),
-            counts=COUNTS,
-            first_slot=FIRST_SLOT,
-            matrices=matrices(2 * inner, hidden, I8),
-            matrix_scales=f32(EXPERTS, 2 * inner),
-        ),
-        out=f32(slots, inner),
-    )
+    given = product(slots, 2 * inner, hidden, I8, has_index=True)
+    gemm_int8.gate_up_int8(given, out=f32(slots, inner))
 
 
 def down_int8(rows_per_expert: int, hidden: int = HIDDEN, inner: int = INNER) -> None:
     slots = rows_per_expert * EXPERTS
     gemm_int8.down_int8(
-        Product(
-            codes=rows(slots, inner, I8),
-            scales=f32(slots, 1),
-            counts=COUNTS,
-            first_slot=FIRST_SLOT,
-            matrices=matrices(hidden, inner, I8),
-            matrix_scales=f32(EXPERTS, hidden),
-        ),
+        product(slots, hidden, inner, I8, has_index=False),
         slot_weights=f32(slots),
         is_packed=True,
         out=rows(slots, hidden, BF16),

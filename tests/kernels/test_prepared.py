@@ -184,11 +184,11 @@ def test_driver_is_asked_what_the_kernel_takes(
         return 0
 
     monkeypatch.setattr(prepared, "driver", lambda: SimpleNamespace(cuFuncGetParamInfo=ask))
-    sizes = [8, 8, 0, 4, 4, 8]
-    assert prepared._num_scratch(compiled(), sizes) == num_scratch
+    types = ["*fp32", "i64", "constexpr", "i32", "u32", "u64"]
+    assert prepared._num_scratch(compiled(), types) == num_scratch
     found[2] = 8
     with pytest.raises(prepared.UnpreparedError, match="parameters"):
-        prepared._num_scratch(compiled(), sizes)
+        prepared._num_scratch(compiled(), types)
 
 
 def test_interpreted_kernels_are_launched_in_order_of_their_parameters() -> None:

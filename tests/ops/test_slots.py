@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -30,79 +29,14 @@ from tests.ops.indices import WORKED_IDS, index_of, strided
 NAN = float("nan")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    id: str
-    ids: list[list[int]]
-    expert_alignment: int = 1
-    row_of_slot: list[int]
-    slots_of_row: list[list[int]]
-    num_tokens_per_expert: list[int]
-    first_slot: list[int]
-    is_dense: bool = True
-
-
-CASES = [
-    Case(
-        id="the example of the module",
-        ids=WORKED_IDS,
-        row_of_slot=[1, 2, 0, 2],
-        slots_of_row=[[2, -1], [-1, 0], [1, 3]],
-        num_tokens_per_expert=[2, 2],
-        first_slot=[0, 2, 4],
-    ),
-    Case(
-        id="starts at multiples of three",
-        ids=WORKED_IDS,
-        expert_alignment=3,
-        row_of_slot=[1, 2, -1, 0, 2, -1],
-        slots_of_row=[[3, -1], [-1, 0], [1, 4]],
-        num_tokens_per_expert=[2, 2],
-        first_slot=[0, 3, 6],
-        is_dense=False,
-    ),
-    Case(
-        id="alignment that costs nothing",
-        ids=WORKED_IDS,
-        expert_alignment=2,
-        row_of_slot=[1, 2, 0, 2],
-        slots_of_row=[[2, -1], [-1, 0], [1, 3]],
-        num_tokens_per_expert=[2, 2],
-        first_slot=[0, 2, 4],
-    ),
-    Case(
-        id="expert without a slot",
-        ids=[[1], [1]],
-        expert_alignment=4,
-        row_of_slot=[0, 1, -1, -1],
-        slots_of_row=[[0], [1]],
-        num_tokens_per_expert=[0, 2],
-        first_slot=[0, 0, 4],
-        is_dense=False,
-    ),
-    Case(
-        id="no slot at all",
-        ids=[[-1, -1]],
-        row_of_slot=[],
-        slots_of_row=[[-1, -1]],
-        num_tokens_per_expert=[0, 0],
-        first_slot=[0, 0, 0],
-    ),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_index_is_expert_major_and_stable(case: Case) -> None:
-    index = index_of(case.ids, 2, case.expert_alignment)
+def test_index_of_the_example_of_the_module() -> None:
+    index = index_of(WORKED_IDS, 2)
     assert index.row_of_slot is not None
     assert index.slots_of_row is not None
-    assert index.row_of_slot.tolist() == case.row_of_slot
-    assert index.slots_of_row.tolist() == case.slots_of_row
-    assert index.num_tokens_per_expert.tolist() == case.num_tokens_per_expert
-    assert index.host_num_tokens_per_expert == tuple(case.num_tokens_per_expert)
-    assert index.first_slot.tolist() == case.first_slot
-    assert index.is_dense == case.is_dense
-    assert index.expert_alignment == case.expert_alignment
+    assert index.row_of_slot.tolist() == [1, 2, 0, 2]
+    assert index.slots_of_row.tolist() == [[2, -1], [-1, 0], [1, 3]]
+    assert index.num_tokens_per_expert.tolist() == [2, 2]
+    assert index.first_slot.tolist() == [0, 2, 4]
     tables = (index.row_of_slot, index.slots_of_row, index.num_tokens_per_expert, index.first_slot)
     assert {table.dtype for table in tables} == {torch.int32}
 
@@ -135,16 +69,34 @@ def test_index_and_sums_equal_plain_loops(routing: tuple[list[list[int]], int, i
     index = index_of(ids, num_experts, expert_alignment)
     row_of_slot: list[int] = []
     slots_of_row = [[-1] * len(ids[0]) for _ in ids]
+    counts = [sum(expert in row for row in ids) for expert in range(num_experts)]
+    first_slot = [0]
     for expert in range(num_experts):
         for row, experts in enumerate(ids):
             if expert in experts:
                 slots_of_row[row][experts.index(expert)] = len(row_of_slot)
                 row_of_slot.append(row)
         row_of_slot += [-1] * (-len(row_of_slot) % expert_alignment)
-    assert index.row_of_slot is not None
+        first_slot.append(len(row_of_slot))
+    # With a static size, three more slots are padding.
+    static = build_slot_index(
+        torch.tensor(ids),
+        torch.tensor(counts),
+        len(row_of_slot) + 3,
+        expert_alignment=expert_alignment,
+    )
+    for found, padding, host_counts in ((index, [], tuple(counts)), (static, [-1] * 3, None)):
+        assert found.row_of_slot is not None
+        assert found.slots_of_row is not None
+        assert found.row_of_slot.tolist() == row_of_slot + padding
+        assert found.slots_of_row.tolist() == slots_of_row
+        assert found.num_tokens_per_expert.tolist() == counts
+        assert found.host_num_tokens_per_expert == host_counts
+        assert found.first_slot.tolist() == first_slot
+        assert found.is_dense == (-1 not in row_of_slot + padding)
+        assert found.expert_alignment == expert_alignment
+
     assert index.slots_of_row is not None
-    assert index.row_of_slot.tolist() == row_of_slot
-    assert index.slots_of_row.tolist() == slots_of_row
 
     values = torch.arange(len(row_of_slot)).float()
     scalars = torch.arange(len(ids) * len(ids[0])).float().view(len(ids), -1) + 1

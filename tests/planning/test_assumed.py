@@ -104,7 +104,7 @@ def test_variables_of_this_machine_do_not_count(
 def test_a_plan_for_cpus_is_that_of_a_group_on_cpus() -> None:
     with EPGroup() as group:
         found = plan(CONFIG, SPEC, group, weights=experts())
-        with pytest.raises(ConfigError, match=r"machine is cpu with a group .*; leave"):
+        with pytest.raises(ConfigError, match="got group and machine"):
             plan(CONFIG, SPEC, group, machine=DEVICES["cpu"])
     assumed = plan(CONFIG, SPEC, world_size=2, weights=experts(), machine=DEVICES["cpu"])
     for here, there in zip(found.phases().values(), assumed.phases().values(), strict=True):

@@ -47,15 +47,19 @@ def lacking(*reasons: str) -> Availability:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_backend_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backend_that_a_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reason of all ranks names none of them."""
     with EPGroup() as group:
         reasons = ("no cable", "no driver") if group.rank == 1 else ()
-        for kind in (CollectiveBuffer, SharedMemoryBuffer):
-            monkeypatch.setattr(kind, "probe", lambda machine: lacking(*reasons))
-        with pytest.raises(ConfigError) as caught:
-            plan(EPConfig(mode="normal"), SPEC, group)
-        for reason in ("no cable", "no driver"):
-            assert f"shared_memory, collective: rank 1: {reason}" in str(caught.value)
+        for found, named in ((reasons, "rank 1: no cable"), (("no cable",), "no cable")):
+            for kind in (CollectiveBuffer, SharedMemoryBuffer):
+                monkeypatch.setattr(kind, "probe", lambda machine, found=found: lacking(*found))
+            with pytest.raises(ConfigError) as caught:
+                plan(EPConfig(mode="normal"), SPEC, group)
+            assert f"shared_memory, collective: {named}" in str(caught.value)
+            assert ("shared_memory, collective: rank 1: no driver" in str(caught.value)) == (
+                found is reasons
+            )
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -95,15 +99,6 @@ def test_hosts_of_ranks_are_found_where_they_differ(
         per_token = sum(chosen.prefill.max_bytes_per_token().values())
         between = None if expected is None else per_token
         assert chosen.prefill.max_bytes_between_hosts() == between
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_reason_that_all_ranks_share_names_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    with EPGroup() as group:
-        for kind in (CollectiveBuffer, SharedMemoryBuffer):
-            monkeypatch.setattr(kind, "probe", lambda machine: lacking("no cable"))
-        with pytest.raises(ConfigError, match="shared_memory, collective: no cable"):
-            plan(EPConfig(mode="normal"), SPEC, group)
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -195,6 +190,12 @@ def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) ->
     }
 
 
+def fp8_of(scales: ScaleDtype) -> dict[str, object]:
+    """Make arguments with experts in FP8."""
+    plain = ExpertWeights(gate_up_proj=torch.ones(8, 32, 16), down_proj=torch.ones(8, 16, 16))
+    return {"weights": Fp8BlockWeights.from_unquantized(plain, scales=scales), "top_k": 2}
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("on_rank_2", "message"),
@@ -202,35 +203,21 @@ def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) ->
         (experts_of(alpha=1.2), "plan: ranks disagree on format: "),
         (experts_of(intermediate_size=24), "plan: ranks disagree on intermediate_size: "),
         (experts_of(top_k=9), "plan: ranks disagree on top_k: "),
+        (fp8_of(ScaleDtype.POWER_OF_TWO), "plan: ranks disagree on wanted rows: "),
     ],
-    ids=["format", "intermediate_size", "K > P"],
+    ids=["format", "intermediate_size", "K > P", "scales"],
 )
 def test_other_experts_on_one_rank_are_named_on_every_rank(
     on_rank_2: dict[str, object], message: str
 ) -> None:
     with EPGroup() as group:
-        arguments = on_rank_2 if group.rank == 2 else experts_of()
+        is_fp8 = isinstance(on_rank_2["weights"], Fp8BlockWeights)
+        others = fp8_of(ScaleDtype.FLOAT32) if is_fp8 else experts_of()
+        arguments = on_rank_2 if group.rank == 2 else others
         with pytest.raises(ConfigError) as caught:
             ExpertParallelExperts(group=group, **arguments)  # type: ignore[arg-type]
         assert message in str(caught.value)
         assert "rank 2" in str(caught.value) or group.rank == 2
-        expect_works(group)
-
-
-@pytest.mark.ranks(4)
-def test_other_scales_of_the_experts_on_one_rank_are_named_on_every_rank() -> None:
-    plain = ExpertWeights(gate_up_proj=torch.ones(8, 32, 16), down_proj=torch.ones(8, 16, 16))
-    with EPGroup() as group:
-        scales = ScaleDtype.POWER_OF_TWO if group.rank == 2 else ScaleDtype.FLOAT32
-        with pytest.raises(ConfigError) as caught:
-            plan(
-                EPConfig(),
-                SPEC,
-                group,
-                weights=Fp8BlockWeights.from_unquantized(plain, scales=scales),
-            )
-        assert "plan: ranks disagree on wanted rows: " in str(caught.value)
-        assert '"fp8_e4m3/128/ue8m0" on rank 2 (this is ' in str(caught.value)
         expect_works(group)
 
 

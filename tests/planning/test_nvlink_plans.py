@@ -24,58 +24,47 @@ PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
 
 
 def told(*devices: str) -> list[PeerReach]:
-    """What ranks on these GPUs tell."""
+    """Return what ranks on these GPUs report."""
     return [reach_in(PAIRS, device) for device in devices]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """GPUs of the ranks, and why they cannot write one another's memory."""
-
-    id: str
-    told: list[PeerReach]
-    reasons: list[str]
-
-
-RANKS = [
-    Ranks(id="joined", told=told("a", "b"), reasons=[]),
-    Ranks(
-        id="two pairs",
-        told=told("a", "b", "c"),
-        reasons=[
+# What ranks report, and why they cannot write one another's memory.
+RANKS: dict[str, tuple[list[PeerReach], list[str]]] = {
+    "joined": (told("a", "b"), []),
+    "two pairs": (
+        told("a", "b", "c"),
+        [
             "rank 0 is not connected to [2] by NVLink",
             "rank 1 is not connected to [2] by NVLink",
         ],
     ),
-    Ranks(
-        id="one GPU for two",
-        told=told("a", "b", "a"),
-        reasons=["rank 0 shares its GPU with [2], and kernels wait for peers"],
+    "one GPU for two": (
+        told("a", "b", "a"),
+        ["rank 0 shares its GPU with [2], and kernels wait for peers"],
     ),
-    Ranks(
-        id="one way only",
-        told=[PeerReach(device="a", reached=("b",)), PeerReach(device="b")],
-        reasons=["rank 0 is not connected to [1] by NVLink"],
+    "one way only": (
+        [PeerReach(device="a", reached=("b",)), PeerReach(device="b")],
+        ["rank 0 is not connected to [1] by NVLink"],
     ),
-    Ranks(
-        id="part of a GPU",
-        told=told("a", "e"),
-        reasons=["rank 1: NVML has no GPU e, which may be a part of one (MIG)"],
+    "part of a GPU": (
+        told("a", "e"),
+        ["rank 1: NVML has no GPU e, which may be a part of one (MIG)"],
     ),
-]
+}
 
 
-@pytest.mark.parametrize("ranks", RANKS, ids=lambda ranks: ranks.id)
-def test_ranks_must_be_joined_two_by_two(ranks: Ranks) -> None:
-    assert reach_reasons(ranks.told) == ranks.reasons
+@pytest.mark.parametrize("name", RANKS)
+def test_ranks_must_be_joined_two_by_two(name: str) -> None:
+    found, reasons = RANKS[name]
+    assert reach_reasons(found) == reasons
 
 
-def test_what_is_told_survives_its_way() -> None:
+def test_a_report_is_parsed_as_it_was_written() -> None:
     for each in (*told("a"), PeerReach(lacks="no library")):
         assert PeerReach.parse(each.as_text()) == each
 
 
-def test_library_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvlink, "_LIBRARY", "libepcomm-of-nobody.so")
     with pytest.raises(nvlink.NvmlError, match="add utility to NVIDIA_DRIVER_CAPABILITIES"):
         nvlink.nvlink_peers()
@@ -83,7 +72,7 @@ def test_library_that_is_missing_is_told(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two ranks on a GPU each: what they tell, on how many hosts, and what decode gets."""
+    """Two ranks on a GPU each: what they report, on how many hosts, and what decode gets."""
 
     id: str
     devices: tuple[str, str] = ("a", "b")

@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from epcomm.buffers.ascend.base import AscendBuffer, format_arguments
-from epcomm.buffers.ascend.low_latency import AscendLowLatencyBuffer
-from epcomm.buffers.ascend.normal import AscendNormalBuffer
+from epcomm.buffers.ascend.packed import (
+    AscendBuffer,
+    AscendLowLatencyBuffer,
+    AscendNormalBuffer,
+    format_arguments,
+)
 from epcomm.platforms.signatures import signature_reasons
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.types import WireDtype, WireFormat

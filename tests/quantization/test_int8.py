@@ -143,20 +143,6 @@ def test_no_tokens_leading_dimensions_and_strides() -> None:
     assert scales_of(masked).shape == (3, 4, 1)
 
 
-def test_output_may_lie_in_rows_of_a_message() -> None:
-    x = varied_rows(37, torch.bfloat16)
-    rows = torch.full((12, 64), 0xA5, dtype=torch.uint8)
-    out = WireTensor(
-        data=rows[:, :37].view(torch.int8),
-        format=INT8_PER_TOKEN,
-        scales=rows[:, 40:44].view(torch.float32),
-    )
-    assert quantize(x, INT8_PER_TOKEN, out=out) is out
-    assert_same_bits(out, quantize(x, INT8_PER_TOKEN))
-    assert bool((rows[:, 37:40] == 0xA5).all())
-    assert bool((rows[:, 44:] == 0xA5).all())
-
-
 def test_wrong_formats_and_inputs_are_refused() -> None:
     in_blocks = WireFormat(dtype=WireDtype.INT8, scale_block=128, scale_dtype=torch.float32)
     with pytest.raises(ConfigError, match=r"int8/128 .*expected int8/0"):

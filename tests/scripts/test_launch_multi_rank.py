@@ -391,5 +391,5 @@ def is_alive(pid: int) -> bool:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline_s = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline_s, "waited 60 s in vain"
+        assert time.monotonic() < deadline_s, "not within 60 s"
         time.sleep(0.05)

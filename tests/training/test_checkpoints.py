@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -79,12 +79,17 @@ def saved_and_loaded(state: dict[str, Tensor]) -> dict[str, Tensor]:
     return torch.load(file, weights_only=True)
 
 
-def of_the_other_rank(model: OverRanks) -> dict[str, Tensor]:
+def files_of_ranks(state: Mapping[str, Any]) -> list[io.BytesIO]:
+    """Return what each of two ranks saves. Collective."""
     file = io.BytesIO()
-    torch.save(model.state_dict(), file)
+    torch.save(state, file)
     files: list[bytes] = [b"", b""]
     dist.all_gather_object(files, file.getvalue())
-    return torch.load(io.BytesIO(files[1 - dist.get_rank()]))
+    return [io.BytesIO(each) for each in files]
+
+
+def of_the_other_rank(model: OverRanks) -> dict[str, Tensor]:
+    return torch.load(files_of_ranks(model.state_dict())[1 - dist.get_rank()])
 
 
 @pytest.mark.ranks(2)
@@ -101,17 +106,14 @@ def test_optimizer_goes_on_from_the_state_of_its_own_rank_alone(name: str) -> No
         step(model, optimizer)
         other = copy.deepcopy(model)
         resumed = OPTIMIZERS[name](list(other.parameters()))
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        files: list[bytes] = [b"", b""]
-        dist.all_gather_object(files, file.getvalue())
-        resumed.load_state_dict(torch.load(io.BytesIO(files[group.rank])))
+        files = files_of_ranks(optimizer.state_dict())
+        resumed.load_state_dict(torch.load(files[group.rank]))
         for each in ((model, optimizer), (other, resumed)):
             step(*each)
         wanted = gather_state_dict(model, group)
         found = gather_state_dict(other, group)
         assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
-        resumed.load_state_dict(torch.load(io.BytesIO(files[1 - group.rank])))
+        resumed.load_state_dict(torch.load(files[1 - group.rank]))
         message = r"\.step: .* that rank \(\d,\) of 2 saved .* expected that of rank \(\d,\) of 2"
         with pytest.raises(ShapeError, match=message):
             resumed.step()

@@ -341,7 +341,7 @@ def test_export_is_refused_before_anything_is_sent() -> None:
         model, x = OverRanks(group), expert_tokens(group.rank)
         for exported, name in (
             (model, "ExpertParallelExperts.forward"),
-            (DispatchesOnce(model), "RowsDispatcher.dispatch"),
+            (DispatchesOnce(model), "Dispatcher.dispatch"),
         ):
             with pytest.raises(ConfigError, match=f"^torch.export: {name} cannot be exported"):
                 torch.export.export(exported, (x,))

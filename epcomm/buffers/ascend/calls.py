@@ -42,7 +42,6 @@ class AscendCalls(VendorCalls, Backend):
     calls: the names of the arguments that this backend passes to each method of the Buffer.
     """
 
-    name: ClassVar[str]
     mode: ClassVar[Mode]
     # The package quantises in its own kernels.
     takes_wire_tensors: ClassVar[bool] = False

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.ascend.calls import NEEDS, device_types
@@ -27,7 +26,7 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.slots import sum_parts
+from epcomm.ops.slots import packed_index, sum_parts
 from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
@@ -167,14 +166,7 @@ class AscendStandardBuffer(AllGatherBuffer):
             format=wire.format,
             scales=None if wire.scales is None else _placed(wire.scales, positions, num_rows),
         )
-        index = SlotIndex(
-            row_of_slot=None,
-            slots_of_row=None,
-            num_tokens_per_expert=counts.to(torch.int32),
-            first_slot=F.pad(counts.cumsum(0), (1, 0)).to(torch.int32),
-            host_num_tokens_per_expert=host_counts,
-        )
-        return packed, positions, index
+        return packed, positions, packed_index(counts, host_counts)
 
     def _sort(self, rows: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sort rows by expert; return one row per entry, used first, positions and counts [L]."""

@@ -157,13 +157,17 @@ class AllGatherBuffer(OverCollectives, Buffer):
         counts = self._exchange_counts(call, headers, rows_have_slots=False)
         max_tokens = max(counts.rows_from_rank)
         received = self._gather(message, max_tokens, phase="dispatch rows")
+        tokens = [
+            torch.arange(rank * max_tokens, rank * max_tokens + num, device=received.device)
+            for rank, num in enumerate(counts.rows_from_rank)
+        ]
         return Gathered(
             batch=batch,
             counts=counts,
             rows=layout.wire_tensor(received),
             topk_ids=layout.ids(received),
             topk_weights=layout.scalars(received),
-            row_of_token=_rows_of_tokens(counts.rows_from_rank, max_tokens, topk_ids.device),
+            row_of_token=torch.cat(tokens),
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -228,15 +232,3 @@ class AllGatherBuffer(OverCollectives, Buffer):
             phase=kind.text,
         )
         return returned.view(world_size, exchange_plan.num_tokens, rows.shape[1])
-
-
-def _rows_of_tokens(
-    tokens_of_rank: tuple[int, ...], max_tokens: int, device: torch.device
-) -> Tensor:
-    """Return the indices of gathered rows that hold tokens, by rank, then token."""
-    return torch.cat(
-        [
-            torch.arange(rank * max_tokens, rank * max_tokens + num_tokens, device=device)
-            for rank, num_tokens in enumerate(tokens_of_rank)
-        ]
-    )

@@ -9,7 +9,6 @@ dispatch is a sum over the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -142,7 +141,13 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             num_rows=call.topk_ids.shape[0],
             expert_names=call.expert_names,
         )
-        _check_same_tokens([words[ROWS] for words in headers], names.own)
+        tokens_of_rank = [words[ROWS] for words in headers]
+        if len(set(tokens_of_rank)) > 1:
+            raise ShapeError(
+                f"dispatch: ranks pass {', '.join(map(str, tokens_of_rank))} tokens, expected the "
+                f"same tokens on all of them, because EPConfig.replicated is set (this is "
+                f"{names.where}); pass the same batch on all ranks, or do not set replicated"
+            )
         return any_flags([words[FLAGS] for words in headers])
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
@@ -196,12 +201,3 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         """Gather the shares [T' / W, ...] of all ranks into [T', ...]."""
         self._traffic.combine([share.shape[0]] * self._world_size, row_bytes_of(share))
         return self._collectives.all_gather(share, phase=kind.text).flatten(0, 1)
-
-
-def _check_same_tokens(tokens_of_rank: Sequence[int], rank: int) -> None:
-    if len(set(tokens_of_rank)) > 1:
-        raise ShapeError(
-            f"dispatch: ranks pass {', '.join(map(str, tokens_of_rank))} tokens, expected the same "
-            f"tokens on all of them, because EPConfig.replicated is set (this is rank {rank} of "
-            f"{len(tokens_of_rank)}); pass the same batch on all ranks, or do not set replicated"
-        )

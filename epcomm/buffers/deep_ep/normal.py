@@ -1,10 +1,9 @@
 """The part that buffers over both deep_ep packages share, except low latency of V1.
 
-A token goes once to each rank that needs it. Dispatch returns rows with the ids of each; the
-expert-major index is built here from those. Combine adds rows up and knows no weights, so the
-runner applies them, or the reduction of slots to rows that comes before. Backward goes along the
-handle. With max_recv_slots nothing is read on the host: W * M rows are returned, and ids of rows
-that no rank sent are -1.
+A token goes once to each rank that needs it. Dispatch returns rows with the ids of each, from which
+the expert-major index is built here. Combine sums rows without weights, which the runner applies,
+or the reduction of slots to rows. Backward goes along the handle. With max_recv_slots the host
+reads nothing: dispatch returns W * M rows, and ids of rows that nobody sent are -1.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class DeepEPExchangePlan(ExchangePlan):
 
     slots_by_row: the slots of each received row, in k order; None where a row is a slot.
     rows_to_rank, rows_from_rank: [W], on the device.
-    has_failed: bool scalar on the device, or None where faults are raised in dispatch.
+    has_failed: bool scalar on the device; None if dispatch raises faults.
     """
 
     num_tokens: int
@@ -113,16 +112,17 @@ class DeepEPPackage(ABC, Generic[HandleT]):
 
     kinds: ClassVar[Set[DeepEPKind]]
     hidden_multiple: ClassVar[int]
+    _buffer: Any
 
     @staticmethod
     @abstractmethod
     def reasons(spec: BufferSpec, world_size: int, *, is_static: bool) -> list[str]:
-        """Return why the package cannot serve this layer, beyond the formats of rows. Local."""
+        """Return the reasons why the package cannot serve this layer, but for formats. Local."""
 
     @staticmethod
     @abstractmethod
     def host_reasons(hosts: HostLayout, *, is_static: bool) -> tuple[str, ...]:
-        """Return why the package cannot serve ranks on these several hosts. Local."""
+        """Return the reasons why the package cannot serve ranks on these hosts. Local."""
 
     @staticmethod
     @abstractmethod
@@ -137,9 +137,9 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     def dispatch(
         self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool
     ) -> ReceivedBatch:
-        """Send rows [T, H] to the ranks of their experts, with their ids and weights [T, K].
+        """Send rows [T, H] to the ranks of their experts, with ids and weights [T, K].
 
-        is_static: return W * M rows, and read nothing on the host.
+        is_static: return W * M rows.
 
         Collective: yes.   Host sync: one, none where is_static.
         """
@@ -152,18 +152,17 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     def combine(
         self, rows: Tensor, handle: HandleT, row_scalars: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum rows by token, and their scalars. Collective: yes.   Host sync: none."""
+        """Sum rows by token, and scalars too. Collective: yes.   Host sync: none."""
 
-    @abstractmethod
     def destroy(self) -> None:
-        """Free it. Collective: yes."""
+        """Free the memory. Collective: yes."""
+        self._buffer.destroy()
 
 
 class DeepEPCalls(VendorCalls):
     """A buffer over one DeepEPPackage; it precedes Buffer among the bases.
 
-    is_static: W * M rows and a budget of slots, and the host reads nothing; else sizes are exact,
-        and the host waits for the counts, once a dispatch.
+    is_static: W * M rows and a budget of slots, and the host reads nothing; else sizes are exact.
     """
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
@@ -320,7 +319,7 @@ class DeepEPCalls(VendorCalls):
             rows = self._rows_of_slots(rows, exchange_plan, slot_weights)
         has_failed = exchange_plan.has_failed
         if has_failed is not None and exchange_plan.slots_by_row is not None:
-            # Nothing was computed for the other ranks, which do not know it: they must get NaN.
+            # The other ranks do not know that nothing was computed for them.
             rows = rows.masked_fill(has_failed, float("nan"))
         y, scalars = self._package.combine(rows.contiguous(), exchange_plan.handle, row_scalars)
         row = row_bytes_of(self._spec, backward=row_scalars is not None)

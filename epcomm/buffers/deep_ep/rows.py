@@ -10,10 +10,15 @@ from torch import Tensor
 from epcomm.buffers.sizes import RowBytes
 from epcomm.quantization.scale_layout import pack_scales, unpack_scales
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat, WireTensor
+from epcomm.types import WireFormat, WireTensor, align_up
 
 # Bytes sent with the elements of a row for each of the K: an int64 id and a float32 weight.
 _ENTRY_BYTES = 8 + 4
+
+# Low latency of V1: the bytes of a message before its elements, those of a scale, and its columns.
+MESSAGE_HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
+# Buffers of V1 are multiples of it.
+_ALIGNMENT_BYTES = 128
 
 Rows = Tensor | tuple[Tensor, Tensor]
 # The handle of a dispatch of the older buffer.
@@ -79,3 +84,30 @@ def row_bytes_of(spec: BufferSpec, *, backward: bool = False) -> RowBytes:
     return RowBytes(
         dispatch=wire.data_bytes(hidden_size) + scale_bytes + entries, combine=combine_bytes
     )
+
+
+def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:
+    """Return the bytes that V1 allocates for low latency, for any number of ranks and routing.
+
+    Worked example, M = 16, H = 2048, E = 8: a combine message has 4160 bytes, 128 of them 532480,
+    two to send and two to receive 2129920, and 128 for the signals of each: 2130176; a multiple of
+    128 already, to which V1 adds another 128.
+
+    Source: deep_ep, csrc/config.hpp, LowLatencyLayout and get_low_latency_rdma_size_hint.
+    """
+    scale_bytes, combine_bytes = low_latency_scale_bytes(hidden_size), combine_bytes_of(hidden_size)
+    dispatch_bytes = MESSAGE_HEADER_BYTES + max(2 * hidden_size, hidden_size + scale_bytes)
+    send = max(max_tokens * dispatch_bytes, num_experts * max_tokens * combine_bytes)
+    receive = num_experts * max_tokens * max(dispatch_bytes, combine_bytes)
+    total = 2 * (send + receive + align_up(4 * num_experts, _ALIGNMENT_BYTES))
+    return (total + _ALIGNMENT_BYTES) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+
+
+def combine_bytes_of(hidden_size: int) -> int:
+    """Return the bytes of a combine message of V1: a bfloat16 row and its scales."""
+    return 2 * hidden_size + low_latency_scale_bytes(hidden_size)
+
+
+def low_latency_scale_bytes(hidden_size: int) -> int:
+    """Return the bytes of the scales of a row."""
+    return hidden_size // _SCALE_BLOCK * _SCALE_BYTES

@@ -1,7 +1,7 @@
 """Normal mode of deep_ep V1: rows by (source rank, token), over NVLink and RDMA.
 
-Without a wait of the host it returns W * M rows, whose unused ones have ids of -1
-(num_worst_tokens, which it has on one host only).
+With static sizes it returns W * M rows, whose unused ones have ids of -1 (num_worst_tokens, which
+it has on one host only).
 """
 
 from __future__ import annotations
@@ -123,9 +123,6 @@ class LegacyPackage(DeepEPPackage[LegacyHandle]):
     ) -> tuple[Tensor, Tensor | None]:
         return self._buffer.combine(rows, handle, topk_weights=row_scalars)[:2]
 
-    def destroy(self) -> None:
-        self._buffer.destroy()
-
 
 class DeepEPV1Buffer(DeepEPCalls, Buffer):
     """Serves normal mode with exact sizes; the host waits for the counts, once a dispatch."""
@@ -135,11 +132,9 @@ class DeepEPV1Buffer(DeepEPCalls, Buffer):
     is_static: ClassVar[bool] = False
 
 
-class DeepEPV1StaticBuffer(DeepEPCalls, Buffer):
+class DeepEPV1StaticBuffer(DeepEPV1Buffer):
     """Serves normal mode with W * M rows and a budget of slots; the host reads nothing."""
 
-    name: ClassVar[str] = "deep_ep_v1"
-    package = LegacyPackage
     is_static: ClassVar[bool] = True
 
 

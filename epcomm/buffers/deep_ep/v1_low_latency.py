@@ -1,10 +1,9 @@
 """Low latency of deep_ep V1: MASKED rows, quantised in its kernel, weighted in its combine.
 
-Every expert has capacity for M rows of each rank, or for as many more as make the capacity a
-multiple of expert_alignment. Rows of one rank are neighbours, ranks are in any order. Ids and
-weights stay with the exchange plan, because combine multiplies by them at the token's rank. The
-receive step runs in wait(): until then the network works and no SM of the device does. A send
-clears the counts of the call before it, so that one is received first, whoever waits for it.
+Every expert has capacity for M rows of each rank, rounded up to a multiple of expert_alignment.
+Rows of one rank are neighbours, ranks come in any order. Combine multiplies by the weights at the
+rank of the token. The receive step runs in wait(): until then no SM works. A send clears the counts
+of the call before it, which is received first.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import gcd
 from typing import Any, ClassVar
 
@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.deep_ep.rows import LegacyHandle, Rows
+from epcomm.buffers.deep_ep.rows import (
+    MESSAGE_HEADER_BYTES,
+    LegacyHandle,
+    Rows,
+    low_latency_bytes,
+    low_latency_scale_bytes,
+)
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
@@ -51,9 +57,6 @@ _HOST_RANKS = 8
 # The package counts units of 16 bytes in an int32.
 _MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
 _BATCHES_IN_FLIGHT = 2
-# The bytes of a message before its elements, those of a scale, and the columns of a scale.
-_HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
-_ALIGNMENT_BYTES = 128
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,18 +65,6 @@ class _Batch:
 
     number: int
     is_ended: bool = False
-
-
-class _Receipt:
-    """The receive step of one call, which runs once: in wait(), or before the next send."""
-
-    def __init__(self, receive: Callable[[], None] | None = None) -> None:
-        self._receive = receive
-
-    def run(self) -> None:
-        receive, self._receive = self._receive, None
-        if receive is not None:
-            receive()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -184,7 +175,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         )
         self._in_flight: deque[_Batch] = deque()
         self._num_batches = 0
-        self._last_sent = _Receipt()
+        # The receive step of the last call, which runs once: in wait(), or before the next send.
+        self._receive_last: Callable[[], None] = lambda: None
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         return self.dispatch_async(call).wait()
@@ -194,7 +186,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         ids, fault, _ = self._guard_on_device(call)
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         is_power_of_two = self._spec.dispatch_format.scale_dtype == torch.float8_e8m0fnu
-        self._last_sent.run()
+        self._receive_last()
         received, counts, handle, _, receive = self._buffer.low_latency_dispatch(
             call.unquantized.contiguous(),
             ids,
@@ -205,15 +197,14 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             use_ue8m0=is_power_of_two,
             return_recv_hook=True,
         )
-
         batch = self._keep(_Batch(number=self._num_batches))
         # Combine reads the weights, and the caller may have overwritten them by then.
         weights = call.topk_weights.clone(memory_format=torch.contiguous_format)
-        receipt = self._last_sent = _Receipt(receive)
+        receive_once = self._receive_last = cache(receive)
 
         def wait() -> Dispatched:
             self._check_in_flight(batch, "wait")
-            receipt.run()
+            receive_once()
             return self._dispatched(batch, ids, weights, received, counts, handle, has_failed)
 
         return Pending(wait)
@@ -255,7 +246,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         self._check_open()
         self._check_in_flight(exchange_plan.batch, "combine")
         self._compare_combine(None)
-        self._last_sent.run()
+        self._receive_last()
         y, _, receive = self._buffer.low_latency_combine(
             rows.contiguous().view(self._spec.num_local_experts, self._expert_capacity, -1),
             exchange_plan.topk_ids,
@@ -266,10 +257,10 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
         self._count_bytes(COMBINE, exchange_plan.slots_from_rank, _slot_bytes(self._spec)[1])
         if exchange_plan.batch in self._in_flight:
             self._in_flight.remove(exchange_plan.batch)
-        receipt = self._last_sent = _Receipt(receive)
+        receive_once = self._receive_last = cache(receive)
 
         def wait() -> Tensor:
-            receipt.run()
+            receive_once()
             return y.masked_fill(exchange_plan.has_failed, float("nan"))
 
         return Pending(wait)
@@ -374,25 +365,13 @@ def _token_reasons(spec: BufferSpec, world_size: int) -> list[str]:
 
 
 def message_bytes(spec: BufferSpec, world_size: int) -> int:
-    """Return the bytes of messages in both directions, twice, and their signals, for any routing.
-
-    Source: deep_ep, csrc/config.hpp, LowLatencyLayout and get_low_latency_rdma_size_hint.
-    """
-    hidden, num_experts = spec.hidden_size, spec.num_local_experts * world_size
-    scale_bytes = hidden // _SCALE_BLOCK * _SCALE_BYTES
-    out = _HEADER_BYTES + max(2 * hidden, hidden + scale_bytes)
-    combine_bytes = 2 * hidden + scale_bytes
-    tokens = _rank_capacity(spec, world_size)
-    send = max(tokens * out, num_experts * tokens * combine_bytes)
-    receive = num_experts * tokens * max(out, combine_bytes)
-    signals = -(-4 * num_experts // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    total = 2 * (send + receive + signals)
-    # deep_ep adds one unit even to a size that is aligned already.
-    return (total + _ALIGNMENT_BYTES) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    """Return the bytes of messages in both directions, twice, and of their signals."""
+    num_experts = spec.num_local_experts * world_size
+    return low_latency_bytes(_rank_capacity(spec, world_size), spec.hidden_size, num_experts)
 
 
 def _slot_bytes(spec: BufferSpec) -> tuple[int, int]:
     """Return the bytes of one (token, expert) pair in dispatch and in combine."""
     wire, hidden = spec.dispatch_format, spec.hidden_size
-    scale_bytes = 0 if wire.scale_dtype is None else hidden // _SCALE_BLOCK * _SCALE_BYTES
-    return _HEADER_BYTES + wire.data_bytes(hidden) + scale_bytes, 2 * hidden
+    scale_bytes = 0 if wire.scale_dtype is None else low_latency_scale_bytes(hidden)
+    return MESSAGE_HEADER_BYTES + wire.data_bytes(hidden) + scale_bytes, 2 * hidden

@@ -1,12 +1,10 @@
-"""Normal mode of deep_ep V2: rows of the elastic buffer, each with its ids.
+"""Normal mode of deep_ep V2: rows of the elastic buffer, with ids.
 
-Rows of one rank arrive in any order, which another dispatch of the same batch does not repeat.
-Backward under activation checkpointing joins two dispatches, so rows are asked for in order here
-(deterministic=True: a sort, and a pass over the rows, inside deep_ep). Without a wait of the host
-W * M rows are returned, and only the counts on the device tell how many are real: ids, weights and
-rows after them are whatever was in memory. Backward goes along the handle, with the number of SMs
-that it was made with: asked for none, deep_ep would look for the number of experts where a cached
-call has none.
+Backward under activation checkpointing joins two dispatches, so that rows must come in one order:
+deterministic=True, a sort and a pass over the rows inside deep_ep. With static sizes dispatch
+returns W * M rows, of which the counts on the device say how many are real; ids, weights and rows
+after these are undefined. Calls along a handle name its number of SMs: without one deep_ep reads
+the number of experts, which a cached call does not have.
 """
 
 from __future__ import annotations
@@ -70,8 +68,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
 
     @staticmethod
     def own_region(spec: BufferSpec, world_size: int) -> Region:
-        # Rows of every rank in dispatch and combine; the size hint of the package, which is read
-        # on opening, is slightly larger.
+        # Rows of every rank in dispatch and combine; its size hint is a little more.
         row, max_rows = row_bytes_of(spec), (spec.max_tokens_per_rank or 0) * world_size
         return Region(name="deep_ep's rows", max_bytes=max_rows * max(row.dispatch, row.combine))
 
@@ -105,7 +102,9 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             do_expand=self.expands,
         )
         if is_static and not self.expands:
-            local_ids = self._ids_received(local_ids, handle)
+            # Ids after the last row that came are undefined.
+            is_received = _is_received(handle, local_ids.shape[0])
+            local_ids = torch.where(is_received.unsqueeze(1), local_ids, -1)
         return ReceivedBatch(
             rows=received,
             local_ids=local_ids,
@@ -126,15 +125,6 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             :2
         ]
 
-    def destroy(self) -> None:
-        self._buffer.destroy()
-
-    @staticmethod
-    def _ids_received(local_ids: Tensor, handle: ElasticHandle) -> Tensor:
-        """Return the ids with -1 after the last row that arrived, where memory is undefined."""
-        is_received = _is_received(handle, local_ids.shape[0])
-        return torch.where(is_received.unsqueeze(1), local_ids, -1)
-
     def _rows_from_ranks(self, handle: ElasticHandle) -> Tensor:
         """Return the number of rows from each rank, [W], int64, on the device.
 
@@ -142,7 +132,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
         """
         tokens, max_tokens = handle.recv_src_metadata[:, 0].long(), self._spec.max_tokens_per_rank
         assert max_tokens is not None, "checked when it was opened"
-        # Tokens are numbered rank * M + t. After the last row that arrived they are garbage.
+        # Tokens are numbered rank * M + t, and undefined after the last row that came.
         is_received = _is_received(handle, tokens.shape[0])
         ranks = torch.where(is_received, tokens // max_tokens, self._world_size)
         counts = torch.zeros(self._world_size + 1, dtype=torch.int64, device=tokens.device)
@@ -160,15 +150,10 @@ class DeepEPV2Buffer(DeepEPCalls, Buffer):
     sums_row_scalars: ClassVar[bool] = False
 
 
-class DeepEPV2StaticBuffer(DeepEPCalls, Buffer):
+class DeepEPV2StaticBuffer(DeepEPV2Buffer):
     """Serves normal mode with W * M rows and a budget of slots; the host reads nothing."""
 
-    name: ClassVar[str] = "deep_ep_v2"
-    package = ElasticPackage
     is_static: ClassVar[bool] = True
-    # Kernels of the package assert that the experts of a token are distinct.
-    needs_distinct_ids: ClassVar[bool] = True
-    sums_row_scalars: ClassVar[bool] = False
 
 
 def _is_received(handle: ElasticHandle, num_rows: int) -> Tensor:

@@ -1,10 +1,7 @@
-"""Low latency of deep_ep V2: rows expanded, one a (token, expert) pair, packed by expert, no index.
+"""Low latency of deep_ep V2: a row for each (token, expert) pair, packed by expert, no index.
 
-The kernel that brings rows out of its memory writes them where a grouped GEMM reads them. Router
-weights arrive with the rows, one each; rows of one expert are in any order. There is no backward:
-combine of expanded rows takes no gradients of weights. Its prefix sums count, for expert e, the
-aligned rows of the experts before it and its own real ones, so that padding follows each
-expert's rows.
+Rows come with a router weight each, those of one expert in any order. There is no backward, because
+combine of expanded rows takes no gradients of weights. Padding follows the rows of each expert.
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
         has_failed = self._record(call, fault, fault * 0, self._max_slots)
         received = self._send(call, ids)
         alignment = self._spec.expert_alignment
-        # The ends of the real rows of each expert. The next expert begins at the next multiple.
+        # The real rows of each expert end here, and those of the next begin at the next multiple.
         ends = received.handle.psum_num_recv_tokens_per_expert
         starts = F.pad(aligned_counts(ends, alignment), (1, 0))
         index = SlotIndex(

@@ -25,11 +25,10 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.hierarchical.inner import inner_buffer_class
-from epcomm.buffers.hierarchical.outer import HostRowsBuffer
-from epcomm.buffers.hierarchical.sizes import (
-    hosts_lack,
+from epcomm.buffers.hierarchical.parts import (
+    HostRowsBuffer,
     hosts_of,
+    inner_buffer_class,
     inner_spec,
     num_places,
     outer_spec,
@@ -95,7 +94,20 @@ class HierarchicalBuffer(Buffer):
 
     @classmethod
     def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
-        return hosts_lack(spec)
+        hosts = spec.hosts
+        if hosts is None or hosts.num_hosts == 1:
+            return (
+                "needs ranks on several hosts, but they are on one host or their hosts are "
+                "unknown; pass EPGroup a two-dimensional DeviceMesh of (hosts, ranks of a host)",
+            )
+        if not hosts.is_even:
+            sizes = " and ".join(str(len(ranks)) for ranks in hosts.ranks_of_host)
+            return (f"hosts have {sizes} ranks, expected the same number on each",)
+        if any(list(ranks) != sorted(ranks) for ranks in zip(*hosts.ranks_of_host, strict=True)):
+            return (f"needs ranks of equal local index in the order of their hosts, not {hosts}",)
+        if num_places(hosts) == 1:
+            return ("hosts have one rank each, so relaying saves no rows",)
+        return ()
 
     @classmethod
     def source_order(cls, spec: BufferSpec, world_size: int) -> tuple[int, ...]:
@@ -357,8 +369,6 @@ def _expert_places(spec: BufferSpec, device: torch.device) -> Tensor | None:
     in_order = [rank for ranks in hosts.ranks_of_host for rank in ranks]
     if in_order == sorted(in_order):
         return None
-    places = torch.empty(len(in_order) * num_local, dtype=torch.int64, device="cpu")
-    for place, rank in enumerate(in_order):
-        experts = torch.arange(num_local, device="cpu")
-        places[rank * num_local + experts] = place * num_local + experts
-    return places.to(device)
+    experts = torch.arange(num_local, device="cpu")
+    first_experts = torch.tensor(in_order, device="cpu").unsqueeze(1) * num_local
+    return (first_experts + experts).flatten().argsort().to(device)

@@ -100,12 +100,11 @@ class NVLinkHost(ABC, Generic[LayoutT]):
 
     def received_rows(self) -> tuple[WireTensor, ...]:
         """Return [W * M, H] of each receive buffer, views of memory that peers write. Local."""
+        block, layout = self._block, self._layout
         return tuple(
-            self._received(buffer_index) for buffer_index in range(self._layout.num_buffers)
+            received_rows(block, layout, buffer_index, self._spec)
+            for buffer_index in range(layout.num_buffers)
         )
-
-    def _received(self, buffer_index: int) -> WireTensor:
-        return received_rows(self._block, self._layout, buffer_index, self._spec)
 
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
         """Continue without dead ranks: do not wait for them, and send nothing to them.

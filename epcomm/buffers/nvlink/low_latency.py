@@ -299,7 +299,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             weights = self._no_weights if self._spec.returns_slots else None
             return self._take_sums(receive_buffer, y, weights), None
         assert exchange_plan is not None, "it is None with an error alone"
-        assert not self._spec.returns_slots, "combine_slots() returns a row for each slot"
+        assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
         return self._take_sums(receive_buffer, y), None
 
@@ -314,19 +314,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
         return self._receive_later(receive_buffer, y, None)
-
-    def combine_slots(
-        self,
-        rows: Tensor,
-        exchange_plan: ExchangePlan,
-        topk_weights: Tensor,
-        *,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        # Copied before the launch, as y is allocated: see _send_results().
-        weights = topk_weights.contiguous()
-        receive_buffer, y = self._begin_combine(rows, exchange_plan, RowsPer.SLOT, out=out)
-        return self._take_sums(receive_buffer, y, weights)
 
     def combine_slots_async(
         self,
@@ -521,13 +508,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         They are sent in bulk, then in lines, whose kernels differ. A barrier follows each step, for
         compiling may take one rank longer than a wait.
         """
-        for line_tokens in (0, self._layout.line_tokens):
-            self._line_tokens = line_tokens
-            self._warm_up_once()
-
-    def _warm_up_once(self) -> None:
-        call = self._empty_call(self._sum_dtype)
-        for _ in range(self._layout.num_buffers):
+        call, num_buffers = self._empty_call(self._sum_dtype), self._layout.num_buffers
+        for turn in range(2 * num_buffers):
+            self._line_tokens = 0 if turn < num_buffers else self._layout.line_tokens
             sent = self.dispatch_async(call)
             self._host_barrier()
             out = sent.wait()

@@ -234,15 +234,28 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._faults.note_own(error)
             exchange_plan = self._plan_memory.empty_exchange_plan()
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
-        return self._combine(
+        scalars = None
+        if row_scalars is not None:
+            scalars = row_scalars.new_empty(exchange_plan.num_tokens, self._spec.top_k)
+            row_scalars = row_scalars.contiguous()
+        if slot_weights is not None:
+            slot_weights = slot_weights.contiguous() if rows_per is RowsPer.SLOT else None
+        y = combine_rows(
+            self._exchange,
             rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype),
-            exchange_plan,
-            slot_weights if rows_per is RowsPer.SLOT else None,
-            row_scalars,
-            per_row=rows_per is RowsPer.ROW,
-            code=FaultCode.of(error, in_combine=True),
+            exchange_plan.sends,
+            exchange_plan.arrivals,
+            exchange_plan.index.slots_of_row if rows_per is not RowsPer.ROW else None,
+            exchange_plan.num_tokens,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
+            out_scalars=scalars,
             bias=bias,
+            status=int(FaultCode.of(error, in_combine=True)),
+            buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
+            num_sms=exchange_plan.num_sms,
         )
+        return y, scalars
 
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
@@ -390,38 +403,6 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             scales=scales,
         )
         return WireTensor(data=data, format=rows.format, scales=scales)
-
-    def _combine(
-        self,
-        rows: Tensor,
-        exchange_plan: NVLinkNormalExchangePlan,
-        slot_weights: Tensor | None,
-        row_scalars: Tensor | None,
-        *,
-        per_row: bool,
-        code: FaultCode,
-        bias: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        scalars = None
-        if row_scalars is not None:
-            scalars = row_scalars.new_empty(exchange_plan.num_tokens, self._spec.top_k)
-            row_scalars = row_scalars.contiguous()
-        y = combine_rows(
-            self._exchange,
-            rows,
-            exchange_plan.sends,
-            exchange_plan.arrivals,
-            None if per_row else exchange_plan.index.slots_of_row,
-            exchange_plan.num_tokens,
-            slot_weights=None if slot_weights is None else slot_weights.contiguous(),
-            row_scalars=row_scalars,
-            out_scalars=scalars,
-            bias=bias,
-            status=int(code),
-            buffer_index=-1 if row_scalars is not None else self._index_of_rows(exchange_plan),
-            num_sms=exchange_plan.num_sms,
-        )
-        return y, scalars
 
     def _next_buffer_index(self) -> int:
         buffer_index = self._num_dispatches % self._layout.num_buffers

@@ -58,7 +58,9 @@ class ExchangePlanMemory:
     ) -> PlanBlock:
         """Allocate a plan and its index, for a kernel that runs before the host has read sizes."""
         spec, device, row_topk = self.spec, self.device, None
-        layout = PlanBlockLayout.of(spec, self.world_size, num_tokens, most)
+        layout = PlanBlockLayout.of(
+            spec.top_k, spec.num_local_experts, self.world_size, num_tokens, most
+        )
         memory = torch.empty(layout.num_words, dtype=torch.int32, device=device)
         if wants_row_topk:
             shape = (most.num_rows, spec.top_k)

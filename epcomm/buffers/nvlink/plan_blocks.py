@@ -37,46 +37,33 @@ class PlanBlockLayout:
     places: tuple[int, ...]
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of(
-        cls, spec: BufferSpec, world_size: int, num_tokens: int, most: IndexSizes
+        cls, top_k: int, num_local: int, world_size: int, num_tokens: int, most: IndexSizes
     ) -> PlanBlockLayout:
-        """Return the layout for T tokens, and for as many rows and slots as may arrive."""
-        return _layout_of(
-            spec.top_k,
-            spec.num_local_experts,
-            world_size,
-            num_tokens,
-            most.num_rows,
-            most.num_slots,
+        """Return the layout for T tokens, and for as many rows and slots as may come."""
+        sends = (num_tokens * world_size, num_tokens * top_k)
+        index = _index_words(most.num_rows, most.num_slots, top_k, num_local)
+        lengths = (*sends, *index, world_size, world_size, 2)
+        padded = [align_up(each, WORDS_OF_16_BYTES) for each in lengths]
+        offsets = tuple(_WORD_BYTES * sum(padded[:place]) for place in range(len(padded)))
+        pieces: list[int] = []
+        places: list[int] = []
+        whole = sum(padded[_INDEX])
+        for words, length in (
+            *zip(padded[: _INDEX.start], sends, strict=True),
+            (whole, whole),
+            *zip(padded[_INDEX.stop :], lengths[_INDEX.stop :], strict=True),
+        ):
+            places.append(len(pieces))
+            pieces += [length, words - length] if words > length else [length]
+        return cls(
+            offsets=offsets,
+            num_words=sum(padded),
+            index_words=tuple(padded[_INDEX]),
+            pieces=pieces,
+            places=tuple(places),
         )
-
-
-@lru_cache(maxsize=256)
-def _layout_of(
-    top_k: int, num_local: int, world_size: int, num_tokens: int, num_rows: int, num_slots: int
-) -> PlanBlockLayout:
-    sends = (num_tokens * world_size, num_tokens * top_k)
-    index = _index_words(num_rows, num_slots, top_k, num_local)
-    lengths = (*sends, *index, world_size, world_size, 2)
-    padded = [align_up(each, WORDS_OF_16_BYTES) for each in lengths]
-    offsets = tuple(_WORD_BYTES * sum(padded[:place]) for place in range(len(padded)))
-    pieces: list[int] = []
-    places: list[int] = []
-    whole = sum(padded[_INDEX])
-    for words, length in (
-        *zip(padded[: _INDEX.start], sends, strict=True),
-        (whole, whole),
-        *zip(padded[_INDEX.stop :], lengths[_INDEX.stop :], strict=True),
-    ):
-        places.append(len(pieces))
-        pieces += [length, words - length] if words > length else [length]
-    return PlanBlockLayout(
-        offsets=offsets,
-        num_words=sum(padded),
-        index_words=tuple(padded[_INDEX]),
-        pieces=pieces,
-        places=tuple(places),
-    )
 
 
 def _index_words(num_rows: int, num_slots: int, top_k: int, num_local: int) -> tuple[int, ...]:

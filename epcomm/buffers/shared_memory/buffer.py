@@ -34,8 +34,12 @@ from epcomm.buffers.collective.all_to_all import (
 )
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.requirements import batches_in_flight_of
-from epcomm.buffers.shared_memory.growable import MIN_CAPACITY_BYTES, HostRegion, line_aligned
-from epcomm.buffers.shared_memory.memory import HostMemory
+from epcomm.buffers.shared_memory.memory import (
+    MIN_CAPACITY_BYTES,
+    HostMemory,
+    HostRegion,
+    line_aligned,
+)
 from epcomm.buffers.shared_memory.signals import HostBoard, HostSignals, Signal, signal_bytes
 from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.calls.call import DispatchCall
@@ -87,21 +91,13 @@ class HostMover(RowMover):
         """
         bounded, size = self._calls.collectives.bounded, self._world_size
         assert bounded is not None, "the host waits in the collectives of a CPU group"
-        table_shape = _table_shape(self._spec, size)
-        table_at = line_aligned(signal_bytes(size))
         if not self._calls.has_board:
             self._calls.use(HostBoard(self._calls))
         num_bytes = _opening_bytes(self._spec, size)
         memory = HostMemory(self._calls, num_bytes, phase="open shared_memory")
-
-        def words(at: int, shape: tuple[int, ...]) -> list[Tensor]:
-            count = torch.Size(shape).numel()
-            return [
-                block[at : at + 8 * count].view(torch.int64).view(shape) for block in memory.blocks
-            ]
-
         # Each rank's block has the headers from every rank to every rank.
-        self._headers = words(table_at, table_shape)
+        table_at = line_aligned(signal_bytes(size))
+        self._headers = memory.words(table_at, _table_shape(self._spec, size))
         self._signals = HostSignals(memory, self._rank, size, bounded)
         self._bounded = bounded
         self._is_open = True

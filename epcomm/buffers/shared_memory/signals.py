@@ -11,17 +11,16 @@ waits for the headers of the other ranks.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections.abc import Sequence
 from enum import IntEnum
 
-import torch
 from torch import Tensor
 
-from epcomm.buffers.shared_memory.growable import line_aligned
-from epcomm.buffers.shared_memory.memory import HostMemory
+from epcomm.buffers.shared_memory.memory import HostMemory, line_aligned
 from epcomm.calls.header import MESSAGE_WORDS
 from epcomm.calls.order import Calls
 from epcomm.collectives.bounded import BoundedWait, Step
@@ -127,14 +126,10 @@ class HostBoard:
         bounded, size = calls.collectives.bounded, calls.world_size
         assert bounded is not None, "the host waits in the collectives of a CPU group"
         start, shape = line_aligned(signal_bytes(size)), (_NUM_PLACES, size, MESSAGE_WORDS)
-        num_bytes = 8 * torch.Size(shape).numel()
-        memory = HostMemory(calls, start + num_bytes, phase="open call board")
+        memory = HostMemory(calls, start + 8 * math.prod(shape), phase="open call board")
         self._rank, self._bounded = calls.collectives.rank, bounded
         # Each rank's block has the headers of all ranks.
-        self._headers = [
-            block[start : start + num_bytes].view(torch.int64).view(shape)
-            for block in memory.blocks
-        ]
+        self._headers = memory.words(start, shape)
         self._signals = HostSignals(memory, self._rank, size, bounded)
 
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Put the drop-in in the place of deep_ep: a folder with such a package, first in the path.
+"""Install the drop-in as deep_ep: a folder with such a package, first in the path.
 
 An entry of sys.modules does not suffice, because programs ask importlib for the package and for its
 version before they import it, and spawned processes inherit the path.

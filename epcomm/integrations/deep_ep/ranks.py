@@ -227,7 +227,7 @@ class Ranks:
         return everyone
 
     def exclude(self, ranks: Sequence[int]) -> None:
-        """Go on without ranks that are dead; see EPGroup.exclude_ranks().
+        """Exclude ranks that are dead; see EPGroup.exclude_ranks().
 
         Raises:
             BackendUnavailable: buffers here need all ranks, or none is open yet.

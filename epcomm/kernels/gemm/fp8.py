@@ -14,7 +14,7 @@ while a block is scaled, which fp8_hopper.cu overlaps.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -35,6 +35,7 @@ _FEW_SLOTS = 48
 _E4M3_MAX = tl.constexpr(448.0)
 _RECIPROCAL_OF_MAX = tl.constexpr(0.0022321429569274187)
 _AMAX_FLOOR = tl.constexpr(1e-4)
+_IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
 
 @triton.jit
@@ -74,19 +75,17 @@ def _gate_up_fp8_kernel(
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     out_scales_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     X_STRIDE: tl.constexpr,
     X_SCALES_STRIDE: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
 ) -> None:
     """Compute a tile of TILE_ROWS slots and one block of I, gate and up side by side."""
     HIDDEN_BLOCKS: tl.constexpr = HIDDEN // BLOCK
@@ -99,7 +98,7 @@ def _gate_up_fp8_kernel(
         is_row = row_in_expert < count
         # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
         slots = (tl.load(first_slot_ptr + expert) + row_in_expert).to(tl.int64)
-        if HAS_INDEX:
+        if row_of_slot_ptr is not None:
             rows = tl.load(row_of_slot_ptr + slots, mask=is_row, other=0).to(tl.int64)
         else:
             rows = tl.where(is_row, slots, 0)
@@ -124,7 +123,7 @@ def _gate_up_fp8_kernel(
         amax = tl.maximum(tl.max(tl.abs(hidden), axis=1), _AMAX_FLOOR)
         factor = tl.math.div_rn(tl.full([TILE_ROWS], _E4M3_MAX, tl.float32), amax)
         scaled = hidden * factor[:, None]
-        if IS_INTERPRETED:
+        if _IS_INTERPRETED:
             codes = _e4m3_code(scaled)
             # The interpreter multiplies the code of NaN as 480: the scale has to be NaN too.
             amax += tl.sum(scaled - scaled, axis=1)
@@ -144,11 +143,10 @@ def _down_fp8_kernel(
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -175,7 +173,7 @@ def _down_fp8_kernel(
             x = tl.load(x_at + k * BLOCK)
             scale = tl.load(x_scales_at + k) * tl.load(matrix_scales_at + k)
             total += tl.dot(x, tl.trans(matrix.load([matrix_row, k * BLOCK]))) * scale[:, None]
-        if HAS_WEIGHTS:
+        if slot_weights_ptr is not None:
             weights = tl.load(slot_weights_ptr + slots, mask=is_row, other=0.0)
             total *= weights[:, None]
         columns = block * BLOCK + lanes
@@ -192,31 +190,20 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
 
     Allocates nothing. Host sync: none. Compiled for each H, I, L and strides.
     """
-    num_slots, inner_size = out_codes.shape
-    num_experts, _, hidden_size = given.matrices.shape
-    is_small = num_slots <= _FEW_SLOTS * num_experts
-    tile_rows = 32 if is_small else 64
-    run: Any = _gate_up_fp8_kernel[(given.num_tiles(num_slots, tile_rows, BLOCK, inner_size),)]
-    with torch.cuda.device_of(given.codes):
-        run(
-            *kernel_operands(given, BLOCK),
-            given.counts if given.row_of_slot is None else given.row_of_slot,
-            out_codes.view(torch.uint8),
-            out_scales,
-            HIDDEN=hidden_size,
-            INNER=inner_size,
-            X_STRIDE=given.codes.stride(0),
-            X_SCALES_STRIDE=given.scales.stride(0),
-            HAS_INDEX=given.row_of_slot is not None,
-            NUM_EXPERTS=num_experts,
-            EXPERTS_POW2=next_power_of_two(num_experts),
-            TILE_ROWS=tile_rows,
-            BLOCK=BLOCK,
-            IS_INTERPRETED=IS_INTERPRETED,
-            **gemm_options(
-                given, tile_rows, 2 * BLOCK, num_warps=4 if is_small else 8, max_stages=3
-            ),
-        )
+    is_small = len(out_codes) <= _FEW_SLOTS * len(given.counts)
+    launch_product(
+        _gate_up_fp8_kernel,
+        given,
+        given.row_of_slot,
+        (out_codes.view(torch.uint8), out_scales),
+        tile_rows=32 if is_small else 64,
+        stage_matrix_rows=2 * BLOCK,
+        num_warps=4 if is_small else 8,
+        HIDDEN=given.matrices.shape[2],
+        INNER=out_codes.shape[1],
+        X_STRIDE=given.codes.stride(0),
+        X_SCALES_STRIDE=given.scales.stride(0),
+    )
 
 
 def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
@@ -230,46 +217,57 @@ def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> Non
     Allocates nothing. Host sync: none. Compiled for each H, I and L.
     """
     num_experts, hidden_size, inner_size = given.matrices.shape
-    num_slots = given.codes.shape[0]
-    tile_rows = 32 if num_slots <= _FEW_SLOTS * num_experts else 64
-    run: Any = _down_fp8_kernel[(given.num_tiles(num_slots, tile_rows, BLOCK, hidden_size),)]
+    launch_product(
+        _down_fp8_kernel,
+        given,
+        slot_weights,
+        (out,),
+        tile_rows=32 if len(out) <= _FEW_SLOTS * num_experts else 64,
+        num_warps=4,
+        HIDDEN=hidden_size,
+        INNER=inner_size,
+    )
+
+
+def launch_product(
+    kernel: object,
+    given: Product,
+    of_slots: Tensor | None,
+    outputs: tuple[Tensor, ...],
+    *,
+    tile_rows: int,
+    tile_columns: int = BLOCK,
+    stage_matrix_rows: int | None = None,
+    num_warps: int,
+    max_stages: int = 3,
+    **constants: int,
+) -> None:
+    """Launch a kernel over the tiles of a product.
+
+    of_slots: row or router weight of each slot.   outputs: the result [C, N] first.
+    stage_matrix_rows: rows of matrices in a stage, which has 20 to 48 KB: with more than max_stages
+        stages, fewer programs fit on an SM. None: tile_columns.
+    """
+    matrices, num_experts, run = given.matrices, len(given.counts), cast(Any, kernel)
+    assert matrices.is_contiguous(), "records of weights refuse other strides"
+    stage_rows = tile_rows + (stage_matrix_rows or tile_columns)
+    limits = device_limits(given.codes.device)
+    num_slots, num_columns = outputs[0].shape
     with torch.cuda.device_of(given.codes):
-        run(
-            *kernel_operands(given, BLOCK),
-            given.scales if slot_weights is None else slot_weights,
-            out,
-            HIDDEN=hidden_size,
-            INNER=inner_size,
-            HAS_WEIGHTS=slot_weights is not None,
+        run[(given.num_tiles(num_slots, tile_rows, tile_columns, num_columns),)](
+            given.codes,
+            given.scales,
+            given.counts,
+            given.first_slot,
+            TensorDescriptor.from_tensor(matrices.flatten(0, 1), [tile_columns, BLOCK]),
+            given.matrix_scales,
+            of_slots,
+            *outputs,
             NUM_EXPERTS=num_experts,
             EXPERTS_POW2=next_power_of_two(num_experts),
             TILE_ROWS=tile_rows,
             BLOCK=BLOCK,
-            **gemm_options(given, tile_rows, BLOCK, num_warps=4, max_stages=3),
+            num_warps=num_warps,
+            num_stages=limits.stages(stage_rows * BLOCK, most=max_stages),
+            **constants,
         )
-
-
-def kernel_operands(given: Product, tile_columns: int) -> tuple[Tensor | TensorDescriptor, ...]:
-    """Return the first arguments of the kernels; tiles of matrices have tile_columns rows."""
-    matrices = given.matrices
-    assert matrices.is_contiguous(), "records of weights refuse other strides"
-    return (
-        given.codes,
-        given.scales,
-        given.counts,
-        given.first_slot,
-        TensorDescriptor.from_tensor(matrices.view(-1, matrices.shape[2]), [tile_columns, BLOCK]),
-        given.matrix_scales,
-    )
-
-
-def gemm_options(
-    given: Product, tile_rows: int, matrix_rows: int, *, num_warps: int, max_stages: int
-) -> dict[str, Any]:
-    """Return options of the compiler; matrix_rows: rows of all matrices in a stage.
-
-    A stage has 20 to 48 KB: with more than max_stages stages, fewer programs fit on an SM.
-    """
-    limits = device_limits(given.codes.device)
-    stages = limits.stages((tile_rows + matrix_rows) * BLOCK, most=max_stages)
-    return {"num_warps": num_warps, "num_stages": stages}

@@ -29,15 +29,14 @@ _NAN_BITS = tl.constexpr(0x7FC00000)
 def _hidden_fp8_kernel(
     gate_up_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    first_slot_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor | None,
+    slot_weights_ptr: tl.tensor | None,
     codes_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     scales_stride: tl.tensor,
     expert_stride: tl.tensor,
     INNER: tl.constexpr,
     CAPACITY: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     IS_POWER_OF_TWO: tl.constexpr,
     IS_PACKED: tl.constexpr,
     HAS_E4M3: tl.constexpr,
@@ -63,7 +62,7 @@ def _hidden_fp8_kernel(
         row_in_expert = first_row + tl.arange(0, TILE_ROWS)
         is_row = row_in_expert < count
         # Slots become int64 before a stride multiplies them: rows may begin beyond 2**31 elements.
-        if CAPACITY:
+        if first_slot_ptr is None:
             slots = expert.to(tl.int64) * CAPACITY + row_in_expert
             scale_rows = expert.to(tl.int64) * expert_stride + row_in_expert
         else:
@@ -86,7 +85,7 @@ def _hidden_fp8_kernel(
                 exponent = scale.to(tl.int32)
                 bits = tl.where(exponent == _E8M0_NAN, _NAN_BITS, exponent << 23)
                 scale = bits.to(tl.float32, bitcast=True)
-            if HAS_WEIGHTS:
+            if slot_weights_ptr is not None:
                 scale *= tl.load(slot_weights_ptr + slots, mask=is_row, other=0.0)
         tl.store(scales_at, scale, mask=is_row)
         tile += tl.num_programs(0)
@@ -129,8 +128,8 @@ def hidden_fp8(
         (
             gate_up,
             counts,
-            counts if first_slot is None else first_slot,
-            counts if slot_weights is None else slot_weights,
+            first_slot,
+            slot_weights,
             out_codes.view(torch.uint8),
             out_scales,
             out_scales.stride(-1),
@@ -138,7 +137,6 @@ def hidden_fp8(
         ),
         INNER=inner_size,
         CAPACITY=capacity,
-        HAS_WEIGHTS=slot_weights is not None,
         IS_POWER_OF_TWO=is_power_of_two or is_packed,
         IS_PACKED=is_packed,
         HAS_E4M3=has_e4m3(gate_up.device),

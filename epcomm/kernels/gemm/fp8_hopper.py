@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import c_int, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -93,7 +93,7 @@ class _Form(NamedTuple):
     strides: tuple[int, ...]
 
 
-_PRODUCT = ("codes", "scales", "row_of_slot", "counts", "first_slot", "matrices", "matrix_scales")
+_PRODUCT = tuple(field.name for field in fields(Product))
 # The operands of each kernel, in the order of _forms_of().
 _OPERANDS = {
     "gate_up": (*_PRODUCT, "out_codes", "out_scales"),
@@ -103,16 +103,7 @@ _OPERANDS = {
 
 def _forms_of(given: Product, *others: Tensor | None) -> tuple[tuple | None, ...]:
     """Return the fields of a _Form of each operand, as tuples, which take less host time."""
-    operands = (
-        given.codes,
-        given.scales,
-        given.row_of_slot,
-        given.counts,
-        given.first_slot,
-        given.matrices,
-        given.matrix_scales,
-        *others,
-    )
+    operands = (*vars(given).values(), *others)
     return tuple(
         [None if t is None else (t.dtype, t.device, t.shape, t.stride()) for t in operands]
     )
@@ -169,7 +160,8 @@ def _check_operands(kernel: str, forms: tuple[tuple | None, ...], num_slots: int
 def _is_in_order(form: _Form, is_spaced: bool) -> bool:
     if is_spaced:
         return form.shape[1] <= 1 or form.strides[1] == 1
-    return torch.empty_strided(form.shape, form.strides, device="meta").is_contiguous()
+    empty = torch.empty_strided(form.shape, form.strides, dtype=form.dtype, device="meta")
+    return empty.is_contiguous()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,11 @@ benchmarks/results/h200_gemm_int8.json.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, gemm_options, kernel_operands
+from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
 from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
@@ -47,13 +44,12 @@ def _gate_up_int8_kernel(
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
-    row_of_slot_ptr: tl.tensor,
+    row_of_slot_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     X_STRIDE: tl.constexpr,
     X_SCALES_STRIDE: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -76,7 +72,9 @@ def _gate_up_int8_kernel(
         start = tl.load(first_slot_ptr + expert).to(tl.int64)
         # A tile that is not full reads the last row again, the only row that is sure to exist.
         slots = start + tl.minimum(row_in_expert, count - 1)
-        rows = tl.load(row_of_slot_ptr + slots).to(tl.int64) if HAS_INDEX else slots
+        rows = slots
+        if row_of_slot_ptr is not None:
+            rows = tl.load(row_of_slot_ptr + slots).to(tl.int64)
         lanes = tl.arange(0, BLOCK)
         x_at = x_ptr + rows[:, None] * X_STRIDE + lanes[None, :]
         gate_row = expert * (2 * INNER) + block * BLOCK
@@ -150,11 +148,10 @@ def _down_int8_kernel(
     first_slot_ptr: tl.tensor,
     matrix: tl.tensor_descriptor,
     matrix_scales_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor,
+    slot_weights_ptr: tl.tensor | None,
     out_ptr: tl.tensor,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_POW2: tl.constexpr,
     TILE_ROWS: tl.constexpr,
@@ -191,7 +188,7 @@ def _down_int8_kernel(
         scales_at = matrix_scales_ptr + expert * HIDDEN + columns
         scales = tl.load(scales_at, mask=is_column, other=0.0)
         result = total.to(tl.float32) * tl.load(x_scales_ptr + slots)[:, None] * scales[None, :]
-        if HAS_WEIGHTS:
+        if slot_weights_ptr is not None:
             result *= tl.load(slot_weights_ptr + slots)[:, None]
         out_at = out_ptr + slots[:, None] * HIDDEN + columns[None, :]
         is_result = is_row[:, None] & is_column[None, :]
@@ -207,26 +204,21 @@ def gate_up_int8(given: Product, *, out: Tensor) -> None:
 
     Allocates nothing. Host sync: none. Compiled for each H, I, L and strides.
     """
-    num_experts, _, hidden_size = given.matrices.shape
-    num_slots, inner_size = out.shape
-    tile_rows = tile_rows_for(num_slots, num_experts, is_packed=given.row_of_slot is not None)
-    run: Any = _gate_up_int8_kernel[(given.num_tiles(num_slots, tile_rows, BLOCK, inner_size),)]
-    with torch.cuda.device_of(given.codes):
-        run(
-            *kernel_operands(given, BLOCK),
-            given.counts if given.row_of_slot is None else given.row_of_slot,
-            out,
-            HIDDEN=hidden_size,
-            INNER=inner_size,
-            X_STRIDE=given.codes.stride(0),
-            X_SCALES_STRIDE=given.scales.stride(0),
-            HAS_INDEX=given.row_of_slot is not None,
-            NUM_EXPERTS=num_experts,
-            EXPERTS_POW2=next_power_of_two(num_experts),
-            TILE_ROWS=tile_rows,
-            BLOCK=BLOCK,
-            **_options(given, tile_rows, 2 * BLOCK),
-        )
+    is_packed = given.row_of_slot is not None
+    tile_rows = tile_rows_for(len(out), len(given.counts), is_packed=is_packed)
+    launch_product(
+        _gate_up_int8_kernel,
+        given,
+        given.row_of_slot,
+        (out,),
+        tile_rows=tile_rows,
+        stage_matrix_rows=2 * BLOCK,
+        **_options(tile_rows),
+        HIDDEN=given.matrices.shape[2],
+        INNER=out.shape[1],
+        X_STRIDE=given.codes.stride(0),
+        X_SCALES_STRIDE=given.scales.stride(0),
+    )
 
 
 def quantize_hidden_int8(
@@ -279,26 +271,21 @@ def down_int8(given: Product, *, slot_weights: Tensor | None, is_packed: bool, o
     Allocates nothing. Host sync: none. Compiled for each H, I and L.
     """
     num_experts, hidden_size, inner_size = given.matrices.shape
-    num_slots = given.codes.shape[0]
-    tile_rows = tile_rows_for(num_slots, num_experts, is_packed=is_packed)
+    tile_rows = tile_rows_for(len(out), num_experts, is_packed=is_packed)
     # 256 columns give a large tile as many sums as gate and up have.
     columns = 256 if tile_rows == _LARGE_TILE else BLOCK
-    run: Any = _down_int8_kernel[(given.num_tiles(num_slots, tile_rows, columns, hidden_size),)]
-    with torch.cuda.device_of(given.codes):
-        run(
-            *kernel_operands(given, columns),
-            given.scales if slot_weights is None else slot_weights,
-            out,
-            HIDDEN=hidden_size,
-            INNER=inner_size,
-            HAS_WEIGHTS=slot_weights is not None,
-            NUM_EXPERTS=num_experts,
-            EXPERTS_POW2=next_power_of_two(num_experts),
-            TILE_ROWS=tile_rows,
-            TILE_COLUMNS=columns,
-            BLOCK=BLOCK,
-            **_options(given, tile_rows, columns),
-        )
+    launch_product(
+        _down_int8_kernel,
+        given,
+        slot_weights,
+        (out,),
+        tile_rows=tile_rows,
+        tile_columns=columns,
+        **_options(tile_rows),
+        HIDDEN=hidden_size,
+        INNER=inner_size,
+        TILE_COLUMNS=columns,
+    )
 
 
 def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
@@ -308,10 +295,9 @@ def tile_rows_for(num_slots: int, num_experts: int, *, is_packed: bool) -> int:
     return _LARGE_TILE if is_packed and num_slots > _MANY_SLOTS * num_experts else 64
 
 
-def _options(given: Product, tile_rows: int, matrix_rows: int) -> dict[str, Any]:
-    """Return gemm_options(), chosen by the size of shared memory, not by measurement."""
+def _options(tile_rows: int) -> dict[str, int]:
+    """Return warps and stages, chosen by the size of shared memory, not by measurement."""
     # A thread has at most 128 sums. An SM of an H200 holds one large tile, whose stages have 48 KB,
     # or up to three smaller tiles of 3 stages with 20 to 40 KB each.
     is_large = tile_rows == _LARGE_TILE
-    warps, stages = (8, 4) if is_large else (4, 3)
-    return gemm_options(given, tile_rows, matrix_rows, num_warps=warps, max_stages=stages)
+    return {"num_warps": 8, "max_stages": 4} if is_large else {"num_warps": 4, "max_stages": 3}

@@ -152,7 +152,8 @@ def peer_in_turn(
     For each token every rank begins with another one. If all began with rank 0, the rows of all
     would queue for one GPU after another.
     """
-    return (peers.rank + token + turn) % c.W
+    peer = (peers.rank + token) % c.W + turn
+    return tl.where(peer < c.W, peer, peer - c.W)
 
 
 @triton.jit

@@ -143,8 +143,9 @@ def _wire_form(
     scale_stride: tl.tensor,
     rows: constexprs.SentRows,
 ) -> tl.tuple:
-    """Return a row as it is sent, and its scales or None, their lanes, and which of them exist."""
-    scales, lane, is_scale = None, None, None
+    """Return a row as it is sent, and its scales, if any, their lanes, and which of them exist."""
+    # Triton 3.6 returns no None.
+    scales, lane, is_scale = 0, 0, 0
     if rows.KIND == _PLAIN:
         # Bits, whatever they mean: an interpreter need not know the dtype.
         row = elements
@@ -243,7 +244,7 @@ def _send_dispatch_kernel(
                 note_owners(peers, is_sent_ptr, token, owners, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
-            for turn in tl.static_range(c.W):
+            for turn in tl.range(c.W, num_stages=1):
                 peer = peer_in_turn(peers, token, turn, c)
                 base = base_of(peers, peer)
                 # Entries of an excluded rank are as masked entries.
@@ -251,7 +252,7 @@ def _send_dispatch_kernel(
                 if weights_ptr is not None:
                     tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 # By masks: in a branch for each peer, scales would change threads each time.
-                if scales is not None:
+                if (rows.KIND != _PLAIN) | (x_scales_ptr is not None):
                     scales_ptr = base + c.SCALES_AT + place * c.SCALE_BYTES
                     scales_ptr = scales_ptr.to(tl.pointer_type(scales.dtype))
                     scales_ptr = tl.multiple_of(scales_ptr, 16) + lane

@@ -18,27 +18,16 @@ ACL_FORMAT_ND = 2
 ACL_FORMAT_NZ = 29
 # Rows of a tile.
 TILE_ROWS = 16
-# Bits of a row of a tile: 32 bytes.
-_TILE_ROW_BITS = 256
+_TILE_ROW_BYTES = 32
 
 _CAST = "npu_format_cast"
 _FORMAT = "get_npu_format"
 
 
-def is_nz_aligned(num_rows: int, num_columns: int, element_bits: int) -> bool:
-    """Return whether matrices [num_rows, num_columns] have whole tiles, which GEMMs require.
-
-    Args:
-        num_rows, num_columns: K and N of the product.
-        element_bits: 16, 8, or 4; of packed codes, num_columns counts codes.
-    """
-    return num_rows % TILE_ROWS == 0 and num_columns % (_TILE_ROW_BITS // element_bits) == 0
-
-
 def alignment_reasons(name: str, matrices: Tensor) -> list[str]:
-    """List why matrices [..., K, N] do not have whole tiles; empty if they do."""
+    """List why matrices [..., K, N] do not have whole tiles, which GEMMs require."""
     rows, columns = matrices.shape[-2:]
-    width = _TILE_ROW_BITS // (8 * matrices.element_size())
+    width = _TILE_ROW_BYTES // matrices.element_size()
     reasons = []
     if rows % TILE_ROWS:
         reasons.append(f"{name} has K = {rows}, expected a multiple of {TILE_ROWS} in NZ")
@@ -59,31 +48,25 @@ def to_nz(matrices: Tensor) -> Tensor:
         ConfigError: the device made a row-major copy, because
             `torch.npu.config.allow_internal_format = True` is not set.
     """
-    *_, num_rows, num_columns = matrices.shape
-    is_aligned = is_nz_aligned(num_rows, num_columns, 8 * matrices.dtype.itemsize)
-    if not is_aligned or not has_kernel(_CAST, matrices.device):
+    if alignment_reasons(_CAST, matrices) or not has_kernel(_CAST, matrices.device):
         return matrices
     cast = torch.ops.npu.npu_format_cast(matrices.detach().contiguous(), ACL_FORMAT_NZ)
-    _check_format(cast)
+    # The setting cannot be read and the device only warns, so the result is checked.
+    found = ACL_FORMAT_NZ
+    if has_kernel(_FORMAT, cast.device):
+        found = torch.ops.npu.get_npu_format(cast)
+    if found != ACL_FORMAT_NZ:
+        raise ConfigError(
+            f"to_nz: weights on {cast.device} have format {found}, expected {ACL_FORMAT_NZ} (NZ); "
+            "set torch.npu.config.allow_internal_format = True before weights are packed"
+        )
     return cast
 
 
 def nz_reasons(device: torch.device) -> list[str]:
     """List why to_nz() would raise on this device; empty if it would not."""
     try:
-        to_nz(torch.zeros(TILE_ROWS, _TILE_ROW_BITS // 8, dtype=torch.int8, device=device))
+        to_nz(torch.zeros(TILE_ROWS, _TILE_ROW_BYTES, dtype=torch.int8, device=device))
     except ConfigError as error:
         return [str(error)]
     return []
-
-
-def _check_format(cast: Tensor) -> None:
-    # The setting cannot be read and the device only warns, so the result is checked.
-    if not has_kernel(_FORMAT, cast.device):
-        return
-    found = torch.ops.npu.get_npu_format(cast)
-    if found != ACL_FORMAT_NZ:
-        raise ConfigError(
-            f"to_nz: weights on {cast.device} have format {found}, expected {ACL_FORMAT_NZ} (NZ); "
-            "set torch.npu.config.allow_internal_format = True before weights are packed"
-        )

@@ -8,6 +8,7 @@ expert, and derives what its operator expects. Experts follow without gaps.   Ho
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -18,9 +19,10 @@ _CUT_ROWS, _ONE_TENSOR = 0, 2
 _CUMULATIVE, _COUNTS = 0, 1
 # quant_mode of npu_dequant_swiglu_quant: it returns codes and a scale for each row.
 _DYNAMIC = 1
-# 2I for npu_dequant_swiglu_quant with groups: a multiple of _SUMS_UNIT, at most _MAX_SUMS.
-# 2I for npu_grouped_matmul_swiglu_quant: at most _MAX_FUSED.
-_SUMS_UNIT, _MAX_SUMS, _MAX_FUSED = 64, 10496, 10240
+# By operator, with groups: 2I is a multiple of the first number, and at most the second.
+_WIDTHS = MappingProxyType(
+    {"npu_dequant_swiglu_quant": (64, 10496), "npu_grouped_matmul_swiglu_quant": (1, 10240)}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ def activate_sums(
 ) -> Int8Rows:
     """Turn int32 sums [C, 2I] into INT8 rows of silu(left half) * right half, [C, I].
 
-    weight_scale: [E, 2I], float32.   row_scales: [C], float32.   2I: see sums_reasons().
+    weight_scale: [E, 2I], float32.   row_scales: [C], float32.   2I: see width_reasons().
     """
     codes, scales = torch.ops.npu.npu_dequant_swiglu_quant(
         sums,
@@ -87,23 +89,12 @@ def activate_sums(
     return Int8Rows(codes=codes, scales=scales)
 
 
-def sums_reasons(intermediate_size: int) -> list[str]:
-    """Return why activate_sums() refuses this intermediate size; empty if it accepts."""
-    width = 2 * intermediate_size
-    if width % _SUMS_UNIT == 0 and width <= _MAX_SUMS:
-        return []
-    return [
-        f"2 * intermediate_size is {width}, expected a multiple of {_SUMS_UNIT} of at most "
-        f"{_MAX_SUMS} for npu_dequant_swiglu_quant"
-    ]
-
-
 def multiply_and_activate(
     rows: Int8Rows, matrices: Tensor, counts: Tensor, *, weight_scale: Tensor
 ) -> Int8Rows:
     """Multiply, activate and quantise in one operator, which rounds as Int8Profile.DIV does.
 
-    rows: [C, K].   matrices: [E, K, 2I].   weight_scale: [E, 2I].   2I: see fused_reasons().
+    rows: [C, K].   matrices: [E, K, 2I].   weight_scale: [E, 2I].   2I: see width_reasons().
     """
     codes, scales, _ = torch.ops.npu.npu_grouped_matmul_swiglu_quant(
         rows.codes, matrices, counts.cumsum(0), weight_scale, rows.scales
@@ -111,12 +102,10 @@ def multiply_and_activate(
     return Int8Rows(codes=codes, scales=scales)
 
 
-def fused_reasons(intermediate_size: int) -> list[str]:
-    """Return why multiply_and_activate() refuses this intermediate size; empty if it accepts."""
-    width = 2 * intermediate_size
-    if width <= _MAX_FUSED:
+def width_reasons(operator: str, width: int) -> list[str]:
+    """Return why an operator refuses this width of the first product, 2I; empty if it accepts."""
+    unit, most = _WIDTHS.get(operator, (1, width))
+    if width % unit == 0 and width <= most:
         return []
-    return [
-        f"2 * intermediate_size is {width}, expected at most {_MAX_FUSED} for "
-        "npu_grouped_matmul_swiglu_quant"
-    ]
+    expected = f"a multiple of {unit} of at most {most}" if unit > 1 else f"at most {most}"
+    return [f"2 * intermediate_size is {width}, expected {expected} for {operator}"]

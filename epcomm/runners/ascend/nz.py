@@ -13,7 +13,7 @@ from torch import Tensor
 
 from epcomm.platforms.ascend.formats import alignment_reasons, nz_reasons, to_nz
 from epcomm.platforms.machine import Machine
-from epcomm.runners.ascend.groups import Int8Rows, fused_reasons, multiply_and_activate
+from epcomm.runners.ascend.groups import Int8Rows, multiply_and_activate
 from epcomm.runners.ascend.runner import AscendRunner, matrices_of
 from epcomm.types import Int8Profile
 from epcomm.weights.quantized import Int8ChannelWeights
@@ -46,7 +46,7 @@ class AscendNZRunner(AscendRunner):
         for name, matrices in zip(_NAMES, matrices_of(weights), strict=True):
             reasons += alignment_reasons(name, matrices)
         # One rank that refuses in its first run would leave the others waiting.
-        return reasons + nz_reasons(next(iter(weights.tensors().values())).device)
+        return reasons + nz_reasons(weights.gate_up_proj.device)
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
@@ -89,10 +89,6 @@ class AscendSwigluQuantRunner(AscendNZRunner):
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
         return ("npu_grouped_matmul_swiglu_quant", "npu_grouped_matmul", "npu_format_cast")
-
-    @classmethod
-    def _size_reasons(cls, intermediate_size: int) -> list[str]:
-        return fused_reasons(intermediate_size)
 
     def _between(
         self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, counts: Tensor

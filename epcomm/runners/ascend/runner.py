@@ -16,15 +16,10 @@ from epcomm.platforms.ascend.operators import has_kernel
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import quantize
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.ascend.groups import Int8Rows, activate_sums, multiply, sums_reasons
-from epcomm.runners.base import (
-    ExpertRunner,
-    int32_reasons,
-    slot_weights_to_apply,
-    weight_slots,
-)
+from epcomm.runners.ascend.groups import Int8Rows, activate_sums, multiply, width_reasons
+from epcomm.runners.base import ExpertRunner, int32_reasons, slot_weights_to_apply, weight_slots
 from epcomm.spec import Availability
-from epcomm.types import Int8Profile, Layout
+from epcomm.types import Layout
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
@@ -43,7 +38,6 @@ class AscendRunner(ExpertRunner):
     name: ClassVar[str] = "ascend"
     kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights, Int8ChannelWeights)
     layouts: ClassVar[frozenset[Layout]] = frozenset({Layout.ROWS})
-    int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
@@ -56,18 +50,18 @@ class AscendRunner(ExpertRunner):
     @classmethod
     def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         reasons = []
-        has_bias = isinstance(weights, ExpertWeights) and (
-            weights.gate_up_bias is not None or weights.down_bias is not None
-        )
+        has_bias = any(name.endswith("bias") for name in weights.tensors())
         if weights.format != _PLAIN or has_bias:
             biases = " with biases" if has_bias else ""
             reasons.append(f"computes {_PLAIN} without biases, not {weights.format}{biases}")
         if weights.dtype is not torch.bfloat16:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16")
         if isinstance(weights, Int8ChannelWeights):
-            reasons += int32_reasons(weights) + cls._size_reasons(weights.intermediate_size)
-        device = _device_of(weights)
-        missing = [name for name in cls._operators(weights) if not has_kernel(name, device)]
+            reasons += int32_reasons(weights)
+        device, operators = weights.gate_up_proj.device, cls._operators(weights)
+        for name in operators:
+            reasons += width_reasons(name, 2 * weights.intermediate_size)
+        missing = [name for name in operators if not has_kernel(name, device)]
         if missing:
             reasons.append(f"{', '.join(missing)} not on {device.type}; import torch_npu")
         return reasons
@@ -75,7 +69,7 @@ class AscendRunner(ExpertRunner):
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
         # explain() should not list this runner for experts that are not on an NPU.
-        return super().is_candidate(weights) and _device_of(weights).type == "npu"
+        return super().is_candidate(weights) and weights.gate_up_proj.device.type == "npu"
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         alignment = dispatched.index.expert_alignment
@@ -90,7 +84,7 @@ class AscendRunner(ExpertRunner):
             return rows.new_empty(0, rows.shape[1], dtype=weights.dtype)
         counts = dispatched.num_tokens_per_expert.to(torch.int64)
         if isinstance(weights, Int8ChannelWeights):
-            results = self._run_int8(self._packed(dispatched, weights), weights, counts)
+            results = self._run_int8(dispatched, weights, counts)
         else:
             assert isinstance(weights, ExpertWeights), "supports() said so"
             packed = gather_rows(rows, dispatched.index)
@@ -106,18 +100,21 @@ class AscendRunner(ExpertRunner):
         is_int8 = isinstance(weights, Int8ChannelWeights)
         return ("npu_grouped_matmul", "npu_dequant_swiglu_quant" if is_int8 else "npu_swiglu")
 
-    @classmethod
-    def _size_reasons(cls, intermediate_size: int) -> list[str]:
-        """Return why _between() refuses INT8 experts of this intermediate size."""
-        return sums_reasons(intermediate_size)
-
     def _matrices(self, weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         """Return the matrices [E, H, 2I] and [E, I, H] in the format that the products read."""
         return matrices_of(weights)
 
-    def _run_int8(self, rows: Int8Rows, weights: Int8ChannelWeights, counts: Tensor) -> Tensor:
+    def _run_int8(
+        self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights, counts: Tensor
+    ) -> Tensor:
+        rows = dispatched.hidden_states
+        if not rows.format.dtype.is_quantized:
+            rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
+        assert rows.scales is not None, "quantised rows have scales"
+        codes, scales = (gather_rows(part, dispatched.index) for part in (rows.data, rows.scales))
+        slots = Int8Rows(codes=codes, scales=scales.flatten())
         gate_up, down = self._matrices(weights)
-        hidden = self._between(rows, gate_up, weights, counts)
+        hidden = self._between(slots, gate_up, weights, counts)
         return multiply(
             hidden.codes,
             down,
@@ -136,15 +133,6 @@ class AscendRunner(ExpertRunner):
             sums, counts, weight_scale=weights.gate_up_scale, row_scales=rows.scales
         )
 
-    def _packed(self, dispatched: RowsDispatchOutput, weights: Int8ChannelWeights) -> Int8Rows:
-        """Copy the row of each slot; rows that came unquantised are quantised here."""
-        rows = dispatched.hidden_states
-        if not rows.format.dtype.is_quantized:
-            rows = quantize(rows.data, weights.wire_format, profile=self.int8_profile)
-        assert rows.scales is not None, "quantised rows have scales"
-        codes, scales = (gather_rows(part, dispatched.index) for part in (rows.data, rows.scales))
-        return Int8Rows(codes=codes, scales=scales.flatten())
-
 
 class AscendSwigluRunner(AscendRunner):
     """Runs W8A8 experts of any I, with the first product and the activation in bfloat16.
@@ -160,10 +148,6 @@ class AscendSwigluRunner(AscendRunner):
     @classmethod
     def _operators(cls, weights: ExpertTensors) -> tuple[str, ...]:
         return ("npu_grouped_matmul", "npu_swiglu")
-
-    @classmethod
-    def _size_reasons(cls, intermediate_size: int) -> list[str]:
-        return []
 
     def _between(
         self, rows: Int8Rows, matrices: Tensor, weights: Int8ChannelWeights, counts: Tensor
@@ -189,7 +173,3 @@ def matrices_of(weights: ExpertTensors) -> tuple[Tensor, Tensor]:
         return weights.gate_up_matrices(), weights.down_matrices()
     assert isinstance(weights, Int8ChannelWeights), "supports() said so"
     return weights.gate_up_proj.transpose(1, 2), weights.down_proj.transpose(1, 2)
-
-
-def _device_of(weights: ExpertTensors) -> torch.device:
-    return next(iter(weights.tensors().values())).device

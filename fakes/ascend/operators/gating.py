@@ -1,7 +1,7 @@
 """Imitate gating: router logits to experts and weights.
 
-Source: the documentation of the two operators. The result of a row with a NaN score is
-    undocumented, so it is poisoned.
+Source: the operator's documentation. The result of a row with a NaN score is undocumented, so it
+    is poisoned.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from fakes.ascend.registry import implements
 from fakes.ascend.undefined import UNDEFINED_INT, undefined
 
 GATING = "npu_moe_gating_top_k"
-GATING_SOFTMAX = "npu_moe_gating_top_k_softmax"
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 # Limit of the scores of a row in the kernel's memory, with groups rounded up to blocks of 32.
@@ -24,8 +23,6 @@ MAX_EXPERTS = 2048
 GROUP_BLOCK = 32
 # The smallest group that the documentation allows.
 MIN_GROUP_SIZE = 3
-# Most experts that the softmax operator selects.
-MAX_SOFTMAX_K = 1024
 
 
 @implements(GATING, "CPU", "Meta")
@@ -70,7 +67,7 @@ def moe_gating_top_k(
         out_flag.
     """
     require_modelled(GATING, input_ids is None and tid2eid is None, "routing by token ids")
-    _check_logits(GATING, x)
+    _check_logits(x)
     _check_bias(x, bias)
     _check_choice("group_select_mode", group_select_mode)
     _check_choice("renorm", renorm)
@@ -93,43 +90,6 @@ def moe_gating_top_k(
     )
 
 
-@implements(GATING_SOFTMAX, "CPU", "Meta")
-def moe_gating_top_k_softmax(
-    x: Tensor, finished: Tensor | None = None, k: int = 1
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the k largest of a softmax in the dtype of x; the cast can cause ties.
-
-    Weights are not renormalised. Of equal weights the lower id is first.
-
-    Args:
-        x: [n, E], float16, bfloat16 or float32; three dimensions are not modelled.
-        finished: [n], bool; the ids of such a row are all E.
-        k: experts a token.
-
-    Returns:
-        weights [n, k], dtype of x; ids [n, k], int32; row indices [n, k], int32, j * n + t at t, j.
-    """
-    require_modelled(GATING_SOFTMAX, x.dim() != 3, "x of three dimensions")
-    _check_logits(GATING_SOFTMAX, x)
-    num_tokens, num_experts = x.shape
-    require(GATING_SOFTMAX, 0 <= k <= num_experts, f"k is {k}, expected 0 to {num_experts}, E")
-    require_size(GATING_SOFTMAX, k <= MAX_SOFTMAX_K, f"k is {k}, expected {MAX_SOFTMAX_K} at most")
-    weights = x.float().softmax(dim=-1).to(x.dtype)
-    ids = _ranking(weights)[:, :k]
-    is_undefined = weights.isnan().any(dim=-1, keepdim=True)
-    chosen = ids.int().masked_fill(is_undefined, UNDEFINED_INT)
-    if finished is not None:
-        require(
-            GATING_SOFTMAX,
-            finished.dtype == torch.bool and finished.shape == (num_tokens,),
-            f"finished is {list(finished.shape)} {finished.dtype}, expected [{num_tokens}] bool",
-        )
-        chosen = chosen.masked_fill(finished.unsqueeze(1), num_experts)
-    numbers = torch.arange(k * num_tokens, dtype=torch.int32, device=x.device)
-    rows = numbers.view(k, num_tokens).T.contiguous()
-    return weights.gather(1, ids).masked_fill(is_undefined, math.nan), chosen, rows
-
-
 def _without_other_groups(scores: Tensor, k_group: int, group_count: int, mode: int) -> Tensor:
     """Return scores [n, E] with -inf outside of the k_group best groups of a row."""
     grouped = scores.unflatten(1, (group_count, -1))
@@ -146,9 +106,9 @@ def _ranking(scores: Tensor) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices
 
 
-def _check_logits(operator: str, x: Tensor) -> None:
+def _check_logits(x: Tensor) -> None:
     require(
-        operator,
+        GATING,
         x.dim() == 2 and x.dtype in FLOATS,
         f"x is {list(x.shape)} {x.dtype}, expected [n, E] float16, bfloat16 or float32",
     )

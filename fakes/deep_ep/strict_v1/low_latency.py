@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.integrations.deep_ep.v1.config import combine_message_bytes
+from epcomm.buffers.deep_ep.rows import combine_bytes_of
 from fakes.deep_ep.limits import require
 from fakes.deep_ep.strict_v1.low_latency_checks import check_bytes
 from fakes.deep_ep.strict_v1.undefined import poison, undefined
@@ -60,7 +60,7 @@ class StrictHandle(tuple[Tensor, Tensor, int, int, int]):
 
 @dataclass(kw_only=True, eq=False)
 class Result:
-    """What a dispatch hands out, poisoned until it is received."""
+    """The tensors that a dispatch returns, poisoned until they are received."""
 
     x: Tensor
     scales: Tensor | None
@@ -157,7 +157,7 @@ class LowLatencyState:
         src_info, _, max_tokens, hidden_size, num_experts = handle
         num_ranks = self._group.size()
         place = self._num_calls % 2
-        width = combine_message_bytes(hidden_size) // _BF16_BYTES
+        width = combine_bytes_of(hidden_size) // _BF16_BYTES
         shape = (num_experts // num_ranks, num_ranks * max_tokens, width)
         buffer = self._combine_buffers[place]
         if buffer is None or buffer.shape != shape:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from epcomm.integrations.deep_ep.v1.config import low_latency_bytes
+from epcomm.buffers.deep_ep.rows import low_latency_bytes
 from fakes.deep_ep.limits import require, require_size
 from fakes.deep_ep.strict_v1.sizes import require_ids
 

@@ -1,4 +1,4 @@
-"""Let what the real package leaves open differ between calls, and poison what it does not write."""
+"""Vary the orders that the real package leaves open, and poison what it does not write."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class OpenOrders(deep_ep.ElasticBuffer):
         self._in_flight: list[LateEvent] = []
 
     def finish(self) -> None:
-        """Let all results land: calls of one buffer follow one another, waited for or not."""
+        """Write the results of all calls, which run one after another, waited for or not."""
         for event in self._in_flight:
             event.current_stream_wait()
         self._in_flight.clear()
@@ -131,7 +131,7 @@ class OpenOrders(deep_ep.ElasticBuffer):
 
 
 def _row_keys(handle: EPHandle) -> tuple[Tensor, Tensor]:
-    """Rows of one source rank are neighbours, in any order; behind them is what did not come."""
+    """Rows of one source rank are neighbours, in any order; rows that did not come are last."""
     ranks = (handle.sources // handle.num_max_tokens_per_rank).double()
     if handle.is_row is not None:
         num_ranks = len(handle.psum_num_recv_tokens_per_scaleup_rank)

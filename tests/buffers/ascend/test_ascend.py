@@ -19,7 +19,7 @@ from epcomm import (
     TopKOutput,
     WireDtype,
 )
-from epcomm.buffers.ascend import base as ascend_base
+from epcomm.buffers.ascend import packed
 from epcomm.platforms.ascend import limits as ascend_limits
 from epcomm.platforms.ascend.chip import Soc
 from epcomm.quantization import INT8_PER_TOKEN
@@ -112,7 +112,7 @@ def test_flags_of_newer_releases_name_the_rows(backend: str, wire: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ascend_base, "current_soc", lambda: Soc.A5)
+    monkeypatch.setattr(packed, "current_soc", lambda: Soc.A5)
     with install("ascend_flags"), pytest.raises(BackendUnavailable, match="has no INT8 rows on A5"):
         run_buffer("uneven", "AscendNormalBuffer", "int8")
 

@@ -27,9 +27,9 @@ from epcomm import (
     WireDtype,
     plan,
 )
-from epcomm.buffers.ascend.base import AscendBuffer
 from epcomm.buffers.ascend.calls import slot_bytes
-from epcomm.dispatchers.dispatcher import RowsDispatcher
+from epcomm.buffers.ascend.packed import AscendBuffer
+from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.quantization import INT8_PER_TOKEN, dequantize
 from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
@@ -369,7 +369,7 @@ def test_an_expert_twice_in_a_row_is_refused_on_all_ranks() -> None:
         out = low_latency.dispatch(rows(3), topk_of(ids))
         with pytest.raises(ShapeError, match="an expert twice in a row of topk_ids on rank 1"):
             low_latency.combine(out.combine_input(torch.zeros_like(out.hidden_states.data)))
-        dispatchers: list[RowsDispatcher[Any, Any]] = [normal, low_latency]
+        dispatchers: list[Dispatcher[Any, Any]] = [normal, low_latency]
         for dispatcher in dispatchers:
             out = dispatcher.dispatch(rows(2), topk_of([[3, 1], [-1, 0]]))
             y = dispatcher.combine(out.combine_input(out.hidden_states.data))
@@ -417,7 +417,7 @@ def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.Monk
             main = make(group, LAYER, config_of(backend, dispatch_dtype=WireDtype.INT8))
             draft = make(group, LAYER, config_of(backend))
             ids = [[3, 4], [7, 0], [2, 6]]
-            layers: list[RowsDispatcher[Any, Any]] = [main, draft]
+            layers: list[Dispatcher[Any, Any]] = [main, draft]
             outs = [layer.dispatch(rows(3), topk_of(ids)) for layer in layers]
             found = [out.hidden_states.format for out in outs]
             assert found == [INT8_PER_TOKEN, BF16]
@@ -450,7 +450,7 @@ def test_a_rank_without_tokens_sends_one_to_itself() -> None:
         assert issubclass(adapter, AscendBuffer)
         with pytest.MonkeyPatch.context() as patch, EPGroup() as group, torch.no_grad():
             seen = record_calls(patch, adapter)
-            dispatcher: RowsDispatcher[Any, Any] = make(group, LAYER, config_of(backend))
+            dispatcher: Dispatcher[Any, Any] = make(group, LAYER, config_of(backend))
             mine = [empty, topk_of([[1, 6]])]
             if group.rank == 0:
                 mine = [topk_of([[0, 5], [2, 5]]), empty]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -22,7 +21,6 @@ from epcomm import (
     WireFormat,
     plan,
 )
-from epcomm.buffers.deep_ep.v1_low_latency import message_bytes
 from epcomm.config import Mode
 from epcomm.platforms.deep_ep_package import (
     WITH_ELASTIC_BUFFER,
@@ -41,7 +39,6 @@ from tests.cli.test_diagnosis import DEEP_EPS, DeepEP, write_package
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-RECORDING = Path(__file__).parents[2] / "contracts" / "deep_ep_v1_recording.json"
 NO_CUDA = "there is no CUDA device"
 # The kinds whose legacy Buffer, and whose ElasticBuffer, can be used.
 SERVED = {"V1": (True, False), "V2": (True, True), "Hybrid": (True, False)}
@@ -310,19 +307,6 @@ def test_backend_asked_for_by_name_is_refused_with_the_reason(missing: Missing) 
                 plan(config_of(backend, **missing.changes), missing.layer, world_size=4)
         assert f"backend {buffer_class(backend).name} cannot serve this layer" in str(caught.value)
         assert missing.reason in str(caught.value)
-
-
-def test_message_bytes_are_those_of_the_recording() -> None:
-    cases = json.loads(RECORDING.read_text("utf-8"))["cases"]
-    # The recorded sizes: E = 8 on 4 ranks, K = 3, M = 16.
-    spec = replace(WHOLE, num_local_experts=2, top_k=3)
-    hints = {
-        rank["size_hint_bytes"]
-        for name, ranks in cases.items()
-        if name.startswith("low_latency")
-        for rank in ranks
-    }
-    assert hints == {message_bytes(spec, 4)}
 
 
 @pytest.mark.mpi_ranks(2)

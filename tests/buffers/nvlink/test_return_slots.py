@@ -219,7 +219,9 @@ def test_a_refusal_reaches_all_and_the_next_batch_is_right(
                 buffer.combine(rows, out.exchange_plan, rows_per=RowsPer.ROW, error=error)
             else:
                 results = results_of(out, group.rank)
-                y = buffer.combine_slots(results, out.exchange_plan, batch.topk_weights)
+                y = buffer.combine_slots_async(
+                    results, out.exchange_plan, batch.topk_weights
+                ).wait()
                 assert y.isnan().all() if refuses else torch.equal(y, batch.expected_y(BF16))
             if refuses:
                 with pytest.raises(ShapeError, match="bad rows" if group.rank else "on rank 1"):
@@ -238,7 +240,10 @@ def test_slots_count_as_bytes_of_combine() -> None:
         before = buffer.traffic()
         out = buffer.dispatch(mine)
         weights = torch.zeros(tokens[group.rank], K, device=group.device)
-        buffer.combine_slots(results_of(out, group.rank), out.exchange_plan, weights)
+        combining = buffer.combine_slots_async(
+            results_of(out, group.rank), out.exchange_plan, weights
+        )
+        combining.wait()
         to_me = (theirs.topk_ids >= 0) & (theirs.topk_ids // L == group.rank)
         from_me = (mine.topk_ids >= 0) & (mine.topk_ids // L != group.rank)
         shape = CallShape(

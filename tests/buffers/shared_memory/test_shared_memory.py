@@ -24,8 +24,7 @@ from epcomm.buffers.base import Buffer
 from epcomm.buffers.shared_memory import buffer as shared_memory
 from epcomm.buffers.shared_memory import memory as host_memory
 from epcomm.buffers.shared_memory.buffer import HostMover, SharedMemoryBuffer
-from epcomm.buffers.shared_memory.growable import HostRegion
-from epcomm.buffers.shared_memory.memory import HostMemory
+from epcomm.buffers.shared_memory.memory import HostMemory, HostRegion
 from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.config import Mode
 from epcomm.planning import candidates

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.errors import EPError, ShapeError
+from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.integrations.deep_ep.ranks import Ranks
 
 # The rank whose call is wrong.
@@ -44,7 +44,7 @@ UNKNOWN_TOP_K: Case = (
 
 @pytest.fixture
 def compares_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks compare shapes only where buffers open, as over NVLink."""
+    """Compare shapes only where buffers open, as over NVLink."""
     monkeypatch.setattr(Ranks, "is_over_nvlink", lambda self, service: service in self._classes)
 
 
@@ -66,6 +66,78 @@ def spoilt(*names: str, optional: tuple[str, ...] = ()) -> dict[str, Case]:
         for name in (*names, *optional)
         for how, spoil in _SPOILT.items()
         if how != "none" or name not in optional
+    }
+
+
+def cut(tensor: Tensor) -> Tensor:
+    return tensor[1:]
+
+
+def narrow(tensor: Tensor) -> Tensor:
+    return tensor[:, : tensor.shape[1] // 2].contiguous()
+
+
+def codes(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn)
+
+
+def with_scales(scales: object) -> Callable[[Tensor], object]:
+    return lambda x: (codes(x), scales)
+
+
+def cases_of_ids(num_tokens: int) -> dict[str, Case]:
+    """Return the cases of topk_idx [T, 2] of four experts; T of the faulty rank."""
+    shape = rf"topk_idx is \[{num_tokens - 1}, 2\].*expected \[{num_tokens}, any\]"
+    return {
+        "ids_rows": ({"topk_idx": cut}, ShapeError, shape),
+        "ids_too_large": ({"topk_idx": lambda ids: ids + 4}, ShapeError, "holds 7, expected -1 or"),
+        "ids_too_small": ({"topk_idx": lambda ids: ids - 4}, ShapeError, "holds -4, expected -1 "),
+    }
+
+
+def cases_of_dispatch(num_tokens: int, hidden_size: int) -> dict[str, Case]:
+    """Return the cases of a normal dispatch of bfloat16 rows [T, H], for V1 and V2."""
+    ones, top_k = torch.ones(num_tokens, 1), {"topk_idx": narrow, "topk_weights": narrow}
+    weights = rf"topk_weights is \[{num_tokens}, 1\].*\[{num_tokens}, 2\]"
+    no_k = {"topk_idx": lambda ids: ids[:, :0], "topk_weights": ones[:, :0]}
+    other_hidden = f"disagree on hidden_size: {hidden_size} on rank 0, {hidden_size // 2} on rank 1"
+    return {
+        **spoilt("x", "topk_idx"),
+        **cases_of_ids(num_tokens),
+        "ids_without_k": (no_k, ShapeError, rf"topk_idx is \[{num_tokens}, 0\], expected at least"),
+        "x_of_one": ({"x": (1,)}, ShapeError, r"x is tuple, expected \[any, any\] torch.bfloat16"),
+        "x_codes_alone": ({"x": codes}, ShapeError, "x is .*float8_e4m3fn.*expected .*bfloat16"),
+        "scales_none": ({"x": with_scales(None)}, ShapeError, "x is .*float8_e4m3fn.*expected"),
+        "scales_list": ({"x": with_scales([1.0])}, ShapeError, r"x\[1\] is list, expected"),
+        "scales_of_bfloat16": (
+            {"x": lambda x: (x, ones)},
+            ShapeError,
+            r"x is .*bfloat16 on cpu, expected .*float8_e4m3fn",
+        ),
+        "scales_dtype": (
+            {"x": with_scales(ones.double())},
+            ShapeError,
+            rf"x\[1\] is .*float64.*expected \[{num_tokens}, any\] torch\.float32",
+        ),
+        "scales_rows": (
+            {"x": with_scales(ones[1:])},
+            ShapeError,
+            rf"x\[1\] is \[{num_tokens - 1}, 1\] .*\[{num_tokens}, any\]",
+        ),
+        "scales_of_no_block": (
+            {"x": with_scales(ones[:, :0])},
+            ShapeError,
+            f"x has 0 scales for {hidden_size} columns, expected blocks",
+        ),
+        "weights_top_k": ({"topk_weights": narrow}, ShapeError, weights),
+        "event_number": (
+            {"previous_event": 3},
+            ConfigError,
+            "previous_event is int, expected EventHandle, EventOverlap or None",
+        ),
+        "hidden_others": ({"x": narrow}, ConfigError, other_hidden),
+        "top_k_others": (top_k, ConfigError, "disagree on top_k: 2 on rank 0, 1 on rank 1"),
+        "dtype_others": ({"x": with_scales(ones)}, ConfigError, "disagree on .*bf16.*, .*fp8"),
     }
 
 

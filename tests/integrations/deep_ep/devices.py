@@ -16,7 +16,7 @@ from tests.multi_rank import BACKEND_ENV, GPU_BACKENDS
 
 
 def on_gpus() -> bool:
-    """Tell whether ranks are on GPUs."""
+    """Return whether ranks are on GPUs."""
     return os.environ.get(BACKEND_ENV) in GPU_BACKENDS
 
 

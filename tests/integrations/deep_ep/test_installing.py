@@ -27,7 +27,7 @@ REPO = Path(__file__).parents[3]
 _NAMES = ("deep_ep", "deep_ep_cpp")
 # Seconds: several processes import torch on a loaded machine.
 LIMIT_S = 200
-# What programs ask before they import it, and of a worker that was spawned or started anew.
+# A program looks for deep_ep before it imports it, in spawned workers and in a new process.
 PROGRAM = """
 import multiprocessing, subprocess, sys
 from importlib import metadata
@@ -54,7 +54,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Give back the path and the modules as they were."""
+    """Restore the path and the modules."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in _NAMES]:
@@ -162,7 +162,7 @@ def test_commands_are_files_modules_or_programs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_distribution_holds_the_same_package(tmp_path: Path) -> None:
-    # A copy: building leaves files beside the sources.
+    # A copy, because a build leaves files next to the sources.
     package, shim = Path("packages/deep_ep"), SHIM.relative_to(REPO)
     for folder in (package, shim):
         shutil.copytree(REPO / folder, tmp_path / folder)
@@ -171,7 +171,7 @@ def test_a_distribution_holds_the_same_package(tmp_path: Path) -> None:
     subprocess.run(command, timeout=LIMIT_S, check=True)
     with zipfile.ZipFile(tmp_path / "deep_ep-2.1.0+epcomm-py3-none-any.whl") as wheel:
         sources = {each.relative_to(SHIM).as_posix(): each for each in SHIM.rglob("*.py")}
-        assert len(sources) > 10
+        assert "deep_ep/__init__.py" in sources
         for name, source in sources.items():
             assert wheel.read(name) == source.read_bytes()
         built = wheel.read("deep_ep-2.1.0+epcomm.dist-info/METADATA").decode().splitlines()

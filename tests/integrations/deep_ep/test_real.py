@@ -102,7 +102,7 @@ def run_in_flight(buffer: Buffer, batches: list[Batch], *, use_fp8: bool) -> lis
 
 
 def run_beside(buffer: Buffer, batches: list[Batch], *, use_fp8: bool) -> list[Tensor]:
-    """Make calls on the communication stream, and a product on this one beside each."""
+    """Make calls on the communication stream, and a product on this one during each."""
     num_tokens, num_experts = len(batches[0].x), NUM_LOCAL * world().size()
     found = []
     for each in batches:
@@ -119,7 +119,7 @@ def run_beside(buffer: Buffer, batches: list[Batch], *, use_fp8: bool) -> list[T
         found.append(y)
     stream = buffer.get_comm_stream()
     assert isinstance(stream, torch.cuda.Stream)
-    assert stream.priority < 0, "its programs would wait behind those of a product"
+    assert stream.priority < 0, "its kernels would wait for those of a product"
     return found
 
 

@@ -18,9 +18,11 @@ from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
 from fakes.deep_ep import install
 from fakes.deep_ep.limits import limits_off
 from fakes.deep_ep.strict_v1 import Buffer as StrictBuffer
+from fakes.deep_ep.strict_v2 import ElasticBuffer
 from tests.integrations.deep_ep.v1_ranks import CASES, CONTRACTS, LL_H, E, H, M
 
 SIGNATURES = json.loads((CONTRACTS / "deep_ep_v1_signatures.json").read_text("utf-8"))
+STRICT = (StrictBuffer, ElasticBuffer)
 # These refuse any arguments.
 ABSENT = {"internode_dispatch", "internode_combine"}
 
@@ -69,24 +71,24 @@ def test_exports_equal_the_real_ones() -> None:
     assert f"Config({text})" == expected["Config"]["init"]
 
 
-def test_installed_as_deep_ep_and_removed() -> None:
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_installed_as_deep_ep_and_removed(kind: str) -> None:
     assert "deep_ep" not in sys.modules
-    with install("v1"):
-        assert import_module("deep_ep").Buffer is StrictBuffer
+    with install(kind) as outer:
+        assert import_module("deep_ep") is outer
+        assert (outer.Buffer if kind == "v1" else outer.ElasticBuffer) in STRICT
+        assert outer.CPU_RANKS is True
         spec = find_spec("deep_ep")
         assert spec is not None
         assert spec.submodule_search_locations is not None
-        assert deep_ep_kind(Path(spec.submodule_search_locations[0])) is DeepEPKind.V1
-    assert "deep_ep" not in sys.modules
-    with pytest.raises(ValueError, match=r"'v3', expected one of v1, v2, ascend"), install("v3"):
-        pass
-
-
-def test_what_was_deep_ep_before_comes_back() -> None:
-    with install("v1") as outer:
+        folder = Path(spec.submodule_search_locations[0])
+        assert deep_ep_kind(folder) is DeepEPKind[kind.upper()]
         with install("v1") as inner:
             assert sys.modules["deep_ep"] is inner
         assert sys.modules["deep_ep"] is outer
+    assert "deep_ep" not in sys.modules
+    with pytest.raises(ValueError, match=r"'v3', expected one of v1, v2, ascend"), install("v3"):
+        pass
 
 
 @pytest.mark.parametrize("case", ["low_latency_uneven", "low_latency_empty_rank"])

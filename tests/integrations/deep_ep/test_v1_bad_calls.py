@@ -16,12 +16,17 @@ from tests.integrations.deep_ep.bad_calls import (
     UNKNOWN_TOP_K,
     Arguments,
     Case,
+    cases_of_dispatch,
+    cases_of_ids,
     check_case,
     check_cases,
     check_refused,
     check_wrong_ids_of_a_new_shape,
     compares_no_calls,
+    cut,
+    narrow,
     spoilt,
+    with_scales,
 )
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
@@ -73,35 +78,6 @@ def low_latency_combine_arguments(buffer: Buffer) -> Arguments:
     return {"x": slabs, "topk_idx": ids, "topk_weights": weights, "handle": handle}
 
 
-def cut(tensor: Tensor) -> Tensor:
-    return tensor[1:]
-
-
-def narrow(tensor: Tensor) -> Tensor:
-    return tensor[:, :1]
-
-
-def half(x: Tensor) -> Tensor:
-    return x[:, : H // 2].contiguous()
-
-
-def codes(x: Tensor) -> Tensor:
-    return x.to(torch.float8_e4m3fn)
-
-
-def with_scales(scales: object) -> Callable[[Tensor], object]:
-    return lambda x: (codes(x), scales)
-
-
-def larger(ids: Tensor) -> Tensor:
-    return ids + E
-
-
-def smaller(ids: Tensor) -> Tensor:
-    return ids - E - 2
-
-
-ONES = torch.ones(T, 1)
 MANY_ROWS = torch.ones(T + 1, H).bfloat16()
 BIAS = MANY_ROWS[1:]
 
@@ -116,43 +92,9 @@ BOTH: Case = (
     ConfigError,
     "async_finish and return_recv_hook are both True, expected one",
 )
-IDS: dict[str, Case] = {
-    "ids_rows": ({"topk_idx": cut}, ShapeError, r"topk_idx is \[2, 2\].*expected \[3, any\]"),
-    "ids_too_large": ({"topk_idx": larger}, ShapeError, "topk_idx holds 7, expected -1 or 0 to 3"),
-    "ids_too_small": ({"topk_idx": smaller}, ShapeError, "topk_idx holds -6, expected -1 or 0 to"),
-}
-OTHERS: dict[str, Case] = {
-    "hidden_others": (
-        {"x": half},
-        ConfigError,
-        "disagree on hidden_size: 128 on rank 0, 64 on ran",
-    ),
-}
 DISPATCH: dict[str, Case] = {
-    **spoilt("x", "topk_idx", "topk_weights", "is_token_in_rank", "num_tokens_per_expert"),
-    **IDS,
-    **OTHERS,
-    "x_of_one": ({"x": (1,)}, ShapeError, r"x is tuple, expected \[any, any\] torch.bfloat16"),
-    "x_codes_alone": ({"x": codes}, ShapeError, "x is .*float8_e4m3fn.*expected .*bfloat16"),
-    "scales_none": ({"x": with_scales(None)}, ShapeError, "x is .*float8_e4m3fn.*expected"),
-    "scales_list": ({"x": with_scales([1.0])}, ShapeError, r"x\[1\] is list, expected"),
-    "scales_dtype": (
-        {"x": with_scales(ONES.double())},
-        ShapeError,
-        r"x\[1\] is \[3, 1\] torch\.float64.*expected \[3, any\] torch\.float32",
-    ),
-    "scales_rows": ({"x": with_scales(ONES[1:])}, ShapeError, r"x\[1\] is \[2, 1\] .*\[3, any\]"),
-    "scales_of_no_block": (
-        {"x": with_scales(ONES[:, :0])},
-        ShapeError,
-        "x has 0 scales for 128 columns, expected blocks",
-    ),
-    "ids_without_k": (
-        {"topk_idx": lambda ids: ids[:, :0], "topk_weights": ONES[:, :0]},
-        ShapeError,
-        r"topk_idx is \[3, 0\], expected at least one",
-    ),
-    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[3, 1\].*\[3, 2\]"),
+    **cases_of_dispatch(T, H),
+    **spoilt("topk_weights", "is_token_in_rank", "num_tokens_per_expert"),
     "in_rank_columns": ({"is_token_in_rank": narrow}, ShapeError, r"is \[3, 1\].*expected \[3, 2"),
     "per_expert_no_multiple": (
         {"num_tokens_per_expert": cut},
@@ -179,14 +121,6 @@ DISPATCH: dict[str, Case] = {
     ),
     "config": CONFIG,
     "event": STREAM,
-    "event_number": ({"previous_event": 3}, ConfigError, "previous_event is int, expected Event"),
-    "dtype_others": ({"x": Tensor.float}, ConfigError, "disagree on .*bf16.* rank 0, .*fp32.* on"),
-    "codes_others": ({"x": with_scales(ONES)}, ConfigError, "disagree on .*bf16.* rank 0, .*fp8"),
-    "top_k_others": (
-        {"topk_idx": narrow, "topk_weights": narrow},
-        ConfigError,
-        "disagree on top_k: 2 on rank 0, 1 on rank 1",
-    ),
     "experts_others": (
         {"num_tokens_per_expert": lambda counts: torch.cat([counts, counts])},
         ConfigError,
@@ -201,7 +135,7 @@ DISPATCH: dict[str, Case] = {
 COMBINE: dict[str, Case] = {
     **spoilt("x", optional=("topk_weights",)),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[4, 128\].*expected \[5, 128\]"),
-    "x_hidden": ({"x": half}, ShapeError, r"x is \[5, 64\].*expected \[5, 128\]"),
+    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[5, 64\].*expected \[5, 128\]"),
     "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[5, 1\].*\[5, 2"),
     "weights_others": (
         {"topk_weights": None},
@@ -223,11 +157,11 @@ COMBINE: dict[str, Case] = {
 ALONG: dict[str, Case] = {
     **spoilt("x"),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[2, 128\].*expected \[3, 128\]"),
-    "x_hidden": ({"x": half}, ShapeError, r"x is \[3, 64\].*expected \[3, 128\]"),
+    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[3, 64\].*expected \[3, 128\]"),
     "x_too_wide": ({"x": Tensor.float}, ShapeError, "rows take 512 bytes .*expected at most 256"),
     "dtype_others": ({"x": Tensor.half}, ConfigError, "disagree on x: .*bfloat16.*, .*float16"),
     "codes_others": (
-        {"x": with_scales(ONES)},
+        {"x": with_scales(torch.ones(T, 1))},
         ConfigError,
         "disagree on x: .*bfloat16.*, .*float8",
     ),
@@ -236,8 +170,8 @@ ALONG: dict[str, Case] = {
 }
 LOW_LATENCY_DISPATCH: dict[str, Case] = {
     **spoilt("x", "topk_idx"),
-    **IDS,
-    **OTHERS,
+    **cases_of_ids(T),
+    "hidden_others": DISPATCH["hidden_others"],
     "x_columns": (
         {"x": lambda x: x[:, :0]},
         ShapeError,
@@ -288,7 +222,7 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
         r"recv_stats is \[2\] torch\.float32.*expected \[2\] torch\.int32",
     ),
     "wait_stats": (
-        {"dispatch_wait_recv_cost_stats": ONES},
+        {"dispatch_wait_recv_cost_stats": torch.ones(1)},
         NotImplementedError,
         "dispatch_wait_recv_cost_stats is not there",
     ),
@@ -365,13 +299,13 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(function: str, name: str) 
 @pytest.mark.usefixtures("compares_no_calls")
 @pytest.mark.parametrize(
     "case",
-    [] if on_gpus() else [IDS["ids_rows"], UNKNOWN_TOP_K],
+    [] if on_gpus() else [DISPATCH["ids_rows"], UNKNOWN_TOP_K],
     ids=[] if on_gpus() else ["rows", "unknown_top_k"],
 )
 def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(case: Case) -> None:
     buffer = Buffer(world())
     right = dispatch_arguments(buffer)
-    right["x"] = half(right["x"])
+    right["x"] = narrow(right["x"])
 
     def serves() -> None:
         buffer.combine(**combine_arguments(buffer))

@@ -290,9 +290,9 @@ def there_and_back(
 
 
 # Calls that are an error on every rank of GPUs.
-HEARD = (wrong_dtype, wrong_ids, wrong_ids_of_a_new_shape, unknown_top_k_of_a_new_shape)
-# Calls in which no host of a GPU reads what other ranks say: those have NaN.
-UNHEARD = (
+RAISED = (wrong_dtype, wrong_ids, wrong_ids_of_a_new_shape, unknown_top_k_of_a_new_shape)
+# Calls in which no host of a GPU reads what other ranks report: these receive NaN.
+ANSWERED_BY_NAN = (
     wrong_rows,
     wrong_cached_rows,
     too_wide_cached_rows,
@@ -305,8 +305,8 @@ UNHEARD = (
 # On CPUs every host reads, and test_v1_bad_calls.py has the cases.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("is_first_call", [False, True])
-@pytest.mark.parametrize("call", [*HEARD, *UNHEARD] if on_gpus() else [wrong_rows])
-def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
+@pytest.mark.parametrize("call", [*RAISED, *ANSWERED_BY_NAN] if on_gpus() else [wrong_rows])
+def test_what_one_rank_gets_wrong_is_reported_to_every_rank(
     call: Callable[[Buffer, Batch], Tensor], is_first_call: bool
 ) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
@@ -316,7 +316,9 @@ def test_what_one_rank_gets_wrong_is_heard_by_every_rank(
         there_and_back(buffer, batch, batch.x, batch.weights)
     # A first call opens buffers, so every host reads.
     is_read = is_first_call and call in (wrong_dtype_of_low_latency, too_many_tokens)
-    check_heard(call, buffer, batch, by_nan=on_gpus() and call in UNHEARD and not is_read)
+    check_reported(
+        call, buffer, batch, by_nan=on_gpus() and call in ANSWERED_BY_NAN and not is_read
+    )
 
 
 def with_gradients(rank: int) -> Batch:
@@ -338,7 +340,7 @@ def tensors_of(argument: object) -> list[Tensor]:
 
 @pytest.fixture
 def refuses_histories(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no tensor with a history come to a buffer: where rows travel as bytes no result tells."""
+    """Check that no buffer receives a tensor with a history, which rows sent as bytes hide."""
     opened = Ranks.open
 
     def watched(call: Callable[..., object]) -> Callable[..., object]:
@@ -425,7 +427,7 @@ def test_combine_sums_weights_over_the_ranks_of_a_token() -> None:
 
 
 def check_sums_of_weights(buffer: Buffer) -> None:
-    """Sum weights that each rank chose, also beside ids of -1, which DeepEP does not leave out."""
+    """Sum weights that each rank chose, also where ids are -1, which DeepEP does not leave out."""
     batch = Batch(buffer.rank, (32, 2, 2 * buffer.group_size))
     batch.ids[0, 1] = -1
     _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, batch.num_experts)
@@ -481,6 +483,8 @@ def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     y, _, _ = buffer.combine(along, handle)
     num_ranks = batch.dispatch(buffer)[3]
     assert torch.equal(y, batch.x * num_ranks)
+    # One SM is a channel, and all tokens are its own.
+    assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
 
 
 @pytest.mark.ranks(2)
@@ -499,10 +503,10 @@ def test_rows_along_a_handle_fit_into_its_memory() -> None:
     assert torch.equal(found_scales, rows[:, :2].float())
 
 
-def check_heard(
+def check_reported(
     call: Callable[[Buffer, Batch], Tensor], buffer: Buffer, batch: Batch, *, by_nan: bool
 ) -> None:
-    """Make a call that is wrong on rank 0, of which the others hear by NaN or by an error too."""
+    """Make a call that is wrong on rank 0: it raises, and the others raise too or receive NaN."""
     if by_nan and buffer.rank:
         assert call(buffer, batch).isnan().all()
     else:
@@ -513,18 +517,6 @@ def check_heard(
     assert torch.equal(y, batch.x * num_ranks)
     y = there_and_back(buffer, batch, batch.x, batch.weights)
     assert torch.equal(y, batch.x)
-
-
-@pytest.mark.ranks(2)
-def test_handles_are_passed_on_as_they_are() -> None:
-    buffer = Buffer(world())
-    batch = Batch(buffer.rank, (16, 2, 4))
-    rows, _, handle, _ = batch.dispatch(buffer)
-    assert len(handle) == 6
-    # One SM is a channel, and all tokens are its own.
-    assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
-    with pytest.raises(HandleError, match="handle is tuple, expected what dispatch"):
-        buffer.combine(rows, tuple(each.clone() for each in handle))
 
 
 class DispatchAndSave(torch.autograd.Function):
@@ -603,14 +595,17 @@ def test_arguments_of_branches_are_accepted_where_they_are_off() -> None:
     )
     assert torch.equal(y, batch.x)
     given = torch.ones(1, device=here())
-    for argument in ("use_nvfp4", "x_global_scale", "topk_weights"):
-        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
-            buffer.low_latency_dispatch(*arguments, **{argument: given})  # type: ignore[arg-type]
-    for argument in ("overlap", "packed_recv_count", "comp_signal", "src_signals"):
-        with pytest.raises(NotImplementedError, match=f"{argument}.* is not there"):
-            buffer.low_latency_combine(slabs, *rest, **{argument: given})  # type: ignore[arg-type]
-    y, _, _ = buffer.low_latency_combine(slabs, *rest)
-    assert torch.equal(y, batch.x)
+    for method, first, names in (
+        (buffer.low_latency_dispatch, arguments, ("use_nvfp4", "x_global_scale", "topk_weights")),
+        (
+            buffer.low_latency_combine,
+            (slabs, *rest),
+            ("overlap", "packed_recv_count", "comp_signal", "src_signals"),
+        ),
+    ):
+        for name in names:
+            with pytest.raises(NotImplementedError, match=f"{name}.* is not there"):
+                method(*first, **{name: given})  # type: ignore[arg-type]
 
 
 def test_events_work_where_there_is_no_cuda() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -268,22 +270,23 @@ def test_dispatch_refuses_what_the_real_one_refuses() -> None:
 def test_combine_refuses_what_the_real_one_refuses() -> None:
     inputs, buffer = inputs_of("low_latency_uneven", LL_H), low_latency_buffer()
     received = dispatch_low_latency(buffer, inputs, **BF16)
-    x, ids, weights, handle = received.x, inputs.ids, inputs.weights, received.handle
-    combine = buffer.low_latency_combine
-    with refused("kBFloat16"):
-        combine(x.float(), ids, weights, handle)
-    with refused(r"x.size\(1\) == num_ranks"):
-        combine(x[:, 4:].contiguous(), ids, weights, handle)
-    with refused("kFloat32"):
-        combine(x, ids, weights.double(), handle)
-    with refused("zero_copy and use_logfmt"):
-        combine(x, ids, weights, handle, use_logfmt=True, zero_copy=True)
-    with refused("use_logfmt=True is not there"):
-        combine(x, ids, weights, handle, use_logfmt=True)
-    with refused("out->size"):
-        combine(x, ids, weights, handle, out=x[0])
-    with refused("async and return_recv_hook"):
-        combine(x, ids, weights, handle, async_finish=True, return_recv_hook=True)
+    right = {
+        "x": received.x,
+        "topk_idx": inputs.ids,
+        "topk_weights": inputs.weights,
+        "handle": received.handle,
+    }
+    faults: list[tuple[str, dict[str, Any]]] = [
+        ("kBFloat16", {"x": received.x.float()}),
+        (r"x.size\(1\) == num_ranks", {"x": received.x[:, 4:].contiguous()}),
+        ("kFloat32", {"topk_weights": inputs.weights.double()}),
+        ("zero_copy and use_logfmt", {"use_logfmt": True, "zero_copy": True}),
+        ("out->size", {"out": received.x[0]}),
+        ("async and return_recv_hook", {"async_finish": True, "return_recv_hook": True}),
+    ]
+    for rule, changes in faults:
+        with refused(rule):
+            buffer.low_latency_combine(**(right | changes))
 
 
 def test_limits_may_be_switched_off() -> None:

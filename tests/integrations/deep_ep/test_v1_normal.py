@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -172,14 +174,14 @@ def test_the_next_call_on_the_stream_runs_after_what_nobody_waited_for() -> None
 
 def test_dispatch_refuses_what_the_real_one_refuses() -> None:
     inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
-    with refused(r"x.size\(1\) \* x.element_size"):
-        dispatch_normal(buffer, inputs, inputs.x[:, :4].contiguous())
-    with refused("x.is_contiguous"):
-        dispatch_normal(buffer, inputs, inputs.x.repeat(1, 2)[:, ::2])
-    with refused("x is bfloat16"):
-        dispatch_normal(buffer, inputs, inputs.x.float())
-    with refused("element_size"):
-        dispatch_normal(buffer, inputs, (inputs.x, inputs.weights.new_ones(len(inputs.x), 2)))
+    for rule, x in (
+        (r"x.size\(1\) \* x.element_size", inputs.x[:, :4].contiguous()),
+        ("x.is_contiguous", inputs.x.repeat(1, 2)[:, ::2]),
+        ("x is bfloat16", inputs.x.float()),
+        ("element_size", (inputs.x, inputs.weights.new_ones(len(inputs.x), 2))),
+    ):
+        with refused(rule):
+            dispatch_normal(buffer, inputs, x)
     with refused("previous_event"):
         dispatch_normal(buffer, inputs, allocate_on_comm_stream=True, async_finish=True)
     with refused("queues <= num_nvl_bytes"):
@@ -217,20 +219,18 @@ def test_combine_refuses_what_the_real_one_refuses() -> None:
     inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
     received = dispatch_normal(buffer, inputs)
     rows, handle = torch.zeros_like(received.x), received.handle
-    with refused("x is bfloat16"):
-        buffer.combine(rows.float(), handle)
-    with refused("src_idx.size"):
-        buffer.combine(rows[1:], handle)
-    with refused("topk_weights is float32"):
-        buffer.combine(rows, handle, topk_weights=received.weights.double())
-    with refused("== num_channels"):
-        buffer.combine(rows, handle, config=Config(6))
-    with refused("bias.size"):
-        buffer.combine(rows, handle, bias=rows.repeat(2, 1))
+    faults: list[tuple[str, dict[str, Any]]] = [
+        ("x is bfloat16", {"x": rows.float()}),
+        ("src_idx.size", {"x": rows[1:]}),
+        ("topk_weights is float32", {"topk_weights": received.weights.double()}),
+        ("== num_channels", {"config": Config(6)}),
+        ("bias.size", {"bias": rows.repeat(2, 1)}),
+    ]
+    for rule, changes in faults:
+        with refused(rule):
+            buffer.combine(**{"x": rows, "handle": handle, **changes})
     with refused("one host"):
         buffer.internode_combine(rows, handle)
-    with refused("one host"):
-        buffer.internode_dispatch(inputs.x)
 
 
 def test_construction_and_modes_refuse_what_the_real_ones_refuse() -> None:

@@ -18,9 +18,9 @@ from epcomm.errors import CapacityError, EPError
 from epcomm.integrations.deep_ep import Buffer, ranks
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.test_v1_calls import (
-    HEARD,
+    RAISED,
     Batch,
-    check_heard,
+    check_reported,
     check_sums_of_weights,
     too_many_tokens,
     too_many_tokens_of_a_new_shape,
@@ -66,7 +66,7 @@ CLASSES = {
 
 @pytest.fixture(autouse=True)
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
+    """Open the buffers of GPUs on CPU ranks, where an interpreter runs their kernels."""
     if not on_gpus():
         monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, service: CLASSES[service])
 
@@ -128,7 +128,7 @@ def test_combine_sums_weights_over_the_ranks_of_a_token() -> None:
 
 @pytest.fixture
 def host_reads(over_nvlink: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Take static sizes on CPU ranks too; what the host asks of other ranks is listed."""
+    """Use static sizes on CPU ranks too, and list what the host reads from other ranks."""
     asked: list[str] = []
     if not on_gpus():
         monkeypatch.setattr(ranks.Ranks, "has", lambda self, service: True)
@@ -182,7 +182,7 @@ def test_worst_case_rows_need_no_host(case: str, host_reads: list[str]) -> None:
 
 @pytest.fixture(params=[False] if on_gpus() else [True, False])
 def reads_faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Let hosts read faults of static sizes at once or, as those of GPUs, never."""
+    """Return whether hosts read faults of static sizes in the call; those of GPUs do not."""
     monkeypatch.setattr(ranks.Ranks, "reads_faults", request.param)
     return request.param
 
@@ -192,7 +192,7 @@ def reads_faults(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     [(4, False), (7, False), (4, True)],
     ids=["for a sender", "for a receiver", "for a sender, new"],
 )
-def test_more_than_the_worst_case_is_heard_everywhere(
+def test_more_than_the_worst_case_is_reported_everywhere(
     too_small: int, is_new: bool, reads_faults: bool, host_reads: list[str]
 ) -> None:
     inputs, buffer = inputs_of("normal_uneven", H), Buffer(world())
@@ -273,7 +273,7 @@ def test_a_call_that_one_rank_refuses_leaves_no_other_waiting(
     batch = Batch(buffer.rank, (32, 2, 4))
     batch.dispatch(buffer)
     low_latency(buffer, batch, batch.x, batch.weights)
-    check_heard(call, buffer, batch, by_nan=call not in HEARD)
+    check_reported(call, buffer, batch, by_nan=call not in RAISED)
 
 
 @pytest.mark.ranks(2)

@@ -16,12 +16,16 @@ from tests.integrations.deep_ep.bad_calls import (
     UNKNOWN_TOP_K,
     Arguments,
     Case,
+    cases_of_dispatch,
     check_case,
     check_cases,
     check_refused,
     check_wrong_ids_of_a_new_shape,
     compares_no_calls,
+    cut,
+    narrow,
     spoilt,
+    with_scales,
 )
 from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of
 
@@ -57,31 +61,17 @@ class Batch:
         return own | options
 
 
-def cut(tensor: Tensor) -> Tensor:
-    return tensor[1:]
-
-
-def narrow(tensor: Tensor) -> Tensor:
-    return tensor[:, : tensor.shape[1] // 2].contiguous()
-
-
-def codes(x: Tensor, num_scales: int = 2) -> tuple[Tensor, Tensor]:
-    """Return x as FP8 with scales."""
-    return x.to(torch.float8_e4m3fn), torch.ones(len(x), num_scales)
-
-
 def many(tensor: Tensor) -> Tensor:
     return tensor[:1].repeat(MAX_TOKENS + 1, 1)
 
 
 BIAS = torch.zeros(4, HIDDEN).bfloat16()
-X_QUANTIZED_ALONE = {"x": lambda x: x.to(torch.float8_e4m3fn)}
 LIMIT = "num_max_tokens_per_rank"
 
 LAUNCH: dict[str, Case] = {
     "sms_of_text": ({"num_sms": "a"}, ConfigError, "num_sms is 'a', expected an integer of at l"),
     "queues_below_zero": ({"num_qps": -1}, ConfigError, "num_qps is -1, expected"),
-    "event_of_int": ({"previous_event": 3}, ConfigError, "previous_event is int, expected Event"),
+    "event_number": ({"previous_event": 3}, ConfigError, "previous_event is int, expected Event"),
     "second_event": (
         {"previous_event_before_epilogue": 3},
         ConfigError,
@@ -95,44 +85,11 @@ WEIGHTS_MISSING: Case = (
 )
 DISPATCHES: dict[str, Case] = {
     **LAUNCH,
-    **spoilt("x", "topk_idx", optional=("topk_weights",)),
+    **cases_of_dispatch(4, HIDDEN),
+    **spoilt(optional=("topk_weights",)),
     "limit_of_63_bits": ({LIMIT: 2**62}, ConfigError, f"{LIMIT} is {2**62}, expected a positive"),
-    "x_tuple_of_one": ({"x": (BIAS,)}, ShapeError, r"x is tuple, expected \[any, any\]"),
     "x_float16": ({"x": Tensor.half}, ShapeError, r"x is .*float16 on cpu, expected .*bfloat16"),
-    "x_codes_alone": (X_QUANTIZED_ALONE, ShapeError, "x is .*float8_e4m3fn on cpu, expected .*bfl"),
-    "x_bfloat16_with_scales": (
-        {"x": lambda x: (x, codes(x)[1])},
-        ShapeError,
-        r"x is .*bfloat16 on cpu, expected .*float8_e4m3fn",
-    ),
-    "scales_of_two_bytes": (
-        {"x": lambda x: (codes(x)[0], codes(x)[1].half())},
-        ShapeError,
-        r"x\[1\] is \[4, 2\] torch.float16 .*expected \[4, any\] torch.float32 or",
-    ),
-    "scales_of_other_rows": (
-        {"x": lambda x: (codes(x)[0], codes(x)[1][1:])},
-        ShapeError,
-        r"x\[1\] is \[3, 2\] .*expected \[4, any\]",
-    ),
-    "scales_of_no_block": (
-        {"x": lambda x: codes(x, num_scales=0)},
-        ShapeError,
-        "0 scales for 256 columns, expected blocks",
-    ),
     "topk_idx_int32": ({"topk_idx": Tensor.int}, ShapeError, "topk_idx is .*int32.*expected .*64"),
-    "topk_idx_rows": ({"topk_idx": cut}, ShapeError, r"topk_idx is \[3, 2\].*expected \[4, any\]"),
-    "topk_idx_too_large": (
-        {"topk_idx": lambda ids: ids + NUM_EXPERTS},
-        ShapeError,
-        "topk_idx holds 7, expected -1 or 0 to 3",
-    ),
-    "topk_idx_below_minus_one": (
-        {"topk_idx": lambda ids: ids - NUM_EXPERTS},
-        ShapeError,
-        "topk_idx holds -4, expected -1 or 0 to 3",
-    ),
-    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[4, 1\].*\[4, 2\]"),
     "weights_missing": WEIGHTS_MISSING,
     "experts_no_multiple": ({"num_experts": 5}, ConfigError, "num_experts is 5, expected a multip"),
     "experts_none": ({"num_experts": None}, ConfigError, "num_experts is None, expected a multip"),
@@ -168,17 +125,6 @@ DISPATCHES: dict[str, Case] = {
         ConfigError,
         "disagree on do_expand: false on rank 0, true on rank 1",
     ),
-    "hidden_others": ({"x": narrow}, ConfigError, "disagree on hidden_size: 256 on rank 0, 128 on"),
-    "top_k_others": (
-        {"topk_idx": narrow, "topk_weights": narrow},
-        ConfigError,
-        "disagree on top_k: 2 on rank 0, 1 on rank 1",
-    ),
-    "dtype_others": (
-        {"x": codes},
-        ConfigError,
-        "disagree on dispatch_format: .*bf16.*, .*fp8.* on",
-    ),
     "handle_of_nothing": (
         {"handle": (3,), "topk_idx": None},
         HandleError,
@@ -186,7 +132,7 @@ DISPATCHES: dict[str, Case] = {
     ),
 }
 # Wrong calls that ranks find in different exchanges, where no call was made before.
-FIRST = ("event_of_int", "x none", "too_many_tokens", "hidden_others", "handle_of_nothing")
+FIRST = ("event_number", "x none", "too_many_tokens", "hidden_others", "handle_of_nothing")
 
 ALONG: dict[str, Case] = {
     **LAUNCH,
@@ -203,7 +149,7 @@ ALONG: dict[str, Case] = {
     "x_rows": ({"x": cut}, ShapeError, r"x is \[3, 256\].*expected \[4, 256\]"),
     "x_hidden": ({"x": narrow}, ShapeError, r"x is \[4, 128\].*expected \[4, 256\]"),
     "x_quantized_alone": (
-        {"x": codes},
+        {"x": with_scales(torch.ones(4, 1))},
         ConfigError,
         r"disagree on x: .*256\] torch.bfloat16.* on rank 0, .*float8_e4m3fn.* on rank 1",
     ),
@@ -289,7 +235,7 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(
 @pytest.mark.parametrize("do_cpu_sync", [True, False])
 @pytest.mark.parametrize(
     "case",
-    [DISPATCHES["topk_idx_int32"], DISPATCHES["topk_idx_rows"], UNKNOWN_TOP_K],
+    [DISPATCHES["topk_idx_int32"], DISPATCHES["ids_rows"], UNKNOWN_TOP_K],
     ids=["dtype", "rows", "unknown_top_k"],
 )
 def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(

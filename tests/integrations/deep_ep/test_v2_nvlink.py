@@ -21,7 +21,7 @@ CLASSES = {Service.NORMAL: "NVLinkBuffer", Service.STATIC: "NVLinkStaticBuffer"}
 
 @pytest.fixture(autouse=True)
 def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the buffers of GPUs on CPU ranks too, where an interpreter runs their kernels."""
+    """Open the buffers of GPUs on CPU ranks, where an interpreter runs their kernels."""
     if not on_gpus():
         monkeypatch.setattr(Ranks, "_choose", lambda self, service: CLASSES[service])
 

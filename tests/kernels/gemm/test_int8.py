@@ -34,6 +34,7 @@ pytest.importorskip("triton")
 from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8, tile_rows_for
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.rows.launch import _prepared
 
 # The interpreter divides by zero where the kernel then discards the quotient.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
@@ -418,6 +419,8 @@ def test_kernels_are_launched_on_the_device_of_their_rows(
 ) -> None:
     dispatched = record(CASES[0], HIDDEN, INT8_PER_TOKEN, device)
     entered = record_devices(monkeypatch)
+    # On a GPU, a kernel that was launched before is not launched by Triton again.
+    _prepared.cache_clear()
     Int8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
     assert entered == [device] * 3
 

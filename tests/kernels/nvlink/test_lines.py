@@ -6,6 +6,7 @@ A process plays all ranks, one after another: every line is there before it is w
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,14 +18,20 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels import launch
-from epcomm.kernels.nvlink import ll_combine, ll_dispatch_recv
+from epcomm.kernels.nvlink import ll_combine
 from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, SlabMemory
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
 from epcomm.kernels.nvlink.lines import dispatch_unpack
-from epcomm.kernels.nvlink.ll_dispatch_header import PLAIN
-from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
 from epcomm.protocol import Wait
-from tests.kernels.nvlink.test_ll_kernels import HIDDEN, MAX_TOKENS, Rank, make_ranks
+from tests.kernels.nvlink.test_ll_kernels import (
+    HIDDEN,
+    MAX_TOKENS,
+    Rank,
+    combine,
+    make_ranks,
+    receive,
+    send,
+)
 
 
 @triton.jit
@@ -66,44 +73,7 @@ def test_line_holds_the_bytes_of_its_elements_and_the_epoch(
         assert torch.equal(back.view(torch.uint8), raw)
 
 
-def send(rank: Rank, ids: list[list[int]], weights: list[list[float]]) -> Tensor:
-    """Tokens of distinct elements; returns them."""
-    device = rank.block.device
-    begin = 1 + 100 * rank.exchange.peers.rank
-    x = torch.arange(begin, begin + len(ids) * HIDDEN, device=device).view(-1, HIDDEN)
-    x = x.to(torch.bfloat16)
-    send_dispatch(
-        rank.exchange,
-        x,
-        torch.tensor(ids, device=device).view(-1, 2),
-        torch.tensor(weights, dtype=torch.float32, device=device).view(-1, 2),
-        rank.is_sent,
-        status=0,
-        batch=0,
-        is_captured=False,
-        kind=PLAIN,
-        scale_block=HIDDEN,
-        profile="rint127",
-        in_lines=True,
-    )
-    return x
-
-
-def receive(rank: Rank) -> tuple[Tensor, Tensor]:
-    """Returns slots_of_row and the counts of experts."""
-    integers = [torch.full((8,), 77, dtype=torch.int32, device=rank.block.device) for _ in range(4)]
-    slots_of_row = integers[1].view(4, 2)
-    ll_dispatch_recv.receive_dispatch(
-        rank.exchange,
-        integers[0],
-        slots_of_row,
-        torch.zeros(8, device=rank.block.device),
-        integers[2],
-        integers[3],
-        expert_alignment=1,
-        is_captured=False,
-    )
-    return slots_of_row, integers[2][:2]
+send_lines = partial(send, in_lines=True)
 
 
 def received_rows(rank: Rank) -> Tensor:
@@ -112,20 +82,20 @@ def received_rows(rank: Rank) -> Tensor:
 
 def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None:
     ranks = make_ranks(2, device)
-    x = send(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
+    x = send_lines(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
     # No token, and still a header for each rank.
-    send(ranks[0], [], [])
+    send_lines(ranks[0], [], [])
     # Two tokens in lines; none in lines.
     assert [rank.lines("header_lines")[:4:2] for rank in ranks] == [[(1, 1), (5, 1)]] * 2
     for name in ("arrived_metadata", "arrived_rows"):
         assert not any(rank.region(name, torch.int32).any() for rank in ranks), "no signals"
-    slots, counts = receive(ranks[1])
-    assert counts.tolist() == [0, 2]
-    assert slots.tolist() == [[-1, -1], [-1, -1], [-1, 0], [1, -1]]
+    index = receive(ranks[1])
+    assert index.counts.tolist() == [0, 2]
+    assert index.slots_of_row.tolist() == [[-1, -1], [-1, -1], [-1, 0], [1, -1]]
     assert torch.equal(received_rows(ranks[1])[2:], x)
     # Rank 0 has no expert of the second token, whose row did not travel.
-    slots, counts = receive(ranks[0])
-    assert (slots[2].tolist(), counts.tolist()) == ([0, -1], [1, 0])
+    index = receive(ranks[0])
+    assert (index.slots_of_row[2].tolist(), index.counts.tolist()) == ([0, -1], [1, 0])
     assert torch.equal(received_rows(ranks[0])[2], x[0])
     assert not received_rows(ranks[0])[3].any()
     assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
@@ -141,26 +111,16 @@ def test_unpacking_ends_at_the_tokens_of_each_source(
 ) -> None:
     looks, is_waiting = [], dispatch_unpack.is_waiting
     ranks = make_ranks(2, device, max_tokens=8, line_tokens=8)
-    send(ranks[0], [[0, 3]], [[1, 1]])
-    x = send(ranks[1], [[0, 3]] * 3, [[1, 1]] * 3)
+    send_lines(ranks[0], [[0, 3]], [[1, 1]])
+    x = send_lines(ranks[1], [[0, 3]] * 3, [[1, 1]] * 3)
 
     def noted(late: Any, polls_left: Any) -> Any:  # noqa: ANN401
         looks.append(None)
         return is_waiting(late, polls_left)
 
     monkeypatch.setattr(dispatch_unpack, "is_waiting", noted)
-    slots_of_row, counts, first, row_of_slot = torch.full((4, 64), 77, dtype=torch.int32)
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        row_of_slot,
-        slots_of_row[:32].view(16, 2),
-        torch.zeros(64),
-        counts,
-        first,
-        expert_alignment=1,
-        is_captured=False,
-    )
-    assert counts[:2].tolist() == [4, 0]
+    index = receive(ranks[0])
+    assert index.counts.tolist() == [4, 0]
     rows = ranks[0].region("data", torch.bfloat16)[: 16 * HIDDEN].view(16, HIDDEN)
     assert torch.equal(rows[8:11], x)
     # Two questions a row, for 4 of the 16 rows of which there are lines.
@@ -181,17 +141,17 @@ def test_each_part_of_a_source_has_as_many_programs(
 
 def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
     ranks = make_ranks(2, device)
-    send(ranks[1], [[0, 3]], [[0.6, 0.4]])
-    send(ranks[0], [], [])
+    send_lines(ranks[1], [[0, 3]], [[0.6, 0.4]])
+    send_lines(ranks[0], [], [])
     # The second line of the row, of the last batch.
     layout = ranks[0].layout
     lines = ranks[0].region("row_lines", torch.int64)
     place = layout.line_tokens * layout.row_lines + layout.data_lines_at + 1
     lines[place] = 5
-    _, counts = receive(ranks[0])
+    index = receive(ranks[0])
     phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
     assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
-    assert counts.tolist() == [0, 0], "what has not come is not handed out"
+    assert index.counts.tolist() == [0, 0], "what has not come is not handed out"
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
 
 
@@ -208,9 +168,7 @@ def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
         if number != 1:
             slots_of_row[MAX_TOKENS + 1, 0] = 4
             rows[4] = torch.arange(HIDDEN, device=device) + 10 * number
-        ll_combine.send_combine(
-            rank.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
-        )
+        combine(rank, rows, slots_of_row)
         assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
     assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
     y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
@@ -223,8 +181,8 @@ def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
     expert: int, device: torch.device
 ) -> None:
     receiver, sender = make_ranks(2, device)
-    send(receiver, [], [])
-    send(sender, [[0, 3]], [[0.6, 0.4]])
+    send_lines(receiver, [], [])
+    send_lines(sender, [[0, 3]], [[0.6, 0.4]])
     layout = receiver.layout
     lines = receiver.region("row_lines", torch.int32).view(-1, 2)
     lines[layout.line_tokens * layout.row_lines, 0] = expert
@@ -232,21 +190,5 @@ def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
     memory = torch.full(
         (4 * num_slots, layout.data_bytes // 4), 77, dtype=torch.int32, device=device
     )
-    slots_of_row, counts, first = torch.full((3, 8), 77, dtype=torch.int32, device=device)
-    ll_dispatch_recv.receive_dispatch(
-        receiver.exchange,
-        None,
-        slots_of_row.view(4, 2),
-        torch.zeros(8, device=device),
-        counts,
-        first,
-        expert_alignment=1,
-        is_captured=False,
-        slabs=SlabMemory(
-            data=memory[:num_slots],
-            scales=None,
-            token_of_slot=None,
-            source_ranges=None,
-        ),
-    )
+    receive(receiver, SlabMemory(data=memory[:num_slots]))
     assert (memory == 77).all()

@@ -30,6 +30,7 @@ from epcomm.kernels.nvlink import (
 )
 from epcomm.kernels.nvlink.common.exchange import (
     METADATA_ARRIVALS,
+    NO_SLABS,
     SOURCES_AT,
     SUM_ARRIVALS,
     LowLatencyExchange,
@@ -39,7 +40,6 @@ from epcomm.kernels.nvlink.common.exchange import (
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
-from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
 
@@ -97,8 +97,10 @@ def make_ranks(
 ) -> list[Rank]:
     spec = replace(spec_of(top_k, max_tokens), returns_slots=returns_slots)
     layout = low_latency_layout(spec, world_size, 1, line_tokens)
+    # Shared, because an interpreter computes in int32 with addresses below 2**31, as of a heap.
     blocks = [
-        torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(world_size)
+        torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device).share_memory_()
+        for _ in range(world_size)
     ]
     addresses = [block.data_ptr() for block in blocks]
     return [
@@ -131,10 +133,11 @@ def make_ranks(
 def send(
     rank: Rank, ids: list[list[int]], weights: list[list[float]], *, in_lines: bool = False
 ) -> Tensor:
-    """Tokens of 1, 2, ... (rank + 1) times 10 each; returns them."""
+    """Tokens of distinct elements; returns them."""
     device = rank.block.device
-    values = torch.arange(1, len(ids) + 1, device=device) * 10 * (rank.exchange.peers.rank + 1)
-    x = values.unsqueeze(1).expand(-1, HIDDEN).to(torch.bfloat16).contiguous()
+    begin = 1 + 100 * rank.exchange.peers.rank
+    x = torch.arange(begin, begin + len(ids) * HIDDEN, device=device).view(-1, HIDDEN)
+    x = x.to(torch.bfloat16)
     ll_dispatch_send.send_dispatch(
         rank.exchange,
         x,
@@ -177,20 +180,50 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
 
 
-def receive(rank: Rank) -> list[Tensor]:
-    """Receive; return row_of_slot, slots_of_row, counts and first slots, 77 where not written."""
-    index = [torch.full((8,), 77, dtype=torch.int32, device=rank.block.device) for _ in range(4)]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Index:
+    """What a receiver writes, 77 where it writes nothing; `memory` of row_of_slot has a guard."""
+
+    memory: Tensor
+    slots_of_row: Tensor
+    weights: Tensor
+    counts: Tensor
+    first: Tensor
+
+
+def receive(rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8) -> Index:
+    """Receive with an index of num_slots slots, or with slabs."""
+    layout = rank.layout
+
+    def integers(size: int) -> Tensor:
+        return torch.full((size,), 77, dtype=torch.int32, device=rank.block.device)
+
+    index = Index(
+        memory=integers(2 * layout.num_rows * layout.top_k),
+        slots_of_row=integers(layout.num_rows * layout.top_k).view(-1, layout.top_k),
+        weights=integers(2 * layout.num_rows * layout.top_k).float(),
+        counts=integers(2),
+        first=integers(3),
+    )
     ll_dispatch_recv.receive_dispatch(
         rank.exchange,
-        index[0],
-        index[1].view(4, 2),
-        torch.zeros(8, device=rank.block.device),
-        index[2],
-        index[3],
+        index.memory[:num_slots] if slabs.data is None else None,
+        index.slots_of_row,
+        index.weights[:num_slots],
+        index.counts,
+        index.first,
         expert_alignment=1,
         is_captured=False,
+        slabs=slabs,
     )
     return index
+
+
+def combine(rank: Rank, rows: Tensor, slots_of_row: Tensor, weights: Tensor | None = None) -> None:
+    """Send the results of a rank."""
+    ll_combine.send_combine(
+        rank.exchange, rows, weights, slots_of_row, per_row=False, batch=0, status=0
+    )
 
 
 def arrivals_of(rank: Rank) -> list[int]:
@@ -244,9 +277,7 @@ def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None
     slots_of_row = torch.full((4, 2), -1, dtype=torch.int32, device=device)
     slots_of_row[:3, 0] = torch.tensor([2, 0, 1], device=device)
     rows = torch.arange(3 * HIDDEN, device=device).view(3, HIDDEN).to(torch.bfloat16)
-    ll_combine.send_combine(
-        sender.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
-    )
+    combine(sender, rows, slots_of_row)
     home = sender.region("returned", torch.bfloat16)[: 2 * HIDDEN].view(2, HIDDEN)
     assert torch.equal(home, rows[[2, 0]])
     words = [word for word, epoch in ranks[1].lines("sum_lines") if epoch == 1]
@@ -264,27 +295,13 @@ def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> Non
     send(ranks[0], [[0, -1]], [[1, 0]])
     send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
 
-    def integers(*shape: int) -> Tensor:
-        return torch.full(shape, 77, dtype=torch.int32, device=device)
-
-    row_of_slot, slots_of_row, counts, first = integers(8), integers(4, 2), integers(2), integers(3)
-    slot_weights = torch.full((8,), float("nan"), device=device)
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        row_of_slot,
-        slots_of_row,
-        slot_weights,
-        counts,
-        first,
-        expert_alignment=1,
-        is_captured=False,
-    )
-    assert counts.tolist() == [2, 2]
-    assert first.tolist() == [0, 2, 4]
+    index = receive(ranks[0])
+    assert index.counts.tolist() == [2, 2]
+    assert index.first.tolist() == [0, 2, 4]
     # Rows of rank 1 begin at M.
-    assert row_of_slot.tolist() == [0, 2, 2, 3, -1, -1, -1, -1]
-    assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 2], [3, -1]]
-    assert slot_weights[:4].tolist() == [1, 0.5, 2, 4]
+    assert index.memory[:8].tolist() == [0, 2, 2, 3, -1, -1, -1, -1]
+    assert index.slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 2], [3, -1]]
+    assert index.weights[:4].tolist() == [1, 0.5, 2, 4]
 
 
 def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) -> None:
@@ -294,9 +311,9 @@ def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) 
     # The first entry of the row from rank 1 names expert 2, but rank 0 has two experts.
     metadata = ranks[0].region("metadata", torch.int32)
     metadata[MAX_TOKENS * 3 * ranks[0].layout.metadata_words] = 2
-    row_of_slot, slots_of_row, _, _ = receive(ranks[0])
-    assert slots_of_row.view(4, 2).tolist() == [[0, 2], [-1, -1], [-1, 3], [-1, -1]]
-    assert row_of_slot[[0, 2, 3]].tolist() == [0, 0, 2]
+    index = receive(ranks[0])
+    assert index.slots_of_row.tolist() == [[0, 2], [-1, -1], [-1, 3], [-1, -1]]
+    assert index.memory[[0, 2, 3]].tolist() == [0, 0, 2]
 
 
 def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> None:
@@ -304,39 +321,22 @@ def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> 
     x = send(ranks[0], [[0, -1]], [[1, 0]])
     theirs = send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
 
-    def integers(*shape: int) -> Tensor:
-        return torch.full(shape, 77, dtype=torch.int32, device=device)
-
-    slots_of_row, counts, first = integers(4, 2), integers(2), integers(3)
-    slot_weights = torch.full((8,), float("nan"), device=device)
     slab = torch.full((8, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
     slabs = SlabMemory(
         data=slab.view(torch.int32),
         scales=None,
-        token_of_slot=integers(8),
+        token_of_slot=torch.full((8,), 77, dtype=torch.int32, device=device),
         source_ranges=torch.full((2, 2), 77, device=device),
     )
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        None,
-        slots_of_row,
-        slot_weights,
-        counts,
-        first,
-        expert_alignment=1,
-        is_captured=False,
-        slabs=slabs,
-    )
-    assert counts.tolist() == [2, 2]
-    assert first.tolist() == [0, 4, 8]
-    assert slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 4], [5, -1]]
+    index = receive(ranks[0], slabs)
+    assert index.counts.tolist() == [2, 2]
+    assert index.first.tolist() == [0, 4, 8]
+    assert index.slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 4], [5, -1]]
     used = [0, 1, 4, 5]
-    assert slot_weights[used].tolist() == [1, 0.5, 2, 4]
+    assert index.weights[used].tolist() == [1, 0.5, 2, 4]
     assert torch.equal(slab[used], torch.cat([x, theirs[:1], theirs]))
     assert slab[[2, 3, 6, 7]].isnan().all()
-    assert slabs.token_of_slot is not None
     assert slabs.token_of_slot.tolist() == [0, 0, 77, 77, 0, 1, 77, 77]
-    assert slabs.source_ranges is not None
     # Expert 0 has a slot of each rank, expert 1 two of rank 1.
     assert slabs.source_ranges.tolist() == [[1, 2**32 + 1], [0, 2]]
 
@@ -352,9 +352,7 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     rows[5], rows[2] = 10, 2
     home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     home.fill_(float("nan"))
-    ll_combine.send_combine(
-        sender.exchange, rows, None, slots_of_row, per_row=False, batch=0, status=0
-    )
+    combine(sender, rows, slots_of_row)
     # Those of token 1 of rank 1, from rank 0.
     assert torch.equal(home[[3, 5]], rows[[5, 2]])
     assert home[[0, 1, 2, 4]].isnan().all()
@@ -382,9 +380,7 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     rows[5, :2] = torch.tensor([10.0, 1.0], device=device)
     rows[2, :2] = torch.tensor([2.0, 3.0], device=device)
     weights = torch.tensor([0, 0, 2, 0, 0, 0.5], device=device)
-    ll_combine.send_combine(
-        sender.exchange, rows, weights, slots_of_row, per_row=False, batch=0, status=0
-    )
+    combine(sender, rows, slots_of_row, weights)
     # Token 1 of rank 1, from rank 0.
     home = ranks[1].region("returned", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
     assert home[1, :2].tolist() == [9, 6.5]
@@ -443,24 +439,8 @@ def test_sums_are_given_memory_before_they_are_sent(
         buffer._kernels = ll_launchers
         buffer._spec = spec_of(2, MAX_TOKENS)
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
-        integers = torch.zeros(8, dtype=torch.int32, device=device)
-        index = SlotIndex(
-            row_of_slot=integers,
-            slots_of_row=integers.view(4, 2),
-            num_tokens_per_expert=integers[:2],
-            first_slot=integers[:3],
-            host_num_tokens_per_expert=None,
-            expert_alignment=1,
-        )
-        receive_buffer = ReceiveBuffer(
-            exchange=rank.exchange,
-            rows=WireTensor(data=rows, format=BF16),
-            row_of_slot=integers,
-            slots_of_row=integers.view(4, 2),
-            index=index,
-            slot_weights=torch.zeros(8, device=device),
-            is_sent=rank.is_sent,
-        )
+        received = WireTensor(data=rows, format=BF16)
+        receive_buffer = ReceiveBuffer.of(rank.exchange.peers, 0, received, 8, 1)
         # As a caller may give them: a column of something.
         weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
@@ -477,7 +457,7 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     index = receive(ranks[0])
     phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
     assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
-    assert index[2][:2].tolist() == [0, 0]
+    assert index.counts.tolist() == [0, 0]
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
     assert decode_abort(513) == (0, [1])
     # Rank 1 only notes who gave up on whom, and sends nothing.
@@ -501,8 +481,8 @@ def test_nothing_is_handed_out_where_one_program_alone_has_timed_out(
     )
     index = receive(ranks[0])
     assert ranks[0].exchange.peers.report[:1].tolist() == [Wait.DISPATCH]
-    assert index[2][:2].tolist() == [0, 0]
-    assert index[3][:3].tolist() == [0, 0, 0]
+    assert index.counts.tolist() == [0, 0]
+    assert index.first.tolist() == [0, 0, 0]
 
 
 def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.device) -> None:
@@ -536,33 +516,16 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
         send(rank, [[0, 0], [0, 0]], [[1, 2], [3, 4]])
     # Eight entries of one expert; the index has three slots, and behind it is a guard.
     num_slots = 3
-
-    def guarded(dtype: torch.dtype) -> Tensor:
-        return torch.full((16,), 77, dtype=dtype, device=device)
-
-    row_of_slot, weights = guarded(torch.int32), guarded(torch.float32)
-    slots_of_row, counts, first = guarded(torch.int32), guarded(torch.int32), guarded(torch.int32)
-    ll_dispatch_recv.receive_dispatch(
-        ranks[0].exchange,
-        row_of_slot[:num_slots],
-        slots_of_row[:8].view(4, 2),
-        weights[:num_slots],
-        counts,
-        first,
-        expert_alignment=1,
-        is_captured=False,
-    )
-    for memory in (row_of_slot, weights):
+    index = receive(ranks[0], num_slots=num_slots)
+    for memory in (index.memory, index.weights):
         assert (memory[num_slots:] == 77).all()
-    assert row_of_slot[:num_slots].tolist() == [-1] * num_slots
-    assert slots_of_row[:8].tolist() == [-1] * 8
-    assert counts[:2].tolist() == first[:2].tolist() == [0, 0]
+    assert index.memory[:num_slots].tolist() == [-1] * num_slots
+    assert index.slots_of_row.tolist() == [[-1] * 2] * 4
+    assert index.counts.tolist() == index.first[:2].tolist() == [0, 0]
     # Nobody knows of it yet; the combine of this rank says what it needs.
     assert not ranks[0].exchange.peers.faults.any()
     rows = torch.zeros(num_slots, HIDDEN, dtype=torch.bfloat16, device=device)
-    ll_combine.send_combine(
-        ranks[0].exchange, rows, None, slots_of_row[:8].view(4, 2), per_row=False, batch=0, status=0
-    )
+    combine(ranks[0], rows, index.slots_of_row)
     for rank in ranks:
         assert rank.lines("combined_lines")[0] == (FaultCode.OVERFLOW + (8 << FLAGS_SHIFT), 1)
     receiver = ranks[1]

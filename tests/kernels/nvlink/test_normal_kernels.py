@@ -19,7 +19,15 @@ from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
 from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, NormalExchange
-from epcomm.protocol import HEADER_WORDS, BatchFlags, FaultCode, Wait, pack_status
+from epcomm.protocol import (
+    HEADER_WORDS,
+    REPORT_EPOCH,
+    REPORT_WAIT,
+    BatchFlags,
+    FaultCode,
+    Wait,
+    pack_status,
+)
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 
@@ -149,7 +157,8 @@ def test_index_is_emptied_where_rows_do_not_come(device: torch.device) -> None:
     rank.receive_signals(rows_ready=NUM_BLOCKS - 1)
     rank.receive_header([0, 1, 1, 0, 1, 0])
     parts = rank.dispatch(2)
-    assert rank.peers.report[0] in (Wait.ROWS, Wait.DISPATCH_BEGIN)
+    assert rank.peers.report[REPORT_WAIT] in (Wait.ROWS, Wait.DISPATCH_BEGIN)
+    assert rank.peers.report[REPORT_EPOCH] == 1, "of dispatches, not of their blocks"
     assert rank.theirs[0] != 0, "the other rank is aborted"
     assert parts.arrivals.has_failed[0] == 1
     assert values(parts.index.num_tokens_per_expert) == [0]

@@ -18,15 +18,12 @@ import torch
 pytest.importorskip("triton")
 
 from tests.kernels.nvlink.host_cuda import compiler
-from tests.kernels.nvlink.test_normal_protocol import Fault
+from tests.kernels.nvlink.test_normal_protocol import FAULTS
 
 REPOSITORY = Path(__file__).parents[3]
 # Its exit status if it has reported a race.
 HAS_RACE = 66
-UNORDERED_ACQUIRE = Fault(
-    old="is_behind<EXACT>(acquired(word), wanted));\n    __syncwarp();",
-    new="is_behind<EXACT>(acquired(word), wanted));",
-)
+UNORDERED_RELEASE = FAULTS["helpers do not meet before counts are signalled"]
 
 
 def sanitizer() -> Path | None:
@@ -68,9 +65,7 @@ def test_kernels_have_no_races() -> None:
     assert found.returncode == 0, found.stderr
 
 
-def test_lanes_that_load_what_another_has_acquired_meet_first() -> None:
-    source = (REPOSITORY / "epcomm/kernels/nvlink/normal/peers.cu").read_text()
-    assert UNORDERED_ACQUIRE.old in source
-    found = run_watched(UNORDERED_ACQUIRE.old, UNORDERED_ACQUIRE.new)
+def test_helpers_meet_before_one_warp_releases_what_all_have_stored() -> None:
+    found = run_watched(UNORDERED_RELEASE.old, UNORDERED_RELEASE.new)
     assert found.returncode == HAS_RACE, found.stderr
     assert "data race" in found.stderr

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from epcomm import ConfigError
 from epcomm.platforms.ascend.formats import ACL_FORMAT_NZ, alignment_reasons, to_nz
 from fakes.ascend import registry
-from fakes.ascend.formats import as_nd, format_of
+from fakes.ascend.formats import as_nd, format_of, nz_pack
+from tests.cases.fuseep_checkpoint import GOLDEN, assert_golden
+from tests.cases.fuseep_formats import device_that_keeps
 
 
 @pytest.mark.parametrize(
@@ -47,3 +50,24 @@ def test_a_view_becomes_a_tiled_copy_and_stays_as_it_is() -> None:
     assert not tiled.requires_grad
     assert torch.equal(as_nd("test", tiled), before.transpose(1, 2))
     assert torch.equal(stored, before)
+
+
+def test_overhanging_tiles_are_the_golden_ones() -> None:
+    golden = GOLDEN["nz_unaligned"]
+    row, column = torch.arange(50)[:, None], torch.arange(70)
+    matrix = ((7 * row + 3 * column) % 255 - 127).to(torch.int8)
+    assert_golden(matrix, golden["in"])
+    assert_golden(nz_pack(matrix), golden["storage"])
+
+
+def test_a_device_that_stays_row_major_is_an_error_that_names_the_setting() -> None:
+    registry.register()
+    matrices = torch.ones(16, 32, dtype=torch.int8)
+    with device_that_keeps(allows_nz=True):
+        assert format_of(to_nz(matrices)) == ACL_FORMAT_NZ
+    message = (
+        r"weights on cpu have format 2, expected 29 \(NZ\); "
+        r"set torch.npu.config.allow_internal_format = True"
+    )
+    with device_that_keeps(allows_nz=False), pytest.raises(ConfigError, match=message):
+        to_nz(matrices)

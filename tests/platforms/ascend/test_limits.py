@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from epcomm import WireFormat
-from epcomm.buffers.ascend.base import AscendBuffer
+from epcomm.buffers.ascend.packed import AscendBuffer
 from epcomm.platforms.ascend.chip import Soc, current_soc, device_name, soc_of
 from epcomm.platforms.ascend.environment import (
     Rounds,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.buffers.deep_ep.rows import low_latency_bytes
 from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Absent, Check
 from epcomm.integrations.deep_ep.events import CommStream, EventHandle, EventOverlap
@@ -26,7 +27,7 @@ from epcomm.integrations.deep_ep.normal import (
     sum_of_biases,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
-from epcomm.integrations.deep_ep.v1.config import Config, low_latency_bytes
+from epcomm.integrations.deep_ep.v1.config import Config
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
     LowLatencyHandle,

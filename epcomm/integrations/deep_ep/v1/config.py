@@ -66,20 +66,3 @@ class Config:
                 "backend collective or deep_ep_v1"
             )
         return 0
-
-
-def low_latency_bytes(max_tokens: int, hidden_size: int, num_experts: int) -> int:
-    """Return num_rdma_bytes of V1 for low latency, whatever the number of ranks."""
-    num_scales = hidden_size // 128
-    dispatch_bytes = 16 + max(2 * hidden_size, hidden_size + 4 * num_scales)
-    combine_bytes = combine_message_bytes(hidden_size)
-    send_bytes = max(max_tokens * dispatch_bytes, num_experts * max_tokens * combine_bytes)
-    recv_bytes = num_experts * max_tokens * max(dispatch_bytes, combine_bytes)
-    signal_bytes = align_up(4 * num_experts, BUFFER_ALIGNMENT_BYTES)
-    num_bytes = 2 * (send_bytes + recv_bytes + signal_bytes)
-    return (num_bytes + BUFFER_ALIGNMENT_BYTES) // BUFFER_ALIGNMENT_BYTES * BUFFER_ALIGNMENT_BYTES
-
-
-def combine_message_bytes(hidden_size: int) -> int:
-    """Return the bytes of a bfloat16 row and of the extremes of each 128 elements."""
-    return 2 * hidden_size + 4 * (hidden_size // 128)

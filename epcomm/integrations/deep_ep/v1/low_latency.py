@@ -2,7 +2,7 @@
 
 Buffers over NVLink return slots themselves. Slabs, scales, counts and sources are memory of two
 receive buffers in turn there, as in V1: their addresses stay, and a third batch overwrites the
-first. Scales that are powers of two travel as bytes, and are copied where float32 is wanted.
+first. Scales that are powers of two are sent as bytes, and are copied where float32 is wanted.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
 alone, and the source multiplies by the weights and sums. The router weight of a pair, which V1 has

@@ -1,23 +1,23 @@
-"""Lines: words of 32 bits that are stored with their epoch, each pair by one 64-bit access.
+"""Lines: words of 32 bits with the epoch that wrote them, each pair one 64-bit access.
 
-A rank that polls a line until its flag is the epoch of the batch has its word as well, so nothing
-is released and nothing acquired: a store crosses NVLink once. Lines double the bytes, which pays
+A rank polls a line until its flag is the epoch of the batch, and then has its word as well, so
+nothing is released or acquired: one store crosses NVLink. Lines double the bytes, which pays off
 for a few tokens. Two neighbours may be one access of 128 bits, because each has its own flag.
 
-Rules: memory of lines holds nothing else and is zero at first; epochs begin at 1 and grow, and 0 is
-left out when they wrap; the flag
-of data is compared for equality, that of the credit of combine by order: the next one may be
-there already when a slow program looks. Every line of a batch is awaited, or is of no use to
-anybody: stores of one rank to one address keep their order. The model of tests/kernels/nvlink/
-test_line_protocol.py tries it in random schedules.
+Rules: memory of lines contains nothing else and is zero at first. Epochs begin at 1 and grow; 0 is
+left out when they wrap. Flags of data are compared for equality. The flag of the credit of combine
+is compared by order, because the next credit may have arrived when a slow program looks. Every line
+of a batch is awaited, or no rank uses it: stores of one rank to one address keep their order. The
+model of tests/kernels/nvlink/test_line_protocol.py tests these rules in random schedules.
 
-What orders reads before the writes of the next batch: a rank sends the line that gives the credit
-in a kernel after those that read, whose loads have returned. The sender of combine gives it before
-it has read the rows that it combines in place. So who combines rows in place must send a sum for
-each row that it reads: their source awaits these sums before it dispatches again.
+Reads are ordered before the writes of the next batch as follows. A rank sends the line that gives
+the credit in a kernel after those that read, whose loads have returned. The sender of combine gives
+the credit before it has read the rows that it combines in place. A rank that combines rows in place
+must therefore send a sum for each row that it reads: their source awaits these sums before it
+dispatches again.
 
-All threads of a program must leave a wait together, for in it they meet: each warp sees memory, the
-abort flag and the clock by itself, so what they found is reduced first.
+All threads of a program must leave a wait together, because they synchronise in it. Each warp sees
+memory, the abort flag and the clock by itself, so what they found is reduced first.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def next_epoch(epoch: tl.tensor) -> tl.tensor:
 @triton.jit
 def int64_at(address: tl.tensor) -> tl.tensor:
     """Return a pointer to the line at an address."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), 16)
+    # The interpreter types an integer by its value, and a CPU has addresses below 2**31.
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def begin_wait(max_polls: tl.tensor) -> tl.tuple:
 
 @triton.jit
 def is_waiting(late: tl.tensor, polls_left: tl.tensor) -> tl.tensor:
-    """Return whether to look again: someone is late, no one has aborted, and polls are left."""
+    """Return whether to look again: a rank is late, no rank has aborted, and polls are left."""
     return (late > 0) & (late < _ABORTED) & (polls_left > 0)
 
 
@@ -141,7 +142,7 @@ def end_look(
     end_ns: tl.tensor,
     THREADS: tl.constexpr,
 ) -> tl.tuple:
-    """Agree on what all threads of the program have seen in a look, and count it.
+    """Combine what all threads of the program have seen in a look, and count the look.
 
     late: bits of the ranks whose lines have not arrived.   aborted: the abort flag.
     Returns: what begin_wait() returns, after this look.
@@ -163,7 +164,7 @@ def abort_if_late(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """End a wait for lines as abort_if_missing() does; return whether this rank cannot go on.
+    """End a wait for lines as abort_if_missing() does; return whether this rank cannot continue.
 
     late: bits of the ranks whose lines did not arrive, as end_look() left them.
     """
@@ -232,9 +233,9 @@ def await_credit(
 ) -> tl.tensor:
     """Wait until every rank has read the last batch of a receive buffer, which may be written then.
 
-    Returns: whether this rank cannot go on.
+    Returns: whether this rank cannot continue.
     """
-    # Of the first epoch -1, which lines of 0 are not behind.
+    # -1 for the first epoch, because the lines of 0 at first are not before it.
     previous = tl.where(epoch == 1, -1, epoch - 1)
     late = await_all(peers, c.COMBINED_LINES_AT, 1, previous, c, THREADS)  # pyright: ignore[reportArgumentType]
     return abort_if_late(peers, late, WAIT_CREDIT, epoch, c)

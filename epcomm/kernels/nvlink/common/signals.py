@@ -1,19 +1,21 @@
 """Signals by which the kernels of the ranks of one host wait for one another.
 
 A signal is a counter of one source rank in the memory of the rank that waits. It grows by one for
-each program of the source that has sent; in low latency the last of them to arrive sets it to the
-epoch. Each of these releases, so a full count means that all that the programs stored is visible to
-the rank that acquires it. Signals that are written in each epoch never shrink, and are compared by
-the sign of a difference: a fast rank may be one epoch ahead. Those that are written in some
-epochs alone are compared for equality: no rank can be ahead, as that takes a signal of the next
-epoch from the rank that waits, and a word of an epoch 2**31 before would look ahead.
+each program of the source that has sent; in low latency the last program to arrive sets it to the
+epoch. Each of these operations releases, so everything that the programs stored is visible to the
+rank that acquires the full count. Signals that are written in each epoch never shrink, and are
+compared by the sign of a difference, because a fast rank may be one epoch ahead. Signals that are
+not written in each epoch are compared for equality: no rank can be ahead, because that needs a
+signal of the next epoch from the rank that waits, and a signal of an epoch 2**31 before would
+appear to be ahead.
 
-Waits end after a number of polls. One of a GPU lasts a millisecond, by its clock, and is as many
-looks as fit, for how fast it looks depends on all else that it does. A rank that times out writes a
-report that its host reads, and sets the abort flag of every rank, which makes all later kernels
-return immediately; the flag names the rank that timed out, and the ranks that it missed.
+Waits end after a number of polls. A poll of a GPU lasts a millisecond by its clock, with as many
+looks as fit, because the time of a look depends on everything else that the GPU does. A rank that
+times out writes a report that its host reads, and sets the abort flag of every rank, so that all
+later kernels return without waiting. The flag contains the rank that timed out and the ranks that
+it missed.
 
-Excluded ranks, which are dead, are not waited for, and nothing is sent to them.
+Kernels do not wait for excluded ranks, which are dead, and send nothing to them.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _ACQUIRE_GPU = tl.constexpr(_ACQUIRE.format(scope="gpu"))
 @triton.jit
 def int32_at(address: tl.tensor) -> tl.tensor:
     """Return a pointer to the int32 at an address."""
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 16)
+    # The interpreter types an integer by its value, and a CPU has addresses below 2**31.
+    return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit
@@ -149,7 +152,7 @@ def _behind(
     SCOPE: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """Look once; return 1 for each needed source whose signals are not there yet, int32."""
+    """Look once; return 1 for each needed source whose signals have not arrived, int32."""
     ahead = _look(signals_ptr, is_read, SCOPE) - wanted
     is_behind = (ahead != 0) if IS_EXACT else (ahead < 0)
     return (is_needed & is_behind).to(tl.int32)
@@ -206,7 +209,7 @@ def abort_if_missing(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Report why this rank cannot go on, if so, and set the abort flags unless some rank has.
+    """Report why this rank cannot continue, if so; set the abort flags unless another rank has.
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
@@ -221,7 +224,7 @@ def abort_if_missing(
         if aborted != 0:
             tl.store(report_ptr + REPORT_ABORTED, aborted)
         else:
-            # Programs that wait for different ranks each name theirs.
+            # Programs that wait for different ranks each report the ranks that they miss.
             tl.store(report_ptr + REPORT_MISSING + lane, missing, mask=is_rank & (missing != 0))
             tl.store(report_ptr + REPORT_EPOCH, epoch)
             # The release below covers the stores of all threads only after this.

@@ -6,6 +6,10 @@
 // and round once. A signal of each item, ITEM_ROWS rows of one source, lets reducers follow while the
 // wire is busy.
 //
+// A returned row is the sum of a token over the experts of one rank, and has the numbers of other rows. So
+// places, signals of items and lanes of a reducer are those of ranks. Sums over smaller groups of experts,
+// the same for any number of ranks, would be a row for each token and group, and a lane for each group.
+//
 // Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
 // previous one. A rank that has this signal stores there, and releases the number of the combine into
 // the signal of the item, which the reducer acquires.

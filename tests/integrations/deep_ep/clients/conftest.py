@@ -15,13 +15,13 @@ from epcomm.integrations.deep_ep.installing import SHIM
 
 @pytest.fixture(scope="session")
 def drop_in_modules() -> dict[str, ModuleType]:
-    """Hold the modules of the drop-in between tests: clients bind them at their import, once."""
+    """Keep the modules of the drop-in between tests, because clients bind them at their import."""
     return {}
 
 
 @pytest.fixture(autouse=True)
 def drop_in(drop_in_modules: dict[str, ModuleType]) -> Iterator[None]:
-    """Put the drop-in in the place of deep_ep for one test; other tests look for another one."""
+    """Install the drop-in as deep_ep for one test; other tests install another package."""
     sys.modules.update(drop_in_modules)
     install()
     # Parts of Megatron are compiled at their first call, which takes a compiler and minutes.

@@ -61,7 +61,7 @@ def run(dispatcher: Any, batch: Batch) -> Tensor:  # noqa: ANN401 - its own clas
     first = NUM_LOCAL * dist.get_rank()
     factors = 1.0 + first + torch.arange(NUM_LOCAL, device=here())
     factors = factors.repeat_interleave(counts.to(here()))
-    # Static sizes leave rows behind the last one undefined.
+    # With static sizes rows after the last one are undefined.
     results = torch.zeros_like(rows)
     results[: len(factors)] = rows[: len(factors)] * factors.unsqueeze(1).bfloat16()
     return dispatcher.combine(results, metadata, batch.x)

@@ -1,12 +1,10 @@
-"""Imitate permutation: tokens to rows sorted by expert, and back.
+"""Imitate the final routing: the sum of a token's rows, which are sorted by expert.
 
-Source: the documentation of the three operators. Sums are float32, in the order of a token's
-experts, rounded once.
+Source: the operator's documentation. Sums are float32, in the order of a token's experts, rounded
+once.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -15,8 +13,6 @@ from fakes.ascend.limits import require, require_modelled
 from fakes.ascend.registry import implements
 from fakes.ascend.undefined import has_values
 
-PERMUTE = "npu_moe_token_permute"
-UNPERMUTE = "npu_moe_token_unpermute"
 FINALIZE = "npu_moe_finalize_routing"
 
 # Modes of finalize_routing in which the index of token t, choice k, is k * n + t instead of t * K
@@ -24,87 +20,6 @@ FINALIZE = "npu_moe_finalize_routing"
 BY_CHOICE = (0, 1)
 # Rows are [E, C, H], and -1 is the position of a dropped copy.
 WITH_CAPACITY = (1, 3)
-
-
-@implements(PERMUTE, "CPU", "Meta")
-def moe_token_permute(
-    tokens: Tensor, indices: Tensor, num_out_tokens: int | None = None, padded_mode: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return copies of the tokens, sorted by expert, then token.
-
-    Args:
-        tokens: [n, H].
-        indices: [n, K] or [n], int32 or int64, the experts.
-        num_out_tokens: None, 0 or n * K: all; fewer are not modelled.
-        padded_mode: False.
-
-    Returns:
-        permuted [n * K, H]; positions [n * K], int32: permuted[positions[i]] is tokens[i // K].
-    """
-    require(PERMUTE, not padded_mode, "padded_mode is True, expected False")
-    require(PERMUTE, tokens.dim() == 2, f"tokens is {list(tokens.shape)}, expected [n, H]")
-    require(
-        PERMUTE,
-        indices.dim() in (1, 2)
-        and len(indices) == len(tokens)
-        and indices.dtype in (torch.int32, torch.int64),
-        f"indices is {list(indices.shape)} {indices.dtype}, expected [{len(tokens)}, K] or "
-        f"[{len(tokens)}], int32 or int64",
-    )
-    require_modelled(
-        PERMUTE,
-        num_out_tokens in (None, 0, indices.numel()),
-        f"num_out_tokens={num_out_tokens} beside {indices.numel()}, all copies,",
-    )
-    num_choices = 1 if indices.dim() == 1 else indices.shape[1]
-    order = indices.flatten().argsort(stable=True)
-    positions = torch.empty_like(order, dtype=torch.int32)
-    positions[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
-    return tokens[order // max(1, num_choices)], positions
-
-
-@implements(UNPERMUTE, "CPU", "Meta")
-def moe_token_unpermute(
-    permuted_tokens: Tensor,
-    sorted_indices: Tensor,
-    probs: Tensor | None = None,
-    padded_mode: bool = False,
-    restore_shape: Sequence[int] | None = None,
-) -> Tensor:
-    """Return the sums of the rows of each token, multiplied by the weights.
-
-    Args:
-        permuted_tokens: [n * K, H].
-        sorted_indices: [n * K], int32, the position of the copy t * K + k; -1 is refused.
-        probs: [n, K]; without it K is 1 and the rows are returned unchanged.
-        padded_mode: False.
-        restore_shape: None; only padded_mode reads it.
-
-    Returns:
-        [n, H], dtype of the rows.
-    """
-    require(UNPERMUTE, not padded_mode, "padded_mode is True, expected False")
-    require_modelled(UNPERMUTE, restore_shape is None, "restore_shape")
-    num_copies = sorted_indices.numel()
-    require(
-        UNPERMUTE,
-        sorted_indices.dim() == 1 and sorted_indices.dtype == torch.int32,
-        f"sorted_indices is {list(sorted_indices.shape)} {sorted_indices.dtype}, expected "
-        "[n * K] int32",
-    )
-    weights = sorted_indices.new_ones(num_copies, 1) if probs is None else probs
-    require(
-        UNPERMUTE,
-        weights.dim() == 2 and weights.numel() == num_copies,
-        f"probs is {list(weights.shape)}, expected [n, K] with {num_copies} elements",
-    )
-    _check_range(UNPERMUTE, "sorted_indices", sorted_indices, 0, len(permuted_tokens))
-    index_of = sorted_indices.view(weights.shape).long()
-    total = permuted_tokens.new_zeros(len(weights), permuted_tokens.shape[1], dtype=torch.float32)
-    for choice in range(weights.shape[1]):
-        rows = permuted_tokens[index_of[:, choice]].float()
-        total += rows * weights[:, choice : choice + 1].float()
-    return total.to(permuted_tokens.dtype)
 
 
 @implements(FINALIZE, "CPU", "Meta")
@@ -173,7 +88,7 @@ def moe_finalize_routing(
         rule = f"expanded_permuted_rows has {num_places} rows, expected {positions.numel()}"
         require(FINALIZE, num_places == positions.numel(), rule)
     lowest = -1 if mode in WITH_CAPACITY else 0
-    _check_range(FINALIZE, f"expanded_src_to_dst_row ({mode=})", positions, lowest, len(rows))
+    _check_range(f"expanded_src_to_dst_row ({mode=})", positions, lowest, len(rows))
     num_tokens, num_choices = weights.shape
     if mode in BY_CHOICE:
         index_of = positions.view(num_choices, num_tokens).T
@@ -194,13 +109,13 @@ def moe_finalize_routing(
     return total.to(rows.dtype)
 
 
-def _check_range(operator: str, name: str, indices: Tensor, lowest: int, end: int) -> None:
+def _check_range(name: str, indices: Tensor, lowest: int, end: int) -> None:
     """Refuse indices outside a range, which would read other memory on the device."""
     if not has_values(indices):
         return
     is_outside = (indices < lowest) | (indices >= end)
     require(
-        operator,
+        FINALIZE,
         not is_outside.any(),
         f"{name} holds {indices[is_outside][:1].tolist()}, expected {lowest} to {end - 1}",
     )

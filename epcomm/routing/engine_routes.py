@@ -130,6 +130,6 @@ def _in_sequence(caller: str, found: Tensor, num_tokens: int, start: int) -> Ten
         )
     if found.numel() and int(found.max()) >= 2**15:
         raise ShapeError(f"{caller}: id {int(found.max())}, expected at most {2**15 - 1}")
-    routes = torch.full((num_tokens, *found.shape[1:]), -1, dtype=torch.int16)
+    routes = torch.full((num_tokens, *found.shape[1:]), -1, dtype=torch.int16, device="cpu")
     routes[start : start + len(found)] = found.to(torch.int16)
     return routes

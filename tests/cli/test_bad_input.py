@@ -151,7 +151,12 @@ FILES = [
         ("--config", "ep.yaml", 'num_sms: !!int ""', "ep.yaml does not parse: "),
         ("--config", "ep.json", '{"mode": [[]]}', "ep.json gives mode as a list, expected one"),
         ("--config", "ep.toml", f"num_sms = 0x{'f' * 5000}", "is a number of thousands of digits"),
-        ("--config", "ep.toml", 'measurements = "a\\u0000b"', "which cannot be read (embedded null"),
+        (
+            "--config",
+            "ep.toml",
+            'measurements = "a\\u0000b"',
+            "which cannot be read (embedded null",
+        ),
         ("--config", "ep.toml", b"\xff", "ep.toml does not parse: "),
         ("--config", "ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
         ("--config", "ep.ini", "mode=normal", "does not end in one of .toml, .json, .yaml, .yml"),

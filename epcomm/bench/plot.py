@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path, *, command: str) -> None:
-    """Refuse a picture that cannot be drawn here. Local.
-
-    Raises:
-        ConfigError: matplotlib is missing, or the name has no ending of a picture.
-    """
+    """Raise ConfigError if matplotlib is missing, or the name has no ending of a picture. Local."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -37,11 +33,7 @@ def check_plot(path: Path, *, command: str) -> None:
 
 
 def check_writable(path: Path, *, command: str) -> None:
-    """Make the folder of a file, and refuse one that cannot be written; a file keeps its content.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
+    """Make the folder of a file; ConfigError if it cannot be written. A file keeps its content."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_new = not path.exists()

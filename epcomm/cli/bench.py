@@ -66,11 +66,7 @@ class RunOptions:
     seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0
 
     def read(self) -> BenchOptions:
-        """Return the options.
-
-        Raises:
-            ConfigError: one of them is bad.
-        """
+        """Return the options; ConfigError if one of them is bad."""
         inner = self.hidden if self.intermediate is None else self.intermediate
         # These fields of BenchOptions have the values of their options.
         names = ("hidden", "experts", "top_k", "dtype", "iterations", "warm_up", "seed")

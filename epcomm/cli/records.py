@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature
 from typing import get_type_hints
 
@@ -11,7 +11,7 @@ from typing import get_type_hints
 def takes_records(command: Callable[..., None]) -> Callable[..., None]:
     """Return a command with an option for each field of the records that `command` takes.
 
-    The annotation of a field is that of its option. Worked example:
+    A field has the annotation and the default of its option. Worked example:
 
         @dataclass(frozen=True, kw_only=True)
         class Sizes:
@@ -28,13 +28,8 @@ def takes_records(command: Callable[..., None]) -> Callable[..., None]:
     for kind in records.values():
         annotations = get_type_hints(kind, include_extras=True)
         for field in fields(kind):
-            default = Parameter.empty if field.default is MISSING else field.default
-            annotation = annotations[field.name]
-            parameters.append(
-                Parameter(
-                    field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-                )
-            )
+            option = Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default)
+            parameters.append(option.replace(annotation=annotations[field.name]))
 
     def run(**values: object) -> None:
         command(

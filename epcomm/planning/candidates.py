@@ -67,12 +67,10 @@ class Survey:
 
     def verdicts(self) -> dict[str, Availability]:
         """Return all verdicts, by `question/candidate`."""
-        by_question = {phase: each.verdicts for phase, each in self.phases.items()}
-        return {
-            f"{question}/{name}": verdict
-            for question, verdicts in (by_question | {_RUNNER: self.runners or {}}).items()
-            for name, verdict in verdicts.items()
-        }
+        found = {f"{_RUNNER}/{name}": verdict for name, verdict in (self.runners or {}).items()}
+        for phase, each in self.phases.items():
+            found |= {f"{phase}/{name}": verdict for name, verdict in each.verdicts.items()}
+        return found
 
     def of_all_ranks(self, found: Mapping[str, Availability], ranks: PlannedRanks) -> Survey:
         """Return the survey with verdicts of all ranks, and of their hosts and links."""
@@ -338,9 +336,7 @@ def _judge_backend(
     if mode is Mode.FUSEEP:
         reasons += _fused_reasons(name, config, weights)
     else:
-        reasons += _runner_reasons(config, caps)
-        if spec.dispatch_format.dtype is WireDtype.INT8:
-            reasons += _int8_reasons(config, caps)
+        reasons += _row_reasons(config, spec, caps)
     reasons += limit_reasons(spec, caps, mode)
     reasons += buffer.lacks(mode, spec, ranks.world_size)
     reasons += buffer.lacks_with(ranks.machine, spec, ranks.world_size)
@@ -360,16 +356,12 @@ def _fused_reasons(name: str, config: EPConfig, weights: ExpertTensors | None) -
     return reasons
 
 
-def _runner_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
-    if config.runner == "auto" or caps.layout in runner_class(config.runner).layouts:
-        return []
-    return [f"returns {caps.layout.value}, which runner {config.runner} does not read"]
-
-
-def _int8_reasons(config: EPConfig, caps: BufferCaps) -> list[str]:
-    """Return why the INT8 rows that a package makes itself are not those asked for."""
-    profile = Int8Profile(config.int8_profile or Int8Profile.RINT127)
-    if profile in caps.int8_profiles:
-        return []
-    made = ", ".join(sorted(each.value for each in caps.int8_profiles))
-    return [f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}"]
+def _row_reasons(config: EPConfig, spec: BufferSpec, caps: BufferCaps) -> list[str]:
+    """Return why the rows that a backend returns are not those that the configuration asks for."""
+    reasons, profile = [], Int8Profile(config.int8_profile or Int8Profile.RINT127)
+    if config.runner != "auto" and caps.layout not in runner_class(config.runner).layouts:
+        reasons.append(f"returns {caps.layout.value}, which runner {config.runner} does not read")
+    if spec.dispatch_format.dtype is WireDtype.INT8 and profile not in caps.int8_profiles:
+        made = ", ".join(sorted(each.value for each in caps.int8_profiles))
+        reasons.append(f"makes INT8 rows by {made}, but EPConfig.int8_profile is {profile.value}")
+    return reasons

@@ -98,11 +98,7 @@ def _ranks_of(
     machine: AssumedMachine | None,
     hosts: HostLayout | None,
 ) -> PlannedRanks:
-    """Return the ranks to plan for.
-
-    Raises:
-        ConfigError: the arguments contradict one another, or world_size is out of range.
-    """
+    """Return the ranks to plan for; ConfigError if the arguments contradict one another."""
     places = {"group": group, "machine": machine, "hosts": hosts}
     given = [name for name, place in places.items() if place is not None]
     if len(given) > 1:
@@ -163,12 +159,7 @@ def _plan_phase(
 def _choose_buffer(
     config: EPConfig, backends: Sequence[str], verdicts: Mapping[str, Availability]
 ) -> str:
-    """Return the name of the first class that serves, of the backends in order of preference.
-
-    Raises:
-        ConfigError: none of any backend.
-        BackendUnavailable: none of the backend that the configuration names.
-    """
+    """Return the name of the first class that serves, of the backends in order of preference."""
     mode = Mode(config.mode)
     found = {
         name: verdicts[name]

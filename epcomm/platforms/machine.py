@@ -1,8 +1,4 @@
-"""The questions of plans and doctor() about a machine, and this machine; see also assumed.py.
-
-No package is imported in this process: packages are found by their files, and a separate process
-imports what must be imported.
-"""
+"""The questions of plans and doctor() about a machine, and this machine; see also assumed.py."""
 
 from __future__ import annotations
 

@@ -71,14 +71,12 @@ def reach_reasons(reaches: Sequence[PeerReach]) -> list[str]:
         return unknown
     reasons = []
     for rank, mine in enumerate(reaches):
-        later = list(enumerate(reaches))[rank + 1 :]
-        same = [other for other, theirs in later if theirs.device == mine.device]
-        far = [
-            other
-            for other, theirs in later
-            if other not in same
-            and not (theirs.device in mine.reached and mine.device in theirs.reached)
-        ]
+        same, far = list[int](), list[int]()
+        for other, theirs in enumerate(reaches[rank + 1 :], rank + 1):
+            if theirs.device == mine.device:
+                same.append(other)
+            elif not (theirs.device in mine.reached and mine.device in theirs.reached):
+                far.append(other)
         if same:
             reasons.append(f"rank {rank} shares its GPU with {same}, and kernels wait for peers")
         if far:
@@ -118,15 +116,8 @@ def _peers_in(library: ctypes.CDLL) -> dict[str, list[str]]:
         handles[uuid.value.decode("ascii").removeprefix("GPU-")] = handle
 
     def is_joined(mine: str, other: str) -> bool:
-        status = ctypes.c_int()
-        _call(
-            library,
-            "nvmlDeviceGetP2PStatus",
-            handles[mine],
-            handles[other],
-            ctypes.c_int(_NVLINK),
-            ctypes.byref(status),
-        )
+        status, name = ctypes.c_int(), "nvmlDeviceGetP2PStatus"
+        _call(library, name, handles[mine], handles[other], _NVLINK, ctypes.byref(status))
         return status.value == _STATUS_OK
 
     return {

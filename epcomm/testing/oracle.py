@@ -106,13 +106,12 @@ def _activated(hidden: Tensor, weights: ExpertWeights) -> Tensor:
         gate, up = hidden[..., 0::2], hidden[..., 1::2]
     else:
         gate, up = hidden.chunk(2, dim=-1)
-    if stored.activation.value == "swiglu":
-        return gate / (1 + torch.exp(-gate)) * up
-    assert stored.limit is not None, "checked at creation"
-    limit = hidden.new_tensor(stored.limit)
-    gate = torch.minimum(gate, limit)
-    up = torch.maximum(torch.minimum(up, limit), -limit)
-    if stored.activation.value == "limited_swiglu":
+    if stored.activation.value != "swiglu":
+        assert stored.limit is not None, "checked at creation"
+        limit = hidden.new_tensor(stored.limit)
+        gate = torch.minimum(gate, limit)
+        up = torch.maximum(torch.minimum(up, limit), -limit)
+    if stored.activation.value != "clamped_swiglu":
         return gate / (1 + torch.exp(-gate)) * up
     assert stored.alpha is not None, "checked at creation"
     return gate / (1 + torch.exp(-stored.alpha * gate)) * (1 + up)

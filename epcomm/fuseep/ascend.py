@@ -143,7 +143,14 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         if soc is not None and soc in refused:
             reasons.append(f"the chip is {soc}, expected {cls.soc}: {refused[soc]}")
         reasons += cls.limits.reasons(spec, world_size)
-        reasons += cls._budget_reasons(spec, world_size)
+        budget, rows = spec.max_recv_slots, max_received_rows(spec, world_size, cls.limits)
+        if cls.has_slot_budget and budget is not None and budget < rows:
+            reasons.append(
+                f"max_recv_slots is {budget}, but a rank may receive {rows} rows "
+                f"({max_call_tokens(spec, cls.limits)} tokens * {world_size} ranks * "
+                f"{min(spec.top_k, spec.num_local_experts)} experts of a rank), and rows beyond it "
+                f"would vanish silently; set it to {rows} or leave it None"
+            )
         window = cls.window_bytes(spec, world_size)
         if window is not None:
             reasons += window_reasons(window, environment)
@@ -160,13 +167,6 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
         return tuple(
             Region(name=name, max_bytes=size) for name, size in regions.items() if size is not None
         )
-
-    @classmethod
-    def _budget_reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
-        """Return why the operator cannot have this slot budget."""
-        if spec.max_recv_slots is None:
-            return []
-        return ["has capacity for any routing and no slot budget; leave max_recv_slots None"]
 
     @classmethod
     def window_bytes(cls, spec: BufferSpec, world_size: int) -> int | None:
@@ -340,18 +340,6 @@ class DispatchFFNCombine(AscendFused[DispatchFFNCombineWeights]):
     limits: ClassVar[Limits] = DISPATCH_FFN_COMBINE_LIMITS
     on_a5: ClassVar[str] = "dispatch_ffn_combine does not exist there"
     has_slot_budget: ClassVar[bool] = True
-
-    @classmethod
-    def _budget_reasons(cls, spec: BufferSpec, world_size: int) -> list[str]:
-        rows = max_received_rows(spec, world_size, cls.limits)
-        if spec.max_recv_slots is None or spec.max_recv_slots >= rows:
-            return []
-        return [
-            f"max_recv_slots is {spec.max_recv_slots}, but a rank may receive {rows} rows "
-            f"({max_call_tokens(spec, cls.limits)} tokens * {world_size} ranks * "
-            f"{min(spec.top_k, spec.num_local_experts)} experts of a rank), and rows beyond it "
-            f"would vanish silently; set it to {rows} or leave it None"
-        ]
 
     @classmethod
     def window_bytes(cls, spec: BufferSpec, world_size: int) -> int:

@@ -96,14 +96,10 @@ class DirectLaunch:
     ) -> None:
         """Lay out the arguments.
 
-        Args:
-            compiled: the kernel.
-            arguments: those of the call that compiled it, without constants.
-            changing: an entry for each argument, None where the argument does not change.
-            types: Triton's type of each argument, "constexpr" where the kernel has none.
-            num_scratch: number of scratch pointers after the arguments, which get null.
-            device_index: the device on which the kernel was loaded.
-            calls: functions of the driver and of torch.
+        arguments: those of the call that compiled the kernel, without constants.
+        changing: an entry for each argument, None where the argument does not change.
+        types: Triton's type of each argument, "constexpr" where the kernel has none.
+        num_scratch: number of scratch pointers after the arguments, which get null.
         """
         self._calls, self._device_index = calls, device_index
         # Guards the memory, because threads of a process may share a kernel.

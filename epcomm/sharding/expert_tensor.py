@@ -296,10 +296,9 @@ def _set_data(tensor: object, value: object) -> None:
         _SET_DATA(tensor, value)
         tensor._local_tensor, tensor._spec = value._local_tensor, value._spec
         tensor.shard, tensor.owner = value.shard, value.owner
-    elif isinstance(value, ExpertTensor):
-        _SET_DATA(tensor, value.full_tensor())
     else:
-        raise AssertionError("the tensor or the value is an ExpertTensor")
+        assert isinstance(value, ExpertTensor), "the tensor or the value is one"
+        _SET_DATA(tensor, value.full_tensor())
 
 
 class _OwnPart(torch.autograd.Function):

@@ -99,11 +99,6 @@ def test_other_processors_are_refused(mode: str) -> None:
             {"num_local_experts": 25},
             "num_local_experts is 25, at most 24",
         ),
-        (
-            {},
-            {"max_recv_slots": 10**6},
-            "has capacity for any routing and no slot budget; leave max_recv_slots None",
-        ),
     ],
 )
 def test_mode_1_ends_where_its_tiling_says(

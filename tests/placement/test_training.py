@@ -260,7 +260,7 @@ def test_placed_experts_are_not_cut_and_cut_ones_do_not_move() -> None:
     cut = OverRanks(training.group, config=EPConfig(redundant_experts=4))
     fully_shard(cut.experts, mesh=mesh_of((1, 2), ("dp", "ep"))["dp"])
     for use in (lambda: cut(tokens(0)), cut.state_dict):
-        with pytest.raises(ConfigError, match="may move, and FSDP's pieces"):
+        with pytest.raises(ConfigError, match="may move its experts, and the pieces of FSDP"):
             use()
     held: object = experts.get_parameter("down_proj")
     assert isinstance(held, ExpertTensor)

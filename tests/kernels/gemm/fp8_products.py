@@ -6,7 +6,7 @@ import torch
 
 from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.records import RowsDispatchOutput
-from epcomm.runners.fp8_triton import Down, GateUp
+from epcomm.runners.fp8_triton import Multiply
 from epcomm.runners.gpu_slots import first_product, second_product
 from epcomm.types import Int8Profile, Layout, WeightsAppliedBy
 from epcomm.weights.quantized import BLOCK, Fp8BlockWeights
@@ -17,7 +17,7 @@ SENTINEL = -7.0
 
 
 def check_unused_slots_are_left(
-    products: tuple[GateUp, Down], weights: Fp8BlockWeights, device: torch.device
+    products: tuple[Multiply, Multiply], weights: Fp8BlockWeights, device: torch.device
 ) -> None:
     """Check that padding between experts and after the last one is not written."""
     case = Case(

@@ -114,4 +114,6 @@ def count_load(topk_ids: Tensor, load: Tensor) -> None:
     Local.   Host sync: none.   Graph capture: yes.
     """
     ids = topk_ids.flatten()
-    load[0].scatter_add_(0, ids.clamp(min=0), (ids >= 0).to(load.dtype))
+    # Dispatch reports ids out of range on all ranks; an index error here would not.
+    is_named = (ids >= 0) & (ids < load.shape[1])
+    load[0].scatter_add_(0, ids.clamp(0, load.shape[1] - 1), is_named.to(load.dtype))

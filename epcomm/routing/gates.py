@@ -29,6 +29,21 @@ _MAX_ENDED = 256
 _ATTRIBUTE = "epcomm_gate"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Repeat:
+    """The point of backward that repeats calls for activation checkpointing.
+
+    task: the number of the backward.
+    node: the number of the node that needs the calls; see call_number().
+    is_reentrant: it is the node of a reentrant checkpoint, which is made before its calls; else it
+        is a node of the checkpoint, made after them.
+    """
+
+    task: int
+    node: int
+    is_reentrant: bool
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GateCall:
     """The input and the choice of a gate in one call.
@@ -36,8 +51,7 @@ class GateCall:
     logits: [T, E], with their graph.
     live: the choice of the router.   chosen: the choice that the experts get; ids are logical.
     routing, correction_bias: of the block; the bias is [E] or None.
-    repeats: None; or, if backward repeats an earlier call for activation checkpointing, the
-        position in autograd's sequence that it had reached: see call_number().
+    repeats: where backward is, if it repeats an earlier call for activation checkpointing.
     """
 
     logits: Tensor
@@ -45,7 +59,7 @@ class GateCall:
     chosen: TopKOutput
     routing: RoutingSpec
     correction_bias: Tensor | None
-    repeats: int | None
+    repeats: Repeat | None
 
     @property
     def topk_ids(self) -> Tensor:
@@ -65,7 +79,7 @@ class Gate:
     """The gate of one layer, as observers see it.
 
     observers: called in this order in each call of the layer.
-    ended: ranges of call_number() of the calls in contexts of replay_routes() that have ended.
+    ended: ranges of call_number() from the begin to the end of each replay_routes() that has ended.
     replayed: totals of all replays, [4], int64, on the device, see ReplayCounts; None before.
     """
 
@@ -100,12 +114,7 @@ class Gate:
                 weights do not follow from logits.
         """
         is_repeated = torch._C._current_graph_task_id() != -1
-        repeats = _position_of_backward() if is_repeated else None
-        if repeats is not None and any(repeats in calls for calls in self.ended):
-            raise HandleError(
-                "replay_routes: backward repeats a call whose context has ended "
-                f"({self.calls.names.where}); call backward inside the context"
-            )
+        repeats = _current_repeat() if is_repeated else None
         call = GateCall(
             logits=logits,
             live=live,
@@ -118,6 +127,12 @@ class Gate:
             call = choose(call, self._checked_ids(topk_ids, logits.shape[0]), has_live=True)
         for observe in self.observers:
             call = observe(call)
+        is_live = repeats is not None and call.chosen is live
+        if is_live and any(repeats.node in numbers for numbers in self.ended):
+            raise HandleError(
+                "replay_routes: backward repeats a call whose context has ended "
+                f"({self.calls.names.where}); call backward inside the context"
+            )
         return call.chosen
 
     def _checked_ids(self, topk_ids: Tensor, num_tokens: int) -> Tensor:
@@ -143,14 +158,23 @@ def call_number() -> int:
     return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
 
 
-def _position_of_backward() -> int:
-    """Return a position in the sequence of forward that the repeated call precedes.
+def checkpoint_of_call() -> object | None:
+    """Return an object that the calls inside one checkpoint share; None outside, or if reentrant.
 
-    It is after call_number() of the call, and before that of the next call of the layer. Backward
-    repeats a call when it needs a tensor that a later node would have saved; reentrant
-    checkpointing does so at its own node, which it makes immediately before the first call.
+    Checkpoints that are not reentrant install hooks of their own for tensors that forward saves.
     """
-    return torch._C._current_autograd_node()._sequence_nr() + 1
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    attributes = None if hooks is None else getattr(hooks[0], "__dict__", None)
+    return None if attributes is None else attributes.setdefault("epcomm_checkpoint", object())
+
+
+def _current_repeat() -> Repeat:
+    node = torch._C._current_autograd_node()
+    return Repeat(
+        task=torch._C._current_graph_task_id(),
+        node=node._sequence_nr(),
+        is_reentrant=node.name() == "CheckpointFunctionBackward",
+    )
 
 
 def attach_gate(module: nn.Module, gate: Gate | Callable[[nn.Module], Gate]) -> None:
@@ -172,7 +196,8 @@ def named_gates(model: nn.Module) -> dict[str, Gate]:
     """
     found: dict[str, Gate] = {}
     for name, module in model.named_modules():
-        gate = getattr(module, _ATTRIBUTE, None)
+        # Not getattr(), because wrappers of modules have the attributes of what they wrap.
+        gate = vars(module).get(_ATTRIBUTE)
         if isinstance(gate, Gate):
             found[name] = gate
         elif gate is not None:
@@ -183,7 +208,7 @@ def named_gates(model: nn.Module) -> dict[str, Gate]:
 
 def replayed_gates(model: nn.Module) -> dict[str, Gate]:
     """Return the gates that have replayed routes, by the names of their blocks. Local."""
-    found = {name: getattr(module, _ATTRIBUTE, None) for name, module in model.named_modules()}
+    found = {name: vars(module).get(_ATTRIBUTE) for name, module in model.named_modules()}
     return {n: g for n, g in found.items() if isinstance(g, Gate) and g.replayed is not None}
 
 

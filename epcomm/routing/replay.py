@@ -11,16 +11,19 @@
 The weights of the replayed experts are computed from the live logits, with gradients. A layer takes
 the next T rows of `routes` in each call, so micro-batches take theirs in the order of their
 forwards. A call that backward repeats for activation checkpointing takes the rows of the call that
-it repeats. It is the latest call before the position of backward in autograd's sequence, because
-nodes are numbered in the order in which forward makes them.
+it repeats, which autograd's numbers of nodes tell: they grow in the order of forward.
 
     call of micro-batch              0    1    2
-    position at the call             7   31   55
-    backward is at position 40: it repeats the call of micro-batch 1
+    number of the next node          7   31   55
+    node 40 of a checkpoint needs the call: it repeats that of micro-batch 1
+    node 30 of a reentrant checkpoint, made before its calls: micro-batch 1 as well
+
+A layer that one checkpoint calls several times repeats these calls in their order.
 """
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,10 +33,20 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.errors import ConfigError, HandleError, ShapeError
-from epcomm.routing.gates import Gate, GateCall, call_number, choose, named_gates, observed
+from epcomm.routing.gates import (
+    Gate,
+    GateCall,
+    Repeat,
+    call_number,
+    checkpoint_of_call,
+    choose,
+    named_gates,
+    observed,
+)
 
 # The largest number of experts whose ids fit int16.
 _MAX_EXPERTS = 2**15
+_DTYPES = (torch.int16, torch.int32, torch.int64, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +88,9 @@ class ReplayCounts:
 class RouteRecord:
     """The routes that a model took inside record_routes()."""
 
-    def __init__(self, num_layers: int, layers: Sequence[_RecordedLayer]) -> None:
+    def __init__(self, num_layers: int, top_k: int, layers: Sequence[_RecordedLayer]) -> None:
         self._num_layers = num_layers
+        self._top_k = top_k
         self._layers = layers
 
     def calls(self) -> list[Tensor]:
@@ -86,13 +100,22 @@ class RouteRecord:
 
         Local.   Host sync: none.   Lifetime: tensors of the caller, on the device of the model.
         Raises:
-            ShapeError: the layers were called with different numbers of tokens, or differ in K.
+            ShapeError: the layers were called with different numbers of tokens or of times, or
+                differ in K.
         """
+        if len({len(layer.ids) for layer in self._layers}) > 1:
+            raise ShapeError(
+                f"record_routes: layers were called {[len(x.ids) for x in self._layers]} times, "
+                "expected the same number; record each forward that may fail in its own context"
+            )
         return [self._routes(ids) for ids in zip(*(x.ids for x in self._layers), strict=True)]
 
     def routes(self) -> Tensor:
         """Return the routes of all forwards, [tokens, layers, K]; see calls()."""
-        return torch.cat(self.calls())
+        calls = self.calls()
+        if not calls:
+            return torch.empty(0, self._num_layers, self._top_k, dtype=torch.int16, device="cpu")
+        return torch.cat(calls)
 
     def _routes(self, ids_of_layers: Sequence[Tensor]) -> Tensor:
         shape = ids_of_layers[0].shape
@@ -128,7 +151,8 @@ def record_routes(
     gates, num_layers = _gates_by_layer("record_routes", model, layers)
     recorded = [_RecordedLayer(index) for index in gates]
     with observed(list(zip(gates.values(), recorded, strict=True))):
-        yield RouteRecord(num_layers or max(gates) + 1, recorded)
+        top_k = next(iter(gates.values())).routing.top_k
+        yield RouteRecord(num_layers or max(gates) + 1, top_k, recorded)
 
 
 class RouteReplay:
@@ -173,7 +197,9 @@ def replay_routes(
     """
     gates, num_layers = _gates_by_layer("replay_routes", model, layers)
     _agree(gates, _problem(gates, routes, num_layers))
-    replayed = [_ReplayedLayer(index, gate, routes[:, index]) for index, gate in gates.items()]
+    replayed = [
+        _ReplayedLayer(index, gate, routes[:, index].clone()) for index, gate in gates.items()
+    ]
     try:
         with observed(list(zip(gates.values(), replayed, strict=True)), first=True):
             yield RouteReplay(replayed)
@@ -197,6 +223,15 @@ class _RecordedLayer:
         return call
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Call:
+    """A call of a layer: its first token, T, and its checkpoint, see checkpoint_of_call()."""
+
+    start: int
+    num_tokens: int
+    checkpoint: object | None
+
+
 class _ReplayedLayer:
     """Replaces the choice of one layer.
 
@@ -210,10 +245,15 @@ class _ReplayedLayer:
         self._has_live = bool((routes < 0).any())
         self.counts = torch.zeros(4, dtype=torch.int64, device=routes.device)
         self._gate = gate
-        # The first token and call_number() of each call.
-        self._starts: list[int] = []
+        # The calls so far, and call_number() of each.
+        self._calls: list[_Call] = []
         self._numbers: list[int] = []
         self._end = 0
+        self._begin_number = call_number()
+        self._thread = threading.get_ident()
+        # The last repeated call, and how many its node has repeated before it.
+        self._last_repeat: Repeat | None = None
+        self._num_repeated = 0
 
     def __call__(self, call: GateCall) -> GateCall:
         num_tokens = call.logits.shape[0]
@@ -223,7 +263,11 @@ class _ReplayedLayer:
                 f"({self._gate.calls.names.where}); leave them out inside the context"
             )
         is_first = call.repeats is None
-        start = self._take(num_tokens) if call.repeats is None else self._start_of(call.repeats)
+        start = (
+            self._take(num_tokens)
+            if call.repeats is None
+            else self._start_of(call.repeats, num_tokens)
+        )
         ids = self._routes[start : start + num_tokens].long()
         if is_first:
             self._count(ids, call.live_topk_ids)
@@ -232,7 +276,7 @@ class _ReplayedLayer:
     def end(self) -> None:
         """Refuse to repeat the calls from now on."""
         if self._numbers:
-            self._gate.ended.append(range(self._numbers[0], call_number() + 1))
+            self._gate.ended.append(range(self._begin_number, call_number() + 1))
 
     def check_end(self) -> None:
         """Raise unless the calls took all tokens."""
@@ -252,20 +296,43 @@ class _ReplayedLayer:
                 f"({self._gate.calls.names.where}); pass a row of routes for every token, -1 where "
                 "the router chooses"
             )
-        self._starts.append(start)
+        if threading.get_ident() != self._thread:
+            raise ConfigError(
+                f"replay_routes: layer {self.index} is called in another thread than that of the "
+                f"context ({self._gate.calls.names.where}); enter a context in each thread"
+            )
+        self._calls.append(
+            _Call(start=start, num_tokens=num_tokens, checkpoint=checkpoint_of_call())
+        )
         self._numbers.append(call_number())
         return start
 
-    def _start_of(self, position: int) -> int:
-        """Return the first token of the call that backward repeats at `position`."""
-        place = bisect_right(self._numbers, position) - 1
-        if place < 0:
+    def _start_of(self, repeat: Repeat, num_tokens: int) -> int:
+        """Return the first token of the call that backward repeats."""
+        self._num_repeated = self._num_repeated + 1 if repeat == self._last_repeat else 0
+        self._last_repeat = repeat
+        place = self._first_of(repeat) + self._num_repeated
+        is_known = repeat.node >= self._begin_number and 0 <= place < len(self._calls)
+        if not is_known or self._calls[place].num_tokens != num_tokens:
             raise HandleError(
                 f"replay_routes: backward repeats a call of layer {self.index} from before the "
-                f"context ({self._gate.calls.names.where}); call forward and backward in one "
-                "context"
+                f"context, or with other tokens ({self._gate.calls.names.where}); call forward and "
+                "backward in one context"
             )
-        return self._starts[place]
+        return self._calls[place].start
+
+    def _first_of(self, repeat: Repeat) -> int:
+        """Return the number of the first call of this layer in the checkpoint, or -1."""
+        if repeat.is_reentrant:
+            return bisect_right(self._numbers, repeat.node)
+        place = bisect_right(self._numbers, repeat.node) - 1
+        while place > 0 and self._in_one_checkpoint(place - 1, place):
+            place -= 1
+        return place
+
+    def _in_one_checkpoint(self, first: int, second: int) -> bool:
+        checkpoint = self._calls[first].checkpoint
+        return checkpoint is not None and checkpoint is self._calls[second].checkpoint
 
     def _count(self, ids: Tensor, live_ids: Tensor) -> None:
         is_given = ids >= 0
@@ -274,7 +341,9 @@ class _ReplayedLayer:
         counts = torch.stack([each.sum() for each in found])
         self.counts += counts
         if self._gate.replayed is None:
-            self._gate.replayed = torch.zeros_like(counts)
+            # A tensor of inference mode could not be updated outside it.
+            with torch.inference_mode(False):
+                self._gate.replayed = torch.zeros(4, dtype=torch.int64, device=counts.device)
         self._gate.replayed += counts
 
 
@@ -334,9 +403,9 @@ def _problem(gates: Mapping[int, Gate], routes: object, num_layers: int | None) 
                 f"layer {index} has a routing with a custom function, expected one whose weights "
                 "follow from the logits; pass ids and weights to ExpertParallelExperts"
             )
-    if not isinstance(routes, Tensor) or routes.dim() != 3 or routes.is_floating_point():
+    if not isinstance(routes, Tensor) or routes.dim() != 3 or routes.dtype not in _DTYPES:
         came = f"{routes.dtype} {list(routes.shape)}" if isinstance(routes, Tensor) else routes
-        return f"routes is {came}, expected integers [tokens, layers, K]"
+        return f"routes is {came}, expected int16 [tokens, layers, K]"
     device = next(iter(gates.values())).calls.collectives.device
     if routes.device.type != device.type:
         return f"routes is on {routes.device}, expected {device}; call .to({str(device)!r})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import (
@@ -131,7 +133,7 @@ class Model(nn.Module):
 
 
 def _layer(layer: nn.Module, x: Tensor) -> Tensor:
-    return x + (layer(x) if isinstance(layer, ExpertParallelMoE) else layer(x).tanh())
+    return x + (layer(x).tanh() if isinstance(layer, nn.Linear) else layer(x))
 
 
 def moe_of(plain: PlainMoE, group: EPGroup, config: EPConfig | None) -> ExpertParallelMoE:
@@ -225,6 +227,66 @@ def test_one_backward_of_two_forwards_repeats_each_with_its_own_routes(repeats: 
         with replay_routes(model, torch.cat([batch.routes for batch in batches])):
             torch.stack([model(batch.x).square().sum() for batch in batches]).sum().backward()
         check_gradients(model, expected, group.rank)
+
+
+class Same(torch.autograd.Function):
+    """Returns its input, and makes a node of autograd also under no_grad, as kernels do."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
+
+
+def in_halves(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.cat([model(Same.apply(half)) for half in x.chunk(2)])
+
+
+@RANKS
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("forward", [nn.Module.__call__, in_halves], ids=["whole", "in_halves"])
+def test_one_checkpoint_repeats_several_layers_and_calls(
+    forward: Callable[[nn.Module, Tensor], Tensor], reentrant: bool
+) -> None:
+    plain, number = Plain(), 2
+    for rank in range(2):
+        for batch in batches_of(rank)[:number]:
+            plain(batch.x, batch.routes).square().sum().backward()
+    expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+    with EPGroup() as group:
+        model, batches = Model(Plain(), group), batches_of(group.rank)[:number]
+        others = micro_batch(group.rank, 9, 3)
+        routes = torch.cat([others.routes, *(batch.routes for batch in batches)])
+        with replay_routes(model, routes):
+            with torch.no_grad():
+                model(others.x)
+            call = partial(forward, model)
+            outs = [checkpoint(call, batch.x, use_reentrant=reentrant) for batch in batches]
+            for y in outs if reentrant else reversed(outs):
+                y.square().sum().backward()
+        check_gradients(model, expected, group.rank)
+        # After its end, whatever nodes forward made before the layer.
+        with replay_routes(model, batches[0].routes):
+            y = checkpoint(call, batches[0].x, use_reentrant=reentrant)
+        with pytest.raises(HandleError, match="whose context has ended"):
+            y.sum().backward()
+
+
+@RANKS
+def test_wrapped_block_has_one_gate_and_inference_leaves_it_usable() -> None:
+    with EPGroup() as group:
+        model, batch = Model(Plain(), group), micro_batch(group.rank, 0, 4)
+        model.layers[1] = checkpoint_wrapper(model.layers[1])  # type: ignore[index]
+        assert len(named_gates(model)) == len(MOE_LAYERS)
+        for mode in (torch.inference_mode(), nullcontext()):
+            with mode, replay_routes(model, batch.routes):
+                model(batch.x)
+        with record_routes(model) as record:
+            idle_step(model, backward=False)
+        assert record.routes().shape == (0, NUM_LAYERS, TOP_K)
 
 
 @RANKS
@@ -400,9 +462,10 @@ BAD = {
         "routes of layer 1: ids from 6 to 6, expected -1 to 5",
     ),
     "twice": (lambda r: r.clamp(max=2, min=2), "routes of layer 1: an expert twice for a token"),
-    "dtype": (lambda r: r.float(), r"routes is torch.float32 \[4, 4, 3\], expected integers"),
+    "dtype": (lambda r: r.float(), r"routes is torch.float32 \[4, 4, 3\], expected int16"),
+    "uint16": (lambda r: r.clamp(min=0).to(torch.uint16), "routes is torch.uint16 "),
     "device": (lambda r: r.to("meta"), "routes is on meta, expected cpu; call .to"),
-    "no tensor": (lambda r: None, "routes is None, expected integers"),
+    "no tensor": (lambda r: None, "routes is None, expected int16"),
 }
 
 

@@ -142,6 +142,7 @@ class Handle:
         self._spent: str | None = None
         self.exchange_plan: ExchangePlan
         self.num_tokens, self.dtype = num_tokens, dtype
+        self.call = 0
         self.needs_backward = False
 
     def open(self, exchange_plan: ExchangePlan, *, call: int, needs_backward: bool) -> None:

@@ -122,11 +122,11 @@ def routes_of_batch(routes: Sequence[Tensor], mask: Tensor) -> Tensor:
 
 def _in_sequence(caller: str, found: Tensor, num_tokens: int, start: int) -> Tensor:
     """Return routes of all tokens, with `found` from token `start` on and -1 elsewhere."""
-    if found.dim() != 3 or start + len(found) > num_tokens:
+    if found.dim() != 3 or start + len(found) not in (num_tokens - 1, num_tokens):
         raise ShapeError(
             f"{caller}: routed_experts is {list(found.shape)} from token {start}, expected "
-            f"[tokens, layers, K] within {num_tokens} tokens; pass the length of the sequence, "
-            "prompt and completion"
+            f"[tokens, layers, K] up to the last but one of {num_tokens} tokens; pass the length "
+            "of the sequence, prompt and completion, and the tokens of the prompt left out"
         )
     if found.numel() and int(found.max()) >= 2**15:
         raise ShapeError(f"{caller}: id {int(found.max())}, expected at most {2**15 - 1}")

@@ -200,6 +200,8 @@ def replay_routes(
     replayed = [
         _ReplayedLayer(index, gate, routes[:, index].clone()) for index, gate in gates.items()
     ]
+    for layer in replayed:
+        layer.last = replayed[-1]
     try:
         with observed(list(zip(gates.values(), replayed, strict=True)), first=True):
             yield RouteReplay(replayed)
@@ -236,7 +238,10 @@ class _ReplayedLayer:
     """Replaces the choice of one layer.
 
     counts: see ReplayCounts; [4], int64, on the device.
+    last: the last layer of the model.
     """
+
+    last: _ReplayedLayer
 
     def __init__(self, index: int, gate: Gate, routes: Tensor) -> None:
         """Replay `routes` [tokens, K], which have been checked."""
@@ -295,6 +300,12 @@ class _ReplayedLayer:
                 f"have {len(self._routes) - start} left of {len(self._routes)} "
                 f"({self._gate.calls.names.where}); pass a row of routes for every token, -1 where "
                 "the router chooses"
+            )
+        if len(self._calls) > len(self.last._calls):
+            raise HandleError(
+                f"replay_routes: layer {self.index} is called again, but the forward before ended "
+                f"before layer {self.last.index} ({self._gate.calls.names.where}); begin a new "
+                "context after a forward that failed"
             )
         if threading.get_ident() != self._thread:
             raise ConfigError(
@@ -361,12 +372,14 @@ def _gates_by_layer(
             "ExpertParallelMoE, or load it with ep_implementation='epcomm'"
         )
     indices = {n: _index_in(n) if layers is None else layers.get(n) for n in gates}
-    if len(gates) == 1 and layers is None:
-        indices = {name: index or 0 for name, index in indices.items()}
-    if None in indices.values() or len(set(indices.values())) < len(gates):
+    is_alone = layers is None and list(indices.values()) == [None]
+    if is_alone:
+        indices = dict.fromkeys(indices, 0)
+    is_bad = layers is not None and (layers.keys() - gates.keys() or min(layers.values()) < 0)
+    if is_bad or None in indices.values() or len(set(indices.values())) < len(gates):
         raise ConfigError(
-            f"{caller}: the layers of the blocks are {indices}, expected an index of its own for "
-            "each; pass layers={name: index}"
+            f"{caller}: the layers of the blocks are {dict(indices if layers is None else layers)}"
+            f", expected an index of its own for each of {list(gates)}; pass layers={{name: index}}"
         )
     found = {index: gates[name] for name, index in indices.items() if index is not None}
     most = max(gate.num_experts for gate in gates.values())
@@ -375,6 +388,8 @@ def _gates_by_layer(
             f"{caller}: a layer has {most} experts, expected at most {_MAX_EXPERTS}, whose ids fit "
             "int16"
         )
+    if is_alone:
+        return found, 1
     return found, _num_layers(model, gates) if layers is None else None
 
 

@@ -87,8 +87,10 @@ def test_padded_batch_has_no_routes_in_its_padding(side: str) -> None:
 
 def test_routes_of_another_sequence_are_refused() -> None:
     ids = drawn(5, 64)
-    with pytest.raises(ShapeError, match=r"\[5, 3, 2\] from token 2, expected .* within 6 tokens"):
+    with pytest.raises(ShapeError, match=r"\[5, 3, 2\] from token 2, expected .* but one of 6"):
         routes_from_vllm(ids, num_tokens=6, prompt_start=2)
+    with pytest.raises(ShapeError, match="and the tokens of the prompt left out"):
+        routes_from_vllm(ids, num_tokens=8)
     with pytest.raises(ShapeError, match="expected at most 32767"):
         routes_from_vllm((ids + 40_000).astype(np.uint16), num_tokens=6)
     text = base64.b64encode(ids.astype(np.int32).tobytes()).decode()

@@ -530,6 +530,14 @@ def test_backward_that_repeats_calls_of_another_context_is_refused() -> None:
             loss.backward()
         model(batch.x).sum().backward()
 
+        def after_half_a_forward() -> None:
+            with replay_routes(model, torch.cat([batch.routes, batch.routes])):
+                model.layers[1](batch.x)  # type: ignore[operator]
+                model(batch.x)
+
+        with pytest.raises(HandleError, match="layer 1 is called again, but the forward before"):
+            after_half_a_forward()
+
 
 @RANKS
 def test_auxiliary_losses_may_take_live_or_replayed_routes() -> None:
@@ -556,6 +564,12 @@ def test_blocks_without_an_index_of_their_own_are_refused_by_name() -> None:
         model = nn.ModuleDict({"first": moe[0], "second": moe[1]})
         with pytest.raises(ConfigError, match="expected an index of its own"), record_routes(model):
             pass
+        for layers in ({"first": 1, "second": -1}, {"first": 1, "second": 2, "third": 3}):
+            with (
+                pytest.raises(ConfigError, match="expected an index of its own for each of"),
+                record_routes(model, layers=layers),
+            ):
+                pass
         with record_routes(model, layers={"first": 1, "second": 3}) as record:
             x = torch.randn(2, HIDDEN, dtype=torch.float64)
             moe[1](moe[0](x))

@@ -127,8 +127,11 @@ class Gate:
             call = choose(call, self._checked_ids(topk_ids, logits.shape[0]), has_live=True)
         for observe in self.observers:
             call = observe(call)
-        is_live = repeats is not None and call.chosen is live
-        if is_live and any(repeats.node in numbers for numbers in self.ended):
+        if (
+            repeats is not None
+            and call.chosen is live
+            and any(repeats.node in numbers for numbers in self.ended)
+        ):
             raise HandleError(
                 "replay_routes: backward repeats a call whose context has ended "
                 f"({self.calls.names.where}); call backward inside the context"
@@ -163,7 +166,7 @@ def checkpoint_of_call() -> object | None:
 
     Checkpoints that are not reentrant install hooks of their own for tensors that forward saves.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     attributes = None if hooks is None else getattr(hooks[0], "__dict__", None)
     return None if attributes is None else attributes.setdefault("epcomm_checkpoint", object())
 

@@ -58,7 +58,7 @@ class MoESpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Availability:
-    """Whether a backend can run on this rank, and if not, the reasons and the remedy.
+    """The answer whether a backend can run on this rank, with the reasons and the remedy if not.
 
     command: the command that installs all that is missing; empty if none is known or needed.
     needs: the required hardware or system that is absent; empty if none is absent.

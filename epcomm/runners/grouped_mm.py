@@ -41,7 +41,9 @@ class GroupedMMRunner(ExpertRunner):
         assert isinstance(weights, ExpertWeights), "supports() said so"
         dtype, index = _dtype_of(dispatched, weights), dispatched.index
         weights = cast_experts(weights, dtype)
-        slots = pack(dequantize(dispatched.hidden_states, dtype), index)
+        wire = dispatched.hidden_states
+        rows = wire.data.to(dtype) if wire.scales is None else dequantize(wire, dtype)
+        slots = pack(rows, index)
         # Padding is computed with the expert before it: results of padding are never combined.
         ends = index.first_slot[1:]
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)

@@ -45,7 +45,7 @@ class Operation:
 
     @property
     def writes(self) -> bool:
-        """Whether the operator writes to an argument."""
+        """True if the operator writes to an argument."""
         return self.func._schema.is_mutable
 
     @cached_property

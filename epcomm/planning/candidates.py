@@ -45,7 +45,7 @@ _ERROR, _HOST, _REACH = "error", "host", "reach"
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSurvey:
-    """The needs of one phase of a layer, and the verdict on each class that may serve it, by name."""
+    """The needs of one phase of a layer, and the verdict on each class by its name."""
 
     config: EPConfig
     spec: BufferSpec

@@ -100,6 +100,9 @@ class EPConfig:
         buffers run check() in each combine; if the host does not wait in collectives (NCCL), and
         with vendor kernels, the ranks compare their calls in a small exchange.
     deterministic: refuse backends whose sums depend on arrival order.
+    sum_groups: G, the number of groups of consecutive logical experts whose results are summed
+        separately and then added in ascending order, so that y has the same bits on any number of
+        ranks that divides G (docs/same_bits.md). None: each rank sums the results of its experts.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.
     """
@@ -122,6 +125,7 @@ class EPConfig:
     timeout_s: float = 100.0
     check_calls: bool = False
     deterministic: bool = False
+    sum_groups: int | None = None
     record_load: bool = False
 
     def __post_init__(self) -> None:
@@ -134,7 +138,7 @@ class EPConfig:
                 object.__setattr__(self, name, enum_member(f"EPConfig: {name}", kind, value))
         scales = None if self.dispatch_scales is None else ScaleDtype(self.dispatch_scales)
         _check_scales(self.dispatch_dtype, scales)
-        for name in ("max_tokens_per_rank", "max_recv_slots", "num_sms", "batches_in_flight"):
+        for name in _OPTIONAL_SIZES:
             value = getattr(self, name)
             _expect(name, value, value is None or is_size(value), f"1 to {MAX_SIZE}, or None")
         redundant = self.redundant_experts
@@ -273,14 +277,14 @@ def _check_scales(dtype: WireDtype | None, scales: ScaleDtype | None) -> None:
         )
 
 
-_PARSERS = {
-    "max_tokens_per_rank": int,
-    "max_recv_slots": int,
-    "num_sms": int,
-    "batches_in_flight": int,
-    "redundant_experts": int,
-    "timeout_s": float,
-}
+_OPTIONAL_SIZES = (
+    "max_tokens_per_rank",
+    "max_recv_slots",
+    "num_sms",
+    "batches_in_flight",
+    "sum_groups",
+)
+_PARSERS = {**dict.fromkeys(_OPTIONAL_SIZES, int), "redundant_experts": int, "timeout_s": float}
 _SWITCHES = ("check_calls", "deterministic", "record_load", "replicated")
 _BOOLEANS = {"1": True, "true": True, "0": False, "false": False}
 

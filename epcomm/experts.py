@@ -127,7 +127,11 @@ class ExpertParallelExperts(nn.Module):
         self._counter = LayerCounter(num_experts // group.world_size, group.device)
         self._names = {role: (names or {}).get(role, role) for role in weights.tensors()}
         self._replicas = self.placement and ReplicaTables(
-            self.placement, rank=group.rank, is_replicated=config.replicated, device=group.device
+            self.placement,
+            rank=group.rank,
+            is_replicated=config.replicated,
+            device=group.device,
+            sum_groups=config.sum_groups,
         )
         self.shard = shard_of_rank(
             rank=group.rank,

@@ -29,6 +29,8 @@ class TopKOutput:
         static size, every rank raises CapacityError.
     topk_weights: [T, K], float32, or float64 with float64 rows; another floating dtype is cast. The
         weight of a -1 entry is ignored.
+    topk_groups: [T, K], int64, the sum group of the logical expert of each entry, any value for -1;
+        needed only with EPConfig.sum_groups where experts have a placement. A layer sets it.
     is_physical: the ids are physical ids from the layer's ReplicaTable; if False, a layer with a
         placement treats them as logical ids. Read only by such layers.
     """
@@ -36,6 +38,7 @@ class TopKOutput:
     topk_ids: Tensor
     topk_weights: Tensor
     is_physical: bool = False
+    topk_groups: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -335,4 +338,5 @@ def empty_topk(top_k: int, device: torch.device) -> TopKOutput:
     return TopKOutput(
         topk_ids=torch.empty(0, top_k, dtype=torch.int64, device=device),
         topk_weights=torch.empty(0, top_k, dtype=torch.float32, device=device),
+        topk_groups=torch.empty(0, top_k, dtype=torch.int64, device=device),
     )

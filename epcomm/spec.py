@@ -168,6 +168,10 @@ class BufferSpec:
         plans without experts.
     returns_slots: router weights are passed to combine, not to dispatch. Combine returns one row
         per slot and the source rank sums them, see ReturnsSlots.combine_slots_async().
+    sum_groups: G, see EPConfig.sum_groups; combine returns one row per (token, group) that a rank
+        holds, and applies the router weights. None: one row per (token, rank).
+    sums_at_source: with sum_groups, combine returns one row per slot without weights, and the
+        source rank sums by group, because experts of one group are on several ranks.
     scale_layout: the layout of the scales of slabs, in the layout MASKED over NVLink. Other buffers
         do not change it; see WireTensor.scale_layout.
     hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.
@@ -186,6 +190,8 @@ class BufferSpec:
     batches_in_flight: int | None = None
     intermediate_size: int | None = None
     returns_slots: bool = False
+    sum_groups: int | None = None
+    sums_at_source: bool = False
     scale_layout: ScaleLayout = ROW_MAJOR
     hosts: HostLayout | None = None
 

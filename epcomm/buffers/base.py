@@ -63,6 +63,7 @@ class Backend(ABC):
     takes_wire_tensors: DispatchCall.hidden_states may be a WireTensor.
     needs_distinct_ids: a row of ids that names an expert twice is a fault on all ranks; otherwise
         each entry is a slot.
+    sums_groups: it supports BufferSpec.sum_groups.
     sums_row_scalars: combine adds the row scalars of all rows of a token; otherwise it returns the
         scalars from the rank of the expert and ignores the others.
     """
@@ -74,6 +75,7 @@ class Backend(ABC):
     serves_replicated: ClassVar[bool] = False
     takes_wire_tensors: ClassVar[bool] = True
     needs_distinct_ids: ClassVar[bool] = False
+    sums_groups: ClassVar[bool] = False
     sums_row_scalars: ClassVar[bool] = True
 
     name: ClassVar[str]

@@ -30,6 +30,7 @@ class DispatchCall:
         needs Backend.takes_wire_tensors and has no gradients.
     topk_ids: [T, K], int64.   topk_weights: [T, K], float32. With float64 rows, topk_weights and
         all that is float32 below are float64. With BufferSpec.returns_slots, any unread tensor.
+    topk_groups: [T, K], int64, the sum group of each entry; only with BufferSpec.sums_at_source.
     expert_names: names of the expert tensors that have bits in `flags`, in the order of the bits.
     error: the reason why this rank takes part with T = 0, or None.
     quantize: converts hidden states to a wire format; buffers that can pass the message as `out`.
@@ -41,6 +42,7 @@ class DispatchCall:
     topk_ids: Tensor
     topk_weights: Tensor
     flags: BatchFlags
+    topk_groups: Tensor | None = None
     expert_names: tuple[str, ...] = ()
     error: EPError | None = None
     quantize: RowQuantizer = quantize

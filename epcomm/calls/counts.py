@@ -24,6 +24,7 @@ from epcomm.calls.header import (
     HEADER_WORDS,
     MESSAGE_BYTES,
     MESSAGE_WORDS,
+    PAIRS,
     ROWS,
     CallKind,
     CallSign,
@@ -39,12 +40,15 @@ class Counts:
     """The counts of rows and slots that this rank sends and receives in a dispatch.
 
     rows_to_rank, rows_from_rank: [W].
+    pairs_to_rank, pairs_from_rank: [W], rows that combine returns for them; 0 without sum_groups.
     tokens_per_expert: [L].   device_tokens_per_expert: the same, int64, on the device.
     any_flags: the flags of all ranks, or-ed.
     """
 
     rows_to_rank: tuple[int, ...]
     rows_from_rank: tuple[int, ...]
+    pairs_to_rank: tuple[int, ...]
+    pairs_from_rank: tuple[int, ...]
     tokens_per_expert: tuple[int, ...]
     device_tokens_per_expert: Tensor
     any_flags: BatchFlags
@@ -82,6 +86,7 @@ def make_headers(
     counts: tuple[Tensor, Tensor, Tensor],
     *,
     has_rest: bool,
+    pairs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the headers of a dispatch and the counts that do not fit. Host sync: none.
 
@@ -93,6 +98,7 @@ def make_headers(
             all experts, [P].
         has_rest: headers have a fixed size, and the counts that do not fit need a second exchange;
             else the header is longer.
+        pairs: [W], the rows that each rank returns in combine, with sum_groups.
 
     Returns: the header for each rank with the slots of its first COUNTS_IN_HEADER experts,
         [W, words], int64, and the slots of its other experts, [W, L - COUNTS_IN_HEADER].
@@ -104,6 +110,8 @@ def make_headers(
     header = calls.message(words, max(MESSAGE_WORDS, HEADER_WORDS + num_here))
     header[:, FAULT] = fault
     header[:, ROWS] = rows
+    if pairs is not None:
+        header[:, PAIRS] = pairs
     header[:, HEADER_WORDS : HEADER_WORDS + num_here] = by_rank[:, :num_here]
     seal(header)
     return header, by_rank[:, num_here:].contiguous()
@@ -174,19 +182,18 @@ def exchange_counts(
         received_words = [
             [*words, *more] for words, more in zip(received_words, rest.tolist(), strict=True)
         ]
-    rows_to_rank = tuple(words[ROWS] for words in sent_words)
     return read_counts(
-        received_words, slots, call, spec, calls, rows_to_rank, rows_have_slots=rows_have_slots
+        received_words, sent_words, slots, call, spec, calls, rows_have_slots=rows_have_slots
     )
 
 
 def read_counts(
     headers: Sequence[Sequence[int]],
+    sent: Sequence[Sequence[int]],
     device_slots: Tensor,
     call: DispatchCall,
     spec: BufferSpec,
     calls: Calls,
-    rows_to_rank: tuple[int, ...],
     *,
     rows_have_slots: bool,
 ) -> Counts:
@@ -194,11 +201,11 @@ def read_counts(
 
     Args:
         headers: by rank, on the host, each followed by the slots of this rank's experts.
+        sent: the headers that this rank sent, by rank.
         device_slots: [W, L], the same slots on the device.
         call: this rank's call.
         spec: the specification of the buffer.
         calls: the calls of the group.
-        rows_to_rank: the number of rows that this rank sends to each rank.
         rows_have_slots: ranks send only rows that have a slot.
 
     Raises:
@@ -218,9 +225,14 @@ def read_counts(
         if min(slots) < 0 or not least <= sum(slots) <= num_rows * spec.top_k:
             expected = f"{least} to {num_rows * spec.top_k} for {num_rows} rows"
             calls.reject(rank, f"slots {shown(slots)}, expected {expected}")
+        pairs, most_pairs = words[PAIRS], 0 if spec.sum_groups is None else sum(slots)
+        if rows_have_slots and not min(least, most_pairs) <= pairs <= most_pairs:
+            calls.reject(rank, f"pairs {pairs}, expected {least} to {most_pairs}")
     return Counts(
-        rows_to_rank=rows_to_rank,
+        rows_to_rank=tuple(words[ROWS] for words in sent),
         rows_from_rank=tuple(words[ROWS] for words in headers),
+        pairs_to_rank=tuple(words[PAIRS] for words in sent),
+        pairs_from_rank=tuple(words[PAIRS] for words in headers),
         tokens_per_expert=tuple(map(sum, zip(*slots_from_rank, strict=True))),
         device_tokens_per_expert=device_slots.sum(0),
         any_flags=any_flags(flags),

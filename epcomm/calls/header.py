@@ -10,11 +10,12 @@ from zlib import crc32
 import torch
 
 # The words of a header. CHECK makes the sum of all words of a message zero, modulo 2**64.
-KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS = range(10)
-HEADER_WORDS = 10
+# PAIRS is the number of rows that combine returns for the ROWS rows, with BufferSpec.sum_groups.
+KIND, CHECK, BUFFER, DISPATCHER, BATCH, NUMBER, SIZE, FAULT, FLAGS, ROWS, PAIRS = range(11)
+HEADER_WORDS = 11
 # The header is followed by the slot counts of up to 128 experts of the receiving rank; more need a
 # second exchange. 128 experts per rank are half of the 256 of the largest models, and with the
-# header they are 1104 B, which fit into one Ethernet packet.
+# header they are 1112 B, which fit into one Ethernet packet.
 COUNTS_IN_HEADER = 128
 MESSAGE_WORDS = HEADER_WORDS + COUNTS_IN_HEADER
 MESSAGE_BYTES = 8 * MESSAGE_WORDS

@@ -175,7 +175,7 @@ class Calls:
         flags, num_rows: the words that may differ between ranks.
         """
         who = (int(kind), 0, sign.buffer, sign.dispatcher, sign.batch, self.next_batch)
-        return [*who, sign.size, 0, flags, num_rows]
+        return [*who, sign.size, 0, flags, num_rows, 0]
 
     def message(self, words: Sequence[int], num_words: int = MESSAGE_WORDS) -> Tensor:
         """Return `words` and then zeros, [W, num_words], int64, on the device. Host sync: none."""

@@ -81,33 +81,38 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, topk_weights: Tensor, buffer: Buffer, out: Dispatched
+        ctx: FunctionCtx,
+        x: Tensor,
+        topk_weights: Tensor,
+        buffer: Buffer,
+        out: Dispatched,
+        packs: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.buffer, ctx.exchange_plan, ctx.dtype = buffer, out.exchange_plan, x.dtype  # type: ignore[attr-defined]
         assert out.slot_weights is not None, "a trainable buffer sends weights"
         # Quantised elements have no gradient, so rows that need gradients are returned dequantised.
         # The gradient ignores the quantisation (straight-through estimator).
-        rows = out.rows
-        if not rows.format.dtype.is_quantized:
-            return rows.data.to(x.dtype), out.slot_weights
-        return dequantize(rows, x.dtype), out.slot_weights
+        is_quantized = out.rows.format.dtype.is_quantized
+        rows = dequantize(out.rows, x.dtype) if is_quantized else out.rows.data.to(x.dtype)
+        ctx.rows_per = RowsPer.SLOT if packs else RowsPer.ROW  # type: ignore[attr-defined]
+        return gather_rows(rows, out.index) if packs else rows, out.slot_weights
 
     @staticmethod
     @once_differentiable
     @ranged("dispatch_backward")
     def backward(  # type: ignore[override]
         ctx: FunctionCtx, grad_rows: Tensor, grad_slot_weights: Tensor
-    ) -> tuple[Tensor, Tensor | None, None, None]:
+    ) -> tuple[Tensor, Tensor | None, None, None, None]:
         exchange_plan: ExchangePlan = ctx.exchange_plan  # type: ignore[attr-defined]
         slots_of_row = exchange_plan.index.slots_of_row
         assert slots_of_row is not None, "a trainable buffer returns an index over rows"
         grad_x, grad_weights = ctx.buffer.combine(  # type: ignore[attr-defined]
             grad_rows,
             exchange_plan,
-            rows_per=RowsPer.ROW,
+            rows_per=ctx.rows_per,  # type: ignore[attr-defined]
             row_scalars=gather_scalars(grad_slot_weights, slots_of_row),
         )
-        return grad_x.to(ctx.dtype), grad_weights, None, None  # type: ignore[attr-defined]
+        return grad_x.to(ctx.dtype), grad_weights, None, None, None  # type: ignore[attr-defined]
 
 
 class _Combine(torch.autograd.Function):
@@ -162,14 +167,18 @@ def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
         return _dispatch_watched(buffer, call)
 
 
-def with_history(buffer: Buffer, call: DispatchCall, out: Dispatched) -> tuple[WireTensor, Tensor]:
+def with_history(
+    buffer: Buffer, call: DispatchCall, out: Dispatched, *, packs: bool
+) -> tuple[WireTensor, Tensor]:
     """Return the rows and slot weights of a dispatch, differentiable in the inputs of the call.
+
+    packs: return one row per slot, [C, H], so that backward sums the gradients of slots by group.
 
     Collective: no, but backward is, on every rank if the inputs of any rank need gradients.
     """
     x = call.hidden_states
     assert isinstance(x, Tensor), "quantised rows have no gradient, so their calls have no flags"
-    rows, slot_weights = _Dispatch.apply(_anchored(x), call.topk_weights, buffer, out)
+    rows, slot_weights = _Dispatch.apply(_anchored(x), call.topk_weights, buffer, out, packs)
     return WireTensor(data=rows, format=WireFormat.of(x.dtype)), slot_weights
 
 

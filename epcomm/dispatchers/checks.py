@@ -78,6 +78,8 @@ class CallChecks:
             ("topk_ids", topk.topk_ids, pair, torch.int64),
             ("topk_weights", topk.topk_weights, pair, torch.float32),
         )
+        if self.spec.sums_at_source:
+            expected += (("topk_groups", topk.topk_groups, pair, torch.int64),)
         for name, tensor, shape, wanted in expected:
             if isinstance(tensor, WireTensor):
                 fault = self._wire_mismatch(tensor, shape)
@@ -107,6 +109,9 @@ class CallChecks:
             return False
         ids, weights, shape = topk.topk_ids, topk.topk_weights, hidden_states.shape
         if not (self._is_plain(ids, torch.int64) and self._is_plain(weights, torch.float32)):
+            return False
+        if self.spec.sums_at_source:
+            # The check of all tensors includes the groups.
             return False
         limit = self.spec.max_tokens_per_rank
         return (

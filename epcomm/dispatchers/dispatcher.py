@@ -249,9 +249,12 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         self._num_calls += 1
         needs_backward = bool(int(out.any_flags) & _NEEDS_BACKWARD)
         handle.open(out.exchange_plan, call=self._num_calls, needs_backward=needs_backward)
-        rows, slot_weights = out.rows, out.slot_weights
+        rows, slot_weights, index = out.rows, out.slot_weights, out.index
         if out.any_flags & BatchFlags.INPUTS_NEED_GRAD:
-            rows, slot_weights = with_history(self._buffer, call, out)
+            packs = self._spec.sum_groups is not None
+            rows, slot_weights = with_history(self._buffer, call, out, packs=packs)
+            if packs:
+                index = replace(index, row_of_slot=None, slots_of_row=None)
         rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
         if self.plan.caps.layout is Layout.MASKED:
             capacity = rows.data.shape[:2]
@@ -268,7 +271,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
         else:
             record = RowsDispatchOutput(
                 hidden_states=rows,
-                index=out.index,
+                index=index,
                 slot_weights=slot_weights,
                 weights_applied_by=self._weights_applied_by,
                 handle=handle,
@@ -485,6 +488,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             hidden_states=hidden_states,
             topk_ids=topk.topk_ids,
             topk_weights=topk.topk_weights,
+            topk_groups=topk.topk_groups,
             flags=flags,
             expert_names=expert_names,
             error=error,

@@ -61,9 +61,16 @@ class ReplicaTables:
     """
 
     def __init__(
-        self, placement: ExpertPlacement, *, rank: int, is_replicated: bool, device: torch.device
+        self,
+        placement: ExpertPlacement,
+        *,
+        rank: int,
+        is_replicated: bool,
+        device: torch.device,
+        sum_groups: int | None = None,
     ) -> None:
         """Allocate the tables for any placement of these sizes, and write this one."""
+        self._group_size = sum_groups and placement.num_experts // sum_groups
         redundant = placement.num_physical_experts - placement.num_experts
         most = min(placement.num_ranks, redundant + 1)
         self._rank = rank
@@ -96,7 +103,7 @@ class ReplicaTables:
         self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical, device="cpu"))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:
-        """Return the entries with physical ids, as ReplicaTable.choose() has them.
+        """Return the entries with physical ids, as ReplicaTable.choose() has them, and sum groups.
 
         Physical ids are returned unchanged, and so are ids that are no [T, K] of int64 on this
         device, which the dispatcher refuses on all ranks.
@@ -106,6 +113,11 @@ class ReplicaTables:
         ids, table = getattr(topk, "topk_ids", None), self.table
         if not isinstance(ids, Tensor) or ids.dtype is not torch.int64 or ids.dim() != 2:
             return topk
-        if topk.is_physical or ids.device != table.replicas.device:
+        if ids.device != table.replicas.device:
             return topk
-        return replace(topk, topk_ids=table.choose(ids), is_physical=True)
+        if not topk.is_physical:
+            topk = replace(topk, topk_ids=table.choose(ids), is_physical=True)
+        if self._group_size is None:
+            return topk
+        known = topk.topk_ids.clamp(0, self.logical_of_physical.shape[0] - 1)
+        return replace(topk, topk_groups=self.logical_of_physical[known] // self._group_size)

@@ -331,6 +331,8 @@ def _judge_backend(
     reasons += carrying_reasons(spec, caps)
     if config.deterministic and not caps.ordered:
         reasons.append("slots arrive in any order, and EPConfig.deterministic is set")
+    if config.sum_groups is not None and not buffer.sums_groups:
+        reasons.append("sums the results itself, in an order that depends on the number of ranks")
     if buffer.serves_replicated != config.replicated:
         reasons.append(f"needs EPConfig.replicated = {buffer.serves_replicated}")
     if mode is Mode.FUSEEP:

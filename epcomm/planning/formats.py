@@ -36,6 +36,7 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
             "expected bf16, fp16 or fp32, of which eight bits are made, or dispatch_dtype None"
         )
     _check_int8_profile(config, dispatch_format, wanted)
+    _check_sum_groups(config, spec, world_size)
     return BufferSpec(
         hidden_size=spec.hidden_size,
         top_k=spec.top_k,
@@ -47,7 +48,27 @@ def buffer_spec(config: EPConfig, spec: MoESpec, world_size: int, wanted: WireFo
         compares_calls=config.check_calls,
         num_sms=config.num_sms,
         batches_in_flight=config.batches_in_flight,
+        sum_groups=config.sum_groups,
+        # Replicas and moved experts spread the experts of a group over ranks.
+        sums_at_source=config.sum_groups is not None and config.redundant_experts is not None,
     )
+
+
+def _check_sum_groups(config: EPConfig, spec: MoESpec, world_size: int) -> None:
+    """Check that the logical experts form sum_groups groups, and that ranks hold whole groups."""
+    groups, num_logical = config.sum_groups, spec.num_experts - (config.redundant_experts or 0)
+    if groups is None:
+        return
+    if num_logical % groups:
+        raise ConfigError(
+            f"plan: sum_groups is {groups}, expected a divisor of the {num_logical} experts; use "
+            "the largest number of ranks that any run of this model will have"
+        )
+    if config.redundant_experts is None and groups % world_size:
+        raise ConfigError(
+            f"plan: sum_groups is {groups}, expected a multiple of the {world_size} ranks, because "
+            "a rank holds whole groups; use a multiple that divides the number of experts"
+        )
 
 
 def _hidden_format(config: EPConfig, spec: MoESpec, wanted: WireFormat) -> WireFormat:

@@ -139,8 +139,10 @@ def _plan_phase(
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)
-    # With gradients the runner applies the weights, so that combine saves no rows.
-    applied_by = WeightsAppliedBy.RUNNER if caps.trainable else WeightsAppliedBy.COMBINE
+    # With gradients the runner applies the weights, so that combine saves no rows. With sum_groups
+    # the weighted results must not be rounded before they are summed.
+    by_runner = caps.trainable and config.sum_groups is None
+    applied_by = WeightsAppliedBy.RUNNER if by_runner else WeightsAppliedBy.COMBINE
     return PhasePlan(
         mode=mode,
         backend=kind.name,

@@ -47,16 +47,26 @@ from epcomm.calls.counts import (
     make_headers,
     seal,
 )
-from epcomm.calls.header import ANY_BATCH, ROWS, CallKind, CallSign
+from epcomm.calls.header import ANY_BATCH, PAIRS, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
+from epcomm.ops.group_sums import (
+    Pairs,
+    SumGroups,
+    as_members,
+    mark_pairs,
+    number_pairs,
+    sum_entries,
+    sum_weighted,
+)
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
     count_experts,
     index_slots,
+    localize,
     members_of,
     reduce_rows,
     reduce_rows_onto,
@@ -103,9 +113,12 @@ class SendOrder:
 class SendPlan:
     """Plans the rows that one dispatch sends; its methods are called in the order below."""
 
-    def __init__(self, call: DispatchCall, layout: RowLayout, num_local: int) -> None:
+    def __init__(
+        self, call: DispatchCall, layout: RowLayout, num_local: int, groups: SumGroups | None
+    ) -> None:
         """Plan the rows of `call` in the layout `layout`; num_local is L."""
         self._call, self._layout, self._num_local = call, layout, num_local
+        self._groups = groups
 
     def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
         """Count the rows and slots and return the headers; see make_headers(). Host sync: none.
@@ -126,7 +139,33 @@ class SendPlan:
         # Convert each token once, not once per copy; rows are gathered from the result.
         self._wire = wire_tensor_of(call, self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
-        return make_headers(calls, sign, call.flags, counts, has_rest=has_rest)
+        pairs = self._mark_pairs(world_size)
+        return make_headers(calls, sign, call.flags, counts, has_rest=has_rest, pairs=pairs)
+
+    def _mark_pairs(self, world_size: int) -> Tensor | None:
+        """Mark the rows that return for each token; return their number by rank, [W], or None."""
+        groups = self._groups
+        if groups is None:
+            return None
+        self._columns = groups.columns(self._topk_ids)
+        has_pair = mark_pairs(self._columns, world_size * groups.num_columns)
+        # By token, rank and column of the rank.
+        self._has_pair = has_pair.unflatten(1, (world_size, groups.num_columns))
+        return self._has_pair.sum((0, 2))
+
+    def returned_rows(self) -> Tensor:
+        """Return the number of the returned row of each addend of a token, [T, G] or [T, K].
+
+        -1 for none. Returned rows are numbered by rank, token and column.
+        """
+        by_rank = self._has_pair.transpose(0, 1)
+        numbers = number_pairs(by_rank.flatten(0, 1)).view(by_rank.shape).transpose(0, 1)
+        numbers = numbers.flatten(1)
+        assert self._groups is not None, "only rows of groups are numbered"
+        if not self._groups.sums_at_source:
+            return numbers
+        found = numbers.gather(1, self._columns.clamp(min=0))
+        return torch.where(self._columns < 0, -1, found)
 
     def run_ahead(self) -> None:
         """Launch work that does not depend on the headers of other ranks; plain torch has none."""
@@ -164,12 +203,13 @@ class KernelSendPlan(SendPlan):
         call: DispatchCall,
         layout: RowLayout,
         num_local: int,
+        groups: SumGroups | None,
         *,
         ops: TritonRowOps,
         memory: Scratch,
     ) -> None:
         """Plan a call as SendPlan does; the kernels of `ops` pack rows into `memory`."""
-        super().__init__(call, layout, num_local)
+        super().__init__(call, layout, num_local, groups)
         self._ops, self._memory = ops, memory
 
     def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
@@ -191,6 +231,13 @@ class KernelSendPlan(SendPlan):
             wrong_ids=int(FaultCode.IDS),
             num_local=num_local,
         )
+        if self._groups is not None:
+            # The kernel reports ids that are out of range.
+            is_expert = (self._topk_ids >= 0) & (self._topk_ids < num_local * calls.world_size)
+            self._topk_ids = torch.where(is_expert, self._topk_ids, -1)
+            pairs = self._mark_pairs(calls.world_size)
+            assert pairs is not None, "the buffer has groups"
+            self._header[:, PAIRS] = pairs
         seal(self._header)
         return self._header, rest
 
@@ -238,15 +285,112 @@ class CollectiveExchangePlan(SignedExchangePlan):
         device = self.index.num_tokens_per_expert.device
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
+    @property
+    def returned_splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The number of rows that combine returns to each rank, and from each rank, [W]."""
+        return self.recv_splits, self.send_splits
+
+    @property
+    def returned_table(self) -> RowTable | None:
+        """The number of rows that combine returns to each rank from each rank, as `table`."""
+        return self.table
+
+    def returned(
+        self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None
+    ) -> Callable[[slice], Tensor]:
+        """Return a function that computes a range of the rows that combine returns."""
+        if rows_per is RowsPer.ROW:
+            return lambda part: rows[part].contiguous()
+        slots = slots_by_row(self.index)
+        return lambda part: reduce_rows(rows, slots.part(part), slot_weights)
+
+    def returned_scalars(self, row_scalars: Tensor) -> Tensor:
+        """Return the scalars of the rows that combine returns."""
+        return row_scalars
+
+    @property
+    def returned_of_token(self) -> AnyMembers:
+        """The returned rows of each token, in the order of the sum."""
+        return self.sends.rows_of_token
+
+    def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
+        """Return y [T, H] from the returned rows of all ranks, by rank.
+
+        has_weights: router weights are to be applied, unless they have been.
+        """
+        members = self.returned_of_token
+        if bias is None:
+            return reduce_rows(returned, members)
+        return reduce_rows_onto(bias, returned, members)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupedExchangePlan(CollectiveExchangePlan):
+    """The plan of a dispatch whose combine returns rows of groups; see epcomm/ops/group_sums.py.
+
+    groups: the groups of the buffer.
+    pairs: the rows that this rank returns, each with the slots that it sums.
+    num_slots: the number of these slots.
+    splits: returned_splits.
+    pair_table: returned_table.
+    addends: [T, G], or [T, K] with sums_at_source: see SendPlan.returned_rows().
+    topk_groups, topk_weights: [T, K]; None unless the source sums.
+    """
+
+    groups: SumGroups
+    pairs: Pairs
+    num_slots: int
+    splits: tuple[tuple[int, ...], tuple[int, ...]]
+    pair_table: RowTable | None
+    addends: Tensor
+    topk_groups: Tensor | None
+    topk_weights: Tensor | None
+
+    @property
+    def returned_splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.splits
+
+    @property
+    def returned_table(self) -> RowTable | None:
+        return self.pair_table
+
+    def returned(
+        self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None
+    ) -> Callable[[slice], Tensor]:
+        if rows_per is RowsPer.ROW:
+            # The rows are those that another exchange has returned, see return_rows().
+            return lambda part: rows[part].contiguous()
+        members = self.pairs.members(self.num_slots)
+        weights = None if self.groups.sums_at_source else slot_weights
+        return lambda part: sum_weighted(rows, members.part(part), weights)
+
+    def returned_scalars(self, row_scalars: Tensor) -> Tensor:
+        return self.pairs.scalars(row_scalars)
+
+    @property
+    def returned_of_token(self) -> AnyMembers:
+        return as_members(self.addends, sum(self.splits[1]))
+
+    def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
+        if not self.groups.sums_at_source:
+            return super().total(returned, bias, has_weights=has_weights)
+        assert bias is None, "no client with a bias has experts of a group on several ranks"
+        assert self.topk_groups is not None, "checked by the dispatcher"
+        weights = self.topk_weights if has_weights else None
+        return sum_entries(
+            returned, self.addends, self.topk_groups, self.groups.num_groups, weights
+        )
+
 
 class RowMover:
     """Moves the rows of one buffer between its ranks, by one all-to-all.
 
     has_rest: see make_headers().
-    table: CollectiveExchangePlan.table from the last headers.
+    table, pair_table: of rows and of pairs, as CollectiveExchangePlan.table, from the last headers.
     """
 
     table: RowTable | None = None
+    pair_table: RowTable | None = None
 
     def __init__(self, collectives: Collectives, *, waits: bool) -> None:
         """Move rows over `collectives`; waits: whether the host waits in them."""
@@ -319,14 +463,15 @@ class RowMover:
             exchange_plan: the plan of the dispatch.
             shape: number of elements of a row, and their dtype.
         """
-        rows, send_splits = make(slice(0, exchange_plan.num_rows)), exchange_plan.send_splits
+        to_rank, from_rank = exchange_plan.returned_splits
+        rows = make(slice(0, sum(to_rank)))
 
         def exchange(phase: str) -> Tensor:
             return self._collectives.all_to_all(
                 rows,
-                send_splits=exchange_plan.recv_splits,
-                recv_splits=send_splits,
-                out=self._returned.rows(sum(send_splits), *shape),
+                send_splits=to_rank,
+                recv_splits=from_rank,
+                out=self._returned.rows(sum(from_rank), *shape),
                 phase=phase,
             )
 
@@ -340,6 +485,8 @@ class RowMover:
 
 class RowsBuffer(OverCollectives, AddsBias):
     """Serves exact sizes with one host sync per dispatch; its mover moves the rows."""
+
+    sums_groups: ClassVar[bool] = True
 
     # Every dispatch has a header, because it has the counts.
     counts_calls = True
@@ -385,6 +532,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         """Store the arguments; prepare() allocates."""
         super().__init__(calls, spec)
         self._mover = mover
+        self._groups = SumGroups.of(spec, self._world_size)
         self._has_rest = mover.has_rest
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)
@@ -426,6 +574,10 @@ class RowsBuffer(OverCollectives, AddsBias):
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
         )
+        if self._groups is not None:
+            exchange_plan = self._with_groups(
+                exchange_plan, self._groups, call, sending, received, counts
+            )
         out = Dispatched(
             rows=layout.wire_tensor(received),
             index=index,
@@ -447,6 +599,35 @@ class RowsBuffer(OverCollectives, AddsBias):
             expert_alignment=self._spec.expert_alignment,
         )
 
+    def _with_groups(
+        self,
+        exchange_plan: CollectiveExchangePlan,
+        groups: SumGroups,
+        call: DispatchCall,
+        sending: SendPlan,
+        received: Tensor,
+        counts: Counts,
+    ) -> GroupedExchangePlan:
+        """Return the plan with the rows that combine returns for the received rows."""
+        ids = self._dispatch_layout.ids(received)
+        columns = groups.columns(localize(ids, self._first_expert, groups.num_local))
+        slots = exchange_plan.index.slots_of_row
+        if slots is None:
+            # Without an index there are no slots here; the table only marks the entries.
+            slots = columns
+        numbers = number_pairs(mark_pairs(columns, groups.num_columns))
+        return GroupedExchangePlan(
+            **vars(exchange_plan),
+            groups=groups,
+            pairs=Pairs.of(slots, columns, numbers, sum(counts.pairs_from_rank)),
+            num_slots=sum(counts.tokens_per_expert),
+            splits=(counts.pairs_from_rank, counts.pairs_to_rank),
+            pair_table=self._mover.pair_table,
+            addends=sending.returned_rows(),
+            topk_groups=call.topk_groups,
+            topk_weights=call.topk_weights.detach() if groups.sums_at_source else None,
+        )
+
     def _with_topk(self, out: Dispatched, received: Tensor) -> Dispatched:
         """Return `out`; a subclass without an index adds the experts and weights of each row."""
         return out
@@ -454,8 +635,10 @@ class RowsBuffer(OverCollectives, AddsBias):
     def _send_plan(self, call: DispatchCall) -> SendPlan:
         layout, num_local = self._dispatch_layout, self._spec.num_local_experts
         if self._row_ops is None:
-            return SendPlan(call, layout, num_local)
-        return KernelSendPlan(call, layout, num_local, ops=self._row_ops, memory=self._packed)
+            return SendPlan(call, layout, num_local, self._groups)
+        return KernelSendPlan(
+            call, layout, num_local, self._groups, ops=self._row_ops, memory=self._packed
+        )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
@@ -487,32 +670,45 @@ class RowsBuffer(OverCollectives, AddsBias):
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
         assert isinstance(exchange_plan, CollectiveExchangePlan), "an exchange plan of this buffer"
+        returned, scalars = self.return_rows(
+            rows,
+            exchange_plan,
+            rows_per=rows_per,
+            slot_weights=slot_weights,
+            row_scalars=row_scalars,
+        )
+        if scalars is not None:
+            scalars = reduce_rows(scalars.contiguous(), exchange_plan.returned_of_token)
+        has_weights = slot_weights is not None
+        return exchange_plan.total(returned, bias, has_weights=has_weights), scalars
+
+    def return_rows(
+        self,
+        rows: Tensor,
+        exchange_plan: CollectiveExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Do the exchange of combine(); return the rows and scalars from all ranks, by rank."""
         if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
             # Announce, because ranks in grad mode own their rows and do not have this error.
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
-        kind = CallKind.COMBINE if row_scalars is None else CallKind.DISPATCH_BACKWARD
-
-        slots = slots_by_row(exchange_plan.index) if rows_per is RowsPer.SLOT else None
-
-        def sums(part: slice) -> Tensor:
-            if slots is None:
-                return rows[part].contiguous()
-            return reduce_rows(rows, slots.part(part), slot_weights)
-
-        rows_of_token = exchange_plan.sends.rows_of_token
+        make = exchange_plan.returned(rows, rows_per, slot_weights)
         if row_scalars is None:
             shape = (rows.shape[1], rows.dtype)
-            returned = self._send_sums(sums, exchange_plan, shape, kind)
-            return _summed(returned, rows_of_token, bias), None
-        layout = self._scalar_layout(rows.dtype)
+            return self._send_sums(make, exchange_plan, shape, CallKind.COMBINE), None
+        layout, scalars = self._scalar_layout(rows.dtype), row_scalars
+        if rows_per is RowsPer.SLOT:
+            scalars = exchange_plan.returned_scalars(row_scalars)
 
         def packed(part: slice) -> Tensor:
-            return layout.pack_rows(sums(part), row_scalars[part])
+            return layout.pack_rows(make(part), scalars[part])
 
         shape = (layout.row_bytes, torch.uint8)
-        returned = self._send_sums(packed, exchange_plan, shape, kind)
-        scalars = reduce_rows(layout.scalars(returned).contiguous(), rows_of_token)
-        return _summed(layout.data(returned), rows_of_token, bias), scalars
+        returned = self._send_sums(packed, exchange_plan, shape, CallKind.DISPATCH_BACKWARD)
+        return layout.data(returned), layout.scalars(returned)
 
     def _send_sums(
         self,
@@ -527,7 +723,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         """
         exchange = self._mover.write_sums(make, exchange_plan, shape)
         self._announce(kind, exchange_plan.call)
-        self._traffic.combine(exchange_plan.recv_splits, shape[0] * shape[1].itemsize)
+        self._traffic.combine(exchange_plan.returned_splits[0], shape[0] * shape[1].itemsize)
         return exchange(kind.text)
 
     def close(self) -> None:
@@ -547,7 +743,3 @@ class CollectiveBuffer(RowsBuffer):
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, RowMover(calls.collectives, waits=calls.waits))
-
-
-def _summed(rows: Tensor, members: AnyMembers, bias: Tensor | None) -> Tensor:
-    return reduce_rows(rows, members) if bias is None else reduce_rows_onto(bias, rows, members)

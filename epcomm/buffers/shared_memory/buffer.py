@@ -45,7 +45,7 @@ from epcomm.buffers.sizes import Region, RowBytes
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import seal
 from epcomm.calls.faults import overwritten_error
-from epcomm.calls.header import HEADER_WORDS, ROWS, CallKind
+from epcomm.calls.header import HEADER_WORDS, PAIRS, ROWS, CallKind
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
@@ -134,9 +134,11 @@ class HostMover(RowMover):
         self._num_dispatches += 1
         headers = self._headers[self._rank][buffer_index].clone()
         self.table = self._table_of(headers)
+        if self._spec.sum_groups is not None:
+            self.pair_table = tuple(map(tuple, headers[:, :, PAIRS].tolist()))
         received = [sum(rows) for rows in zip(*self.table, strict=True)]
         self._rows.require(max(received) * self._widest_row)
-        self._sums.require(max(map(sum, self.table)) * self._widest_sum)
+        self._sums.require(max(map(sum, self.pair_table or self.table)) * self._widest_sum)
         return headers[:, self._rank].contiguous()
 
     def _table_of(self, headers: Tensor) -> RowTable:
@@ -185,12 +187,13 @@ class HostMover(RowMover):
         exchange_plan: CollectiveExchangePlan,
         shape: tuple[int, torch.dtype],
     ) -> Callable[[str], Tensor]:
-        assert exchange_plan.table is not None, "the headers have it"
+        table, (to_rank, from_rank) = exchange_plan.returned_table, exchange_plan.returned_splits
+        assert table is not None, "the headers have it"
         # If the call is refused before the exchange, the next call uses the same epoch and memory.
         epoch, first = self._signals.coming_epoch(Signal.SUMS_READY), 0
-        for destination, num_rows in enumerate(exchange_plan.recv_splits):
+        for destination, num_rows in enumerate(to_rank):
             # In the destination's block, sums are ordered by the rank of their experts.
-            place = sum(exchange_plan.table[destination][: self._rank])
+            place = sum(table[destination][: self._rank])
             out = self._sums.rows(destination, epoch, slice(place, place + num_rows), *shape)
             for part in _parts(num_rows, shape[0] * shape[1].itemsize):
                 out[part] = make(slice(first + part.start, first + part.stop))
@@ -200,8 +203,7 @@ class HostMover(RowMover):
             self._signals.next_epoch(Signal.SUMS_READY)
             self._signals.publish(Signal.SUMS_READY)
             self._signals.wait(Signal.SUMS_READY, phase)
-            num_rows = sum(exchange_plan.send_splits)
-            return self._sums.rows(self._rank, epoch, slice(0, num_rows), *shape)
+            return self._sums.rows(self._rank, epoch, slice(0, sum(from_rank)), *shape)
 
         return exchange
 

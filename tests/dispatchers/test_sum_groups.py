@@ -1,0 +1,167 @@
+"""Sums by group of experts: the same bits on any number of ranks, in every mode and backend.
+
+The oracle adds entries one by one, for one token at a time and without any index. Every number of
+ranks is compared with it, so all of them agree with one another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput
+from epcomm.dispatchers import (
+    DeepEPLowLatencyDispatcher,
+    DeepEPNormalDispatcher,
+    Dispatcher,
+    StandardDispatcher,
+)
+from epcomm.errors import ConfigError
+from epcomm.ops.slots import pack
+from epcomm.planning.plan import plan
+from epcomm.records import RowsDispatchOutput
+
+H, E, K, TOKENS, M = 64, 16, 6, 22, 16
+
+NORMAL, LOW_LATENCY, STANDARD = (
+    DeepEPNormalDispatcher,
+    DeepEPLowLatencyDispatcher,
+    StandardDispatcher,
+)
+WAYS = {
+    "collective": (NORMAL, EPConfig(backend="collective")),
+    "shared_memory": (NORMAL, EPConfig(backend="shared_memory")),
+    "low latency, shared_memory": (LOW_LATENCY, EPConfig(backend="shared_memory")),
+}
+
+
+@dataclass
+class Batch:
+    """All tokens of all ranks, and an elementwise expert: slope[e] * x."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    grad_y: Tensor
+    slope: Tensor
+
+    @classmethod
+    def make(cls, dtype: torch.dtype) -> Batch:
+        generator = torch.Generator().manual_seed(7)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        ids = normal(TOKENS, E).argsort(dim=1)[:, :K]
+        ids[normal(TOKENS, K) > 1] = -1
+        ids[3] = -1
+        sums = torch.float64 if dtype is torch.float64 else torch.float32
+        return cls(
+            x=normal(TOKENS, H).to(dtype),
+            ids=ids,
+            weights=normal(TOKENS, K).to(sums),
+            grad_y=normal(TOKENS, H).to(dtype),
+            slope=normal(E).to(dtype),
+        )
+
+    def part(self, rank: int, world_size: int) -> slice:
+        """Return the tokens of a rank: contiguous, uneven, none on rank 1 of many."""
+        borders = [0, 9, 9, 14, 17, 18, 20, 21, TOKENS]
+        step = 8 // world_size
+        return slice(borders[rank * step], borders[(rank + 1) * step])
+
+
+def sum_in_groups(terms: list[tuple[int, Tensor]], groups: int, dtype: torch.dtype) -> Tensor:
+    """Return the sum of (expert, term in the sum dtype) by the definition, one addition at a time."""
+    total = torch.zeros(H, dtype=terms[0][1].dtype if terms else torch.float32)
+    for group in range(groups):
+        partial = torch.zeros_like(total)
+        for expert, term in terms:
+            if expert * groups // E == group:
+                partial = partial + term
+        total = total + partial.to(dtype).to(total.dtype)
+    return total.to(dtype)
+
+
+def expected(batch: Batch, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, dx and the gradients of the router weights."""
+    dtype, sums = batch.x.dtype, batch.weights.dtype
+    y, dx, dw = (torch.zeros_like(each) for each in (batch.x, batch.x, batch.weights))
+    for token in range(TOKENS):
+        forward, backward = [], []
+        for k, expert in enumerate(batch.ids[token].tolist()):
+            if expert < 0:
+                continue
+            weight, result = batch.weights[token, k], batch.x[token] * batch.slope[expert]
+            forward.append((expert, weight * result.to(sums)))
+            of_result = (batch.grad_y[token].to(sums) * weight).to(dtype)
+            backward.append((expert, (of_result * batch.slope[expert]).to(sums)))
+            dw[token, k] = (batch.grad_y[token].to(sums) * result.to(sums)).sum()
+        y[token] = sum_in_groups(forward, groups, dtype)
+        dx[token] = sum_in_groups(backward, groups, dtype)
+    return y, dx, dw
+
+
+def compute(out: RowsDispatchOutput, slope: Tensor) -> Tensor:
+    """Return the result of each slot; that of padding is NaN."""
+    rows = pack(out.hidden_states.data, out.index)
+    slots = torch.arange(rows.shape[0])
+    starts, counts = out.index.first_slot, out.num_tokens_per_expert
+    expert = torch.searchsorted(starts[1:].contiguous(), slots, right=True)
+    expert = expert.clamp(max=len(counts) - 1)
+    is_used = slots - starts[expert] < counts[expert]
+    return torch.where(is_used.unsqueeze(1), rows * slope[expert].unsqueeze(1), float("nan"))
+
+
+@pytest.fixture
+def group(ep_ranks: object) -> Iterator[EPGroup]:
+    with EPGroup(ep_ranks) as found:  # type: ignore[arg-type]
+        yield found
+
+
+def run(dispatcher: Dispatcher, batch: Batch, group: EPGroup, *, trains: bool) -> list[Tensor]:
+    """Return y of this rank's tokens, and with `trains` the gradients of x and the weights."""
+    part, local = batch.part(group.rank, group.world_size), E // group.world_size
+    x = batch.x[part].clone().requires_grad_(trains)
+    weights = batch.weights[part].clone().requires_grad_(trains)
+    with torch.set_grad_enabled(trains):
+        out = dispatcher.dispatch(x, TopKOutput(topk_ids=batch.ids[part], topk_weights=weights))
+        results = compute(out, batch.slope[group.rank * local :][:local])
+        y = dispatcher.combine(out.combine_input(results))
+        if trains:
+            y.backward(batch.grad_y[part])
+    dispatcher.check()
+    return [y.detach(), x.grad, weights.grad] if trains else [y]  # type: ignore[list-item]
+
+
+@pytest.mark.ranks(1, 2, 4, slow=(8,))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_are_those_of_the_definition(group: EPGroup, way: str, dtype: torch.dtype) -> None:
+    kind, config = WAYS[way]
+    batch, spec = Batch.make(dtype), MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=dtype)
+    part = batch.part(group.rank, group.world_size)
+    for groups in (each for each in (4, 8, 16) if each % group.world_size == 0):
+        dispatcher = kind(group, spec, replace(config, sum_groups=groups))
+        wanted = [each[part] for each in expected(batch, groups)]
+        trains = dispatcher.plan.caps.trainable
+        for found in (
+            run(dispatcher, batch, group, trains=False),
+            *([run(dispatcher, batch, group, trains=True)] if trains else []),
+        ):
+            for name, mine, theirs in zip(("y", "dx", "dw"), found, wanted, strict=False):
+                assert torch.equal(mine, theirs), f"{name}, {groups} groups"
+
+
+def test_groups_that_ranks_cannot_hold_are_refused() -> None:
+    spec = MoESpec(hidden_size=H, num_experts=E, top_k=K)
+    for groups, world_size, reason in (
+        (3, 1, "sum_groups is 3, expected a divisor of the 16 experts"),
+        (2, 4, "sum_groups is 2, expected a multiple of the 4 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            plan(EPConfig(sum_groups=groups), spec, world_size=world_size)

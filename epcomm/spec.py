@@ -199,6 +199,12 @@ class BufferSpec:
         """Return the ranks known to be on other hosts than `rank`, in ascending order."""
         return () if self.hosts is None else self.hosts.ranks_elsewhere(rank)
 
+    def returned_columns(self, world_size: int) -> int:
+        """Return the rows of H that combine returns for one (token, rank) at most."""
+        if self.sums_at_source:
+            return self.top_k
+        return 1 if self.sum_groups is None else self.sum_groups // world_size
+
     def as_record(self) -> dict[str, str | int | None]:
         """Return plain values for Collectives.agree()."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}

@@ -24,7 +24,9 @@ from epcomm.ops.slots import (
     members_of,
     reduce_rows,
     row_ops_for,
+    sum_parts,
 )
+from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import sum_dtype
 
@@ -128,6 +130,85 @@ class Pairs:
     def scalars(self, row_scalars: Tensor) -> Tensor:
         """Return the scalars [P, K] of each pair's entries, 0 for others; row_scalars: [N, K]."""
         return torch.where(self.table >= 0, row_scalars[self.row_of_pair], 0)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WideSums:
+    """Sums by group of received rows, with a returned row of num_columns * H for each of them.
+
+    Columns without an entry are zero. Sizes do not depend on the routing.
+
+    groups: the groups of the buffer.
+    table: [R * num_columns, K], as Pairs.table.
+    num_members, is_exact: see members_of().
+    topk: the entries of the tokens whose sums return to this rank; None unless the source sums.
+    """
+
+    groups: SumGroups
+    table: Tensor
+    num_members: int
+    is_exact: bool
+    topk: SourceEntries | None
+
+    @classmethod
+    def of(
+        cls,
+        groups: SumGroups,
+        ids: Tensor,
+        index: SlotIndex,
+        topk: SourceEntries,
+    ) -> WideSums:
+        """Return the sums over an index.
+
+        ids: [R, K], experts of this rank, -1 for none.
+        """
+        slots, counts = index.slots_of_row, index.host_num_tokens_per_expert
+        assert slots is not None, "an index over rows has its inverse"
+        num_pairs = ids.shape[0] * groups.num_columns
+        numbers = torch.arange(num_pairs, device=ids.device).view(-1, groups.num_columns)
+        most = slots.numel() if index.row_of_slot is None else index.row_of_slot.shape[0]
+        return cls(
+            groups=groups,
+            table=Pairs.of(slots, groups.columns(ids), numbers, num_pairs).table,
+            num_members=min(most, slots.numel()) if counts is None else sum(counts),
+            is_exact=counts is not None,
+            topk=topk if groups.sums_at_source else None,
+        )
+
+    def returned(self, rows: Tensor, slot_weights: Tensor | None) -> Tensor:
+        """Return the sums of the expert results of each received row, [R, num_columns * H]."""
+        members = as_members(self.table, self.num_members, is_exact=self.is_exact)
+        weights = None if self.groups.sums_at_source else slot_weights
+        sums = sum_weighted(rows, members, weights)
+        return sums.view(-1, self.groups.num_columns * rows.shape[1])
+
+    def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
+        """Return y [T, H] of returned rows [W, T, num_columns * H], onto bias [T, H] or None."""
+        columns = returned.unflatten(2, (self.groups.num_columns, -1))
+        if self.topk is None:
+            parts = columns.transpose(1, 2).flatten(0, 1)
+            return sum_parts(parts, returned.dtype, bias)
+        assert bias is None, "no client with a bias has experts of a group on several ranks"
+        return self.topk.total(columns, self.groups, has_weights=has_weights)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceEntries:
+    """The entries of tokens whose sums a source rank computes: ids, groups and weights, [T, K]."""
+
+    ids: Tensor
+    groups: Tensor | None
+    weights: Tensor
+
+    def total(self, columns: Tensor, groups: SumGroups, *, has_weights: bool) -> Tensor:
+        """Return y [T, H] of one row per entry, in columns [W, T, K, H]."""
+        assert self.groups is not None, "checked by the dispatcher"
+        num_tokens, top_k = columns.shape[1:3]
+        entry = torch.arange(num_tokens * top_k, device=columns.device).view(num_tokens, top_k)
+        owner = torch.div(self.ids, groups.num_local, rounding_mode="floor")
+        entries = torch.where(self.ids < 0, -1, owner * num_tokens * top_k + entry)
+        weights = self.weights if has_weights else None
+        return sum_entries(columns.flatten(0, 2), entries, self.groups, groups.num_groups, weights)
 
 
 def as_members(table: Tensor, num_members: int, *, is_exact: bool = True) -> AnyMembers:

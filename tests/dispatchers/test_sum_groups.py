@@ -25,7 +25,8 @@ from epcomm.ops.slots import pack
 from epcomm.planning.plan import plan
 from epcomm.records import RowsDispatchOutput
 
-H, E, K, TOKENS, M = 64, 16, 6, 22, 16
+H, E, K, TOKENS, M = 64, 16, 6, 22, 22
+REPLICAS = 8
 
 NORMAL, LOW_LATENCY, STANDARD = (
     DeepEPNormalDispatcher,
@@ -35,6 +36,10 @@ NORMAL, LOW_LATENCY, STANDARD = (
 WAYS = {
     "collective": (NORMAL, EPConfig(backend="collective")),
     "shared_memory": (NORMAL, EPConfig(backend="shared_memory")),
+    "budget": (NORMAL, EPConfig(backend="collective", max_tokens_per_rank=M, max_recv_slots=256)),
+    "replicated": (STANDARD, EPConfig(backend="collective", replicated=True)),
+    "standard": (STANDARD, EPConfig(backend="collective")),
+    "low latency": (LOW_LATENCY, EPConfig(backend="collective", max_tokens_per_rank=M)),
     "low latency, shared_memory": (LOW_LATENCY, EPConfig(backend="shared_memory")),
 }
 
@@ -48,6 +53,7 @@ class Batch:
     weights: Tensor
     grad_y: Tensor
     slope: Tensor
+    logical: Tensor
 
     @classmethod
     def make(cls, dtype: torch.dtype) -> Batch:
@@ -66,7 +72,19 @@ class Batch:
             weights=normal(TOKENS, K).to(sums),
             grad_y=normal(TOKENS, H).to(dtype),
             slope=normal(E).to(dtype),
+            logical=torch.cat([normal(E).argsort(), normal(E).argsort()[:REPLICAS]]),
         )
+
+    def entries(self, part: slice, *, placed: bool) -> TopKOutput:
+        """Return the entries of some tokens; `placed`: each names one of its expert's replicas."""
+        ids, weights = self.ids[part], self.weights[part].clone()
+        if not placed:
+            return TopKOutput(topk_ids=ids, topk_weights=weights)
+        first = [(self.logical == expert).nonzero()[0] for expert in range(E)]
+        last = [(self.logical == expert).nonzero()[-1] for expert in range(E)]
+        odd = torch.arange(TOKENS)[part].unsqueeze(1) % 2 == 1
+        physical = torch.where(odd, torch.cat(last)[ids], torch.cat(first)[ids])
+        return TopKOutput(topk_ids=torch.where(ids < 0, -1, physical), topk_weights=weights)
 
     def part(self, rank: int, world_size: int) -> slice:
         """Return the tokens of a rank: contiguous, uneven, none on rank 1 of many."""
@@ -76,7 +94,7 @@ class Batch:
 
 
 def sum_in_groups(terms: list[tuple[int, Tensor]], groups: int, dtype: torch.dtype) -> Tensor:
-    """Return the sum of (expert, term in the sum dtype) by the definition, one addition at a time."""
+    """Return the sum of (expert, term in the sum dtype) by the definition."""
     total = torch.zeros(H, dtype=terms[0][1].dtype if terms else torch.float32)
     for group in range(groups):
         partial = torch.zeros_like(total)
@@ -123,14 +141,30 @@ def group(ep_ranks: object) -> Iterator[EPGroup]:
         yield found
 
 
-def run(dispatcher: Dispatcher, batch: Batch, group: EPGroup, *, trains: bool) -> list[Tensor]:
-    """Return y of this rank's tokens, and with `trains` the gradients of x and the weights."""
-    part, local = batch.part(group.rank, group.world_size), E // group.world_size
-    x = batch.x[part].clone().requires_grad_(trains)
-    weights = batch.weights[part].clone().requires_grad_(trains)
+def run(
+    dispatcher: Dispatcher,
+    batch: Batch,
+    part: slice,
+    rank: int,
+    *,
+    trains: bool,
+    groups: int | None = None,
+) -> list[Tensor]:
+    """Return y of some tokens, and with `trains` the gradients of x and of the router weights.
+
+    groups: the number of groups where experts are placed and have replicas.
+    """
+    placed = groups is not None
+    topk = batch.entries(part, placed=placed)
+    logical = batch.logical if placed else torch.arange(E)
+    if placed:
+        topk = replace(topk, topk_groups=logical[topk.topk_ids] * groups // E)
+    x, weights = batch.x[part].clone().requires_grad_(trains), topk.topk_weights
+    weights.requires_grad_(trains)
+    local = dispatcher.plan.buffer_spec.num_local_experts
     with torch.set_grad_enabled(trains):
-        out = dispatcher.dispatch(x, TopKOutput(topk_ids=batch.ids[part], topk_weights=weights))
-        results = compute(out, batch.slope[group.rank * local :][:local])
+        out = dispatcher.dispatch(x, topk)
+        results = compute(out, batch.slope[logical[rank * local :][:local]])
         y = dispatcher.combine(out.combine_input(results))
         if trains:
             y.backward(batch.grad_y[part])
@@ -143,18 +177,24 @@ def run(dispatcher: Dispatcher, batch: Batch, group: EPGroup, *, trains: bool) -
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_those_of_the_definition(group: EPGroup, way: str, dtype: torch.dtype) -> None:
     kind, config = WAYS[way]
-    batch, spec = Batch.make(dtype), MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=dtype)
-    part = batch.part(group.rank, group.world_size)
-    for groups in (each for each in (4, 8, 16) if each % group.world_size == 0):
-        dispatcher = kind(group, spec, replace(config, sum_groups=groups))
+    batch, rank = Batch.make(dtype), group.rank
+    part = slice(0, TOKENS) if config.replicated else batch.part(rank, group.world_size)
+    for groups, is_placed in ((4, False), (8, False), (16, False), (2, True), (8, True)):
+        if groups % group.world_size and not is_placed:
+            continue
+        redundant = REPLICAS if is_placed else 0
+        dispatcher = kind(
+            group,
+            MoESpec(hidden_size=H, num_experts=E + redundant, top_k=K, dtype=dtype),
+            replace(config, sum_groups=groups, redundant_experts=redundant or None),
+        )
         wanted = [each[part] for each in expected(batch, groups)]
-        trains = dispatcher.plan.caps.trainable
-        for found in (
-            run(dispatcher, batch, group, trains=False),
-            *([run(dispatcher, batch, group, trains=True)] if trains else []),
-        ):
+        for trains in (False, True)[: 1 + dispatcher.plan.caps.trainable]:
+            found = run(
+                dispatcher, batch, part, rank, trains=trains, groups=groups if is_placed else None
+            )
             for name, mine, theirs in zip(("y", "dx", "dw"), found, wanted, strict=False):
-                assert torch.equal(mine, theirs), f"{name}, {groups} groups"
+                assert torch.equal(mine, theirs), f"{name}, {groups} groups, placed: {is_placed}"
 
 
 def test_groups_that_ranks_cannot_hold_are_refused() -> None:

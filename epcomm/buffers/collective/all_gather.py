@@ -59,12 +59,14 @@ class Gathered:
 
     rows: [W * max T, H].   topk_ids: [W * max T, K], int32.   topk_weights: [W * max T, K],
         float32. All three are views of one message.
+    sent_ids: [T, K], the checked ids of this rank's tokens.
     row_of_token: [sum T], int64, the rows of tokens.   batch: the sign of this dispatch.
     counts: the counts from the headers.
     """
 
     batch: CallSign
     counts: Counts
+    sent_ids: Tensor
     rows: WireTensor
     topk_ids: Tensor
     topk_weights: Tensor
@@ -130,6 +132,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             num_rows=gathered.topk_ids.shape[0],
             index=index,
             call=gathered.batch,
+            wide_sums=self._wide_sums(call, gathered.sent_ids, gathered.topk_ids, index),
             tokens_of_rank=counts.rows_from_rank,
             row_of_token=gathered.row_of_token,
         )
@@ -164,6 +167,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
         return Gathered(
             batch=batch,
             counts=counts,
+            sent_ids=topk_ids,
             rows=layout.wire_tensor(received),
             topk_ids=layout.ids(received),
             topk_weights=layout.scalars(received),
@@ -193,12 +197,13 @@ class AllGatherBuffer(OverCollectives, Buffer):
         rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
             returned = self._send_sums(rows, exchange_plan, CallKind.COMBINE)
-            return sum_parts(returned, rows.dtype), None
-        layout = self._scalar_layout(rows.dtype)
+            has_weights = slot_weights is not None
+            return exchange_plan.total(returned, has_weights=has_weights), None
+        layout = self._scalar_layout(rows.dtype, rows.shape[1] // self._spec.hidden_size)
         packed = layout.pack_rows(rows, row_scalars)
         returned = self._send_sums(packed, exchange_plan, CallKind.DISPATCH_BACKWARD)
         scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
-        return sum_parts(layout.data(returned), rows.dtype), scalars
+        return exchange_plan.total(layout.data(returned)), scalars
 
     def _gather(self, rows: Tensor, max_tokens: int, *, phase: str) -> Tensor:
         """Gather [T, ...] of each rank into [W * max_tokens, ...]; bytes of padding are 255."""

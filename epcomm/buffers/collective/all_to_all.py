@@ -313,11 +313,10 @@ class CollectiveExchangePlan(SignedExchangePlan):
         """The returned rows of each token, in the order of the sum."""
         return self.sends.rows_of_token
 
-    def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
-        """Return y [T, H] from the returned rows of all ranks, by rank.
-
-        has_weights: router weights are to be applied, unless they have been.
-        """
+    def total(
+        self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
+    ) -> Tensor:
+        """Return y [T, H] of the rows that all ranks return, [N, H], by rank."""
         members = self.returned_of_token
         if bias is None:
             return reduce_rows(returned, members)
@@ -371,7 +370,9 @@ class GroupedExchangePlan(CollectiveExchangePlan):
     def returned_of_token(self) -> AnyMembers:
         return as_members(self.addends, sum(self.splits[1]))
 
-    def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
+    def total(
+        self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
+    ) -> Tensor:
         if not self.groups.sums_at_source:
             return super().total(returned, bias, has_weights=has_weights)
         assert bias is None, "no client with a bias has experts of a group on several ranks"
@@ -486,8 +487,6 @@ class RowMover:
 class RowsBuffer(OverCollectives, AddsBias):
     """Serves exact sizes with one host sync per dispatch; its mover moves the rows."""
 
-    sums_groups: ClassVar[bool] = True
-
     # Every dispatch has a header, because it has the counts.
     counts_calls = True
 
@@ -532,7 +531,6 @@ class RowsBuffer(OverCollectives, AddsBias):
         """Store the arguments; prepare() allocates."""
         super().__init__(calls, spec)
         self._mover = mover
-        self._groups = SumGroups.of(spec, self._world_size)
         self._has_rest = mover.has_rest
         # Memory for the rows that kernels pack during the exchange of headers.
         self._packed = Scratch(self._collectives.device, keeps=self._waits)

@@ -103,6 +103,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         self._rows_per_rank = 1 + _max_tokens(spec)
         self._num_rows = self._rows_per_rank * self._world_size
         self._num_slots = num_static_slots(spec, self._world_size)
+        self._num_columns = spec.returned_columns(self._world_size)
         self._has_budget = spec.max_recv_slots is not None
 
     def check(self) -> None:
@@ -133,8 +134,9 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         # The aligned slots that each rank needs for this call, [W].
         required = aligned_counts(counts, alignment).sum(1)
         has_failed = self._faults.record(headers, required > self._num_slots, required, call.error)
+        ids = torch.where(has_failed, -1, ids)
         index, slot_weights = index_slots(
-            torch.where(has_failed, -1, ids),
+            ids,
             layout.scalars(rows),
             torch.where(has_failed, 0, counts[self._rank]),
             self._num_slots,
@@ -147,6 +149,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             index=index,
             has_failed=has_failed,
             call=batch,
+            wide_sums=self._wide_sums(call, topk_ids, ids, index),
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),
@@ -177,7 +180,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         if error is not None:
             # Send rows of zeros, with the code of the error in the header rows.
             code, _ = unpack_fault(fault_word(error, in_combine=True), 0)
-            rows = rows.new_zeros(self._num_rows, rows.shape[1])
+            rows = rows.new_zeros(self._num_rows, self._num_columns * rows.shape[1])
             rows[:: self._rows_per_rank, :1] = int(code)
             sign = replace(ANY_BATCH, buffer=self._number)
             returned = self._send_sums(rows, CallKind.COMBINE, sign)
@@ -190,12 +193,18 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
         if row_scalars is None:
             returned = self._send_sums(rows.contiguous(), CallKind.COMBINE, exchange_plan.call)
             has_failed = self._faults.record_combine(_read_codes(returned), None) | has_failed
-            return _sum_returned(returned, num_tokens, has_failed, bias), None
-        layout = self._scalar_layout(rows.dtype)
+            total = exchange_plan.total(
+                returned[:, 1 : 1 + num_tokens], bias, has_weights=slot_weights is not None
+            )
+            return total.masked_fill(has_failed, float("nan")), None
+        layout = self._scalar_layout(rows.dtype, self._num_columns)
         packed = layout.pack_rows(rows, row_scalars)
         returned = self._send_sums(packed, CallKind.DISPATCH_BACKWARD, exchange_plan.call)
-        scalars = _sum_returned(layout.scalars(returned), num_tokens, has_failed, None)
-        return _sum_returned(layout.data(returned), num_tokens, has_failed, bias), scalars
+        returned = returned[:, 1 : 1 + num_tokens]
+        scalars = sum_parts(layout.scalars(returned), row_scalars.dtype)
+        total = exchange_plan.total(layout.data(returned), bias)
+        has_failed, nan = exchange_plan.has_failed, float("nan")
+        return total.masked_fill(has_failed, nan), scalars.masked_fill(has_failed, nan)
 
     def _message(
         self, layout: RowLayout, call: DispatchCall, topk_ids: Tensor, fault: Tensor
@@ -237,14 +246,6 @@ def _read_codes(returned: Tensor) -> Tensor:
     Every dtype of sums represents these small integers exactly.
     """
     return returned[:, 0, 0].long()
-
-
-def _sum_returned(
-    parts: Tensor, num_tokens: int, has_failed: Tensor, bias: Tensor | None
-) -> Tensor:
-    """Sum parts [W, 1 + M, ...] over the ranks to [T, ...]; NaN if the call has failed."""
-    total = sum_parts(parts[:, 1 : 1 + num_tokens], parts.dtype, bias)
-    return total.masked_fill(has_failed, float("nan"))
 
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:

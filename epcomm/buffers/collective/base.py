@@ -16,9 +16,10 @@ from epcomm.calls.counts import Counts, exchange_counts
 from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
-from epcomm.ops.slots import reduce_rows, row_ops_of, slots_by_row
+from epcomm.ops.group_sums import SourceEntries, SumGroups, WideSums
+from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, sum_parts
 from epcomm.platforms.machine import Machine
-from epcomm.records import ExchangePlan
+from epcomm.records import ExchangePlan, SlotIndex
 from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer, WireDtype, WireFormat
 
@@ -36,23 +37,44 @@ class SignedExchangePlan(ExchangePlan):
     """The plan of a buffer over collectives.
 
     call: the sign of the dispatch, for the calls along this plan.
+    wide_sums: the sums by group, with BufferSpec.sum_groups in buffers whose sizes are independent
+        of the routing.
     """
 
     call: CallSign
+    wide_sums: WideSums | None = None
 
     def sums(self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None) -> Tensor:
-        """Return the sum of the expert results of each row, [R, H], zero without a slot."""
+        """Return the sum of the expert results of each row, [R, H], zero without a slot.
+
+        With wide_sums, one for each of its columns, [R, num_columns * H].
+        """
+        if self.wide_sums is not None:
+            return self.wide_sums.returned(rows, slot_weights)
         if rows_per is RowsPer.SLOT:
             return reduce_rows(rows, slots_by_row(self.index), slot_weights)
         assert self.index.slots_of_row is not None, "an index over rows"
         # Rows without a slot are undefined.
         return rows.masked_fill((self.index.slots_of_row < 0).all(dim=1, keepdim=True), 0)
 
+    def total(
+        self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
+    ) -> Tensor:
+        """Return y [T, H] of the sums that all ranks return, [W, T, ...].
+
+        bias: [T, H] or None, see sum_parts().
+        has_weights: router weights are to be applied, unless they have been.
+        """
+        if self.wide_sums is not None:
+            return self.wide_sums.total(returned, bias, has_weights=has_weights)
+        return sum_parts(returned, returned.dtype, bias)
+
 
 class OverCollectives:
     """The base of buffers that need only `Collectives`, so they serve any group."""
 
     name: ClassVar[str]
+    sums_groups: ClassVar[bool] = True
     # See Buffer.
     counts_calls: bool
 
@@ -67,6 +89,7 @@ class OverCollectives:
         self._rank, self._world_size = collectives.rank, collectives.world_size
         self._num_experts = spec.num_local_experts * self._world_size
         self._first_expert = spec.num_local_experts * self._rank
+        self._groups = SumGroups.of(spec, self._world_size)
         self._traffic = TrafficMeter(collectives.rank, spec.hosts)
         self._waits = calls.waits
         self._number = self._calls.add_buffer(self.name)
@@ -78,7 +101,7 @@ class OverCollectives:
         self._has_rest = self._waits
         self._row_ops = row_ops_of(collectives.device)
         self._dispatch_layout = self._row_layout(spec.dispatch_format, has_ids=True)
-        self._scalar_layouts: dict[torch.dtype, RowLayout] = {}
+        self._scalar_layouts: dict[tuple[torch.dtype, int], RowLayout] = {}
 
     def prepare(self) -> None:
         """Allocate nothing, because sizes are known only in the calls."""
@@ -142,17 +165,36 @@ class OverCollectives:
     def close(self) -> None:
         """Do nothing, because calls allocate their memory."""
 
-    def _scalar_layout(self, dtype: torch.dtype) -> RowLayout:
-        """Return the layout of combine's rows with elements of `dtype` and row scalars."""
-        layout = self._scalar_layouts.get(dtype)
+    def _wide_sums(
+        self, call: DispatchCall, topk_ids: Tensor, ids: Tensor, index: SlotIndex
+    ) -> WideSums | None:
+        """Return the sums by group of received rows with these ids, or None without sum_groups.
+
+        topk_ids: [T, K], the checked ids of this rank's tokens.
+        ids: [R, K], the ids of received rows.
+        """
+        if self._groups is None:
+            return None
+        local_ids = localize(ids, self._first_expert, self._spec.num_local_experts)
+        topk = SourceEntries(
+            ids=topk_ids, groups=call.topk_groups, weights=call.topk_weights.detach()
+        )
+        return WideSums.of(self._groups, local_ids, index, topk)
+
+    def _scalar_layout(self, dtype: torch.dtype, num_columns: int = 1) -> RowLayout:
+        """Return the layout of combine's rows with elements of `dtype` and row scalars.
+
+        num_columns: the row has num_columns * H elements.
+        """
+        layout = self._scalar_layouts.get((dtype, num_columns))
         if layout is None:
-            layout = self._row_layout(WireFormat.of(dtype), has_ids=False)
-            self._scalar_layouts[dtype] = layout
+            layout = self._row_layout(WireFormat.of(dtype), has_ids=False, num_columns=num_columns)
+            self._scalar_layouts[dtype, num_columns] = layout
         return layout
 
-    def _row_layout(self, wire: WireFormat, *, has_ids: bool) -> RowLayout:
+    def _row_layout(self, wire: WireFormat, *, has_ids: bool, num_columns: int = 1) -> RowLayout:
         return RowLayout(
-            hidden_size=self._spec.hidden_size,
+            hidden_size=num_columns * self._spec.hidden_size,
             top_k=self._spec.top_k,
             format=wire,
             has_ids=has_ids,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched
@@ -106,6 +107,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             num_rows=num_tokens,
             index=index,
             call=batch,
+            wide_sums=self._wide_sums(*self._share_of(call, topk_ids), topk_ids, index),
         )
         return Dispatched(
             # Unquantised rows share the memory of the caller's tensor, but not its history.
@@ -115,6 +117,23 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             exchange_plan=exchange_plan,
             any_flags=flags,
         )
+
+    def _share_of(self, call: DispatchCall, topk_ids: Tensor) -> tuple[DispatchCall, Tensor]:
+        """Return the call with the entries of the tokens that this rank adds up, and their ids.
+
+        Those of padding have no expert.
+        """
+        if self._groups is None or not self._groups.sums_at_source:
+            return call, topk_ids
+        share = align_up(topk_ids.shape[0], self._world_size) // self._world_size
+        padding = share * self._world_size - topk_ids.shape[0]
+        mine = slice(self._rank * share, (self._rank + 1) * share)
+        assert call.topk_groups is not None, "checked by the dispatcher"
+        weights, groups = (
+            F.pad(each, (0, 0, 0, padding))[mine] for each in (call.topk_weights, call.topk_groups)
+        )
+        own = replace(call, topk_weights=weights, topk_groups=groups)
+        return own, F.pad(topk_ids, (0, 0, 0, padding), value=-1)[mine]
 
     def _compare_dispatches(
         self, call: DispatchCall, batch: CallSign, code: FaultCode
@@ -171,13 +190,14 @@ class ReplicatedBuffer(OverCollectives, Buffer):
         rows = exchange_plan.sums(rows, rows_per, slot_weights)
         if row_scalars is None:
             parts = self._scatter(rows.contiguous(), exchange_plan, kind)
-            total = sum_parts(parts, rows.dtype)
+            total = exchange_plan.total(parts, has_weights=slot_weights is not None)
             return self._gather(total, kind)[: exchange_plan.num_tokens], None
+        wide = self._scalar_layout(rows.dtype, rows.shape[1] // self._spec.hidden_size)
+        parts = self._scatter(wide.pack_rows(rows, row_scalars), exchange_plan, kind)
         layout = self._scalar_layout(rows.dtype)
-        parts = self._scatter(layout.pack_rows(rows, row_scalars), exchange_plan, kind)
         total = layout.pack_rows(
-            sum_parts(layout.data(parts), rows.dtype),
-            sum_parts(layout.scalars(parts), row_scalars.dtype),
+            exchange_plan.total(wide.data(parts)),
+            sum_parts(wide.scalars(parts), row_scalars.dtype),
         )
         returned = self._gather(total, kind)[: exchange_plan.num_tokens]
         return layout.data(returned).contiguous(), layout.scalars(returned).contiguous()

@@ -24,6 +24,7 @@ from epcomm.errors import ConfigError
 from epcomm.ops.slots import pack
 from epcomm.planning.plan import plan
 from epcomm.records import RowsDispatchOutput
+from epcomm.spec import HostLayout
 
 H, E, K, TOKENS, M = 64, 16, 6, 22, 22
 REPLICAS = 8
@@ -177,6 +178,13 @@ def run(
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_are_those_of_the_definition(group: EPGroup, way: str, dtype: torch.dtype) -> None:
     kind, config = WAYS[way]
+    check_bits(group, kind, config, dtype)
+
+
+def check_bits(
+    group: EPGroup, kind: type[Dispatcher], config: EPConfig, dtype: torch.dtype
+) -> None:
+    """Compare y and the gradients of this rank with the oracle, for several numbers of groups."""
     batch, rank = Batch.make(dtype), group.rank
     part = slice(0, TOKENS) if config.replicated else batch.part(rank, group.world_size)
     for groups, is_placed in ((4, False), (8, False), (16, False), (2, True), (8, True)):
@@ -195,6 +203,20 @@ def test_bits_are_those_of_the_definition(group: EPGroup, way: str, dtype: torch
             )
             for name, mine, theirs in zip(("y", "dx", "dw"), found, wanted, strict=False):
                 assert torch.equal(mine, theirs), f"{name}, {groups} groups, placed: {is_placed}"
+
+
+@pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("hosts", ["neighbours", "apart"])
+def test_bits_do_not_depend_on_hosts(hosts: str) -> None:
+    """2 hosts of 2 or 4 ranks; ranks of a host are neighbours, or take turns."""
+    world_size = torch.distributed.get_world_size()
+    host_of_rank = [
+        rank * 2 // world_size if hosts == "neighbours" else rank % 2 for rank in range(world_size)
+    ]
+    with EPGroup() as group:
+        # As of a two-dimensional DeviceMesh, which has only the first of the two orders.
+        group.hosts = HostLayout.of(host_of_rank)
+        check_bits(group, NORMAL, EPConfig(backend="hierarchical"), torch.bfloat16)
 
 
 def test_groups_that_ranks_cannot_hold_are_refused() -> None:

@@ -23,7 +23,11 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
-from epcomm.buffers.collective.all_to_all import CollectiveBuffer
+from epcomm.buffers.collective.all_to_all import (
+    CollectiveBuffer,
+    GroupedExchangePlan,
+    RowsBuffer,
+)
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
 from epcomm.buffers.hierarchical.parts import (
     HostRowsBuffer,
@@ -78,6 +82,7 @@ class HierarchicalBuffer(Buffer):
     """
 
     name: ClassVar[str] = "hierarchical"
+    sums_groups: ClassVar[bool] = True
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     counts_calls = True
 
@@ -147,6 +152,7 @@ class HierarchicalBuffer(Buffer):
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         self._calls, self._collectives, self._spec = calls, calls.collectives, spec
         self._expert_places = _expert_places(spec, calls.collectives.device)
+        self._group_order = self._find_group_order()
 
     def prepare(self) -> None:
         """Split the ranks, and open a buffer between hosts and one inside each host.
@@ -205,10 +211,25 @@ class HierarchicalBuffer(Buffer):
             num_tokens=call.num_tokens,
             num_rows=inner.exchange_plan.num_rows,
             index=inner.index,
-            outer=came.exchange_plan,
+            outer=self._with_group_order(came.exchange_plan),
             inner=inner.exchange_plan,
         )
         return replace(inner, exchange_plan=exchange_plan)
+
+    def _find_group_order(self) -> Tensor | None:
+        """Return the column of each group, [G], in the outer exchange; None if in their order."""
+        spec, places = self._spec, self._expert_places
+        if spec.sum_groups is None or spec.sums_at_source or places is None:
+            return None
+        group_size = spec.num_local_experts * self._collectives.world_size // spec.sum_groups
+        return places[::group_size] // group_size
+
+    def _with_group_order(self, outer: ExchangePlan) -> ExchangePlan:
+        """Return the outer plan with the returned rows of a token in ascending order of groups."""
+        if self._group_order is None:
+            return outer
+        assert isinstance(outer, GroupedExchangePlan), "the buffer has groups"
+        return replace(outer, addends=outer.addends[:, self._group_order])
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
         """Dispatch inside the host; report a failure before the header to its ranks."""
@@ -253,9 +274,9 @@ class HierarchicalBuffer(Buffer):
         )
         number = self._calls_inside.next_batch
         try:
-            sums, scalars = self._inner.combine(
+            sums, scalars = self._combine_inside(
                 rows,
-                exchange_plan.inner,
+                exchange_plan,
                 rows_per=rows_per,
                 slot_weights=slot_weights,
                 row_scalars=row_scalars,
@@ -274,10 +295,44 @@ class HierarchicalBuffer(Buffer):
 
         return self._calls_between.announced(
             lambda: self._outer.combine(
-                sums, exchange_plan.outer, rows_per=RowsPer.ROW, row_scalars=scalars
+                sums,
+                exchange_plan.outer,
+                rows_per=RowsPer.ROW,
+                # The rows are weighted, unless the source rank sums.
+                slot_weights=slot_weights,
+                row_scalars=scalars,
             ),
             report,
         )
+
+    def _combine_inside(
+        self,
+        rows: Tensor,
+        exchange_plan: HierarchicalExchangePlan,
+        *,
+        rows_per: RowsPer,
+        slot_weights: Tensor | None,
+        row_scalars: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the rows that this rank returns to other hosts, and their scalars.
+
+        With sum_groups they are the rows of groups as the ranks of this host have rounded them.
+        """
+        inner, outer = exchange_plan.inner, exchange_plan.outer
+        if not isinstance(inner, GroupedExchangePlan):
+            return self._inner.combine(
+                rows, inner, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
+            )
+        assert isinstance(self._inner, RowsBuffer), "inner_buffer_class() chose it"
+        assert isinstance(outer, GroupedExchangePlan), "of the same groups"
+        returned, scalars = self._inner.return_rows(
+            rows, inner, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
+        )
+        # Both exchanges have the same pairs of a row: the groups, or the entries, of the host.
+        number = outer.returned_splits[0]
+        places = torch.nonzero_static(inner.addends.flatten() >= 0, size=sum(number)).flatten()
+        order = inner.addends.flatten()[places]
+        return returned[order], None if scalars is None else scalars[order]
 
     def check(self) -> None:
         self._outer.check()

@@ -55,10 +55,12 @@ def outer_spec(spec: BufferSpec) -> BufferSpec:
 
 def inner_spec(spec: BufferSpec) -> BufferSpec:
     """Return the specification of the inner buffer, whose tokens are rows from all hosts."""
-    most = spec.max_tokens_per_rank
+    most, groups = spec.max_tokens_per_rank, spec.sum_groups
     return replace(
         spec,
         max_tokens_per_rank=None if most is None else most * hosts_of(spec).num_hosts,
+        # The experts of one host have their part of the groups.
+        sum_groups=None if groups is None else groups // hosts_of(spec).num_hosts,
         hosts=None,
     )
 
@@ -115,6 +117,9 @@ def inner_buffer_class(
     if collectives.device.type == "cuda":
         mine[_REACH] = reach_of(collectives.device).as_text()
     found = calls.gather_records(mine, phase="open hierarchical")
+    if collectives.device.type == "cuda" and spec.sum_groups is not None:
+        # Rows of groups are relayed without a sum, which only a RowsBuffer returns.
+        return CollectiveBuffer
     if collectives.device.type == "cuda":
         reaches = [PeerReach.parse(str(each[_REACH])) for each in found]
         joined = [[reaches[rank] for rank in ranks] for ranks in hosts.ranks_of_host]

@@ -57,9 +57,10 @@ class CallShape:
     tokens_of_rank: [W], T of each rank.
     rows_sent: rows from this rank to other ranks, one for each rank that needs the token.
     rows_received: rows from other ranks to this one.
+    rows_returned: rows that combine returns to other ranks; None: rows_received.
     slots_sent, slots_received: the slots of these rows.
     rows_sent_between, rows_received_between: the rows to and from ranks of other hosts, if the
-        hosts are known.
+        hosts are known.   rows_returned_between: None: rows_received_between.
     """
 
     rank: int
@@ -70,6 +71,19 @@ class CallShape:
     slots_received: int = 0
     rows_sent_between: int = 0
     rows_received_between: int = 0
+    rows_returned: int | None = None
+    rows_returned_between: int | None = None
+
+    @property
+    def sums_sent(self) -> int:
+        """The rows that this rank returns to other ranks."""
+        return self.rows_received if self.rows_returned is None else self.rows_returned
+
+    @property
+    def sums_sent_between(self) -> int:
+        """The rows that this rank returns to ranks of other hosts."""
+        between = self.rows_returned_between
+        return self.rows_received_between if between is None else between
 
     @property
     def world_size(self) -> int:
@@ -84,6 +98,7 @@ class CallShape:
         *,
         num_local_experts: int,
         hosts: HostLayout | None = None,
+        group_size: int | None = None,
     ) -> CallShape:
         """Return the part of `rank` in the call that dispatches and combines these tokens.
 
@@ -95,6 +110,8 @@ class CallShape:
             rank: the rank to count for.
             num_local_experts: L.
             hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.
+            group_size: the experts of a sum group, with BufferSpec.sum_groups; 1 if one row per
+                slot returns.
 
         Local.   Host sync: yes.
         """
@@ -109,9 +126,22 @@ class CallShape:
         def num_rows(slots_of_token: Mapping[int, Tensor], others: Sequence[int]) -> int:
             return sum(int((slots_of_token[other] > 0).sum()) for other in others)
 
+        def num_pairs(others: Sequence[int]) -> int | None:
+            if group_size is None:
+                return None
+            return sum(
+                len(set(row[owner == rank].tolist()))
+                for other in others
+                for row, owner in zip(
+                    topk_ids_of_rank[other].cpu() // group_size, owners[other], strict=True
+                )
+            )
+
         return cls(
             rank=rank,
             tokens_of_rank=tuple(map(len, owners)),
+            rows_returned=num_pairs(ranks),
+            rows_returned_between=num_pairs(elsewhere),
             rows_sent=num_rows(sent, ranks),
             rows_received=num_rows(received, ranks),
             slots_sent=sum(int(slots.sum()) for slots in sent.values()),
@@ -122,12 +152,19 @@ class CallShape:
 
     @classmethod
     def most(
-        cls, num_tokens: int, top_k: int, world_size: int, hosts: HostLayout | None = None
+        cls,
+        num_tokens: int,
+        top_k: int,
+        world_size: int,
+        hosts: HostLayout | None = None,
+        *,
+        returned_columns: int = 1,
     ) -> CallShape:
         """Return a call of T tokens on each rank, each sent to min(K, W - 1) other ranks.
 
         hosts: the hosts of the ranks, or None; each token is sent to as many ranks of other hosts
             as possible.
+        returned_columns: see BufferSpec.returned_columns().
         """
         num_rows = num_tokens * min(top_k, world_size - 1)
         num_elsewhere = 0 if hosts is None else len(hosts.ranks_elsewhere(0))
@@ -141,6 +178,8 @@ class CallShape:
             slots_received=num_tokens * top_k,
             rows_sent_between=num_between,
             rows_received_between=num_between,
+            rows_returned=num_tokens * min(top_k, (world_size - 1) * returned_columns),
+            rows_returned_between=num_tokens * min(top_k, num_elsewhere * returned_columns),
         )
 
 
@@ -152,14 +191,16 @@ class RowBytes:
     combine: int
 
     @classmethod
-    def of(cls, spec: BufferSpec, *, backward: bool = False) -> RowBytes:
+    def of(cls, spec: BufferSpec, *, backward: bool = False, returned_columns: int = 1) -> RowBytes:
         """Return the bytes of rows in the forward pass, or in the backward pass.
+
+        returned_columns: a row of combine has so many times H elements.
 
         Forward: dispatch sends elements, ids and weights; combine sends sums. Backward: dispatch
         sends gradients; combine sends gradients of rows and weights.
         """
         layout = RowLayout(
-            hidden_size=spec.hidden_size,
+            hidden_size=spec.hidden_size * (returned_columns if backward else 1),
             top_k=spec.top_k,
             format=spec.hidden_format if backward else spec.dispatch_format,
             has_ids=not backward,
@@ -167,9 +208,8 @@ class RowBytes:
         if backward:
             bare = spec.hidden_format.data_bytes(spec.hidden_size)
             return cls(dispatch=bare, combine=layout.row_bytes)
-        return cls(
-            dispatch=layout.row_bytes, combine=spec.hidden_format.data_bytes(spec.hidden_size)
-        )
+        returned_size = spec.hidden_size * returned_columns
+        return cls(dispatch=layout.row_bytes, combine=spec.hidden_format.data_bytes(returned_size))
 
 
 def rows_region(name: str, row_bytes: int, *, per_token: int, max_rows: int | None) -> Region:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 
 import pytest
 import torch
@@ -76,18 +76,22 @@ def routing(
 
 
 @pytest.mark.ranks(NUM_RANKS)
+@pytest.mark.parametrize("sum_groups", [None, 2, 6])
 @pytest.mark.parametrize(
     ("name", "has_gradients"),
     [(name, False) for name in CASES] + [(name, True) for name in CASES if name != "low_latency"],
 )
-def test_plan_counts_the_bytes_that_leave_a_rank(name: str, has_gradients: bool) -> None:
+def test_plan_counts_the_bytes_that_leave_a_rank(
+    name: str, has_gradients: bool, sum_groups: int | None
+) -> None:
     case = CASES[name]
     with EPGroup() as group, torch.set_grad_enabled(has_gradients):
         # Odd sizes: a row of 37 elements and 3 ids and weights has two gaps.
         spec = MoESpec(hidden_size=37, num_experts=6, top_k=3, dtype=torch.bfloat16)
         sources = [0 if case.is_replicated else rank for rank in range(NUM_RANKS)]
         topks = [routing(source, 3 + 2 * source, 6, 3, group.device) for source in sources]
-        dispatcher = case.dispatcher(group, spec, case.config)
+        config = replace(case.config, sum_groups=sum_groups)
+        dispatcher = case.dispatcher(group, spec, config)
         assert dispatcher.plan.backend == "collective"
         mine = topks[group.rank]
         x = torch.zeros(
@@ -102,7 +106,8 @@ def test_plan_counts_the_bytes_that_leave_a_rank(name: str, has_gradients: bool)
         rows = torch.zeros(out.num_slots, 37, dtype=spec.dtype, device=group.device)
         y = dispatcher.combine(out.combine_input(rows * out.slot_weights[:, None].to(rows.dtype)))
         ids = [topk.topk_ids for topk in topks]
-        call = CallShape.of(ids, group.rank, num_local_experts=3)
+        group_size = None if sum_groups is None else 6 // sum_groups
+        call = CallShape.of(ids, group.rank, num_local_experts=3, group_size=group_size)
         expected = dispatcher.plan.wire_bytes(call)
         assert expected.combine_bytes > 0
         if has_gradients:
@@ -187,8 +192,8 @@ def phase_of(case: Case, **changes: int) -> PhasePlan:
 # One token on each rank, and the most on one rank: R = 64 rows, C = 128 slots.
 REGIONS = {
     "collective": {
-        # 4 headers sent and 4 received, of 138 words.
-        "headers": (None, 8832),
+        # 4 headers sent and 4 received, of 139 words.
+        "headers": (None, 8896),
         "send order": (40, 648),
         "sent rows": (288, 4608),
         "received rows": (288, 9216),
@@ -200,7 +205,7 @@ REGIONS = {
         "returned rows": (256, 4096),
     },
     "all_gather": {
-        "headers": (None, 8832),
+        "headers": (None, 8896),
         "sent rows": (144, 2304),
         "received rows": (576, 9216),
         "padding map": (32, 512),
@@ -254,12 +259,12 @@ def test_budget_bounds_the_slots() -> None:
 SHAPE = CallShape(rank=1, tokens_of_rank=(4, 1, 0, 2), rows_sent=5, rows_received=3)
 WIRE = {
     "collective": (
-        BufferTraffic(dispatch_bytes=5 * 144, combine_bytes=3 * 128, control_bytes=3 * 1104),
+        BufferTraffic(dispatch_bytes=5 * 144, combine_bytes=3 * 128, control_bytes=3 * 1112),
         BufferTraffic(dispatch_bytes=5 * 128, combine_bytes=3 * 144),
     ),
     # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others are returned.
     "all_gather": (
-        BufferTraffic(dispatch_bytes=12 * 144, combine_bytes=6 * 128, control_bytes=3 * 1104),
+        BufferTraffic(dispatch_bytes=12 * 144, combine_bytes=6 * 128, control_bytes=3 * 1112),
         BufferTraffic(dispatch_bytes=12 * 128, combine_bytes=6 * 144),
     ),
     "budget": (

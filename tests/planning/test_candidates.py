@@ -130,6 +130,7 @@ OTHER_CONFIG = {
     "timeout_s": 50.0,
     "check_calls": True,
     "deterministic": True,
+    "sum_groups": 4,
     "record_load": True,
 }
 OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}

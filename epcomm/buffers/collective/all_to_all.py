@@ -493,6 +493,8 @@ class RowsBuffer(OverCollectives, AddsBias):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         row, copies = RowBytes.of(spec), min(spec.top_k, world_size)
+        columns = spec.returned_columns(world_size)
+        returned, of_row = min(spec.top_k, world_size * columns), min(spec.top_k, columns)
         max_tokens = spec.max_tokens_per_rank
         max_sent = None if max_tokens is None else max_tokens * copies
         max_rows = None if max_tokens is None else max_tokens * world_size
@@ -509,8 +511,18 @@ class RowsBuffer(OverCollectives, AddsBias):
             rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
-            rows_region("partial sums", row.combine, per_token=copies, max_rows=max_rows),
-            rows_region("returned rows", row.combine, per_token=copies, max_rows=max_sent),
+            rows_region(
+                "partial sums",
+                row.combine,
+                per_token=returned,
+                max_rows=None if max_rows is None else max_rows * of_row,
+            ),
+            rows_region(
+                "returned rows",
+                row.combine,
+                per_token=returned,
+                max_rows=None if max_tokens is None else max_tokens * returned,
+            ),
         )
 
     @classmethod
@@ -522,9 +534,9 @@ class RowsBuffer(OverCollectives, AddsBias):
         sent_between = call.rows_sent_between * row.dispatch
         return BufferTraffic(
             dispatch_bytes=call.rows_sent * row.dispatch,
-            combine_bytes=call.rows_received * row.combine,
+            combine_bytes=call.sums_sent * row.combine,
             control_bytes=(call.world_size - 1) * header_bytes,
-            bytes_between=sent_between + call.rows_received_between * row.combine,
+            bytes_between=sent_between + call.sums_sent_between * row.combine,
         )
 
     def __init__(self, calls: Calls, spec: BufferSpec, mover: RowMover) -> None:

@@ -62,7 +62,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        row, max_tokens = RowBytes.of(spec), _max_tokens(spec)
+        row, max_tokens = _row_bytes(spec, world_size), _max_tokens(spec)
         num_rows, num_slots = (1 + max_tokens) * world_size, num_static_slots(spec, world_size)
         index = index_bytes(
             spec,
@@ -77,7 +77,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             # the tail, and a flag (1 B) reports a failure.
             "slot index": index + 4 + 8 + 1,
             "packed slots": num_slots * row.dispatch,
-            "expert results": num_slots * row.combine,
+            "expert results": num_slots * RowBytes.of(spec).combine,
             "partial sums": num_rows * row.combine,
             "returned rows": num_rows * row.combine,
         }
@@ -87,7 +87,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        row, num_rows = RowBytes.of(spec, backward=backward), _max_tokens(spec)
+        row, num_rows = _row_bytes(spec, call.world_size, backward=backward), _max_tokens(spec)
         num_others, num_elsewhere = call.world_size - 1, len(spec.ranks_elsewhere(call.rank))
         header_bytes = row.dispatch + row.combine
         return BufferTraffic(
@@ -246,6 +246,11 @@ def _read_codes(returned: Tensor) -> Tensor:
     Every dtype of sums represents these small integers exactly.
     """
     return returned[:, 0, 0].long()
+
+
+def _row_bytes(spec: BufferSpec, world_size: int, *, backward: bool = False) -> RowBytes:
+    columns = spec.returned_columns(world_size)
+    return RowBytes.of(spec, backward=backward, returned_columns=columns)
 
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:

@@ -60,14 +60,15 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
+        wide = RowBytes.of(spec, returned_columns=spec.returned_columns(world_size))
         hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
         # Rows need no memory, because they are the caller's hidden states.
         return (
             index_region(spec, rows_per_token=world_size, max_rows=max_tokens),
             *slot_regions(spec, row_bytes=hidden_bytes, max_rows=max_tokens),
-            rows_region("partial sums", row.combine, per_token=world_size, max_rows=padded),
-            rows_region("scattered sums", row.combine, per_token=world_size, max_rows=padded),
+            rows_region("partial sums", wide.combine, per_token=world_size, max_rows=padded),
+            rows_region("scattered sums", wide.combine, per_token=world_size, max_rows=padded),
             rows_region("gathered sums", row.combine, per_token=world_size, max_rows=padded),
         )
 
@@ -77,7 +78,9 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     ) -> BufferTraffic:
         share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
         # Every rank sends each other rank one share of the partial sums and one of the totals.
-        share_bytes = 2 * share * RowBytes.of(spec, backward=backward).combine
+        columns = spec.returned_columns(call.world_size)
+        wide = RowBytes.of(spec, backward=backward, returned_columns=columns)
+        share_bytes = share * (wide.combine + RowBytes.of(spec, backward=backward).combine)
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),
             bytes_between=share_bytes * len(spec.ranks_elsewhere(call.rank)),

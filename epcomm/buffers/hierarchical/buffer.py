@@ -138,14 +138,22 @@ class HierarchicalBuffer(Buffer):
         hosts, num_tokens = hosts_of(spec), call.tokens_of_rank[call.rank]
         num_hosts, top_k = hosts.num_hosts, spec.top_k
         num_forwarded = num_tokens * min(top_k, call.world_size - num_hosts)
+        outer, inner = outer_spec(spec), inner_spec(spec)
+        columns = spec.returned_columns(call.world_size)
         inner_call = CallShape(
             rank=0,
             tokens_of_rank=(num_tokens * min(top_k, num_hosts),) * num_places(hosts),
             rows_sent=num_forwarded,
             rows_received=num_forwarded,
+            rows_returned=num_tokens * min(top_k, (call.world_size - num_hosts) * columns),
         )
-        outer, inner = outer_spec(spec), inner_spec(spec)
-        outer_call = CallShape.most(num_tokens, top_k, num_hosts, outer.hosts)
+        outer_call = CallShape.most(
+            num_tokens,
+            top_k,
+            num_hosts,
+            outer.hosts,
+            returned_columns=outer.returned_columns(num_hosts),
+        )
         between = HostRowsBuffer.wire_bytes(outer, outer_call, backward=backward)
         return between + CollectiveBuffer.wire_bytes(inner, inner_call, backward=backward)
 

@@ -298,9 +298,9 @@ def _most_bytes(spec: BufferSpec, world_size: int) -> tuple[int | None, int | No
     if spec.max_tokens_per_rank is None:
         return None, None
     widest_row, widest_sum = _widest_bytes(spec)
-    copies = min(spec.top_k, world_size)
+    returned = min(spec.top_k, world_size * spec.returned_columns(world_size))
     max_tokens = spec.max_tokens_per_rank
-    rows, sums = max_tokens * world_size * widest_row, max_tokens * copies * widest_sum
+    rows, sums = max_tokens * world_size * widest_row, max_tokens * returned * widest_sum
     return line_aligned(rows), line_aligned(sums)
 
 

@@ -130,6 +130,9 @@ class ConfigOptions:
     max_recv_slots: Annotated[
         int | None, typer.Option(help="Most slots a rank receives in one call.")
     ] = None
+    sum_groups: Annotated[
+        int | None, typer.Option(help="Groups of experts whose results are summed separately.")
+    ] = None
     replicated: Annotated[bool | None, typer.Option(help="Every rank passes the same tokens.")] = (
         None
     )

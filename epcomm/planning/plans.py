@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from epcomm.buffers.requirements import batches_in_flight_of, max_tokens_of
 from epcomm.buffers.sizes import CallShape, Region
@@ -106,13 +106,30 @@ class PhasePlan:
         return limits
 
     def unusual(self) -> Mapping[str, str]:
-        """Return what is unusual about eight-bit rows or experts, as text by name."""
+        """Return what is unusual about rows, experts and sums, as text by name."""
         found = {}
+        if self.buffer_spec.sum_groups is not None:
+            found["sums"] = self._describe_sums()
         if self.scale_layout != ROW_MAJOR:
             found["scales on arrival"] = str(self.scale_layout)
         if self.rounds_int8 and self.int8_profile is not Int8Profile.RINT127:
             found["int8 profile"] = self.int8_profile.value
         return found
+
+    def _describe_sums(self) -> str:
+        """Return how combine sums by group, and what that costs on the wire."""
+        spec = self.buffer_spec
+        unit = "slot, which the source rank sums" if spec.sums_at_source else "(token, group)"
+        ungrouped = replace(self, buffer_spec=replace(spec, sum_groups=None, sums_at_source=False))
+        cost, usual = (each.max_bytes_per_token()["combine"] for each in (self, ungrouped))
+        text = (
+            f"in {spec.sum_groups} groups of experts; combine returns a row for each {unit}, at "
+            f"most {cost} B a token instead of {usual} B"
+        )
+        cost, usual = (each.max_bytes_between_hosts() for each in (self, ungrouped))
+        if cost is not None:
+            text += f", and between hosts, with dispatch, {cost} B instead of {usual} B"
+        return text
 
     def explain(self, *, phase: str = "") -> str:
         """Return the choice, the rejected candidates with reasons, bytes and limits, as text."""

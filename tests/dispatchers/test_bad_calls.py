@@ -488,7 +488,7 @@ def test_counts_of_many_experts_take_a_second_exchange(name: str) -> None:
         assert found == [NUM_RANKS * mine.count(e) for e in range(300)]
         torch.testing.assert_close(dispatcher.combine(identity(out)), 3 * x)
         before = dispatcher.plan.header_bytes()
-        assert dispatcher.traffic().control_bytes == before == 8 * (10 + 300)
+        assert dispatcher.traffic().control_bytes == before == 8 * (11 + 300)
 
         def call() -> None:
             if group.rank == 0:

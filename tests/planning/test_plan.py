@@ -134,12 +134,12 @@ def test_a_backend_named_in_mode_auto_is_asked_for_both_phases(
 def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
     limited = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=128)
     lines = plan(limited, SPEC, world_size=4).explain().splitlines()
-    # Headers of 138 words, 8 B each, to 3 other ranks.
+    # Headers of 139 words, 8 B each, to 3 other ranks.
     assert lines[:5] == [
         "mode normal on backend collective (CollectiveBuffer), 4 ranks with 2 experts each",
         "wire: dispatch bf16, combine bf16 (backward, too)",
         "router weights applied by runner; trainable: True; host syncs a dispatch: 1",
-        "at most 288 B a token in dispatch, 256 B in combine, and 3312 B of headers a dispatch",
+        "at most 288 B a token in dispatch, 256 B in combine, and 3336 B of headers a dispatch",
         "tokens a rank: at most 128",
     ]
     assert "rejected nvlink: there is no CUDA device" in " ".join(lines)

@@ -33,6 +33,7 @@ from epcomm.buffers.sizes import (
     CallShape,
     Region,
     RowBytes,
+    group_regions,
     index_region,
     rows_region,
     slot_regions,
@@ -498,6 +499,7 @@ class RowsBuffer(OverCollectives, AddsBias):
         max_tokens = spec.max_tokens_per_rank
         max_sent = None if max_tokens is None else max_tokens * copies
         max_rows = None if max_tokens is None else max_tokens * world_size
+        max_pairs = None if max_rows is None else max_rows * of_row
         # SendOrder has two int64 for each row, and one offset for each token.
         order_bytes = 16 * copies + 8
         return (
@@ -511,11 +513,12 @@ class RowsBuffer(OverCollectives, AddsBias):
             rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
+            *group_regions(spec, max_tokens=max_tokens, per_token=returned, max_pairs=max_pairs),
             rows_region(
                 "partial sums",
                 row.combine,
                 per_token=returned,
-                max_rows=None if max_rows is None else max_rows * of_row,
+                max_rows=max_pairs,
             ),
             rows_region(
                 "returned rows",

@@ -81,6 +81,10 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             "partial sums": num_rows * row.combine,
             "returned rows": num_rows * row.combine,
         }
+        if spec.sum_groups is not None:
+            # The slot of each entry, in a line of a table for each column of a row.
+            num_lines = num_rows * spec.returned_columns(world_size)
+            sizes["sum groups"] = 4 * num_lines * spec.top_k
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
 
     @classmethod

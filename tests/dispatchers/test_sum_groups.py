@@ -6,14 +6,16 @@ ranks is compared with it, so all of them agree with one another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput
+from epcomm.buffers.collective import all_to_all
 from epcomm.dispatchers import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
@@ -21,7 +23,9 @@ from epcomm.dispatchers import (
     StandardDispatcher,
 )
 from epcomm.errors import ConfigError
-from epcomm.ops.slots import pack
+from epcomm.ops import group_sums, slots
+from epcomm.ops.group_sums import SumGroups
+from epcomm.ops.slots import Members, pack
 from epcomm.planning.plan import plan
 from epcomm.records import RowsDispatchOutput
 from epcomm.spec import HostLayout
@@ -217,6 +221,72 @@ def test_bits_do_not_depend_on_hosts(hosts: str) -> None:
         # As of a two-dimensional DeviceMesh, which has only the first of the two orders.
         group.hosts = HostLayout.of(host_of_rank)
         check_bits(group, NORMAL, EPConfig(backend="hierarchical"), torch.bfloat16)
+
+
+def one_group(groups: SumGroups) -> SumGroups:
+    return replace(groups, num_columns=1)
+
+
+def in_steps(sums: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Round the sum of the groups after each addition."""
+
+    def mutant(rows: Tensor, members: Members, weights: Tensor | None = None) -> Tensor:
+        if rows.dtype is not torch.bfloat16:
+            return sums(rows, members, weights)
+        totals = []
+        for first, end in zip(
+            members.offsets[:-1].tolist(), members.offsets[1:].tolist(), strict=True
+        ):
+            total = torch.zeros(rows.shape[1], dtype=rows.dtype)
+            for member in members.flat[first:end].tolist():
+                total = total + rows[member]
+            totals.append(total)
+        return torch.stack(totals)
+
+    return mutant
+
+
+def of_rounded_products(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def mutant(rows: Tensor, members: Members, weights: Tensor | None) -> Tensor:
+        products = rows if weights is None else (rows * weights.unsqueeze(1)).to(rows.dtype)
+        return slots.reduce_rows(products, members)
+
+    return mutant
+
+
+def of_flipped(make: Callable[..., Members]) -> Callable[..., Members]:
+    def mutant(table: Tensor, *args: object, **options: object) -> Members:
+        return make(table.flip(1), *args, **options)
+
+    return mutant
+
+
+# What is replaced where, and by what it is replaced.
+MUTANTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
+    "groups by rank": (all_to_all.SumGroups, "of", lambda of: lambda *args: one_group(of(*args))),
+    "another order of k": (group_sums, "as_members", of_flipped),
+    "another order of groups": (all_to_all, "as_members", of_flipped),
+    "sums rounded after each group": (all_to_all, "reduce_rows", in_steps),
+    "weights applied before rounding": (all_to_all, "sum_weighted", of_rounded_products),
+}
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("mutant", [None, *MUTANTS])
+def test_a_fault_of_the_sums_is_found(mutant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if mutant is not None:
+        owner, name, change = MUTANTS[mutant]
+        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    is_equal, whole = [], slice(0, TOKENS)
+    with EPGroup() as group:
+        # In bfloat16, few sums show the order of their float32 additions.
+        for dtype in (torch.bfloat16, torch.float32):
+            spec = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=dtype)
+            dispatcher = NORMAL(group, spec, EPConfig(backend="collective", sum_groups=4))
+            batch = Batch.make(dtype)
+            (y,) = run(dispatcher, batch, whole, 0, trains=False)
+            is_equal.append(torch.equal(y, expected(batch, 4)[0]))
+    assert all(is_equal) is (mutant is None)
 
 
 def test_groups_that_ranks_cannot_hold_are_refused() -> None:

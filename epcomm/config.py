@@ -103,6 +103,9 @@ class EPConfig:
     sum_groups: G, the number of groups of consecutive logical experts whose results are summed
         separately and then added in ascending order, so that y has the same bits on any number of
         ranks that divides G (docs/same_bits.md). None: each rank sums the results of its experts.
+    block_tokens: with sum_groups, ExpertParallelMoE computes its router, shared experts and other
+        parts on blocks of this many tokens, so that the bits of a token do not depend on the batch.
+        None: such a layer is refused, because matrix products depend on the number of rows.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.
     """
@@ -126,6 +129,7 @@ class EPConfig:
     check_calls: bool = False
     deterministic: bool = False
     sum_groups: int | None = None
+    block_tokens: int | None = None
     record_load: bool = False
 
     def __post_init__(self) -> None:
@@ -283,6 +287,7 @@ _OPTIONAL_SIZES = (
     "num_sms",
     "batches_in_flight",
     "sum_groups",
+    "block_tokens",
 )
 _PARSERS = {**dict.fromkeys(_OPTIONAL_SIZES, int), "redundant_experts": int, "timeout_s": float}
 _SWITCHES = ("check_calls", "deterministic", "record_load", "replicated")

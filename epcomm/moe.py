@@ -19,6 +19,7 @@ from epcomm.config import EPConfig, Router
 from epcomm.errors import ConfigError, ShapeError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
+from epcomm.ops.token_blocks import in_blocks
 from epcomm.placement.recorder import load_table, loads_of_ranks
 from epcomm.platforms.tracing import ranged
 from epcomm.records import ReplicaTable, TopKOutput
@@ -71,6 +72,7 @@ class ExpertParallelMoE(nn.Module):
             device=experts.group.device,
             where=experts.group.where,
         )
+        self._block_tokens = _check_blocks(experts)
         # Made here, because a table made in a captured call would be zeroed in every replay.
         self._load_table: Tensor | None = None
         if experts.config.record_load:
@@ -160,10 +162,8 @@ class ExpertParallelMoE(nn.Module):
         self._check_hidden_size(x)
         tokens = x.reshape(-1, x.shape[-1])
         bias = self._correction_bias()
-        inputs = [
-            self._router_input(kind, tokens, input_ids) for kind in self._layout.router_inputs
-        ]
-        outputs = self.get_submodule(self._layout.router)(*inputs)
+        ids = () if input_ids is None else (input_ids.reshape(-1),)
+        outputs = in_blocks(self._call_router, (tokens, *ids), self._block_tokens)
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         if self._is_chosen_by_router:
             _, weights, ids = outputs[:3]
@@ -289,6 +289,13 @@ class ExpertParallelMoE(nn.Module):
     def _is_chosen_by_router(self) -> bool:
         return self.routing.custom_function is chosen_by_router
 
+    def _call_router(
+        self, tokens: Tensor, input_ids: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        kinds = self._layout.router_inputs
+        inputs = [self._router_input(kind, tokens, input_ids) for kind in kinds]
+        return self.get_submodule(self._layout.router)(*inputs)
+
     def _router_input(
         self, kind: RouterInput, tokens: Tensor, input_ids: Tensor | None
     ) -> Tensor | None:
@@ -312,13 +319,34 @@ class ExpertParallelMoE(nn.Module):
         return None if bias is None else bias.reshape(-1)
 
     def _through(self, name: str | None, x: Tensor) -> Tensor:
-        return x if name is None else self.get_submodule(name)(x)
+        if name is None:
+            return x
+        part = self.get_submodule(name)
+        if self._block_tokens is None:
+            return part(x)
+        y = in_blocks(part, (x.reshape(-1, x.shape[-1]),), self._block_tokens)
+        assert isinstance(y, Tensor), "only routers return more"
+        return y.view(*x.shape[:-1], y.shape[-1])
 
     def _add_shared_experts(self, y: Tensor, x: Tensor) -> Tensor:
         layout = self._layout
         if layout.shared_experts is None:
             return y
-        shared = self.get_submodule(layout.shared_experts)(x)
+        shared = self._through(layout.shared_experts, x)
         if layout.shared_experts_gate is not None:
-            shared = torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
+            shared = torch.sigmoid(self._through(layout.shared_experts_gate, x)) * shared
         return (y + shared) / 2 if layout.averages_shared_experts else y + shared
+
+
+def _check_blocks(experts: ExpertParallelExperts) -> int | None:
+    """Return EPConfig.block_tokens; refuse sum_groups without it."""
+    config = experts.config
+    if config.sum_groups is None:
+        return None
+    if config.block_tokens is None:
+        raise ConfigError(
+            "ExpertParallelMoE: sum_groups is set, but the bits of the router and of shared "
+            f"experts depend on the number of tokens ({experts.group.where}); set "
+            "EPConfig.block_tokens, or compute them outside and use ExpertParallelExperts"
+        )
+    return config.block_tokens

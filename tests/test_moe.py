@@ -78,7 +78,7 @@ NUM_SENT, NUM_RETURNED = (2, 1), (1, 2)
 # Dispatch: 16 float32 elements, K ids, K weights. Combine: K scalars, and a gap up to 16 B.
 ROW_BYTES, COMBINE_BYTES, SCALARS_BYTES = 64 + 16, 64, 64 + 16
 # A header and the slots of up to 128 experts, int64.
-HEADER_BYTES = 8 * (10 + 128)
+HEADER_BYTES = 8 * (11 + 128)
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -295,7 +295,7 @@ def write_layout() -> None:
     write_token_layout(rows(4, 8, I64), i32(8), i32(256), torch.empty(4, 8, dtype=torch.bool))
 
 
-HEADER = torch.empty(2, 138, dtype=I64)
+HEADER = torch.empty(2, 139, dtype=I64)
 ROWS: Mapping[str, Callable[[], None]] = {
     "gather bf16": lambda: gather_rows(
         rows(4, HIDDEN, BF16, MESSAGE), i32(8), rows(8, HIDDEN, BF16)

@@ -131,6 +131,7 @@ OTHER_CONFIG = {
     "check_calls": True,
     "deterministic": True,
     "sum_groups": 4,
+    "block_tokens": 4,
     "record_load": True,
 }
 OTHER_SPEC = {"hidden_size": 32, "num_experts": 12, "top_k": 3, "dtype": torch.bfloat16}

@@ -53,10 +53,20 @@ class BatchInvariance:
     rests_on: str = ""
 
     @classmethod
-    def of_cpu(cls) -> BatchInvariance:
-        """Return that rows do not depend on others, on the CPU of this process."""
+    def of_cpu(cls, treats_rows_alike: bool) -> BatchInvariance:
+        """Return whether rows depend on others in products of fixed shapes, in this process.
+
+        treats_rows_alike: whether equal rows have had equal results at all positions of a product.
+        """
         instructions = torch.backends.cpu.get_cpu_capability()
         threads = torch.get_num_threads()
+        if not treats_rows_alike:
+            return cls(
+                reasons=(
+                    f"the bits of a row depend on its position in a product, with {threads} "
+                    f"threads and {instructions}; set another number by torch.set_num_threads()",
+                )
+            )
         return cls(rests_on=f"torch {torch.__version__}, {instructions}, {threads} threads")
 
     @classmethod

@@ -75,14 +75,7 @@ class BatchInvariantRunner(ExpertRunner):
         is_invariant = treats_rows_alike(
             weights.hidden_size, weights.intermediate_size, weights.dtype, weights.format, threads
         )
-        if not is_invariant:
-            return BatchInvariance(
-                reasons=(
-                    f"in blocks of {BLOCK_SIZES} rows the bits of a row depend on its position "
-                    f"with {threads} threads; choose another number by torch.set_num_threads()",
-                )
-            )
-        return BatchInvariance.of_cpu()
+        return BatchInvariance.of_cpu(is_invariant)
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
         assert isinstance(weights, ExpertWeights), "supports() said so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -24,10 +25,11 @@ from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.runners import batch_invariant
 from epcomm.runners.batch_invariant import BatchInvariantRunner
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner
+from epcomm.runners.quantized_reference import QuantizedBlocksRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, make_weights, random_ids
 from epcomm.types import Layout
-from epcomm.weights.quantized import Fp8BlockWeights
+from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.runners.batch_invariance import check_batch_invariance, check_close, without_gradients
 
@@ -65,6 +67,19 @@ def test_rows_of_a_cpu_have_the_same_bits_in_every_batch(
     weights = experts(dtype, name=activation)
     assert not BatchInvariantRunner.batch_invariance(weights, this_machine()).reasons
     check_batch_invariance(BatchInvariantRunner(), weights, COUNTS, WireFormat.of(dtype))
+
+
+@pytest.mark.parametrize("are_quantized", [True, False])
+@pytest.mark.parametrize("kind", [Fp8BlockWeights, Int8ChannelWeights])
+def test_quantised_rows_of_a_cpu_have_the_same_bits_in_every_batch(
+    kind: type[EightBitWeights], are_quantized: bool
+) -> None:
+    unquantized = experts(torch.bfloat16, 256, 128)
+    assert isinstance(unquantized, ExpertWeights)
+    weights = kind.from_unquantized(unquantized)
+    wire = weights.wire_format if are_quantized else WireFormat.of(torch.bfloat16)
+    assert not QuantizedBlocksRunner.batch_invariance(weights, this_machine()).reasons
+    check_batch_invariance(QuantizedBlocksRunner(), weights, COUNTS, wire)
 
 
 class NumberMatters(BatchInvariantRunner):
@@ -184,10 +199,9 @@ def test_fp8_rows_of_hopper_have_the_same_bits_in_every_batch(
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2, dtype=torch.float32)
 
 
-def of_plan() -> ExpertTensors:
+def of_plan() -> ExpertWeights:
     """Return the experts of one rank of SPEC, for plans."""
-    shape = {"gate_up_proj": (8, 64, 64), "down_proj": (8, 64, 32)}
-    return ExpertWeights(**{name: torch.ones(each) for name, each in shape.items()})
+    return ExpertWeights(gate_up_proj=torch.ones(8, 64, 64), down_proj=torch.ones(8, 64, 32))
 
 
 def test_sum_groups_take_a_runner_whose_rows_depend_on_no_others() -> None:
@@ -201,6 +215,13 @@ def test_sum_groups_take_a_runner_whose_rows_depend_on_no_others() -> None:
     assert plan(EPConfig(), SPEC, weights=of_plan()).rests_on == ""
     with pytest.raises(BackendUnavailable, match=f"runner grouped_mm cannot .*: {reason}"):
         plan(EPConfig(sum_groups=4, runner="grouped_mm"), SPEC, weights=of_plan())
+
+
+def test_eight_bit_experts_of_a_cpu_take_blocks() -> None:
+    weights = Fp8BlockWeights.from_unquantized(of_plan())
+    spec = replace(SPEC, dtype=weights.dtype)
+    assert plan(EPConfig(sum_groups=4), spec, weights=weights).runner == "quantized_blocks"
+    assert plan(EPConfig(), spec, weights=weights).runner == "quantized_reference"
 
 
 def test_positions_that_matter_on_this_machine_are_a_reason(

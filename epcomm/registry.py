@@ -95,6 +95,8 @@ RUNNERS: Mapping[str, str] = MappingProxyType(
         "int8_triton": "epcomm.runners.int8_triton:Int8TritonRunner",
         "quantized_reference": "epcomm.runners.quantized_reference:QuantizedReferenceRunner",
         "reference": "epcomm.runners.reference:ReferenceRunner",
+        "quantized_blocks": "epcomm.runners.quantized_reference:QuantizedBlocksRunner",
+        "batch_invariant": "epcomm.runners.batch_invariant:BatchInvariantRunner",
     }
 )
 

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 PREFILL, DECODE = "prefill", "decode"
 _RUNNER = "runner"
 # Fields of the exchanged record: why a rank cannot plan, where it runs, which GPUs its own reaches.
-_ERROR, _HOST, _REACH = "error", "host", "reach"
+# And what equal bits rest on, by runner.
+_ERROR, _HOST, _REACH, _RESTS_ON = "error", "host", "reach", "rests on"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +59,13 @@ class Survey:
 
     phases: by PREFILL and DECODE; without the latter, decode is as prefill or unavailable.
     runners: verdicts by name; None without experts, and where an operator computes them.
+    rests_on: with sum_groups, what equal bits of each runner rest on, by name.
     measurements: by which to choose among backends; None: by rules.
     """
 
     phases: Mapping[str, PhaseSurvey]
     runners: Mapping[str, Availability] | None
+    rests_on: Mapping[str, str]
     measurements: Measurements | None
 
     def verdicts(self) -> dict[str, Availability]:
@@ -173,21 +176,34 @@ def judge(
         runner_class(config.runner)
     if weights is not None:
         _check_fit(spec, weights)
-    runners = None
+    runners, rests_on = None, {}
     if weights is not None and mode is not Mode.FUSEEP:
         # Runners of other experts and devices are no candidates, unless one is asked for.
         runners = {
             name: runner_class(name).supports(weights, ranks.machine)
             for name in RUNNERS
-            if name == config.runner or runner_class(name).is_candidate(weights)
+            if name == config.runner or _is_candidate(name, config, weights)
         }
+        if config.sum_groups is not None:
+            found = {
+                name: runner_class(name).batch_invariance(weights, ranks.machine)
+                for name, verdict in runners.items()
+                if verdict.ok
+            }
+            rests_on = {name: each.rests_on for name, each in found.items() if not each.reasons}
+            runners |= {name: runners[name].also(each.reasons) for name, each in found.items()}
     phases = {
         phase: _survey_phase(
             each, spec, weights, ranks, prefers_exact=phase == DECODE and ranks.is_host_bound
         )
         for phase, each in _phase_configs(config).items()
     }
-    return Survey(phases=phases, runners=runners, measurements=measurements)
+    return Survey(phases=phases, runners=runners, rests_on=rests_on, measurements=measurements)
+
+
+def _is_candidate(name: str, config: EPConfig, weights: ExpertTensors) -> bool:
+    runner, sums_groups = runner_class(name), config.sum_groups is not None
+    return runner.is_candidate(weights) and (sums_groups or not runner.is_for_sum_groups)
 
 
 def _survey_phase(
@@ -228,6 +244,8 @@ def _judge_on_all(
     own = {} if found is None else found.verdicts()
     findings: dict[str, Scalar] = {key: "\n".join(own[key].reasons) for key in own}
     findings |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
+    if found is not None:
+        findings |= {f"{_RESTS_ON}/{name}": text for name, text in found.rests_on.items()}
     if group.device.type == "cuda":
         findings[_REACH] = reach_of(group.device).as_text()
     record: dict[str, Scalar] = {_ERROR: "", "hosts": str(group.hosts or "not given")}
@@ -244,6 +262,9 @@ def _judge_on_all(
     hosts = [str(each[_HOST]) for each in records]
     reaches = [PeerReach.parse(str(each[_REACH])) for each in records if _REACH in each]
     verdicts = {key: _combine(records, key) for key in own}
+    for name in found.runners or ():
+        key = f"{_RUNNER}/{name}"
+        verdicts[key] = verdicts[key].also(_unequal_machines(records, f"{_RESTS_ON}/{name}"))
     return found.of_all_ranks(verdicts, replace(ranks, hosts=hosts, reaches=reaches))
 
 
@@ -302,6 +323,16 @@ def _combine(records: Sequence[Mapping[str, Scalar]], key: str) -> Availability:
             if line
         ]
     return Availability(ok=not reasons, reasons=tuple(reasons))
+
+
+def _unequal_machines(records: Sequence[Mapping[str, Scalar]], key: str) -> list[str]:
+    """Return why ranks would compute other bits than one another; empty if they are alike."""
+    texts = [each.get(key) for each in records]
+    found = dict.fromkeys(text for text in texts if text is not None)
+    if len(found) <= 1:
+        return []
+    places = ", ".join(f"{text} on rank {texts.index(text)}" for text in found)
+    return [f"sum_groups needs ranks that compute alike, but they have {places}"]
 
 
 def _check_fit(spec: MoESpec, weights: ExpertTensors) -> None:

@@ -76,6 +76,7 @@ def plan(
     if found.runners is not None:
         assert weights is not None, "runners are judged by their experts"
         chosen = _with_runner(chosen, config, found.runners, weights)
+        chosen = replace(chosen, rests_on=found.rests_on.get(chosen.runner or "", ""))
     elif config.runner != "auto":
         chosen = _map_phases(chosen, partial(_aligned, runner=config.runner))
     if group is not None:

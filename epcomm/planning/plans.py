@@ -188,6 +188,7 @@ class EPPlan:
     runner: runner registry name; None if the plan was made without expert weights, and in mode
         fuseep, whose operators compute them.
     rejected_runners: those that cannot compute these experts.
+    rests_on: with sum_groups, what must be equal wherever bits are compared, besides the plan.
     assumed: facts on which the plan rests and which nobody has found; empty for this machine.
     """
 
@@ -195,6 +196,7 @@ class EPPlan:
     decode: PhasePlan | None
     runner: str | None = None
     rejected_runners: tuple[Rejection, ...] = ()
+    rests_on: str = ""
     assumed: tuple[str, ...] = ()
 
     @property
@@ -219,6 +221,8 @@ class EPPlan:
             lines.append(f"no decode: {self.decode_lacks}")
         if self.runner is not None:
             lines.append(f"runner {self.runner}")
+        if self.rests_on:
+            lines.append(f"the same bits for any number of ranks rest on {self.rests_on}")
         if self.prefill.mode is Mode.FUSEEP:
             lines.append(f"experts computed by {self.prefill.backend} itself; y is reduced")
             deprecated = fused_class(self.prefill.buffer).deprecated

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar, final, overload
 from weakref import ref
@@ -41,6 +41,43 @@ _MOST_PASSED = 64
 _MAX_SUMMANDS = (2**31 - 1) // 128**2
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchInvariance:
+    """Whether the bits of a row depend on the number, the positions or the values of other rows.
+
+    reasons: why they may depend on them; empty if they do not.
+    rests_on: what must be equal wherever bits are compared, as text.
+    """
+
+    reasons: tuple[str, ...] = ()
+    rests_on: str = ""
+
+    @classmethod
+    def of_cpu(cls, treats_rows_alike: bool) -> BatchInvariance:
+        """Return whether rows depend on others in products of fixed shapes, in this process.
+
+        treats_rows_alike: whether equal rows have had equal results at all positions of a product.
+        """
+        instructions = torch.backends.cpu.get_cpu_capability()
+        threads = torch.get_num_threads()
+        if not treats_rows_alike:
+            return cls(
+                reasons=(
+                    f"the bits of a row depend on its position in a product, with {threads} "
+                    f"threads and {instructions}; set another number by torch.set_num_threads()",
+                )
+            )
+        return cls(rests_on=f"torch {torch.__version__}, {instructions}, {threads} threads")
+
+    @classmethod
+    def of_gpu(cls, machine: Machine, device: torch.device, compiler: str) -> BatchInvariance:
+        """Return that rows do not depend on others, in kernels of a compiler on a GPU."""
+        major, minor = machine.capability(device)
+        return cls(
+            rests_on=f"torch {torch.__version__}, {compiler}, compute capability {major}.{minor}"
+        )
+
+
 class ExpertRunner(ABC):
     """Computes the local experts of one layer.
 
@@ -50,6 +87,7 @@ class ExpertRunner(ABC):
     expert_alignment: the slots of an expert must start at a multiple of this; in MASKED this makes
         the capacity of an expert a multiple of it.
     int8_profiles: arithmetics that the runner has between the products of INT8 experts.
+    is_for_sum_groups: without EPConfig.sum_groups a plan takes the runner by name alone.
     has_gradients: results are differentiable; else run() refuses rows and experts that need it,
         and records that its kernels would misread.
     """
@@ -60,6 +98,7 @@ class ExpertRunner(ABC):
     wire_dtypes: ClassVar[frozenset[WireDtype]] = QUANTIZABLE_DTYPES
     expert_alignment: ClassVar[int] = 1
     int8_profiles: ClassVar[frozenset[Int8Profile]] = frozenset({Int8Profile.RINT127})
+    is_for_sum_groups: ClassVar[bool] = False
     has_gradients: ClassVar[bool] = False
 
     def __init__(self, *, int8_profile: Int8Profile = Int8Profile.RINT127) -> None:
@@ -100,6 +139,18 @@ class ExpertRunner(ABC):
         Local; pure.
         """
         return isinstance(weights, cls.kinds)
+
+    @classmethod
+    def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
+        """Return whether the bits of a row depend on other rows, for experts that it computes.
+
+        If they do not, a row has the same result, and the same gradient for the same gradient of
+        the result, alone and in every batch, in all layouts that the runner reads.
+        EPConfig.sum_groups takes no other runner. Local.
+        """
+        return BatchInvariance(
+            reasons=("the bits of a row may depend on other rows, but EPConfig.sum_groups is set",)
+        )
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from epcomm.platforms.cuda import Capabilities
 from epcomm.platforms.machine import Machine
+from epcomm.runners.base import BatchInvariance
 from epcomm.runners.fp8_triton import Fp8TritonRunner, Multiply
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -35,6 +36,13 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
         if is_on_gpu and not machine.has_library(nvrtc_is_installed):
             reasons.append("NVRTC is not installed")
         return reasons
+
+    @classmethod
+    def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
+        # Every tile has 128 rows and adds up the blocks of the inner dimension in order, whether
+        # rows are read through the index or not; see fp8_hopper.cu.
+        device = machine.device_of(weights.gate_up_proj)
+        return BatchInvariance.of_gpu(machine, device, "NVRTC")
 
     @cached_property
     def _products(self) -> tuple[Multiply, Multiply]:

@@ -48,7 +48,7 @@ class GroupedMMRunner(ExpertRunner):
         ends = index.first_slot[1:]
         hidden = torch.nn.functional.grouped_mm(slots, weights.gate_up_matrices(), offs=ends)
         if weights.gate_up_bias is not None:
-            hidden = hidden + _bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
+            hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
         hidden = activate(hidden, weights.format)
         scale = slot_weights_to_apply(dispatched, self.name)
         if scale is not None:
@@ -58,7 +58,7 @@ class GroupedMMRunner(ExpertRunner):
             hidden = weight_slots(hidden, scale)
         results = torch.nn.functional.grouped_mm(hidden, weights.down_matrices(), offs=ends)
         if weights.down_bias is not None:
-            bias = _bias_of_slots(weights.down_bias, index, slots.shape[0])
+            bias = bias_of_slots(weights.down_bias, index, slots.shape[0])
             results = results + (bias if scale is None else weight_slots(bias, scale))
         return results
 
@@ -71,7 +71,7 @@ def _dtype_of(dispatched: RowsDispatchOutput, weights: ExpertWeights) -> torch.d
     return dtype if is_aligned and dtype is not torch.float64 else torch.float32
 
 
-def _bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
+def bias_of_slots(bias: Tensor, index: SlotIndex, num_slots: int) -> Tensor:
     """Return the bias row of the expert that computes each slot, [C, *]; bias is [L, *].
 
     Slots after the last expert get a row of zeros that is part of no bias, because the gradients of

@@ -25,6 +25,7 @@ from triton.runtime import driver
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.kernels import launch
+from epcomm.kernels.gemm import fixed_tiles
 from epcomm.kernels.gemm import fp8 as gemm_fp8
 from epcomm.kernels.gemm import int8 as gemm_int8
 from epcomm.kernels.gemm.operands import Product
@@ -458,6 +459,16 @@ def quantize_hidden() -> None:
     )
 
 
+def multiply_tiles(*, is_transposed: bool) -> None:
+    slots, stored = 64 * EXPERTS, torch.empty(EXPERTS, INNER, HIDDEN, dtype=BF16)
+    # A transposed view multiplies HIDDEN columns, as the gradient of the rows does.
+    matrices = stored if is_transposed else stored.transpose(1, 2)
+    _, inner, columns = matrices.shape
+    fixed_tiles.multiply_tiles(
+        rows(slots, inner, BF16), COUNTS, FIRST_SLOT, matrices, rows(slots, columns, BF16)
+    )
+
+
 # Rows of an expert that take tiles of 32, 64 and 128 rows; hidden sizes whose last block is short.
 PRODUCTS: Mapping[str, Callable[[], None]] = {
     "fp8 gate_up": gate_up_fp8,
@@ -470,6 +481,8 @@ PRODUCTS: Mapping[str, Callable[[], None]] = {
     "int8 down 64": partial(down_int8, 64),
     "int8 down 128": partial(down_int8, 256),
     "int8 down odd": partial(down_int8, 256, HIDDEN + 16, INNER + 16),
+    "tiles": partial(multiply_tiles, is_transposed=False),
+    "tiles transposed": partial(multiply_tiles, is_transposed=True),
 }
 
 
@@ -487,7 +500,8 @@ KERNELS = {
 def compiled(name: str) -> dict[str, Any]:
     is_workstation = name.startswith("sm_120")
     limits = DeviceLimits(shared_bytes=99 * 1024, major=12) if is_workstation else DeviceLimits()
-    gemm_fp8.device_limits = lambda device: limits
+    for module in (gemm_fp8, fixed_tiles):
+        vars(module)["device_limits"] = lambda device: limits
     return code_of(KERNELS[name], WORKSTATION if is_workstation else HOPPER)
 
 

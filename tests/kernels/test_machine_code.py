@@ -49,7 +49,7 @@ EXACT = [
 ]
 PRODUCTS = [
     *("fp8 gate_up", "fp8 down", "int8 gate_up 64", "int8 gate_up 128", "int8 gate_up odd"),
-    *("int8 down 64", "int8 down 128", "int8 down odd"),
+    *("int8 down 64", "int8 down 128", "int8 down odd", "tiles", "tiles transposed"),
 ]
 Code = Mapping[str, Mapping[str, Any]]
 
@@ -163,7 +163,7 @@ def test_only_counts_are_atomic(code: Code) -> None:
 @pytest.mark.parametrize("kernel", PRODUCTS)
 def test_products_use_tensor_cores_and_tma(kernel: str, code: Code) -> None:
     ptx = code[kernel]["ptx"]
-    assert re.search(r"wgmma\.mma_async\..*(?:e4m3\.e4m3|s32\.s8\.s8)", ptx)
+    assert re.search(r"wgmma\.mma_async\..*(?:e4m3\.e4m3|s32\.s8\.s8|bf16\.bf16)", ptx)
     assert "cp.async.bulk.tensor.2d.shared" in ptx
     # Rows are copied, and results stored, in units of 16 bytes.
     assert set(re.findall(r"\bcp\.async\.c[ag]\S* \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)) == {"0x10"}

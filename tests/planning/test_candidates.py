@@ -26,6 +26,7 @@ from epcomm import (
 )
 from epcomm.buffers.collective.all_to_all import CollectiveBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
+from epcomm.errors import PlanRefused
 from epcomm.ops.slots import gather_rows
 from epcomm.planning import candidates
 from epcomm.runners.grouped_mm import GroupedMMRunner
@@ -109,6 +110,24 @@ def test_runner_that_one_rank_lacks_is_rejected_on_all(monkeypatch: pytest.Monke
         chosen = plan(EPConfig(), SPEC, group, weights=weights())
         assert chosen.runner == "reference"
         assert [str(each) for each in chosen.rejected_runners] == ["grouped_mm: rank 0: no kernel"]
+
+
+@pytest.mark.ranks(NUM_RANKS)
+def test_ranks_that_compute_other_bits_cannot_promise_equal_sums() -> None:
+    with EPGroup() as group:
+        config = EPConfig(sum_groups=4)
+        chosen = plan(config, SPEC, group, weights=weights())
+        assert chosen.runner == "batch_invariant"
+        threads = torch.get_num_threads()
+        torch.set_num_threads(group.rank + 1)
+        try:
+            with pytest.raises(PlanRefused) as caught:
+                plan(config, SPEC, group, weights=weights())
+        finally:
+            torch.set_num_threads(threads)
+        assert "batch_invariant: sum_groups needs ranks that compute alike" in str(caught.value)
+        assert "1 threads on rank 0" in str(caught.value)
+        assert "2 threads on rank 1" in str(caught.value)
 
 
 # One other value for every field, so that a new field cannot be forgotten.

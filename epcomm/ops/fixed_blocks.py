@@ -1,0 +1,165 @@
+"""Multiply rows by the matrices of their experts in blocks of fixed sizes, on CPUs.
+
+The libraries behind torch choose a kernel, its order of sums and the work of each thread by the
+number of rows: with MKL and AVX2 the last rows of a product have other bits if they are fewer than
+four. Here every product has one of two shapes, so the bits of a row depend on no other row if rows
+at all positions of a block are treated alike. check_blocks() tests that: equal rows in, equal rows
+out, for all shapes that an expert has.
+
+Each expert's rows are padded to whole blocks. Counts 3 0 17, blocks of 16 and 8 rows: slots 0 1 2
+are rows 0 1 2 of a block of 8, slots 3 to 19 are a block of 16 and one of 8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from epcomm.ops.activation import activate
+from epcomm.types import align_up
+from epcomm.weights.unquantized import ExpertFormat, ExpertWeights
+
+# Sizes of blocks. Products of 64 rows take about as long as one product of all rows; the last rows
+# of an expert are padded to the smaller size.
+BLOCK_SIZES = (64, 8)
+# The most elements that torch's elementwise functions compute on one thread. With more, a thread
+# may begin within a row, and the last elements of a thread's part are not vectorised.
+_ONE_THREAD = 32768
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Blocks:
+    """Blocks of consecutive rows of one expert each, which together are all rows.
+
+    experts: the expert of each block.   sizes: its rows.   num_experts: L.
+    slot_of_row: [rows], int64, the slot that is this row; -1: padding, a row of zeros.
+    row_of_slot: [C], int64, its inverse; -1: a slot that no expert computes.
+    """
+
+    experts: tuple[int, ...]
+    sizes: tuple[int, ...]
+    num_experts: int
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        first_slot: Sequence[int],
+        counts: Sequence[int],
+        num_slots: int,
+        sizes: Sequence[int] = BLOCK_SIZES,
+    ) -> Blocks:
+        """Divide the slots of experts into blocks.
+
+        first_slot: [L + 1].   counts: [L].   sizes: of blocks, each a multiple of the next.
+        """
+        experts, used = list[int](), list[int]()
+        slot_of_row, row_of_slot = list[Tensor](), torch.full((num_slots,), -1, device="cpu")
+        num_rows = 0
+        for expert, count in enumerate(counts):
+            padded = left = align_up(count, sizes[-1])
+            for size in sizes:
+                experts += [expert] * (left // size)
+                used += [size] * (left // size)
+                left %= size
+            slots = torch.arange(first_slot[expert], first_slot[expert] + count, device="cpu")
+            slot_of_row.append(torch.nn.functional.pad(slots, (0, padded - count), value=-1))
+            row_of_slot[slots] = torch.arange(num_rows, num_rows + count, device="cpu")
+            num_rows += padded
+        return cls(
+            experts=tuple(experts),
+            sizes=tuple(used),
+            num_experts=len(counts),
+            slot_of_row=torch.cat(slot_of_row),
+            row_of_slot=row_of_slot,
+        )
+
+    @cached_property
+    def expert_of_row(self) -> Tensor:
+        """The expert of each row, [rows], int64."""
+        experts = torch.tensor(self.experts, dtype=torch.int64, device="cpu")
+        return experts.repeat_interleave(torch.tensor(self.sizes, device="cpu", dtype=torch.int64))
+
+    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Return rows [rows, K] times the matrix of their expert, of [L, K, N]. Differentiable.
+
+        Gradients of matrices sum all rows of an expert in one product.
+        """
+        return _Multiply.apply(rows, matrices, self)  # type: ignore[return-value]
+
+    def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Return what multiply() does, without gradients."""
+        out, each = rows.new_empty(rows.shape[0], matrices.shape[2]), matrices.unbind()
+        parts = zip(rows.split(self.sizes), out.split(self.sizes), self.experts, strict=True)
+        for part, out_part, expert in parts:
+            torch.mm(part, each[expert], out=out_part)
+        return out
+
+    def activated(self, gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
+        """Activate [rows, 2I] in parts of fixed sizes, on one thread each.
+
+        Differentiable.
+        """
+        if not self.sizes:
+            return activate(gate_up, expert_format)
+        is_wide = max(self.sizes) * gate_up.shape[1] > _ONE_THREAD
+        parts = gate_up.split(BLOCK_SIZES[-1] if is_wide else self.sizes)
+        return torch.cat([activate(part, expert_format) for part in parts])
+
+    def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
+        """Return [L, K, N], of each expert rows [rows, K] transposed times other [rows, N]."""
+        sums = torch.zeros_like(like)
+        ends = torch.bincount(self.expert_of_row, minlength=self.num_experts).tolist()
+        for total, part, other_part in zip(sums, rows.split(ends), other.split(ends), strict=True):
+            torch.mm(part.T, other_part, out=total)
+        return sums
+
+
+class _Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, matrices: Tensor, blocks: Blocks) -> Tensor:
+        ctx.save_for_backward(rows, matrices)
+        ctx.blocks = blocks  # type: ignore[attr-defined]
+        return blocks.products(rows, matrices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, matrices = ctx.saved_tensors  # type: ignore[attr-defined]
+        blocks: Blocks = ctx.blocks  # type: ignore[attr-defined]
+        needs_rows, needs_matrices = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        grad = grad.contiguous()
+        return (
+            blocks.products(grad, matrices.transpose(1, 2)) if needs_rows else None,
+            blocks.sum_products(rows, grad, matrices) if needs_matrices else None,
+            None,
+        )
+
+
+def run_blocks(slots: Tensor, weights: ExpertWeights, blocks: Blocks) -> Tensor:
+    """Return the result of each slot, [C, H], without router weights. Differentiable."""
+    rows = _select(slots, blocks.slot_of_row)
+    gate_up = blocks.multiply(rows, weights.gate_up_matrices())
+    if weights.gate_up_bias is not None:
+        gate_up = gate_up + weights.gate_up_bias[blocks.expert_of_row]
+    hidden = blocks.activated(gate_up, weights.format)
+    results = blocks.multiply(hidden, weights.down_matrices())
+    if weights.down_bias is not None:
+        results = results + weights.down_bias[blocks.expert_of_row]
+    return _select(results, blocks.row_of_slot)
+
+
+def _select(rows: Tensor, source: Tensor) -> Tensor:
+    """Return the row of each source, zeros for -1, whose gradient is not read. Differentiable."""
+    if rows.shape[0] == 0:
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    selected = rows.index_select(0, source.clamp(min=0))
+    return selected.masked_fill((source < 0).unsqueeze(1), 0)

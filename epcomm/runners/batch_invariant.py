@@ -1,0 +1,198 @@
+"""Compute unquantised experts so that the bits of a row do not depend on other rows.
+
+On CPUs every product has one of two fixed shapes (epcomm.ops.fixed_blocks); on GPUs every tile has
+one shape and one order of sums (epcomm.kernels.gemm.fixed_tiles). EPConfig.sum_groups needs this.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from epcomm.ops.activation import activate
+from epcomm.ops.fixed_blocks import BLOCK_SIZES, Blocks, run_blocks
+from epcomm.ops.precision import cast_experts, compute_dtype
+from epcomm.ops.slots import expert_of_slot, pack
+from epcomm.platforms.cuda import Capabilities, triton_reasons
+from epcomm.platforms.machine import Machine
+from epcomm.quantization import dequantize
+from epcomm.records import RowsDispatchOutput, SlotIndex
+from epcomm.runners.base import (
+    BatchInvariance,
+    ExpertRunner,
+    size_reasons,
+    slot_weights_to_apply,
+    weight_slots,
+)
+from epcomm.runners.grouped_mm import bias_of_slots
+from epcomm.types import Layout, WireDtype
+from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
+
+# The inner dimension of the tiles of GPUs, and of their products of 16-bit rows.
+_GPU_SIZE_MULTIPLE = 64
+_GPU_DTYPES = (torch.bfloat16, torch.float16)
+# A plan may be made with experts on the meta device.
+_CPUS = ("cpu", "meta")
+_GPUS = Capabilities(least=(8, 0))
+
+
+class BatchInvariantRunner(ExpertRunner):
+    """Computes a row alike, whatever the number, positions and values of other rows.
+
+    On CPUs in all dtypes; on GPUs in bfloat16 and float16. Host sync on CPUs alone.
+    """
+
+    name: ClassVar[str] = "batch_invariant"
+    kinds: ClassVar[tuple[type[ExpertTensors], ...]] = (ExpertWeights,)
+    layouts: ClassVar[frozenset[Layout]] = frozenset(Layout)
+    wire_dtypes: ClassVar[frozenset[WireDtype]] = frozenset(WireDtype)
+    is_for_sum_groups: ClassVar[bool] = True
+    has_gradients: ClassVar[bool] = True
+
+    @classmethod
+    def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
+        device = machine.device_of(weights.gate_up_proj)
+        if device.type in _CPUS:
+            return []
+        if device.type != "cuda":
+            return [f"the experts are on {device}, expected cpu or cuda"]
+        reasons = size_reasons(weights, multiple=_GPU_SIZE_MULTIPLE)
+        if weights.dtype not in _GPU_DTYPES:
+            reasons.append(f"the experts are {weights.dtype}, expected bfloat16 or float16 on GPUs")
+        return reasons + _GPUS.lacking(machine.capability(device)) + triton_reasons(machine)
+
+    @classmethod
+    def batch_invariance(cls, weights: ExpertTensors, machine: Machine) -> BatchInvariance:
+        device = machine.device_of(weights.gate_up_proj)
+        if device.type not in _CPUS:
+            triton = f"triton {machine.find_version('triton')}"
+            return BatchInvariance.of_gpu(machine, device, triton)
+        threads = torch.get_num_threads()
+        is_invariant = treats_rows_alike(
+            weights.hidden_size, weights.intermediate_size, weights.dtype, weights.format, threads
+        )
+        return BatchInvariance.of_cpu(is_invariant)
+
+    def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
+        assert isinstance(weights, ExpertWeights), "supports() said so"
+        weights = cast_experts(weights, compute_dtype(dispatched, weights))
+        index = dispatched.index
+        slots = pack(dequantize(dispatched.hidden_states, weights.dtype), index)
+        run = _run_tiles if slots.is_cuda else _run_blocks
+        results = run(slots, weights, index)
+        slot_weights = slot_weights_to_apply(dispatched, self.name)
+        return results if slot_weights is None else weight_slots(results, slot_weights)
+
+
+def _run_blocks(slots: Tensor, weights: ExpertWeights, index: SlotIndex) -> Tensor:
+    counts = index.host_num_tokens_per_expert or index.num_tokens_per_expert.tolist()
+    blocks = Blocks.of(index.first_slot.tolist(), counts, slots.shape[0])
+    return run_blocks(slots, weights, blocks)
+
+
+# Cached, because plans of many layers ask.
+@lru_cache(maxsize=256)
+def treats_rows_alike(
+    hidden_size: int,
+    intermediate_size: int,
+    dtype: torch.dtype,
+    expert_format: ExpertFormat,
+    num_threads: int,
+) -> bool:
+    """Return whether equal rows have equal results and gradients at all positions of all blocks.
+
+    It computes them, with two experts whose matrices are equal but stored at other addresses.
+    num_threads: torch.get_num_threads(), on which the answer depends.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def equal(*shape: int, copies: int) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        scaled = (values / max(1, shape[-1]) ** 0.5).to(dtype)
+        return scaled.expand(copies, *shape).clone()
+
+    first = intermediate_size * (2 if expert_format.activation.is_gated else 1)
+    shapes = (first, hidden_size), (hidden_size, intermediate_size)
+    matrices = [
+        equal(*(reversed(shape) if expert_format.is_transposed else shape), copies=2)
+        for shape in shapes
+    ]
+    weights = ExpertWeights(gate_up_proj=matrices[0], down_proj=matrices[1], format=expert_format)
+    count = sum(BLOCK_SIZES)
+    blocks = Blocks.of((0, count, 2 * count), (count, count), 2 * count)
+    with torch.inference_mode(False), torch.enable_grad():
+        rows = (equal(hidden_size, copies=2 * count) * hidden_size**0.5).requires_grad_()
+        results = run_blocks(rows, weights, blocks)
+        (gradients,) = torch.autograd.grad(
+            results, rows, equal(hidden_size, copies=2 * count) * hidden_size**0.5
+        )
+    return all(bool((each == each[0]).all()) for each in (results, gradients))
+
+
+def _run_tiles(slots: Tensor, weights: ExpertWeights, index: SlotIndex) -> Tensor:
+    """Return the result of each slot, [C, H]; without gradients those of padding are undefined."""
+    needs_gradients = torch.is_grad_enabled() and (slots.requires_grad or weights.requires_grad)
+    unused = None
+    if needs_gradients and not index.is_dense:
+        # Gradients of matrices and biases sum padding too, whose rows and gradients are undefined.
+        unused = ~_is_used(index, slots.shape[0]).unsqueeze(1)
+        slots = slots.masked_fill(unused, 0)
+    hidden = _TiledProduct.apply(slots, weights.gate_up_matrices(), index)
+    assert isinstance(hidden, Tensor), "a Function returns what forward() does"
+    if weights.gate_up_bias is not None:
+        hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
+    hidden = activate(hidden, weights.format)
+    results = _TiledProduct.apply(hidden, weights.down_matrices(), index)
+    assert isinstance(results, Tensor), "a Function returns what forward() does"
+    if weights.down_bias is not None:
+        results = results + bias_of_slots(weights.down_bias, index, slots.shape[0])
+    return results if unused is None else results.masked_fill(unused, 0)
+
+
+def _is_used(index: SlotIndex, num_slots: int) -> Tensor:
+    """Return whether an expert computes each slot, [C]. Host sync: none."""
+    if index.row_of_slot is not None:
+        return index.row_of_slot >= 0
+    slots = torch.arange(num_slots, device=index.first_slot.device)
+    experts = expert_of_slot(index, num_slots).clamp(max=index.num_tokens_per_expert.shape[0] - 1)
+    return slots < (index.first_slot[experts] + index.num_tokens_per_expert[experts])
+
+
+def _multiply_tiles(rows: Tensor, matrices: Tensor, index: SlotIndex) -> Tensor:
+    from epcomm.kernels.gemm.fixed_tiles import multiply_tiles
+
+    # Padding is zero, because gradients of matrices read it.
+    out = rows.new_empty if index.is_dense else rows.new_zeros
+    results = out((rows.shape[0], matrices.shape[2]))
+    multiply_tiles(rows, index.num_tokens_per_expert, index.first_slot, matrices, results)
+    return results
+
+
+class _TiledProduct(torch.autograd.Function):
+    """The product of slots [C, K] and matrices [L, K, N] in tiles of one size, [C, N]."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, slots: Tensor, matrices: Tensor, index: SlotIndex) -> Tensor:
+        ctx.save_for_backward(slots, matrices)
+        ctx.index = index  # type: ignore[attr-defined]
+        return _multiply_tiles(slots, matrices, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # type: ignore[override]
+        ctx: FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        slots, matrices = ctx.saved_tensors  # type: ignore[attr-defined]
+        index: SlotIndex = ctx.index  # type: ignore[attr-defined]
+        needs_slots, needs_matrices = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
+        grad = grad.contiguous()
+        grad_slots = grad_matrices = None
+        if needs_slots:
+            grad_slots = _multiply_tiles(grad, matrices.transpose(1, 2), index)
+        if needs_matrices:
+            grad_matrices = torch.nn.functional.grouped_mm(slots.T, grad, offs=index.first_slot[1:])
+        return grad_slots, grad_matrices, None

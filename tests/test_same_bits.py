@@ -1,0 +1,203 @@
+"""Layers with sum_groups have the same bits on any number of ranks, whatever the batch around.
+
+Every rank computes the whole batch alone, in a group of its own, and compares its part with it.
+tests/dispatchers/test_sum_groups.py compares the sums with their definition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from epcomm import (
+    EPConfig,
+    EPGroup,
+    ExpertParallelExperts,
+    ExpertParallelMoE,
+    ExpertPlacement,
+    TopKOutput,
+)
+from epcomm.errors import ConfigError
+from epcomm.weights.unquantized import ExpertWeights
+from tests.cases.blocks import BLOCKS, HIDDEN
+
+H, INNER, E, K, TOKENS, GROUPS = 64, 32, 16, 4, 24, 8
+LIMITED = EPConfig(sum_groups=GROUPS, max_tokens_per_rank=32)
+CONFIGS = {
+    "collective": EPConfig(sum_groups=GROUPS, mode="normal", backend="collective"),
+    "shared_memory": EPConfig(sum_groups=GROUPS, mode="normal", backend="shared_memory"),
+    "standard": EPConfig(sum_groups=GROUPS, mode="standard", backend="collective"),
+    "decode": replace(LIMITED, mode="low_latency", backend="collective"),
+    "auto": replace(LIMITED, mode="auto"),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tokens with their routing and the gradients of their results."""
+
+    x: Tensor
+    ids: Tensor
+    weights: Tensor
+    grad_y: Tensor
+
+    @classmethod
+    def make(cls, dtype: torch.dtype) -> Batch:
+        generator = torch.Generator().manual_seed(11)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        ids = normal(TOKENS, E).argsort(dim=1)[:, :K]
+        ids[normal(TOKENS, K) > 1] = -1
+        x, grad_y = normal(TOKENS, H).to(dtype), normal(TOKENS, H).to(dtype)
+        return cls(x=x, ids=ids, weights=normal(TOKENS, K), grad_y=grad_y)
+
+    def of(self, tokens: list[int]) -> Batch:
+        return Batch(*(each[tokens] for each in vars(self).values()))
+
+    def padded(self, number: int) -> Batch:
+        """Append tokens without experts."""
+        new = (
+            torch.full((number, *each.shape[1:]), -1, dtype=each.dtype)
+            for each in vars(self).values()
+        )
+        return Batch(*map(torch.cat, zip(vars(self).values(), new, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def own_ranks() -> dist.ProcessGroup:
+    """Return a process group of this rank alone. Collective, the first time."""
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return groups[dist.get_rank()]
+
+
+@pytest.fixture
+def groups(own_ranks: dist.ProcessGroup) -> Iterator[tuple[EPGroup, EPGroup]]:
+    """Return the group of all ranks and that of this rank alone."""
+    with ExitStack() as stack:
+        yield stack.enter_context(EPGroup()), stack.enter_context(EPGroup(own_ranks))
+
+
+def make_layer(group: EPGroup, config: EPConfig, dtype: torch.dtype) -> ExpertParallelExperts:
+    generator = torch.Generator().manual_seed(3)
+    weights = ExpertWeights(
+        gate_up_proj=torch.randn(E, 2 * INNER, H, generator=generator).to(dtype) / 8,
+        down_proj=torch.randn(E, H, INNER, generator=generator).to(dtype) / 8,
+    )
+    return ExpertParallelExperts(weights, group, config, top_k=K)
+
+
+def run(
+    layer: ExpertParallelExperts, batch: Batch, *, trains: bool, decode: bool = False
+) -> list[Tensor]:
+    """Return y, and with `trains` the gradients of x and of the router weights."""
+    x = batch.x.clone().requires_grad_(trains)
+    weights = batch.weights.clone().requires_grad_(trains)
+    with torch.set_grad_enabled(trains):
+        y = layer(x, TopKOutput(topk_ids=batch.ids, topk_weights=weights), decode=decode)
+        if trains:
+            y.backward(batch.grad_y)
+    layer.check()
+    return [y.detach(), x.grad, weights.grad] if trains else [y]  # type: ignore[list-item]
+
+
+def expert_gradients(layer: ExpertParallelExperts) -> list[Tensor]:
+    found = [each.grad for each in layer.expert_parameters().values()]
+    return [each.to_local() if hasattr(each, "to_local") else each for each in found]  # type: ignore[union-attr]
+
+
+def parts(world_size: int, *, shuffled: bool) -> list[list[int]]:
+    """Return the tokens of each rank: contiguous and uneven, or shuffled with an idle rank."""
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(5)).tolist()
+    borders = [0, 1, 9, 9, 14, 17, 18, 20, TOKENS]
+    steps = borders[:: 8 // world_size]
+    found = [list(range(*pair)) for pair in pairwise(steps)]
+    if not shuffled:
+        return found
+    found = [[order[token] for token in part] for part in found]
+    return [*found[1:-1], [*found[0], *found[-1]], []] if world_size > 1 else found
+
+
+@pytest.mark.ranks(1, 2, 4, slow=(8,))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_are_those_of_one_rank(
+    groups: tuple[EPGroup, EPGroup], name: str, dtype: torch.dtype
+) -> None:
+    group, alone = groups
+    batch, config = Batch.make(dtype), CONFIGS[name]
+    layer, reference = (
+        make_layer(group, config, dtype),
+        make_layer(alone, CONFIGS["collective"], dtype),
+    )
+    trains = layer.plan.prefill.caps.trainable
+    wanted = run(reference, batch, trains=True)
+    for shuffled in (False, True):
+        mine = parts(group.world_size, shuffled=shuffled)[group.rank]
+        for is_trained in (False, True)[: 1 + trains]:
+            found = run(layer, batch.of(mine).padded(3), trains=is_trained, decode=not is_trained)
+            for mine_all, theirs in zip(found, wanted, strict=False):
+                assert torch.equal(mine_all[: len(mine)], theirs[mine])
+        if trains and not shuffled:
+            local = slice(group.rank * (E // group.world_size), None)
+            pairs = zip(expert_gradients(layer), expert_gradients(reference), strict=True)
+            assert all(torch.equal(each, other[local][: len(each)]) for each, other in pairs)
+    # Micro-batches of three tokens; ranks with fewer tokens take part without any.
+    for first in range(0, TOKENS, 3):
+        mine = parts(group.world_size, shuffled=True)[group.rank][first : first + 3]
+        (y,) = run(layer, batch.of(mine), trains=False)
+        assert torch.equal(y, wanted[0][mine])
+
+
+@pytest.mark.ranks(1, 2, 4)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_bits_do_not_depend_on_the_placement(groups: tuple[EPGroup, EPGroup], name: str) -> None:
+    group, alone = groups
+    batch, dtype = Batch.make(torch.bfloat16), torch.bfloat16
+    redundant = 0 if group.world_size == 1 else 8
+    reference = make_layer(alone, CONFIGS["collective"], dtype)
+    wanted = run(reference, batch, trains=True)
+    mine = parts(group.world_size, shuffled=True)[group.rank]
+    layer = make_layer(group, replace(CONFIGS[name], redundant_experts=redundant), dtype)
+    order = torch.randperm(E, generator=torch.Generator().manual_seed(2)).tolist()
+    placed = [*order, *order[:redundant]]
+    for placement in (
+        layer.placement,
+        ExpertPlacement(
+            num_experts=E, num_ranks=group.world_size, physical_to_logical=tuple(placed)
+        ),
+    ):
+        assert placement is not None
+        layer.zero_grad(set_to_none=True)
+        layer.rebalance(placement)
+        for trains in (False, True)[: 1 + layer.plan.prefill.caps.trainable]:
+            found = run(layer, batch.of(mine), trains=trains)
+            for ours, theirs in zip(found, wanted, strict=False):
+                assert torch.equal(ours, theirs[mine])
+
+
+@pytest.mark.ranks(2)
+def test_blocks_compute_router_and_shared_experts_alike(groups: tuple[EPGroup, EPGroup]) -> None:
+    group = groups[0]
+    x = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    config = EPConfig(sum_groups=4, mode="normal", block_tokens=8)
+    with pytest.raises(ConfigError, match=r"depend on the number of tokens .*block_tokens"):
+        ExpertParallelMoE.from_transformers(
+            BLOCKS["deepseek_v3"](), group, replace(config, block_tokens=None)
+        )
+    blocks = [
+        ExpertParallelMoE.from_transformers(BLOCKS["deepseek_v3"](), each, config)
+        for each in groups
+    ]
+    mine = parts(group.world_size, shuffled=True)[group.rank]
+    with torch.no_grad():
+        y, whole = blocks[0](x[mine]), blocks[1](x)
+    assert torch.equal(y, whole[mine])

@@ -22,6 +22,7 @@ from epcomm import (
     ExpertParallelExperts,
     ExpertParallelMoE,
     ExpertPlacement,
+    Fp8BlockWeights,
     TopKOutput,
 )
 from epcomm.errors import ConfigError
@@ -86,13 +87,16 @@ def groups(own_ranks: dist.ProcessGroup) -> Iterator[tuple[EPGroup, EPGroup]]:
         yield stack.enter_context(EPGroup()), stack.enter_context(EPGroup(own_ranks))
 
 
-def make_layer(group: EPGroup, config: EPConfig, dtype: torch.dtype) -> ExpertParallelExperts:
+def make_layer(
+    group: EPGroup, config: EPConfig, dtype: torch.dtype, *, is_fp8: bool = False
+) -> ExpertParallelExperts:
     generator = torch.Generator().manual_seed(3)
     weights = ExpertWeights(
         gate_up_proj=torch.randn(E, 2 * INNER, H, generator=generator).to(dtype) / 8,
         down_proj=torch.randn(E, H, INNER, generator=generator).to(dtype) / 8,
     )
-    return ExpertParallelExperts(weights, group, config, top_k=K)
+    experts = Fp8BlockWeights.from_unquantized(weights) if is_fp8 else weights
+    return ExpertParallelExperts(experts, group, config, top_k=K)
 
 
 def run(
@@ -155,6 +159,19 @@ def test_bits_are_those_of_one_rank(
         mine = parts(group.world_size, shuffled=True)[group.rank][first : first + 3]
         (y,) = run(layer, batch.of(mine), trains=False)
         assert torch.equal(y, wanted[0][mine])
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_decode_of_fp8_experts_has_the_bits_of_prefill(groups: tuple[EPGroup, EPGroup]) -> None:
+    group, alone = groups
+    batch, dtype = Batch.make(torch.bfloat16), torch.bfloat16
+    (wanted,) = run(make_layer(alone, CONFIGS["standard"], dtype, is_fp8=True), batch, trains=False)
+    mine = parts(group.world_size, shuffled=True)[group.rank]
+    for config in CONFIGS.values():
+        layer = make_layer(group, config, dtype, is_fp8=True)
+        for decode in (False, True):
+            (y,) = run(layer, batch.of(mine), trains=False, decode=decode)
+            assert torch.equal(y, wanted[mine])
 
 
 @pytest.mark.ranks(1, 2, 4)

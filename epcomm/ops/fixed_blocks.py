@@ -164,4 +164,5 @@ def _select(rows: Tensor, source: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     selected = rows.index_select(0, source.clamp(min=0))
-    return selected.masked_fill((source < 0).unsqueeze(1), 0)
+    # In place, because a copy of all rows takes as long as a tenth of the products.
+    return selected.index_fill_(0, (source < 0).nonzero().squeeze(1), 0)

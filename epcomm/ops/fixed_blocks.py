@@ -2,9 +2,9 @@
 
 The libraries behind torch choose a kernel, its order of sums and the work of each thread by the
 number of rows: with MKL and AVX2 the last rows of a product have other bits if they are fewer than
-four. Here every product has one of two shapes, so the bits of a row depend on no other row if rows
-at all positions of a block are treated alike. check_blocks() tests that: equal rows in, equal rows
-out, for all shapes that an expert has.
+four. Here every product has one of three shapes, so the bits of a row depend on no other row if
+all positions in a block are treated alike. A plan tests that: equal rows in, equal rows out, for
+the shapes of its experts.
 
 Each expert's rows are padded to whole blocks. Counts 3 0 17, blocks of 16 and 8 rows: slots 0 1 2
 are rows 0 1 2 of a block of 8, slots 3 to 19 are a block of 16 and one of 8.
@@ -24,9 +24,9 @@ from epcomm.ops.activation import activate
 from epcomm.types import align_up
 from epcomm.weights.unquantized import ExpertFormat, ExpertWeights
 
-# Sizes of blocks. Products of 64 rows take about as long as one product of all rows; the last rows
-# of an expert are padded to the smaller size.
-BLOCK_SIZES = (64, 8)
+# Sizes of blocks. Threads share the rows of a large block, which is nearly as fast as a product of
+# all rows; the last rows of an expert are padded to the smallest size.
+BLOCK_SIZES = (256, 64, 8)
 # The most elements that torch's elementwise functions compute on one thread. With more, a thread
 # may begin within a row, and the last elements of a thread's part are not vectorised.
 _ONE_THREAD = 32768
@@ -108,8 +108,10 @@ class Blocks:
         """
         if not self.sizes:
             return activate(gate_up, expert_format)
-        is_wide = max(self.sizes) * gate_up.shape[1] > _ONE_THREAD
-        parts = gate_up.split(BLOCK_SIZES[-1] if is_wide else self.sizes)
+        fitting = [size for size in BLOCK_SIZES if size * gate_up.shape[1] <= _ONE_THREAD]
+        most = fitting[0] if fitting else BLOCK_SIZES[-1]
+        part_sizes = [min(size, most) for size in self.sizes for _ in range(max(1, size // most))]
+        parts = gate_up.split(part_sizes)
         return torch.cat([activate(part, expert_format) for part in parts])
 
     def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
@@ -162,4 +164,5 @@ def _select(rows: Tensor, source: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     selected = rows.index_select(0, source.clamp(min=0))
-    return selected.masked_fill((source < 0).unsqueeze(1), 0)
+    # In place, because a copy of all rows takes as long as a tenth of the products.
+    return selected.index_fill_(0, (source < 0).nonzero().squeeze(1), 0)

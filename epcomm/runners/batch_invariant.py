@@ -122,13 +122,14 @@ def treats_rows_alike(
         for shape in shapes
     ]
     weights = ExpertWeights(gate_up_proj=matrices[0], down_proj=matrices[1], format=expert_format)
-    count = sum(BLOCK_SIZES)
-    blocks = Blocks.of((0, count, 2 * count), (count, count), 2 * count)
+    # One block of each size, and another small one.
+    counts = sum(BLOCK_SIZES), BLOCK_SIZES[-1]
+    blocks = Blocks.of((0, counts[0], sum(counts)), counts, sum(counts))
     with torch.inference_mode(False), torch.enable_grad():
-        rows = (equal(hidden_size, copies=2 * count) * hidden_size**0.5).requires_grad_()
+        rows = (equal(hidden_size, copies=sum(counts)) * hidden_size**0.5).requires_grad_()
         results = run_blocks(rows, weights, blocks)
         (gradients,) = torch.autograd.grad(
-            results, rows, equal(hidden_size, copies=2 * count) * hidden_size**0.5
+            results, rows, equal(hidden_size, copies=sum(counts)) * hidden_size**0.5
         )
     return all(bool((each == each[0]).all()) for each in (results, gradients))
 

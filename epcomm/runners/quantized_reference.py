@@ -68,7 +68,7 @@ class QuantizedBlocksRunner(QuantizedReferenceRunner):
 
     name: ClassVar[str] = "quantized_blocks"
     is_for_sum_groups: ClassVar[bool] = True
-    block_rows: ClassVar[int | None] = BLOCK_SIZES[0]
+    block_rows: ClassVar[int | None] = BLOCK_SIZES[1]
 
     @classmethod
     def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
@@ -108,7 +108,7 @@ def _treats_rows_alike(
             format=expert_format,
         )
     )
-    count = BLOCK_SIZES[0]
+    count = BLOCK_SIZES[1]
     row = normal(1, hidden_size) * hidden_size**0.5
     rows = quantize(row.expand(count, -1).contiguous(), weights.wire_format)
     index = packed_index(torch.tensor([count], device="cpu"), [count], is_dense=True)

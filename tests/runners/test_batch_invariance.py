@@ -33,7 +33,7 @@ from epcomm.weights.quantized import EightBitWeights, Fp8BlockWeights, Int8Chann
 from epcomm.weights.unquantized import ExpertTensors
 from tests.runners.batch_invariance import check_batch_invariance, check_close, without_gradients
 
-COUNTS = range(1, 71)
+COUNTS = (*range(1, 71), 255, 256, 257, 330)
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 

@@ -158,10 +158,19 @@ def spec_of(wire: WireFormat, hidden_size: int, world_size: int) -> BufferSpec:
 
 
 def low_latency_exchange(
-    wire: WireFormat = PLAIN, hidden: int = HIDDEN, world: int = 8, *, returns_slots: bool = False
+    wire: WireFormat = PLAIN,
+    hidden: int = HIDDEN,
+    world: int = 8,
+    *,
+    returns_slots: bool = False,
+    sum_groups: int | None = None,
 ) -> LowLatencyExchange:
-    spec = spec_of(wire, hidden, world)
-    spec = replace(spec, max_tokens_per_rank=128, returns_slots=returns_slots)
+    spec = replace(
+        spec_of(wire, hidden, world),
+        max_tokens_per_rank=128,
+        returns_slots=returns_slots,
+        sum_groups=sum_groups,
+    )
     layout = NVLinkLowLatencyBuffer.layout_for(spec, world)
     return LowLatencyExchange.of(blocks_of(layout, num_programs=128, num_counters=4), 0)
 
@@ -230,6 +239,7 @@ def receive_dispatch(*, is_masked: bool) -> None:
         i32(8),
         i32(8),
         expert_alignment=1,
+        num_tokens=32,
         is_captured=False,
         scale_strides=(56 * 1024, 1, 1024) if is_masked else (0, 0, 0),
         slabs=slabs if is_masked else NO_SLABS,
@@ -243,7 +253,37 @@ def meet() -> None:
     )
 
 
-Y, SLOTS, IS_SENT = rows(2, HIDDEN, BF16), i32(2, 8), rows(128, 8, U8)
+Y = rows(2, HIDDEN, BF16)
+
+
+def send_combine(*, returns_slots: bool = False, sum_groups: int | None = None) -> None:
+    ll_combine.send_combine(
+        low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
+        Y,
+        None if returns_slots else f32(2),
+        i32(2, 8),
+        i32(33),
+        num_tokens=32,
+        per_row=False,
+        batch=0,
+        status=0,
+    )
+
+
+def receive_combine(
+    *, in_lines: bool, returns_slots: bool = False, sum_groups: int | None = None
+) -> None:
+    ll_combine.receive_combine(
+        low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
+        Y,
+        rows(128, sum_groups or 8, U8),
+        f32(2, 8) if returns_slots else None,
+        wanted_tokens=2,
+        in_lines=in_lines,
+        batch=0,
+    )
+
+
 LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "send dispatch bf16": send_dispatch,
     "send dispatch fp8": partial(send_dispatch, FP8_FLOAT32_SCALES, HIDDEN, 2),
@@ -258,21 +298,15 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "receive dispatch masked": partial(receive_dispatch, is_masked=True),
     "release buffer": lambda: ll_dispatch_recv.release_buffer(low_latency_exchange()),
     "barrier": meet,
-    "send combine": lambda: ll_combine.send_combine(
-        low_latency_exchange(), Y, f32(2), SLOTS, per_row=False, batch=0, status=0
-    ),
-    "send combine slots": lambda: ll_combine.send_combine(
-        low_latency_exchange(returns_slots=True), Y, None, SLOTS, per_row=False, batch=0, status=0
-    ),
-    "receive combine": lambda: ll_combine.receive_combine(
-        low_latency_exchange(), Y, IS_SENT, batch=0
-    ),
-    "receive combine slots": lambda: ll_combine.receive_combine(
-        low_latency_exchange(returns_slots=True), Y, IS_SENT, f32(2, 8), batch=0
-    ),
-    "receive lines": lambda: ll_combine.receive_combine(
-        low_latency_exchange(), Y, IS_SENT, batch=0, line_tokens=2
-    ),
+    "send combine": partial(send_combine),
+    "send combine groups": partial(send_combine, sum_groups=32),
+    "send combine slots": partial(send_combine, returns_slots=True),
+    "receive combine": partial(receive_combine, in_lines=False),
+    "receive combine groups": partial(receive_combine, in_lines=False, sum_groups=32),
+    "receive combine slots": partial(receive_combine, in_lines=False, returns_slots=True),
+    "receive lines": partial(receive_combine, in_lines=True),
+    "receive lines groups": partial(receive_combine, in_lines=True, sum_groups=32),
+    "receive lines slots": partial(receive_combine, in_lines=True, returns_slots=True),
 }
 
 

@@ -42,7 +42,12 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import ANEW, MAX_LINE_RANKS, LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import (
+    ANEW,
+    MAX_LINE_RANKS,
+    MAX_RETURNED_ROWS,
+    LowLatencyLayout,
+)
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -66,9 +71,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     handed_layout: ClassVar[Layout] = Layout.ROWS
     # Largest grid of a sending kernel: one program a token at 128 tokens, all resident on an H200.
     max_programs: ClassVar[int] = 128
-    # The most tokens that a rank sends in lines, see kernels/nvlink/common/lines.py:
-    # twice the bytes, and no fence.
-    line_tokens: ClassVar[int] = 8
+    # The most tokens that a rank sends in lines, see kernels/nvlink/common/lines.py: a third more
+    # bytes, and no fence.
+    line_tokens: ClassVar[int] = 32
     needs_distinct_ids: ClassVar[bool] = False
     _has_slot_budget: ClassVar[bool] = False
 
@@ -99,8 +104,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"serves at most {MAX_LINE_RANKS} ranks, not {world_size}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
-        if spec.returns_slots and spec.top_k > MAX_LINE_RANKS:
-            reasons.append(f"returns at most {MAX_LINE_RANKS} slots a token, not {spec.top_k}")
+        if spec.returns_slots and spec.top_k > MAX_RETURNED_ROWS:
+            reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
+        reasons += _group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         if cls.handed_layout is Layout.MASKED:
@@ -254,6 +260,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             receive_buffer.index.num_tokens_per_expert,
             receive_buffer.index.first_slot,
             expert_alignment=self._spec.expert_alignment,
+            num_tokens=receive_buffer.num_tokens,
             is_captured=receive_buffer.was_captured,
             batch=batch,
             scale_strides=receive_buffer.scale_strides,
@@ -365,6 +372,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan), "it is of this buffer"
         is_per_slot = rows_per is RowsPer.SLOT
         assert is_per_slot or self.handed_layout is Layout.ROWS, "a MASKED row is a slot"
+        assert is_per_slot or self._layout.groups == 1, "a row has one sum for all groups"
         self._begin_call()
         receive_buffer = self._receive_buffer_of(exchange_plan.batch)
         self._check_batch(receive_buffer, exchange_plan.batch)
@@ -415,6 +423,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             rows if rows.stride(-1) == 1 else rows.contiguous(),
             None if slot_weights is None else slot_weights.contiguous(),
             receive_buffer.slots_of_row,
+            receive_buffer.index.first_slot,
+            num_tokens=receive_buffer.num_tokens,
             per_row=per_row,
             batch=receive_buffer.batch_word,
             status=int(code),
@@ -431,9 +441,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             y,
             receive_buffer.is_sent,
             topk_weights,
-            batch=receive_buffer.batch_word,
             # As this rank sent, which its header told all ranks.
-            line_tokens=receive_buffer.num_tokens if receive_buffer.is_in_lines else None,
+            wanted_tokens=receive_buffer.num_tokens,
+            in_lines=receive_buffer.is_in_lines,
+            batch=receive_buffer.batch_word,
         )
         receive_buffer.is_combined = True
         return y
@@ -549,6 +560,21 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         if self._device.type != "cuda":
             return max(self._world_size, _INTERPRETED_PROGRAMS)
         return max(self._world_size, min(self.max_programs, self._layout.num_rows))
+
+
+def _group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
+    """Return why low latency cannot return a sum of each group of experts; none if it can."""
+    groups = spec.sum_groups
+    if groups is None or groups == world_size:
+        return []
+    if groups % world_size or spec.num_local_experts % (groups // world_size):
+        return [
+            f"the {spec.num_local_experts} experts of each of {world_size} ranks are no whole "
+            f"groups of {groups}"
+        ]
+    if groups > MAX_RETURNED_ROWS:
+        return [f"returns at most {MAX_RETURNED_ROWS} sums a token, not {groups}"]
+    return []
 
 
 class NVLinkLowLatencyBuffer(NVLinkLowLatency, Buffer):

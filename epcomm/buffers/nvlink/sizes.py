@@ -6,7 +6,13 @@ from collections.abc import Mapping
 
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, slot_regions
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.kernels.nvlink.common.layout import VECTOR_BYTES, LowLatencyLayout, NormalLayout
+from epcomm.kernels.nvlink.common.layout import (
+    PART_LINES,
+    VECTOR_BYTES,
+    LowLatencyLayout,
+    NormalLayout,
+    plane_words,
+)
 from epcomm.spec import BufferSpec
 from epcomm.types import Layout, align_up
 
@@ -53,12 +59,24 @@ def low_latency_layout(
     sizes = _block_sizes(spec, world_size, spec.max_tokens_per_rank, num_buffers)
     wire, hidden_size = spec.dispatch_format, spec.hidden_size
     block = wire.scale_block or _WORD_BYTES
+    data_words = -(-wire.data_bytes(hidden_size) // _WORD_BYTES)
+    data_plane, scale_plane = plane_words(data_words), 1
+    if wire.scale_block:
+        # Whole blocks, a power of two, whose scales are whole words of whatever type.
+        block_words = -(-block // _WORD_BYTES)
+        blocks = 1 << (max(_WORD_BYTES, -(-PART_LINES // block_words)) - 1).bit_length()
+        assert wire.scale_dtype is not None, "a block has a scale"
+        data_plane = blocks * block_words
+        scale_plane = blocks * wire.scale_dtype.itemsize // _WORD_BYTES
     return LowLatencyLayout(
         **sizes,
         line_tokens=0 if block % _WORD_BYTES else min(line_tokens, spec.max_tokens_per_rank),
-        data_words=-(-wire.data_bytes(hidden_size) // _WORD_BYTES),
+        data_words=data_words,
         scale_words=-(-wire.scale_bytes(hidden_size) // _WORD_BYTES),
         return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
+        data_plane=data_plane,
+        scale_plane=scale_plane,
+        groups=1 if spec.sum_groups is None else spec.sum_groups // world_size,
         returns_slots=spec.returns_slots,
     )
 

@@ -1,8 +1,9 @@
 """Low-latency combine over NVLink: experts' ranks send sums, or slots apart, to the tokens' ranks.
 
-Two launches. Senders reduce the slots of a row, in k order, in float32, cast once, and store the
-sum in the memory of the token's rank. Receivers add the sums of the ranks, in rank order, in
-float32, and cast once, so that sums do not depend on arrival order.
+Two launches. Senders reduce the slots of a row in each group of experts, in k order, in float32,
+cast once, and store the sum in the memory of the token's rank. Receivers add the sums of a token in
+the order of groups, in float32, and cast once, so that sums do not depend on arrival order. By
+default all experts of a rank are one group.
 
 If router weights come with combine (layout.returns_slots), the experts' rank does not know them: it
 sends each slot as it is, and the receivers multiply and add. Slot k of token t is stored at
@@ -12,6 +13,9 @@ sums where a token has several experts on one rank.
 Results of few tokens are sent in lines, in parts of a row, and lines/combine_recv.py receives them.
 Every rank sends every rank a line that reports whether it refuses, and that is the credit of
 dispatch.
+
+Results in bulk are signalled in chunks of tokens, each by programs of its own, so that receivers
+add up the first chunks while the last ones are on the wire.
 
 Memory order: as in dispatch. Results are stored in the receive buffer of their dispatch, whose
 sources have read the previous results there, because they sent the rows of these results after it.
@@ -41,7 +45,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     Peers,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LINE_WORDS, PART_LINES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     await_all,
@@ -50,6 +54,7 @@ from epcomm.kernels.nvlink.common.lines import (
     line_of,
     next_epoch,
     send_to_all,
+    store_lines,
     word_of,
     words_of,
 )
@@ -68,7 +73,7 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.combine_recv import num_parts, prepare_lines
+from epcomm.kernels.nvlink.lines.combine_recv import prepare_lines
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
@@ -77,15 +82,18 @@ _WARPS = 8
 # Columns of the slots of a row that a program sends at once, half a row of 7168, so that the loads
 # of all K slots are under way together.
 _SLOT_COLUMNS = 4096
-# Elements that a program sends in lines at once: four a thread.
-_LINE_COLUMNS = 1024
+# Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
+# an SM have more loads under way than one that goes through more rows.
+_TOKENS_OF_GRID, _MOST_GRIDS = 8, 4
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
+_PART_LINES = tl.constexpr(PART_LINES)
+_THREADS = tl.constexpr(32 * _RECEIVE_WARPS)
 
 
 @triton.jit
@@ -93,16 +101,19 @@ def _sum_of_slots(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
     slots_ptr: tl.tensor,
+    first_slot: tl.tensor,
+    end_slot: tl.tensor,
     row: tl.tensor,
     column: tl.tensor,
+    is_element: tl.tensor,
     c: constexprs.Layout,
     results: constexprs.Results,
 ) -> tl.tensor:
-    """Return some columns of the sum of a received row, in the dtype of the rows.
+    """Return some columns of the sum of a row's slots in a group, in the dtype of the rows.
 
-    With the slots 5 -1 2, which hold 10 and 2, and weights .5 and 2: 5 + 4.
+    With the slots 5 -1 2, which hold 10 and 2, and weights .5 and 2: 5 + 4. If the group has slots
+    0 to 3: 4.
     """
-    is_element = column < results.HIDDEN
     if results.PER_ROW:
         row_ptr = rows_ptr + tl.cast(row, tl.int64) * results.ROWS_STRIDE
         total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
@@ -111,6 +122,8 @@ def _sum_of_slots(
         for k in tl.static_range(c.K):
             slot = tl.load(slots_ptr + k)
             is_slot = slot >= 0
+            if c.GROUPS > 1:
+                is_slot = (slot >= first_slot) & (slot < end_slot)
             row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
             part = tl.load(row_ptr + column, mask=both(is_element, is_slot), other=0.0)
             part = part.to(tl.float32)
@@ -121,31 +134,63 @@ def _sum_of_slots(
 
 
 @triton.jit
-def _parts_of(
+def _part_of(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
-    slots_of_row_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
+    first_slots: tl.tuple,
+    part: tl.constexpr,
     row: tl.tensor,
     column: tl.tensor,
+    is_element: tl.tensor,
     c: constexprs.Layout,
     results: constexprs.Results,
-) -> tl.tuple:
-    """Return some columns of what is sent for a received row: (whether it exists, elements) each.
-
-    One sum; or each of the K slots if these return.
-    """
-    slots_ptr = slots_of_row_ptr + row * c.K
-    parts = ()
+) -> tl.tensor:
+    """Return some columns of a part of what is sent for a row: the sum of a group, or a slot."""
     if c.RETURNS_SLOTS:
-        for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
-            slot = tl.load(slots_ptr + k)
-            row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
-            is_there = both(column < results.HIDDEN, slot >= 0)
-            parts += ((slot >= 0, tl.load(row_ptr + column, mask=is_there, other=0.0)),)
+        slot = tl.load(slots_ptr + part)
+        row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
+        elements = tl.load(row_ptr + column, mask=both(is_element, slot >= 0), other=0.0)
     else:
-        total = _sum_of_slots(rows_ptr, weights_ptr, slots_ptr, row, column, c, results)
-        parts = ((row >= 0, total),)
-    return parts  # pyright: ignore[reportReturnType]
+        elements = _sum_of_slots(
+            rows_ptr,
+            weights_ptr,
+            slots_ptr,
+            first_slots[part],
+            first_slots[part + 1],
+            row,
+            column,
+            is_element,
+            c,
+            results,
+        )
+    return elements  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _has_part(
+    slots: tl.tensor, first_slots: tl.tuple, part: tl.constexpr, c: constexprs.Layout
+) -> tl.tensor:
+    """Return whether a part of a row exists: its group has one of the slots [K_LANES]."""
+    if c.RETURNS_SLOTS:
+        is_part = (tl.arange(0, c.K_LANES) == part) & (slots >= 0)
+    elif c.GROUPS > 1:
+        is_part = (slots >= first_slots[part]) & (slots < first_slots[part + 1])
+    else:
+        is_part = slots >= 0
+    return tl.max(is_part.to(tl.int32)) > 0
+
+
+@triton.jit
+def _first_slots(first_slot_ptr: tl.tensor, c: constexprs.Layout) -> tl.tuple:
+    """Load the first slot of each group of experts, and the end of the last one."""
+    firsts = ()
+    for group in tl.static_range(c.GROUPS + 1):
+        if c.GROUPS > 1:
+            firsts += (tl.load(first_slot_ptr + group * (c.L // c.GROUPS)),)
+        else:
+            firsts += (0,)
+    return firsts  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
@@ -170,7 +215,7 @@ def _begin_combine(
 
     Returns: the epoch; whether nothing may be sent, because some rank has timed out, or the receive
         buffer holds another batch; the most tokens of a source that arrived in bulk, and in lines;
-        the sources of the latter as bits, and of the former.
+        the sources of the latter as bits; the tokens of each source in bulk.
     """
     program = tl.program_id(0)
     # All these loads are in flight together.
@@ -203,11 +248,12 @@ def _begin_combine(
     in_bulk = is_source & ((told & 1) == 0)
     # A call that was refused has no rows; neither has this rank if it refuses now.
     is_empty = (has_no_rows != 0) | (status != 0)
-    most = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, told >> 1, 0)))
+    bulk_tokens = tl.where(in_bulk, told >> 1, 0)
+    most = tl.where(is_empty, 0, tl.max(bulk_tokens))
     few = tl.where(is_empty, 0, tl.max(tl.where(in_bulk, 0, told >> 1)))
     sources_in_lines = bits_of_ranks((told & 1) != 0, c.W_LANES)
     is_idle = is_overwritten | (aborted != 0)
-    return epoch, is_idle, most, few, sources_in_lines, in_bulk  # pyright: ignore[reportReturnType]
+    return epoch, is_idle, most, few, sources_in_lines, bulk_tokens  # pyright: ignore[reportReturnType]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -236,11 +282,152 @@ def _begin_again_kernel(
     abort_if_late(peers, late, WAIT_COMBINE, epoch, c)
 
 
+@triton.jit
+def _send_in_lines(
+    peers: Peers,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
+    slots_of_row_ptr: tl.tensor,
+    first_slots: tl.tuple,
+    next_slots: tl.tensor,
+    few: tl.tensor,
+    sources_in_lines: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+    results: constexprs.Results,
+) -> tl.tensor:
+    """Send pieces p, p + P, ... of rows of sources whose tokens came in lines, in program p of P.
+
+    Pieces of LINE_PARTS parts are counted over pieces, sources, tokens, of at most `few` tokens.
+    next_slots: of the first piece.   Returns: the results sent to other ranks.
+    """
+    program, num_programs = tl.program_id(0), tl.num_programs(0)
+    PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
+    PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else c.GROUPS  # pyright: ignore[reportAssignmentType]
+    EACH: tl.constexpr = 32 // rows_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore[reportAttributeAccessIssue]
+    # Parts of a row are rows of these blocks, in which one line, or element, follows another.
+    part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
+    line_lane = tl.arange(0, _PART_LINES)[None, :]
+    element_lane = tl.arange(0, _PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
+    num_sent = 0
+    for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):
+        row_item = item // PIECES
+        source, token = row_item % c.W, row_item // c.W
+        slots = next_slots
+        next_slots = _slots_of(slots_of_row_ptr, (item + num_programs) // PIECES, few * c.W, c)
+        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
+            part = item % PIECES * results.LINE_PARTS + part_lane
+            lines = part * c.RETURN_PLANE + line_lane
+            is_line = (line_lane < c.RETURN_PLANE) & (lines < c.SUM_LINES)
+            line = tl.reshape(lines, [results.LINE_PARTS * _PART_LINES])
+            is_line = tl.reshape(is_line, [results.LINE_PARTS * _PART_LINES])
+            row = source * c.M + token
+            slots_ptr = slots_of_row_ptr + row * c.K
+            base = tl.load(peers.bases + source) + c.SUM_LINES_AT
+            for each in tl.static_range(PARTS):
+                words = ()
+                for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+                    first_column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH)
+                    column = first_column + element_lane
+                    is_element = (element_lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
+                    elements = _part_of(
+                        rows_ptr,
+                        weights_ptr,
+                        slots_ptr,
+                        first_slots,
+                        each,
+                        row,
+                        column,
+                        is_element,
+                        c,
+                        results,
+                    )
+                    words += (
+                        words_of(tl.reshape(elements, [results.LINE_PARTS * _PART_LINES * EACH])),
+                    )
+                place = (peers.rank * c.GROUPS + each) * c.LINE_TOKENS + token
+                if c.RETURNS_SLOTS:
+                    place = token * c.K + each
+                has_part = _has_part(slots, first_slots, each, c)
+                sums = base + place * (c.SUM_LINES * _LINE_BYTES)
+                store_lines(sums, line, words, epoch, both(is_line, has_part))  # pyright: ignore[reportArgumentType]
+                is_counted = has_part & (source != peers.rank) & (item % PIECES == 0)
+                num_sent += is_counted.to(tl.int32)
+    return num_sent  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _send_chunk(
+    peers: Peers,
+    rows_ptr: tl.tensor,
+    weights_ptr: tl.tensor | None,
+    slots_of_row_ptr: tl.tensor,
+    first_slots: tl.tuple,
+    worker: tl.tensor,
+    num_workers: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    sources_in_lines: tl.tensor,
+    c: constexprs.Layout,
+    results: constexprs.Results,
+) -> tl.tensor:
+    """Send rows of tokens `begin` to `end` of sources that sent in bulk, as `worker` of several.
+
+    Workers take pieces of rows in turn, counted over pieces, sources, tokens.
+    Returns: the results sent to other ranks.
+    """
+    PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
+    PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else c.GROUPS  # pyright: ignore[reportAssignmentType]
+    first, last = begin * (c.W * PIECES) + worker, end * (c.W * PIECES)
+    following = _slots_of(slots_of_row_ptr, first // PIECES, end * c.W, c)
+    num_sent = 0
+    for item in tl.range(first, last, num_workers, num_stages=1):
+        row_item = item // PIECES
+        source, token = row_item % c.W, row_item // c.W
+        slots = following
+        following = _slots_of(slots_of_row_ptr, (item + num_workers) // PIECES, end * c.W, c)
+        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
+            column = item % PIECES * results.COLUMNS + tl.arange(0, results.COLUMNS)
+            row = source * c.M + token
+            slots_ptr = slots_of_row_ptr + row * c.K
+            base = tl.load(peers.bases + source) + c.RETURNED_AT
+            parts = ()
+            for each in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+                parts += (
+                    _part_of(
+                        rows_ptr,
+                        weights_ptr,
+                        slots_ptr,
+                        first_slots,
+                        each,
+                        row,
+                        column,
+                        column < results.HIDDEN,
+                        c,
+                        results,
+                    ),
+                )
+            for each in tl.static_range(PARTS):
+                place = tl.cast(peers.rank * c.GROUPS + each, tl.int64) * c.M + token
+                if c.RETURNS_SLOTS:
+                    place = tl.cast(token, tl.int64) * c.K + each
+                return_ptr = (base + place * c.RETURN_BYTES).to(
+                    tl.pointer_type(rows_ptr.dtype.element_ty)
+                )
+                return_ptr = tl.multiple_of(return_ptr, 16) + column
+                has_part = _has_part(slots, first_slots, each, c)
+                tl.store(return_ptr, parts[each], mask=both(column < results.HIDDEN, has_part))
+                is_counted = has_part & (source != peers.rank) & (item % PIECES == 0)
+                num_sent += is_counted.to(tl.int32)
+    return num_sent  # pyright: ignore[reportReturnType]
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _send_combine_kernel(
     rows_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
     slots_of_row_ptr: tl.tensor,
+    first_slot_ptr: tl.tensor,
     memory: Memory,
     own_address: tl.tensor,
     buffer_address: tl.tensor,
@@ -252,13 +439,13 @@ def _send_combine_kernel(
     results: constexprs.Results,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Send pieces p, p + P, ... of rows in program p of P, counted over pieces, sources, tokens.
-
-    First those of sources whose tokens came in lines, then those of the others.
+    """Send rows of sources whose tokens came in lines, then a chunk of those that came in bulk.
 
     Row 3 has the slots 5 -1 2, which hold 10 and 1 (slot 5) and 2 and 3 (slot 2), with weights .5
     and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3. If slots
     return, rows 5 and 2 are sent to 3 * t and 3 * t + 2 of the source, where it is token t.
+
+    The programs are shared out among the chunks: 512 programs and 4 chunks are 128 for each.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
@@ -266,13 +453,11 @@ def _send_combine_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
-    LINE_PIECES: tl.constexpr = (results.HIDDEN + results.LINE_COLUMNS - 1) // results.LINE_COLUMNS
-    PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else 1  # pyright: ignore[reportAssignmentType]
-    following = _slots_of(slots_of_row_ptr, program // PIECES, c.M * c.W, c)
+    first_slots = _first_slots(first_slot_ptr, c)
     if c.LINE_TOKENS > 0:
-        next_slots = _slots_of(slots_of_row_ptr, program // LINE_PIECES, c.LINE_TOKENS * c.W, c)
-    epoch, is_idle, most, few, sources_in_lines, in_bulk = _begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
+        PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
+        next_slots = _slots_of(slots_of_row_ptr, program // PIECES, c.LINE_TOKENS * c.W, c)
+    epoch, is_idle, most, few, sources_in_lines, bulk_tokens = _begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         peers, batch, status, c
     )
     if is_idle:
@@ -280,80 +465,111 @@ def _send_combine_kernel(
 
     num_sent = 0
     if c.LINE_TOKENS > 0:
-        for item in tl.range(program, few * (c.W * LINE_PIECES), num_programs, num_stages=1):
-            piece, row_item = item % LINE_PIECES, item // LINE_PIECES
-            source, token = row_item % c.W, row_item // c.W
-            slots = next_slots
-            next_item = (item + num_programs) // LINE_PIECES
-            next_slots = _slots_of(slots_of_row_ptr, next_item, few * c.W, c)
-            if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
-                column = piece * results.LINE_COLUMNS + tl.arange(0, results.LINE_COLUMNS)
-                row = source * c.M + token
-                parts = _parts_of(rows_ptr, weights_ptr, slots_of_row_ptr, row, column, c, results)
-                first = token * c.K if c.RETURNS_SLOTS else rank * c.LINE_TOKENS + token
-                sums_at = c.SUM_LINES_AT + first * (c.SUM_LINES * _LINE_BYTES)
-                lines_ptr = int64_at(tl.load(peers.bases + source) + sums_at)
-                for k in tl.static_range(PARTS):
-                    is_there, elements = parts[k]
-                    words = words_of(elements)
-                    word = piece * words.shape[0] + tl.arange(0, words.shape[0])
-                    is_word = both(word < c.RETURN_WORDS, is_there)
-                    line_ptr = lines_ptr + k * c.SUM_LINES + word
-                    tl.store(line_ptr, line_of(words, epoch), mask=is_word)
-                is_counted = (source != rank) & (piece == 0)
-                num_sent += tl.where(is_counted, _num_parts(slots, c), 0)
-    for item in tl.range(program, most * (c.W * PIECES), num_programs, num_stages=1):
-        piece, row_item = item % PIECES, item // PIECES
-        source, token = row_item % c.W, row_item // c.W
-        slots = following
-        next_item = (item + num_programs) // PIECES
-        following = _slots_of(slots_of_row_ptr, next_item, most * c.W, c)
-        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
-            column = piece * results.COLUMNS + tl.arange(0, results.COLUMNS)
-            row = source * c.M + token
-            parts = _parts_of(rows_ptr, weights_ptr, slots_of_row_ptr, row, column, c, results)
-            first = tl.cast(token, tl.int64) * c.K
-            if not c.RETURNS_SLOTS:
-                first = tl.cast(rank, tl.int64) * c.M + token
-            returned = tl.load(peers.bases + source) + c.RETURNED_AT + first * c.RETURN_BYTES
-            for k in tl.static_range(PARTS):
-                is_there, elements = parts[k]
-                return_ptr = (returned + k * c.RETURN_BYTES).to(
-                    tl.pointer_type(rows_ptr.dtype.element_ty)
-                )
-                return_ptr = tl.multiple_of(return_ptr, 16) + column
-                tl.store(return_ptr, elements, mask=both(column < results.HIDDEN, is_there))
-            is_counted = (source != rank) & (piece == 0)
-            num_sent += tl.where(is_counted, _num_parts(slots, c), 0)
+        num_sent += _send_in_lines(
+            peers,
+            rows_ptr,
+            weights_ptr,
+            slots_of_row_ptr,
+            first_slots,
+            next_slots,
+            few,
+            sources_in_lines,
+            epoch,
+            c,
+            results,
+        )
+    num_chunks = (most + c.CHUNK_TOKENS - 1) // c.CHUNK_TOKENS
+    num_workers = tl.maximum(num_programs // tl.maximum(num_chunks, 1), 1)
+    worker = program % num_workers
+    for chunk in tl.range(
+        program // num_workers, num_chunks, num_programs // num_workers, num_stages=1
+    ):
+        begin = chunk * c.CHUNK_TOKENS
+        end = tl.minimum(begin + c.CHUNK_TOKENS, most)
+        num_sent += _send_chunk(
+            peers,
+            rows_ptr,
+            weights_ptr,
+            slots_of_row_ptr,
+            first_slots,
+            worker,
+            num_workers,
+            begin,
+            end,
+            sources_in_lines,
+            c,
+            results,
+        )
+        BULK_PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
+        num_arriving = tl.minimum(num_workers, (end - begin) * (c.W * BULK_PIECES))
+        if worker < num_arriving:
+            signal_at = c.ARRIVED_SUMS_AT + (rank * c.NUM_CHUNKS + chunk) * 4
+            # Sources that poll lines await no signal.
+            publish_as_last(
+                peers,
+                _SUM_ARRIVALS + chunk,
+                num_arriving,
+                signal_at,
+                epoch,
+                bulk_tokens > begin,
+                c,
+            )
     # The host of this rank reads this counter.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
-    # The first W programs have sent the lines of combine; the other programs without a row in bulk
-    # have sent nothing that a signal covers. Sources that poll lines await no signal.
-    num_arriving = tl.maximum(c.W, tl.minimum(num_programs, most * (c.W * PIECES)))
-    if (program < num_arriving) & (tl.max(in_bulk.to(tl.int32)) > 0):
-        publish_as_last(peers, _SUM_ARRIVALS, num_arriving, c.ARRIVED_SUMS_AT, epoch, in_bulk, c)
-
-
-@triton.jit
-def _num_parts(slots: tl.tensor, c: constexprs.Layout) -> tl.tensor:
-    """Return the number of results of a row with slots [K_LANES], of which one is at least 0."""
-    return tl.sum((slots >= 0).to(tl.int32)) if c.RETURNS_SLOTS else 1  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
 def _sent_parts_of(
-    is_sent_ptr: tl.tensor,
-    token: tl.tensor,
-    num_tokens: tl.tensor,
-    PARTS: tl.constexpr,
-    PART_LANES: tl.constexpr,
+    is_sent_ptr: tl.tensor, token: tl.tensor, num_tokens: tl.tensor, c: constexprs.Layout
 ) -> tl.tensor:
     """Return the parts of a token as bits: 5 is parts 0 and 2; 0 after the last token."""
-    part = tl.arange(0, PART_LANES)
-    is_part = both(part < PARTS, token < num_tokens)
+    part = tl.arange(0, c.PART_LANES)
+    is_part = both(part < c.PARTS, token < num_tokens)
     # The load bypasses the L1 cache, which a later wait empties.
-    is_sent = tl.load(is_sent_ptr + token * PARTS + part, mask=is_part, other=0, volatile=True)
+    is_sent = tl.load(is_sent_ptr + token * c.PARTS + part, mask=is_part, other=0, volatile=True)
     return tl.sum((is_sent != 0).to(tl.int32) << part)
+
+
+@triton.jit
+def _await_codes(
+    peers: Peers, epoch: tl.tensor, is_overwritten: tl.tensor, c: constexprs.Layout
+) -> tl.tuple:
+    """Wait for the line of combine of every rank; return their codes, [W_LANES], and if it is lost.
+
+    is_overwritten: the buffer holds another batch, and nothing comes; its code is a fault's.
+    """
+    late = epoch * 0
+    if is_overwritten == 0:
+        late = await_all(peers, c.COMBINED_LINES_AT, 1, epoch, c, _THREADS)  # pyright: ignore[reportArgumentType]
+    is_lost = abort_if_late(peers, late, WAIT_COMBINE, epoch, c)
+    is_source = living_ranks(peers, c)
+    combined_ptr = int64_at(peers.buffer_address + c.COMBINED_LINES_AT) + tl.arange(0, c.W_LANES)
+    lines = tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0, volatile=True)
+    return tl.where(is_overwritten, FAULT_HANDLE, word_of(lines)), is_lost  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _await_chunk(
+    peers: Peers,
+    chunk: tl.tensor,
+    is_source: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> tl.tensor:
+    """Wait for the sums of a chunk of some ranks, [W_LANES]; return whether this rank is lost."""
+    source_lane = tl.arange(0, c.W_LANES)
+    signals_ptr = int32_at(peers.buffer_address + c.ARRIVED_SUMS_AT)
+    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+        signals_ptr + source_lane * c.NUM_CHUNKS + chunk,
+        is_source,
+        is_source,
+        int32_at(peers.own_address),
+        epoch,
+        peers.max_polls,
+        "sys",
+        True,
+    )
+    return abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -367,15 +583,14 @@ def _receive_combine_kernel(
     rank: tl.tensor,
     max_polls: tl.tensor,
     num_tokens: tl.tensor,
+    wanted_tokens: tl.tensor,
     batch: tl.tensor,
     c: constexprs.Layout,
-    PARTS: tl.constexpr,
-    PART_LANES: tl.constexpr,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Add up the parts of tokens p, p + P, ... in program p of P.
+    """Add up the parts of tokens p, p + P, ... in program p of P, when their chunk has come.
 
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
     and two slots a token: that of rows 2 and 3, times the weights of token 1.
@@ -385,46 +600,37 @@ def _receive_combine_kernel(
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
-    following = _sent_parts_of(is_sent_ptr, program, num_tokens, PARTS, PART_LANES)
-    source_lane = tl.arange(0, c.W_LANES)
-    is_source = living_ranks(peers, c)
+    following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
-    # The lines are read before it is known whether the batch is still in the buffer.
-    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        int32_at(buffer_address + c.ARRIVED_SUMS_AT) + source_lane,
-        both(is_source, is_overwritten == 0),
-        source_lane < c.W,
-        int32_at(own_address),
-        epoch,
-        max_polls,
-        "sys",
-        True,
-    )
-    is_lost = abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
-
-    # It was sent before the signal, so it has arrived.
-    combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT) + source_lane
-    codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
-    codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
+    codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
+    is_source = living_ranks(peers, c)
     if program == 0:
         note_faults(peers.faults, codes & FAULT_MASK, is_source, c.W_LANES, codes >> FLAGS_SHIFT)
-    has_failed = is_lost | (tl.max(codes) != 0) | (has_no_rows != 0)
+    has_failed = (tl.max(tl.where(is_source, codes, 0)) != 0) | (has_no_rows != 0)
+    # A rank that refuses sends no sums, and none does if the dispatch itself was refused.
+    is_awaited = both(is_source & (codes == 0), (has_no_rows != 1) & (is_lost == 0))
 
     dtype = out_ptr.dtype.element_ty
-    for token in tl.range(program, num_tokens, tl.num_programs(0), num_stages=1):
+    awaited = -1
+    for token in tl.range(program, wanted_tokens, tl.num_programs(0), num_stages=1):
         parts = following
         next_token = token + tl.num_programs(0)
-        following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, PARTS, PART_LANES)
+        following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
+        chunk = token // c.CHUNK_TOKENS
+        if (chunk != awaited) & (is_lost == 0):
+            is_lost |= _await_chunk(peers, chunk, is_awaited, epoch, c)
+            awaited = chunk
+        is_token = token < num_tokens
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
             column = begin + tl.arange(0, COLUMNS)
             is_element = column < HIDDEN
             total = tl.zeros([COLUMNS], tl.float32)
-            for index in tl.static_range(PARTS):
+            for index in tl.static_range(c.PARTS):
                 is_there = (parts >> index) & 1 != 0
                 place = index * c.M + tl.cast(token, tl.int64)
                 if weights_ptr is not None:
-                    place = tl.cast(token, tl.int64) * PARTS + index
+                    place = tl.cast(token, tl.int64) * c.PARTS + index
                 part_ptr = (buffer_address + c.RETURNED_AT + place * c.RETURN_BYTES).to(
                     tl.pointer_type(dtype)
                 )
@@ -432,10 +638,11 @@ def _receive_combine_kernel(
                 # The load starts before it is known whether the call has failed.
                 part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
-                    part *= tl.load(weights_ptr + token * PARTS + index, mask=is_there, other=0.0)
+                    weight_ptr = weights_ptr + token * c.PARTS + index
+                    part *= tl.load(weight_ptr, mask=is_there, other=0.0)
                 total += part
-            total = tl.where(has_failed, float("nan"), total)
-            tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
+            total = tl.where(has_failed | is_lost, float("nan"), total)
+            tl.store(out_row_ptr + column, cast(total, dtype), mask=both(is_element, is_token))
     if OVERLAPS:
         await_previous()
 
@@ -458,19 +665,23 @@ def send_combine(
     rows: Tensor,
     slot_weights: Tensor | None,
     slots_of_row: Tensor,
+    first_slot: Tensor,
     *,
+    num_tokens: int,
     per_row: bool,
     batch: int,
     status: int,
 ) -> None:
-    """Send the sum of the slots of each received row, or each slot, to the rank of its token.
+    """Send the sums of the slots of each received row, or each slot, to the rank of its token.
 
     Args:
         exchange: the receive buffer of the dispatch.
         rows: [C, H], or [W * M, H] with per_row, in the dtype of the sums; rows may be apart.
         slot_weights: [C], float32, multiplied into slots, or None, also if slots return.
-        slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.
-        per_row: rows are sums already, or this rank refuses.
+        slots_of_row: [W * M, K], int32, as receive_dispatch() wrote it.   first_slot: [L + 1],
+            int32, likewise.
+        num_tokens: T of this rank's dispatch; other ranks are expected to have about as many.
+        per_row: rows are sums already, of one group for each rank, or this rank refuses.
         batch: as passed to send_dispatch().
         status: why this rank refuses the call, a FaultCode, or 0.
 
@@ -485,21 +696,24 @@ def send_combine(
         launch = exchange.launches[key] = prepare(
             exchange,
             _send_combine_kernel,
-            [CHANGES] * 3,
+            [CHANGES] * 4,
             2,
             results=constexprs.constants(
                 constexprs.Results,
                 ROWS_STRIDE=row_stride,
                 HIDDEN=hidden_size,
                 COLUMNS=min(most, columns),
-                LINE_COLUMNS=min(_LINE_COLUMNS, columns),
+                LINE_PARTS=32 * _WARPS // PART_LINES,
                 PER_ROW=per_row,
             ),
             num_warps=_WARPS,
             **EXACT,
             **overlapping(rows.device),
         )
-    launch(exchange.peers.num_programs, rows, slot_weights, slots_of_row, batch, status)
+    peers = exchange.peers
+    grids = -(-(num_tokens or peers.layout.max_tokens) // _TOKENS_OF_GRID)
+    grid = peers.num_programs * min(grids, _MOST_GRIDS)
+    launch(grid, rows, slot_weights, slots_of_row, first_slot, batch, status)
 
 
 def receive_combine(
@@ -508,8 +722,9 @@ def receive_combine(
     is_sent: Tensor,
     topk_weights: Tensor | None = None,
     *,
+    wanted_tokens: int,
+    in_lines: bool,
     batch: int,
-    line_tokens: int | None = None,
 ) -> None:
     """Wait for the sums of all ranks and add them up.
 
@@ -522,13 +737,14 @@ def receive_combine(
         is_sent: as send_dispatch() wrote it.
         topk_weights: [T, K], float32, contiguous: weights of the slots that have returned; others
             are ignored.
-        batch: as passed to send_dispatch().
-        line_tokens: T of a dispatch that this rank sent in lines; None: it sent in bulk.
+        wanted_tokens: T of the dispatch. If this rank refuses, it still waits for their sums,
+            because until then ranks may read the rows that it sent.
+        in_lines: as passed to send_dispatch(), with `batch`.
 
     Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
     """
     num_tokens, hidden_size = out.shape
-    peers, in_lines = exchange.peers, line_tokens is not None
+    peers = exchange.peers
     key = ("receive sums", in_lines, out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
@@ -536,23 +752,20 @@ def receive_combine(
             prepare_lines(exchange, out) if in_lines else _prepare_bulk(exchange, out)
         )
     # Without tokens, one program still receives the faults.
-    if line_tokens is None:
-        grid = max(1, min(num_tokens, peers.num_programs))
-        launch(grid, out, topk_weights, is_sent, num_tokens, batch)
+    if in_lines:
+        grid = max(1, wanted_tokens) * peers.layout.sum_parts
     else:
-        grid = max(1, line_tokens) * num_parts(peers.layout)
-        launch(grid, out, topk_weights, is_sent, num_tokens, line_tokens, batch)
+        grid = max(1, min(wanted_tokens, peers.num_programs))
+    launch(grid, out, topk_weights, is_sent, num_tokens, wanted_tokens, batch)
 
 
 def _prepare_bulk(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    parts, hidden_size = exchange.peers.layout.parts_of_token, out.shape[1]
+    hidden_size = out.shape[1]
     return prepare(
         exchange,
         _receive_combine_kernel,
         [CHANGES] * 3,
-        2,
-        PARTS=parts,
-        PART_LANES=next_power_of_two(parts),
+        3,
         HIDDEN=hidden_size,
         COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
         num_warps=_RECEIVE_WARPS,

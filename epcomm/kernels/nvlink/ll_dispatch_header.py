@@ -11,7 +11,14 @@ import triton.language as tl
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH, Peers
-from epcomm.kernels.nvlink.common.lines import give_credit, int64_at, line_of, next_epoch
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, PART_LINES
+from epcomm.kernels.nvlink.common.lines import (
+    give_credit,
+    int64_at,
+    line_of,
+    next_epoch,
+    store_lines,
+)
 from epcomm.kernels.nvlink.common.signals import int32_at
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 
@@ -23,6 +30,8 @@ _PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
 _REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
 _EAGER_EPOCH = tl.constexpr(EAGER_EPOCH)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_PART_LINES = tl.constexpr(PART_LINES)
 
 
 @triton.jit
@@ -180,43 +189,61 @@ def send_metadata(
     bases: base_of() the ranks from peer_in_turn() of 0 on, or None to load each when it is needed,
         which takes fewer registers.
     """
-    k = tl.arange(0, c.K_LANES)
-    ids = load_ids(ids_ptr, token, token >= 0, c)
-    weight_words = k
+    # In lines, one for each of K experts, which some threads store: the others have lanes, too.
+    LANES: tl.constexpr = max(c.K_LANES, _PART_LINES) if IN_LINES else c.K_LANES  # pyright: ignore[reportAssignmentType]
+    k = tl.arange(0, LANES)
+    ids = tl.load(ids_ptr + token * c.K + k, mask=k < c.K, other=-1).to(tl.int32)
+    weight_words = k * 0
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + token * c.K + k, mask=k < c.K, other=0.0)
         weight_words = weights.to(tl.int32, bitcast=True)
-    positions = count_positions(ids_ptr, ids, token, c, CHUNK)
     if IN_LINES:
-        weight_words, positions = line_of(weight_words, epoch), line_of(positions, epoch)
+        positions = count_positions(
+            ids_ptr, load_ids(ids_ptr, token, token >= 0, c), token, c, CHUNK
+        )
+        positions = repeated(positions, LANES)
+    else:
+        positions = count_positions(ids_ptr, ids, token, c, CHUNK)
     owners = tl.where(ids >= 0, ids // c.L, -1)
     for turn in tl.static_range(c.W):
         peer = peer_in_turn(peers, token, turn, c)
         base = base_of(peers, peer) if bases is None else bases[turn]
         experts = tl.where(owners == peer, ids - peer * c.L, -1)
         if IN_LINES:
-            experts = line_of(experts, epoch)
             first_line = (peers.rank * c.LINE_TOKENS + token) * c.ROW_LINES
-            to_ptr = int64_at(base + c.ROW_LINES_AT) + first_line + k
+            to = base + c.ROW_LINES_AT + first_line * _LINE_BYTES
+            is_entry = both(k < c.K_LANES, base != 0)
+            store_lines(to, k, (experts, positions, weight_words), epoch, is_entry)  # pyright: ignore[reportArgumentType]
         else:
             row = tl.cast(peers.rank, tl.int64) * c.M + token
             to_ptr = int32_at(base + c.METADATA_AT + row * c.METADATA_BYTES) + k
-        is_entry = both(k >= 0, base != 0)
-        tl.store(to_ptr, experts, mask=is_entry)
-        tl.store(to_ptr + c.K_LANES, positions, mask=is_entry)
-        if weights_ptr is not None:
-            tl.store(to_ptr + 2 * c.K_LANES, weight_words, mask=is_entry)
+            is_entry = both(k >= 0, base != 0)
+            tl.store(to_ptr, experts, mask=is_entry)
+            tl.store(to_ptr + c.K_LANES, positions, mask=is_entry)
+            if weights_ptr is not None:
+                tl.store(to_ptr + 2 * c.K_LANES, weight_words, mask=is_entry)
 
 
 @triton.jit
-def columns_of(part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr) -> tl.tuple:
+def repeated(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Return values [n] again and again, [LANES]: 1 2 1 2 of 1 2."""
+    SIZE: tl.constexpr = values.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    rows = tl.broadcast_to(values[None, :], [LANES // SIZE, SIZE])
+    return tl.reshape(rows, [LANES])
+
+
+@triton.jit
+def columns_of(
+    part: tl.tensor, rows: constexprs.SentRows, PART: tl.constexpr, LANES: tl.constexpr
+) -> tl.tuple:
     """Return the columns of a part of a row, and which of them exist: whole blocks if these scale.
 
-    PART: columns of a part whose blocks do not scale.
+    PART: columns of a part whose blocks do not scale, in LANES lanes.
     """
     if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
-        column = part * PART + tl.arange(0, PART)
-        is_element = column < rows.HIDDEN
+        lane = tl.arange(0, LANES)
+        column = part * PART + lane
+        is_element = (lane < PART) & (column < rows.HIDDEN)
     else:
         lane = tl.arange(0, rows.BLOCK_LANES)[None, :]
         column = (part * rows.BLOCKS + tl.arange(0, rows.BLOCKS)[:, None]) * rows.BLOCK + lane
@@ -243,16 +270,29 @@ def load_scales(
 
 
 @triton.jit
-def note_owners(
+def note_parts(
     peers: Peers,
     is_sent_ptr: tl.tensor,
     token: tl.tensor,
-    owners: tl.tensor,
+    ids: tl.tensor,
     c: constexprs.Layout,
 ) -> None:
-    """Keep for combine which rank has each slot of a token: 1 + the rank, 0 for none."""
-    k = tl.arange(0, c.K_LANES)
-    is_rank = (owners >= 0) & (owners < c.W) & (k < c.K)
-    is_excluded = tl.load(peers.excluded + owners, mask=is_rank, other=1) != 0
-    noted = tl.where(is_excluded, 0, owners + 1).to(tl.uint8)
-    tl.store(is_sent_ptr + token * c.K + k, noted, mask=k < c.K)
+    """Keep for combine which rows return to a token, [PARTS], see LowLatencyLayout.
+
+    Of groups of experts: whether the token has entries there. Of slots: 1 + the rank that has it, 0
+    for none. Entries of an excluded rank are as masked entries.
+
+    ids: [K_LANES], the experts of the token.
+    """
+    part = tl.arange(0, c.PART_LANES)
+    owners = tl.where(ids >= 0, ids // c.L, -1)
+    if c.RETURNS_SLOTS:
+        is_rank = (owners >= 0) & (owners < c.W) & (part < c.K)
+        is_excluded = tl.load(peers.excluded + owners, mask=is_rank, other=1) != 0
+        noted = tl.where(is_excluded, 0, owners + 1)
+    else:
+        GROUP: tl.constexpr = c.L // c.GROUPS  # pyright: ignore[reportAssignmentType]
+        has_entry = (ids[:, None] >= 0) & (ids[:, None] // GROUP == part[None, :])
+        is_excluded = tl.load(peers.excluded + part // c.GROUPS, mask=part < c.PARTS, other=1) != 0
+        noted = tl.where(is_excluded, 0, tl.max(has_entry.to(tl.int32), axis=0))
+    tl.store(is_sent_ptr + token * c.PARTS + part, noted.to(tl.uint8), mask=part < c.PARTS)

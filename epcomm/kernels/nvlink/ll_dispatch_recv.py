@@ -33,6 +33,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     SlabMemory,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -42,6 +43,7 @@ from epcomm.kernels.nvlink.common.lines import (
     give_credit,
     int64_at,
     is_waiting,
+    load_lines,
     next_epoch,
     word_of,
 )
@@ -59,7 +61,7 @@ from epcomm.kernels.nvlink.common.status import (
     note_faults,
 )
 from epcomm.kernels.nvlink.lines.dispatch_unpack import (
-    UNPACKED_WORDS,
+    UNPACKED_TOKENS,
     num_unpackers,
     unpack_rows,
 )
@@ -78,6 +80,7 @@ _WORD_BYTES = 4
 _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 _THREADS = tl.constexpr(32 * _WARPS)
+_LINE_BYTES = tl.constexpr(LINE_BYTES)
 # The largest number of slots that is reported as needed: it shares an int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
@@ -136,8 +139,8 @@ def _await_headers(
     peers: Peers,
     headers_ptr: tl.tensor,
     count_lines_ptr: tl.tensor,
-    row_lines_ptr: tl.tensor,
-    slot_weights_ptr: tl.tensor | None,
+    row_lines: tl.tensor,
+    k: tl.tensor,
     is_source: tl.tensor,
     is_count: tl.tensor,
     is_line: tl.tensor,
@@ -149,7 +152,7 @@ def _await_headers(
     """Wait for the headers and counts of all sources, and for metadata that arrives in lines.
 
     headers_ptr, is_source: [W_LANES].   count_lines_ptr, is_count: [W_LANES, L_LANES].
-    row_lines_ptr, is_line, token: of the entries of this program.   is_own: their source.
+    row_lines, k, is_line, token: of the entries of this program.   is_own: their source.
     Returns: whether this rank cannot go on.
     """
     late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
@@ -162,19 +165,13 @@ def _await_headers(
         is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
         is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
         if c.LINE_TOKENS > 0:
-            experts = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
-            positions = tl.load(row_lines_ptr + c.K_LANES, mask=is_line, other=0, volatile=True)
-            is_absent = (flag_of(experts) != epoch) | (flag_of(positions) != epoch)
-            if slot_weights_ptr is not None:
-                weights = tl.load(
-                    row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
-                )
-                is_absent |= flag_of(weights) != epoch
+            _, _, _, flags = load_lines(row_lines, k, is_line)  # pyright: ignore[reportGeneralTypeIssues]
             # Word and flag are one load: the compiler may repeat a load for two uses, in two
             # layouts, and the line may arrive between them.
             own_line = tl.sum(tl.where(is_own, headers, 0))
             header = word_of(own_line)
-            is_absent &= is_line & ((header & 1) != 0) & (token < (header >> 1))
+            is_absent = is_line & (flags != epoch)
+            is_absent &= ((header & 1) != 0) & (token < (header >> 1))
             is_untold = flag_of(own_line) != epoch
             is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
@@ -376,15 +373,16 @@ def _receive_dispatch_kernel(
     is_entry = (token < c.M) & (k < c.K)
     is_own = source_lane == source
     is_line = (token < c.LINE_TOKENS) & (k < c.K)
-    row_lines_ptr = int64_at(buffer_address + c.ROW_LINES_AT) + k
-    row_lines_ptr += (source * c.LINE_TOKENS + token) * c.ROW_LINES
+    # One line for each entry.
+    row_lines = buffer_address + c.ROW_LINES_AT
+    row_lines += (source * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
 
     is_lost = _await_headers(
         peers,
         headers_ptr,
         count_lines_ptr,
-        row_lines_ptr,
-        slot_weights_ptr,
+        row_lines,
+        k,
         is_source,
         is_count,
         is_line,
@@ -400,12 +398,7 @@ def _receive_dispatch_kernel(
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
     counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
     if c.LINE_TOKENS > 0:
-        expert_lines = tl.load(row_lines_ptr, mask=is_line, other=0, volatile=True)
-        position_lines = tl.load(row_lines_ptr + c.K_LANES, mask=is_line, other=0, volatile=True)
-        if slot_weights_ptr is not None:
-            weight_lines = tl.load(
-                row_lines_ptr + 2 * c.K_LANES, mask=is_line, other=0, volatile=True
-            )
+        line_experts, line_positions, line_weights, _ = load_lines(row_lines, k, is_line)  # pyright: ignore[reportGeneralTypeIssues]
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
     counts_of_source, counts, aligned, refusal = _slots_of_experts(  # pyright: ignore[reportGeneralTypeIssues]
@@ -437,10 +430,9 @@ def _receive_dispatch_kernel(
     )
     if c.LINE_TOKENS > 0:
         is_there = is_pair & in_lines
-        experts = tl.where(is_there, word_of(expert_lines), experts)
-        positions = tl.where(is_there, word_of(position_lines), positions)
-        if slot_weights_ptr is not None:
-            weight_bits = tl.where(is_there, word_of(weight_lines), weight_bits)
+        experts = tl.where(is_there, line_experts, experts)
+        positions = tl.where(is_there, line_positions, positions)
+        weight_bits = tl.where(is_there, line_weights, weight_bits)
     is_slot = (experts >= 0) & (experts < c.L)
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
@@ -505,6 +497,7 @@ def receive_dispatch(
     first_slot: Tensor,
     *,
     expert_alignment: int,
+    num_tokens: int,
     is_captured: bool,
     batch: int = -1,
     scale_strides: tuple[int, int, int] = (0, 0, 0),
@@ -518,6 +511,7 @@ def receive_dispatch(
         slot_weights: [C], float32, or None if each slot returns.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
+        num_tokens: T of this rank; other ranks are expected to have about as many.
         is_captured: as send_dispatch() was given it.
         batch: likewise, where a replay may have come between; nothing is received then. -1: none.
         scale_strides: in words, of the scales of slabs: from one expert to the next, from slot to
@@ -541,7 +535,7 @@ def receive_dispatch(
             ALIGNMENT=expert_alignment,
             ROWS=rows,
             INDEXERS=indexers,
-            WORDS=UNPACKED_WORDS,
+            TOKENS=UNPACKED_TOKENS if slabs.data is None else 1,
             CAPACITY=0 if slabs.data is None else layout.num_rows,
             WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
             SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),
@@ -558,7 +552,7 @@ def receive_dispatch(
         )
     # Rows in lines are unpacked by the programs after the indexers.
     launch(
-        indexers + num_unpackers(layout, exchange.peers.num_programs),
+        indexers + num_unpackers(layout, num_tokens),
         row_of_slot,
         slots_of_row,
         slot_weights,

@@ -37,12 +37,7 @@ from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import await_credit
 from epcomm.kernels.nvlink.common.signals import living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
-from epcomm.kernels.nvlink.lines.dispatch_send import (
-    LEAST_BLOCKS,
-    blocks_in_lines,
-    num_parts,
-    prepare_lines,
-)
+from epcomm.kernels.nvlink.lines.dispatch_send import num_parts, prepare_lines
 from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8,
     FP8_POWER_OF_TWO,
@@ -53,7 +48,7 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     columns_of,
     load_ids,
     load_scales,
-    note_owners,
+    note_parts,
     peer_in_turn,
     send_header,
     send_metadata,
@@ -129,9 +124,8 @@ def _send_all_metadata(
     # All others have sent neither a header nor metadata.
     num_arriving = tl.maximum(c.W, tl.minimum(PROGRAMS, num_tokens))
     if program < num_arriving:
-        publish_as_last(
-            peers, _METADATA_ARRIVALS, num_arriving, c.ARRIVED_METADATA_AT, epoch, is_living, c
-        )
+        signal_at = c.ARRIVED_METADATA_AT + 4 * peers.rank
+        publish_as_last(peers, _METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 @triton.jit
@@ -205,7 +199,7 @@ def _send_dispatch_kernel(
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     epoch = begin_dispatch(peers, batch, is_captured, c)
     first, num_programs = program - METADATA_PROGRAMS, tl.num_programs(0) - METADATA_PROGRAMS
-    at, is_element = columns_of(0, rows, rows.COLUMNS)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    at, is_element = columns_of(0, rows, rows.COLUMNS, rows.COLUMNS)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
     # On its way while the credit is awaited, and each later one while the one before is stored.
     is_loaded = both(is_element, first >= 0)
     following = _load_token(x_ptr, first, num_tokens, at, is_loaded, rows)
@@ -231,7 +225,8 @@ def _send_dispatch_kernel(
     else:
         num_sent = 0
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):
-            owners = tl.where(next_ids >= 0, next_ids // c.L, -1)
+            ids = next_ids
+            owners = tl.where(ids >= 0, ids // c.L, -1)
             next_token = token + num_programs
             next_ids = load_ids(ids_ptr, next_token, next_token < num_tokens, c)
             elements = following
@@ -240,8 +235,7 @@ def _send_dispatch_kernel(
                 elements, x_scales_ptr, token, scales_stride, scale_stride, rows
             )
             # The receiver of combine on this rank reads it.
-            if weights_ptr is None:
-                note_owners(peers, is_sent_ptr, token, owners, c)
+            note_parts(peers, is_sent_ptr, token, ids, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
             for turn in tl.range(c.W, num_stages=1):
@@ -249,8 +243,6 @@ def _send_dispatch_kernel(
                 base = base_of(peers, peer)
                 # Entries of an excluded rank are as masked entries.
                 is_needed = tl.max(((owners == peer) & (base != 0)).to(tl.int32)) > 0
-                if weights_ptr is not None:
-                    tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 # By masks: in a branch for each peer, scales would change threads each time.
                 if (rows.KIND != _PLAIN) | (x_scales_ptr is not None):
                     scales_ptr = base + c.SCALES_AT + place * c.SCALE_BYTES
@@ -266,9 +258,8 @@ def _send_dispatch_kernel(
         # If no program has a row, the first one sends the signal.
         num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
         if first < num_arriving:
-            publish_as_last(
-                peers, _ROW_ARRIVALS, num_arriving, c.ARRIVED_ROWS_AT, epoch, is_living, c
-            )
+            signal_at = c.ARRIVED_ROWS_AT + 4 * rank
+            publish_as_last(peers, _ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 def _prepare_bulk(
@@ -320,8 +311,8 @@ def send_dispatch(
             quantised already, [T, words], integers, and `kind` is PLAIN.
         topk_ids: [T, K], int64, contiguous.
         topk_weights: [T, K], float32, contiguous; None if each slot returns.
-        is_sent: [M, W], uint8, written: whether the token was sent to the rank. If slots return,
-            [M, K]: 1 + the rank that has the slot, 0 for none.
+        is_sent: [M, W * groups], uint8, written: whether the token has entries in the group. If
+            slots return, [M, K]: 1 + the rank that has the slot, 0 for none.
         status: fault and flags of this rank, as pack_header() packs them.
         batch: its number, at most 2**31 - 1, which combine is given too.
         is_captured: whether a graph holds this call. A replay ends an eager batch that was not
@@ -344,11 +335,10 @@ def send_dispatch(
     if scales is not None:
         strides, num_scales = scales.stride(), scales.shape[1]
         key += (scales.dtype, num_scales)
+    layout = exchange.peers.layout
     if in_lines:
-        parts = num_parts(hidden_size, scale_block, kind, hidden_states.itemsize)
-        num_programs = exchange.peers.layout.world_size + num_tokens * (1 + parts)
+        num_programs = layout.world_size + num_tokens * (1 + num_parts(layout))
     else:
-        parts = 1
         num_programs = _metadata_programs(exchange)
         num_programs += min(exchange.peers.num_programs, _MOST_ROW_PROGRAMS)
     launch = exchange.launches.get(key)
@@ -364,15 +354,15 @@ def send_dispatch(
             HAS_E4M3=kind in (FP8, FP8_POWER_OF_TWO) and has_e4m3(device),
             BLOCK=scale_block,
             BLOCK_LANES=next_power_of_two(scale_block),
-            BLOCKS=blocks_in_lines(hidden_size, scale_block)
+            BLOCKS=4 * layout.data_plane // scale_block
             if in_lines
             else next_power_of_two(-(-hidden_size // scale_block)),
             SCALES=num_scales,
-            SCALE_LANES=max(LEAST_BLOCKS if in_lines else 1, next_power_of_two(num_scales)),
+            SCALE_LANES=next_power_of_two(num_scales),
             NEEDS_DISTINCT=needs_distinct_ids,
         )
         launch = exchange.launches[key] = (
-            prepare_lines(exchange, rows, hidden_states, parts)
+            prepare_lines(exchange, rows, hidden_states, kind, scale_block)
             if in_lines
             else _prepare_bulk(exchange, rows, hidden_states)
         )

@@ -18,8 +18,8 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels import launch
-from epcomm.kernels.nvlink import ll_combine
 from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, SlabMemory
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
 from epcomm.kernels.nvlink.lines import dispatch_unpack
 from epcomm.protocol import Wait
@@ -30,6 +30,7 @@ from tests.kernels.nvlink.test_ll_kernels import (
     combine,
     make_ranks,
     receive,
+    receive_sums,
     send,
 )
 
@@ -123,20 +124,21 @@ def test_unpacking_ends_at_the_tokens_of_each_source(
     assert index.counts.tolist() == [4, 0]
     rows = ranks[0].region("data", torch.bfloat16)[: 16 * HIDDEN].view(16, HIDDEN)
     assert torch.equal(rows[8:11], x)
-    # Two questions a row, for 4 of the 16 rows of which there are lines.
-    assert len(looks) == 2 * 4
+    # Two questions for the first four tokens of each rank, and none for the others.
+    assert len(looks) == 2 * 2
 
 
 @pytest.mark.parametrize(
-    ("line_tokens", "most", "expected"), [(8, 128, 128), (1, 128, 64), (8, 40, 40), (0, 40, 0)]
+    ("line_tokens", "num_tokens", "expected"),
+    [(32, 4, 48), (32, 12, 144), (32, 32, 240), (32, 0, 240), (8, 32, 96), (0, 32, 0)],
 )
-def test_each_part_of_a_source_has_as_many_programs(
-    line_tokens: int, most: int, expected: int
+def test_each_piece_of_a_source_has_as_many_programs(
+    line_tokens: int, num_tokens: int, expected: int
 ) -> None:
     layout = make_ranks(2, torch.device("cpu"))[0].layout
-    # 32 parts of the rows of each source.
-    layout = replace(layout, line_tokens=line_tokens, data_words=32 * 256, scale_words=0)
-    assert dispatch_unpack.num_unpackers(layout, most) == expected
+    # 24 pieces of the rows of each source.
+    layout = replace(layout, line_tokens=line_tokens, data_words=24 * 3 * 128, data_plane=128)
+    assert dispatch_unpack.num_unpackers(layout, num_tokens) == expected
 
 
 def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
@@ -145,9 +147,9 @@ def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
     send_lines(ranks[0], [], [])
     # The second line of the row, of the last batch.
     layout = ranks[0].layout
-    lines = ranks[0].region("row_lines", torch.int64)
+    lines = ranks[0].region("row_lines", torch.int64).view(-1, LINE_BYTES // 8)
     place = layout.line_tokens * layout.row_lines + layout.data_lines_at + 1
-    lines[place] = 5
+    lines[place, -1] = 5
     index = receive(ranks[0])
     phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
     assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
@@ -171,8 +173,7 @@ def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
         combine(rank, rows, slots_of_row)
         assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
     assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
-    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(ranks[1].exchange, y, ranks[1].is_sent, batch=0, line_tokens=2)
+    y = receive_sums(ranks[1], 2, in_lines=True)
     assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]
 
 
@@ -184,7 +185,7 @@ def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
     send_lines(receiver, [], [])
     send_lines(sender, [[0, 3]], [[0.6, 0.4]])
     layout = receiver.layout
-    lines = receiver.region("row_lines", torch.int32).view(-1, 2)
+    lines = receiver.region("row_lines", torch.int32).view(-1, LINE_BYTES // 4)
     lines[layout.line_tokens * layout.row_lines, 0] = expert
     num_slots = 2 * layout.num_rows
     memory = torch.full(

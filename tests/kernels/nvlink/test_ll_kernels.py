@@ -37,7 +37,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     PeerBlocks,
     SlabMemory,
 )
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
 from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
@@ -64,6 +64,11 @@ class Rank:
         """Words and epochs."""
         words = self.region(name, torch.int32).view(-1, 2).tolist()
         return [(word, epoch) for word, epoch in words]
+
+    def words_of_lines(self, name: str, num_lines: int) -> Tensor:
+        """The words of the first part of a row in lines, of one plane after another."""
+        words = self.region(name, torch.int32).view(-1, LINE_BYTES // 4)[:num_lines].cpu()
+        return (words[:, :5:2] if launch.IS_INTERPRETED else words[:, :3]).T.flatten()
 
     def record(self, row: int) -> list[list[float]]:
         """Experts, positions and weights of the K entries of a row."""
@@ -191,7 +196,9 @@ class Index:
     first: Tensor
 
 
-def receive(rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8) -> Index:
+def receive(
+    rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8, num_tokens: int = 4
+) -> Index:
     """Receive with an index of num_slots slots, or with slabs."""
     layout = rank.layout
 
@@ -213,6 +220,7 @@ def receive(rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8) -> 
         index.counts,
         index.first,
         expert_alignment=1,
+        num_tokens=num_tokens,
         is_captured=False,
         slabs=slabs,
     )
@@ -221,9 +229,44 @@ def receive(rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8) -> 
 
 def combine(rank: Rank, rows: Tensor, slots_of_row: Tensor, weights: Tensor | None = None) -> None:
     """Send the results of a rank."""
+    # Groups of experts are one, or have five slots each.
+    first_slot = 5 * torch.arange(3, dtype=torch.int32, device=rows.device)
     ll_combine.send_combine(
-        rank.exchange, rows, weights, slots_of_row, per_row=False, batch=0, status=0
+        rank.exchange,
+        rows,
+        weights,
+        slots_of_row,
+        first_slot,
+        num_tokens=MAX_TOKENS,
+        per_row=False,
+        batch=0,
+        status=0,
     )
+
+
+def receive_sums(
+    rank: Rank, num_tokens: int, weights: Tensor | None = None, *, in_lines: bool = False
+) -> Tensor:
+    """Receive the sums of the first tokens of a rank, NaN before."""
+    y = torch.full((num_tokens, HIDDEN), float("nan"), dtype=torch.bfloat16)
+    y = y.to(rank.block.device)
+    ll_combine.receive_combine(
+        rank.exchange,
+        y,
+        rank.is_sent,
+        weights,
+        wanted_tokens=num_tokens,
+        in_lines=in_lines,
+        batch=0,
+    )
+    return y
+
+
+def say_that_sums_have_come(rank: Rank, epoch: int = 1) -> None:
+    """Set the signals of all ranks, and their lines, which say that they do not refuse."""
+    rank.region("arrived_sums", torch.int32)[: rank.layout.world_size] = epoch
+    lines = rank.region("combined_lines", torch.int32).view(-1, 2)
+    lines[: rank.layout.world_size, 1] = epoch
 
 
 def arrivals_of(rank: Rank) -> list[int]:
@@ -280,8 +323,8 @@ def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None
     combine(sender, rows, slots_of_row)
     home = sender.region("returned", torch.bfloat16)[: 2 * HIDDEN].view(2, HIDDEN)
     assert torch.equal(home, rows[[2, 0]])
-    words = [word for word, epoch in ranks[1].lines("sum_lines") if epoch == 1]
-    assert torch.equal(torch.tensor(words, dtype=torch.int32).view(torch.bfloat16), rows[1].cpu())
+    words = ranks[1].words_of_lines("sum_lines", num_lines=4)
+    assert torch.equal(words.view(torch.bfloat16)[:HIDDEN], rows[1].cpu())
     # Who gets lines awaits no signal; all hear that rank 0 has combined.
     arrived = [rank.region("arrived_sums", torch.int32)[:2].tolist() for rank in ranks]
     assert arrived == [[1, 0], [0, 0]]
@@ -358,11 +401,10 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     assert home[[0, 1, 2, 4]].isnan().all()
     assert sender.exchange.peers.counters[3] == 2
     receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
-    receiver.region("arrived_sums", torch.int32)[:2] = 1
+    say_that_sums_have_come(receiver)
     receiver.exchange.state[1] = 1
-    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
     weights = torch.tensor([[9, 9, 9], [0.5, float("nan"), 2]], device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, weights, batch=0)
+    y = receive_sums(receiver, 2, weights)
     assert y.tolist() == [[0] * HIDDEN, [9] * HIDDEN]
 
 
@@ -395,10 +437,9 @@ def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None
     back = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     back.fill_(float("nan"))
     back[1], back[2 * MAX_TOKENS + 1] = 3, 4
-    receiver.region("arrived_sums", torch.int32)[:3] = 1
+    say_that_sums_have_come(receiver)
     receiver.exchange.state[1] = 1
-    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
+    y = receive_sums(receiver, 2)
     assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
 
 
@@ -491,8 +532,9 @@ def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.d
     # Behind 2**31 combines, of which none sent a sum in bulk.
     receiver.exchange.state[1] = -(2**31) + 1
     receiver.is_sent[0] = 1
-    y = torch.zeros(1, HIDDEN, dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
+    lines = receiver.region("combined_lines", torch.int32).view(-1, 2)
+    lines[:2, 1] = -(2**31) + 1
+    y = receive_sums(receiver, 1)
     assert receiver.exchange.peers.report[0] == Wait.COMBINE
     assert y.isnan().all()
 
@@ -530,8 +572,9 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
         assert rank.lines("combined_lines")[0] == (FaultCode.OVERFLOW + (8 << FLAGS_SHIFT), 1)
     receiver = ranks[1]
     receiver.exchange.state[1] = 1
-    receiver.region("arrived_sums", torch.int32)[:2] = 1
-    y = torch.zeros(2, HIDDEN, dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
+    receiver.region("combined_lines", torch.int32).view(-1, 2)[1, 1] = 1
+    # The other rank has nothing for it.
+    receiver.region("arrived_sums", torch.int32)[1] = 1
+    y = receive_sums(receiver, 2)
     assert y.isnan().all()
     assert receiver.exchange.peers.faults.tolist() == [[FaultCode.OVERFLOW, 8], [0, 0]]

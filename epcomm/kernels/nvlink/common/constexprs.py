@@ -13,15 +13,24 @@ from typing import TypeVar
 
 import triton.language as tl
 
-from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.launch import IS_INTERPRETED, next_power_of_two
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 
 RecordT = TypeVar("RecordT")
 
 # Numbers of a LowLatencyLayout that are constants by the same names.
 _NUMBERS = (
-    *("returns_slots", "line_tokens", "row_lines", "sum_lines", "data_words", "scale_words"),
-    *("return_words", "metadata_bytes", "data_bytes", "scale_bytes", "return_bytes"),
+    *("returns_slots", "groups", "chunk_tokens", "num_chunks", "line_tokens", "row_lines"),
+    *("sum_lines", "data_words", "scale_words", "return_words", "data_plane", "scale_plane"),
+    *(
+        "return_plane",
+        "row_pieces",
+        "sum_parts",
+        "metadata_bytes",
+        "data_bytes",
+        "scale_bytes",
+        "return_bytes",
+    ),
 )
 
 
@@ -38,7 +47,7 @@ def constants(record: type[RecordT], **values: Hashable) -> RecordT:
 class Layout:
     """The numbers of a LowLatencyLayout, its offsets in bytes, and its lines counted in lines.
 
-    LANES of something are its number rounded up to a power of two.
+    LANES of something are its number rounded up to a power of two.   PARTS: parts_of_token.
     """
 
     W: tl.constexpr
@@ -49,14 +58,24 @@ class Layout:
     L: tl.constexpr
     L_LANES: tl.constexpr
     RETURNS_SLOTS: tl.constexpr
+    GROUPS: tl.constexpr
+    PARTS: tl.constexpr
+    PART_LANES: tl.constexpr
+    CHUNK_TOKENS: tl.constexpr
+    NUM_CHUNKS: tl.constexpr
     LINE_TOKENS: tl.constexpr
     ROW_LINES: tl.constexpr
     DATA_LINES: tl.constexpr
     SCALE_LINES: tl.constexpr
+    ROW_PIECES: tl.constexpr
     SUM_LINES: tl.constexpr
+    SUM_PARTS: tl.constexpr
     DATA_WORDS: tl.constexpr
     SCALE_WORDS: tl.constexpr
     RETURN_WORDS: tl.constexpr
+    DATA_PLANE: tl.constexpr
+    SCALE_PLANE: tl.constexpr
+    RETURN_PLANE: tl.constexpr
     METADATA_BYTES: tl.constexpr
     DATA_BYTES: tl.constexpr
     SCALE_BYTES: tl.constexpr
@@ -89,6 +108,8 @@ class Layout:
             K_LANES=layout.metadata_words,
             L=layout.num_local_experts,
             L_LANES=layout.local_lanes,
+            PARTS=layout.parts_of_token,
+            PART_LANES=next_power_of_two(layout.parts_of_token),
             DATA_LINES=layout.data_lines_at,
             SCALE_LINES=layout.scale_lines_at,
             **numbers,
@@ -102,7 +123,8 @@ class SentRows:
 
     X_STRIDE: elements from one row to the next.   HIDDEN: elements of a row, of COLUMNS lanes.
     KIND: PLAIN, FP8, FP8_POWER_OF_TWO or INT8.   PROFILE: of INT8 rows, a value of Int8Profile.
-    BLOCK: elements that share a scale, in BLOCK_LANES lanes.   BLOCKS: those of a program.
+    BLOCK: elements that share a scale, in BLOCK_LANES lanes.   BLOCKS: those of a row, or of a
+        plane of a part of a row that is sent in lines.
     SCALES: of a row that is quantised already, of SCALE_LANES lanes.
     NEEDS_DISTINCT: a token that names an expert twice is a fault.
     """
@@ -126,7 +148,7 @@ class Index:
     """The index that the receiver of dispatch writes, and the slabs to which it copies rows.
 
     C: slots of the index.   ALIGNMENT: of the first slot of each expert.   ROWS: that a program
-        indexes.   INDEXERS: programs that do.   WORDS: in lines that another one unpacks at once.
+        indexes.   INDEXERS: programs that do.   TOKENS: that another one unpacks at once.
     CAPACITY: slots of each expert in slabs, 0 without slabs; their rows have WORD_LANES lanes, and
         their scales SCALE_LANES.   *_STRIDE: of the scales in words, see scales_at().
     """
@@ -135,7 +157,7 @@ class Index:
     ALIGNMENT: tl.constexpr
     ROWS: tl.constexpr
     INDEXERS: tl.constexpr
-    WORDS: tl.constexpr
+    TOKENS: tl.constexpr
     CAPACITY: tl.constexpr
     WORD_LANES: tl.constexpr
     SCALE_LANES: tl.constexpr
@@ -149,11 +171,11 @@ class Results:
     """The results that a sender of combine reads: those of slots, or sums of rows with PER_ROW.
 
     ROWS_STRIDE: elements from one result to the next.   HIDDEN: elements of a result.
-    COLUMNS, LINE_COLUMNS: elements that a program sends at once, in bulk and in lines.
+    COLUMNS: elements that a program sends at once in bulk.   LINE_PARTS: parts of a row in lines.
     """
 
     ROWS_STRIDE: tl.constexpr
     HIDDEN: tl.constexpr
     COLUMNS: tl.constexpr
-    LINE_COLUMNS: tl.constexpr
+    LINE_PARTS: tl.constexpr
     PER_ROW: tl.constexpr

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
+from epcomm.kernels.nvlink.common.layout import MOST_CHUNKS, LowLatencyLayout, MemoryLayout
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -39,11 +39,11 @@ VARYING = (
 
 
 # Indices in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
-# programs that have finished sending; the batch that the receive buffer holds; the
-# epoch of the last dispatch whose counts are written.
-EAGER_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS, HELD_BATCH, COUNTED_EPOCH = range(3, 9)
+# batch that the receive buffer holds; the epoch of the last dispatch whose counts are written; the
+# programs that have finished sending, of sums those of each chunk.
+EAGER_EPOCH, HELD_BATCH, COUNTED_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS = range(3, 9)
 # The index there from which the contents of each rank's header are stored.
-SOURCES_AT = 9
+SOURCES_AT = SUM_ARRIVALS + MOST_CHUNKS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,10 +135,10 @@ class LowLatencyExchange:
 
     peers: of at least W programs; counters: [4]: rows, metadata, headers and sums.
     buffer_address: of the receive buffer of this rank.   bases: [W], int64: of those of all ranks.
-    state: [9 + W], int32: epoch of dispatch (1 at first) and of combine (0), 1 if all ranks know
-        that the dispatch failed, or a fault code and slots needed as pack_status() packs them if
-        this rank alone has no rows, from EAGER_EPOCH on as named above, and from SOURCES_AT on the
-        first word of each rank's header, with T = 0 if the call failed.
+    state: [SOURCES_AT + W], int32: epoch of dispatch (1 at first) and of combine (0), 1 if all
+        ranks know that the dispatch failed, or a fault code and slots needed as pack_status() packs
+        them if this rank alone has no rows, from EAGER_EPOCH on as named above, and from SOURCES_AT
+        on the first word of each rank's header, with T = 0 if the call failed.
     launches: prepared for this receive buffer, by kernel and by all that its constants depend on.
     """
 

@@ -7,6 +7,7 @@ rows are rows s * M to s * M + n of W * M.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,12 +32,25 @@ ANEW = (
     "row_lines",
     "sum_lines",
 )
+# The words of a line, beside its flag.
+LINE_WORDS = 3
+# Three words and their flag, one access of 128 bits. Triton's interpreter has none: there, each
+# word has a flag of its own.
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
+LINE_BYTES = 24 if _IS_INTERPRETED else 16
 # A word and its flag.
-LINE_BYTES = 8
+SHORT_LINE_BYTES = 8
+# The most lines that hold a part of a row: one for each thread of a program that receives them.
+PART_LINES = 128
 # Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
 MAX_LINE_RANKS = 30
-# Lines of the widest vector.
-_VECTOR_LINES = VECTOR_BYTES // LINE_BYTES
+# Most rows that return to the source of a token: kernels keep sets of them as bits of an int32.
+MAX_RETURNED_ROWS = 32
+# Chunks of the tokens of a rank, whose sums in bulk are signalled apart, and the fewest tokens of
+# one.
+MOST_CHUNKS, _LEAST_CHUNK_TOKENS = 4, 32
+# Planes begin at the widest vector.
+_PLANE_ALIGNMENT = VECTOR_BYTES // _WORD_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,23 +151,28 @@ class MemoryLayout(ABC):
 class LowLatencyLayout(MemoryLayout):
     """The layout of a block of low latency; a region of lines holds only lines, see lines.py.
 
+    A row returns for each group of experts of a rank in which a token has entries: the experts of a
+    rank are `groups` groups of as many consecutive experts, by default one. Group q of rank d is
+    number d * groups + q. Or each slot returns.
+
     line_tokens: the most tokens that a rank sends in lines; it receives their sums in lines too. 0:
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
-        scales and of a sum.
-    returns_slots: each slot returns to its source, so that weights are not sent, and K rows take
-        the memory of W sums.
+        scales and of a sum.   data_plane, scale_plane: the words of their planes, see lines.py.
+    groups: of each rank.   returns_slots: each slot returns to its source, so that weights are not
+        sent, and K rows take the memory of the sums of W * groups groups.
 
     abort              int32 flag: some rank has timed out
-    arrived_metadata, arrived_rows, arrived_sums [W]    int32 signals: the last epoch in which a
-                       rank has sent all, in bulk
+    arrived_metadata, arrived_rows [W]    int32 signals: the last epoch in which a rank has sent
+                       all, in bulk
+    arrived_sums [W, chunks]    likewise, of each chunk of chunk_tokens tokens
     header_lines [W, 2]                         2 * T + 1 for rows in lines, 2 * T else; status
     count_lines [W, L]                          (token, expert) pairs for each expert
     combined_lines [W]                          fault code of the combine call
     row_lines [W, line_tokens, row_lines]       metadata, row and scales of a token
-    sum_lines [W, line_tokens, sum_lines]       sums of rank d for token t; of slots, [t, k]
+    sum_lines [W * groups, line_tokens, sum_lines]    sums of group g for token t; of slots, [t, k]
     metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
     data [W * M, H], scales [W * M, num_scales] as they are sent
-    returned [W * M, H]                         sums of rank d for token t, at d * M + t; of slots,
+    returned [W * groups * M, H]                sums of group g for token t, at g * M + t; of slots,
                                                 [M * K, H], at t * K + k
     """
 
@@ -161,6 +180,9 @@ class LowLatencyLayout(MemoryLayout):
     data_words: int
     scale_words: int
     return_words: int
+    data_plane: int
+    scale_plane: int
+    groups: int = 1
     returns_slots: bool = False
 
     @property
@@ -169,28 +191,53 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def parts_of_token(self) -> int:
-        """The most rows that return to the source of a token: W sums, or K slots."""
-        return self.top_k if self.returns_slots else self.world_size
+        """The most rows that return to the source of a token: one for each group, or K slots."""
+        return self.top_k if self.returns_slots else self.world_size * self.groups
 
     @cached_property
+    def chunk_tokens(self) -> int:
+        """The tokens of each chunk, of which the last one may have fewer."""
+        return max(_LEAST_CHUNK_TOKENS, -(-self.max_tokens // MOST_CHUNKS))
+
+    @property
+    def num_chunks(self) -> int:
+        """The chunks of M tokens."""
+        return -(-self.max_tokens // self.chunk_tokens)
+
+    @property
+    def return_plane(self) -> int:
+        """The words of a plane of a sum."""
+        return plane_words(self.return_words)
+
+    @property
     def data_lines_at(self) -> int:
-        """The lines of a token before those of its row."""
-        return self.metadata_parts * self.metadata_words
+        """The lines of a token before those of its row: one for each of its experts."""
+        return self.metadata_words
 
     @cached_property
     def scale_lines_at(self) -> int:
         """The lines of a token before those of its scales."""
-        return self.data_lines_at + align_up(self.data_words, _VECTOR_LINES)
+        return self.data_lines_at + _num_lines(self.data_words, self.data_plane)
 
     @cached_property
     def row_lines(self) -> int:
         """The lines from one token to the next."""
-        return self.scale_lines_at + align_up(self.scale_words, _VECTOR_LINES)
+        return self.scale_lines_at + _num_lines(self.scale_words, self.scale_plane)
+
+    @property
+    def row_pieces(self) -> int:
+        """The programs that share the lines of a row and of its scales, a line each thread."""
+        return -(-(self.row_lines - self.data_lines_at) // PART_LINES)
 
     @cached_property
     def sum_lines(self) -> int:
         """The lines from one sum to the next."""
-        return align_up(self.return_words, _VECTOR_LINES)
+        return _num_lines(self.return_words, self.return_plane)
+
+    @property
+    def sum_parts(self) -> int:
+        """The parts of a sum in lines."""
+        return -(-self.sum_lines // self.return_plane)
 
     @property
     def control_bytes(self) -> int:
@@ -206,10 +253,10 @@ class LowLatencyLayout(MemoryLayout):
         return {
             "arrived_metadata": words,
             "arrived_rows": words,
-            "arrived_sums": words,
-            "header_lines": self.world_size * 2 * LINE_BYTES,
-            "count_lines": self.world_size * self.num_local_experts * LINE_BYTES,
-            "combined_lines": self.world_size * LINE_BYTES,
+            "arrived_sums": words * self.num_chunks,
+            "header_lines": self.world_size * 2 * SHORT_LINE_BYTES,
+            "count_lines": self.world_size * self.num_local_experts * SHORT_LINE_BYTES,
+            "combined_lines": self.world_size * SHORT_LINE_BYTES,
             "row_lines": line_rows * self.row_lines * LINE_BYTES,
             "sum_lines": self.line_tokens * self.parts_of_token * self.sum_lines * LINE_BYTES,
             "metadata": self.num_rows * self.metadata_bytes,
@@ -269,6 +316,22 @@ class NormalLayout(MemoryLayout):
             "data": self.num_rows * self.data_bytes,
             "scales": self.num_rows * self.scale_bytes,
         }
+
+
+def plane_words(num_words: int) -> int:
+    """Return the words of a plane of a row, so that its parts have about as many lines each.
+
+    3,584 words fill ten parts of three planes of 120 words; with planes of 128 words, the last part
+    would be a third full and have as many lines as the others.
+    """
+    num_parts = -(-num_words // (LINE_WORDS * PART_LINES))
+    return align_up(-(-num_words // (LINE_WORDS * num_parts)), _PLANE_ALIGNMENT)
+
+
+def _num_lines(num_words: int, plane: int) -> int:
+    """Return the lines of words in parts of three planes; a line has a word of each plane."""
+    num_parts, rest = divmod(num_words, LINE_WORDS * plane)
+    return num_parts * plane + min(plane, rest)
 
 
 def _lanes(count: int) -> int:

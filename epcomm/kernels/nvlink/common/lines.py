@@ -1,8 +1,12 @@
-"""Lines: words of 32 bits with the epoch that wrote them, each pair one 64-bit access.
+"""Lines: three words of 32 bits with the epoch that wrote them, one access of 128 bits.
 
-A rank polls a line until its flag is the epoch of the batch, and then has its word as well, so
-nothing is released or acquired: one store crosses NVLink. Lines double the bytes, which pays off
-for a few tokens. Two neighbours may be one access of 128 bits, because each has its own flag.
+A rank polls a line until its flag is the epoch of the batch, and then has its words as well, so
+nothing is released or acquired: one store crosses NVLink. Lines take a third more bytes than rows,
+which pays off for a few tokens. A short line is a word with its epoch, one access of 64 bits.
+
+The words of a row are in parts of three planes, and line j of a part has word j of each plane, so
+that words of neighbouring lines are neighbours. With planes of 4 words, the second part of a row
+has the words 12 to 23, and its lines 12 16 20 | 13 17 21 | 14 18 22 | 15 19 23.
 
 Rules: memory of lines contains nothing else and is zero at first. Epochs begin at 1 and grow; 0 is
 left out when they wrap. Flags of data are compared for equality. The flag of the credit of combine
@@ -28,7 +32,12 @@ import triton.language as tl
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.exchange import Peers
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES, MAX_LINE_RANKS
+from epcomm.kernels.nvlink.common.layout import (
+    LINE_BYTES,
+    LINE_WORDS,
+    MAX_LINE_RANKS,
+    SHORT_LINE_BYTES,
+)
 from epcomm.kernels.nvlink.common.signals import (
     abort_if_missing,
     int32_at,
@@ -40,7 +49,22 @@ from epcomm.kernels.nvlink.common.status import WAIT_CREDIT
 # Polls that one look counts for in an interpreter, because it does more work there.
 INTERPRETED_POLLS = 4
 
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_SHORT_LINE_BYTES = tl.constexpr(SHORT_LINE_BYTES)
+# From one line to the next, in units of 64 bits.
+_LINE_STRIDE = tl.constexpr(LINE_BYTES // SHORT_LINE_BYTES)
+_LINE_WORDS = tl.constexpr(LINE_WORDS)
+# Word, word, word and flag are one access, also to a peer: PTX has no smaller ones for .b128.
+_STORE_LINE = tl.constexpr(
+    "{ .reg .pred p; .reg .b64 low, high; .reg .b128 line; setp.ne.s32 p, $6, 0; "
+    "mov.b64 low, {$2, $3}; mov.b64 high, {$4, $5}; mov.b128 line, {low, high}; "
+    "@p st.relaxed.sys.global.b128 [$1], line; mov.b32 $0, 0; }"
+)
+_LOAD_LINE = tl.constexpr(
+    "{ .reg .pred p; .reg .b64 low, high; .reg .b128 line; setp.ne.s32 p, $5, 0; "
+    "mov.b64 low, 0; mov.b64 high, 0; mov.b128 line, {low, high}; "
+    "@p ld.relaxed.sys.global.b128 line, [$4]; mov.b128 {low, high}, line; "
+    "mov.b64 {$0, $1}, low; mov.b64 {$2, $3}, high; }"
+)
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 _INTERPRETED_POLLS = tl.constexpr(INTERPRETED_POLLS)
 # A wait keeps the ranks that it still misses as bits, below this one.
@@ -55,27 +79,83 @@ def next_epoch(epoch: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def int64_at(address: tl.tensor) -> tl.tensor:
-    """Return a pointer to the line at an address."""
+    """Return a pointer to the short line at an address."""
     # The interpreter types an integer by its value, and a CPU has addresses below 2**31.
     return tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(tl.int64)), 16)
 
 
 @triton.jit
 def line_of(word: tl.tensor, epoch: tl.tensor) -> tl.tensor:
-    """Return the line of a word, int32: 3 * 2**32 + 5 of the word 5 in epoch 3."""
+    """Return the short line of a word, int32: 3 * 2**32 + 5 of the word 5 in epoch 3."""
     return (tl.cast(epoch, tl.int64) << 32) | (word.to(tl.int64) & 0xFFFFFFFF)
 
 
 @triton.jit
 def word_of(line: tl.tensor) -> tl.tensor:
-    """Return the word of a line."""
+    """Return the word of a short line."""
     return line.to(tl.int32)
 
 
 @triton.jit
 def flag_of(line: tl.tensor) -> tl.tensor:
-    """Return the epoch of a line, 0 before the first."""
+    """Return the epoch of a short line, 0 before the first."""
     return (line >> 32).to(tl.int32)
+
+
+@triton.jit
+def store_lines(
+    address: tl.tensor,
+    line: tl.tensor,
+    words: tl.tuple,
+    epoch: tl.tensor,
+    is_stored: tl.tensor,
+) -> None:
+    """Store three words, int32, in each of some lines after an address.
+
+    All threads of the program store: `line` has as many elements as threads, or more.
+    """
+    lines_ptr = int64_at(address) + line * _LINE_STRIDE
+    if _IS_INTERPRETED:
+        for each in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+            tl.store(lines_ptr + each, line_of(words[each], epoch), mask=is_stored)
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_LINE,  # pyright: ignore[reportArgumentType]
+            "=r,l,r,r,r,r,r",
+            [lines_ptr, words[0], words[1], words[2], epoch, is_stored.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def load_lines(address: tl.tensor, line: tl.tensor, is_loaded: tl.tensor) -> tl.tuple:
+    """Load some lines after an address: three words, and the epoch that wrote them, else 0."""
+    lines_ptr = int64_at(address) + line * _LINE_STRIDE
+    if _IS_INTERPRETED:
+        first = tl.load(lines_ptr, mask=is_loaded, other=0, volatile=True)
+        second = tl.load(lines_ptr + 1, mask=is_loaded, other=0, volatile=True)
+        third = tl.load(lines_ptr + 2, mask=is_loaded, other=0, volatile=True)
+        is_whole = (flag_of(first) == flag_of(second)) & (flag_of(second) == flag_of(third))
+        flags = tl.where(is_whole, flag_of(first), 0)
+        return word_of(first), word_of(second), word_of(third), flags  # pyright: ignore[reportReturnType]
+    else:  # noqa: RET505 - what is not compiled must be the other branch
+        return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
+            _LOAD_LINE,  # pyright: ignore[reportArgumentType]
+            "=r,=r,=r,=r,l,r",
+            [lines_ptr, is_loaded.to(tl.int32)],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def word_in_row(line: tl.tensor, plane: tl.constexpr, PLANE: tl.constexpr) -> tl.tensor:
+    """Return the index in its row of the word of a plane in a line: 17 of line 5, plane 1 of 4."""
+    part = line // PLANE
+    return line + (part * (_LINE_WORDS - 1) + plane) * PLANE  # pyright: ignore[reportOperatorIssue]
 
 
 @triton.jit
@@ -186,10 +266,10 @@ def send_to_all(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> None:
-    """Send every rank a line of the word 0: line rank * stride of its region at `lines_at`."""
+    """Send every rank a short line of the word 0: rank * stride of its region at `lines_at`."""
     is_rank = living_ranks(peers, c)
     bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_rank, other=0)
-    addresses = bases + lines_at + peers.rank * (stride * _LINE_BYTES)
+    addresses = bases + lines_at + peers.rank * (stride * _SHORT_LINE_BYTES)
     lines = line_of(tl.zeros([c.W_LANES], tl.int32), epoch)
     tl.store(addresses.to(tl.pointer_type(tl.int64)), lines, mask=is_rank)
 
@@ -210,7 +290,7 @@ def await_all(
     c: constexprs.Layout,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for lines of all ranks, as send_to_all() sends them, in the epoch `wanted` or later.
+    """Wait for short lines of all ranks, as of send_to_all(), in the epoch `wanted` or later.
 
     Returns: bits of the ranks whose lines did not come, as end_look() leaves them.
     """

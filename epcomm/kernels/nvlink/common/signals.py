@@ -64,9 +64,9 @@ def living_ranks(peers: Peers, c: constexprs.Layout) -> tl.tensor:
 @triton.jit
 def publish_as_last(
     peers: Peers,
-    arrivals: tl.constexpr,
+    arrivals: tl.tensor,
     num_arriving: tl.tensor,
-    signals_at: tl.constexpr,
+    signal_at: tl.tensor,
     epoch: tl.tensor,
     is_told: tl.tensor,
     c: constexprs.Layout,
@@ -78,7 +78,8 @@ def publish_as_last(
     The signal is set, not added to: batches that are sent in lines do not change it.
 
     arrivals: the index in `state` of a count that is 0 before the first arrival and after the last.
-    is_told: [W_LANES]: the ranks whose signal of this rank, of those at `signals_at`, is set.
+    signal_at: the offset of the signal of this rank in the receive buffer of each rank.
+    is_told: [W_LANES]: the ranks whose signal is set.
     """
     # The word is loaded while the arrival is in flight.
     arrivals_ptr = peers.state + arrivals
@@ -92,7 +93,7 @@ def publish_as_last(
         tl.store(arrivals_ptr, 0)
         # A few threads make the release: after this barrier it covers what the last one acquired.
         tl.debug_barrier()
-        words = (bases + (signals_at + peers.rank * 4)).to(tl.pointer_type(tl.int32))
+        words = (bases + signal_at).to(tl.pointer_type(tl.int32))
         numbers = is_told.to(tl.int32) * epoch
         # await_at() reads it on every rank. The store is one vector, so one fence covers all ranks.
         tl.atomic_xchg(words, numbers, mask=is_told, sem="release", scope="sys")

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.launch import EXACT
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
@@ -22,7 +22,11 @@ from epcomm.kernels.nvlink.common.exchange import (
     Peers,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import (
+    LINE_BYTES,
+    LINE_WORDS,
+    PART_LINES,
+)
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -31,6 +35,7 @@ from epcomm.kernels.nvlink.common.lines import (
     flag_of,
     int64_at,
     is_waiting,
+    load_lines,
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks
@@ -44,13 +49,63 @@ from epcomm.kernels.nvlink.common.status import (
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
-# Words of a sum that a program adds up: 16 bytes of lines of each rank for each thread.
-_WORDS = 256
+# A line of a part of each sum for each thread.
 _WARPS = 4
 
 _THREADS = tl.constexpr(32 * _WARPS)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
+_PART_LINES = tl.constexpr(PART_LINES)
+
+
+@triton.jit
+def _columns_of(
+    part: tl.tensor,
+    plane: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    EACH: tl.constexpr,
+    c: constexprs.Layout,
+) -> tl.tuple:
+    """Return the columns of a plane of a part of a sum, and which of them exist.
+
+    EACH: elements of a word.
+    """
+    lane = tl.arange(0, _PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
+    column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+    return column, (lane < c.RETURN_PLANE * EACH) & (column < HIDDEN)  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _added(
+    totals: tl.tuple, words: tl.tuple, weight: tl.tensor | None, dtype: tl.constexpr
+) -> tl.tuple:
+    """Add the words of each plane to totals, float32, times a weight if there is one."""
+    sums = ()
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        elements = elements_of(words[plane], dtype).to(tl.float32)
+        if weight is not None:
+            elements *= weight
+        sums += (totals[plane] + elements,)
+    return sums  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _store_sums(
+    out_row_ptr: tl.tensor,
+    totals: tl.tuple,
+    has_failed: tl.tensor,
+    part: tl.tensor,
+    is_token: tl.tensor,
+    HIDDEN: tl.constexpr,
+    EACH: tl.constexpr,
+    c: constexprs.Layout,
+) -> None:
+    """Store each plane of a part of a sum, rounded once; NaN if the call has failed."""
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        column, is_element = _columns_of(part, plane, HIDDEN, EACH, c)  # pyright: ignore[reportGeneralTypeIssues]
+        total = tl.where(has_failed, float("nan"), totals[plane])
+        total = cast(total, out_row_ptr.dtype.element_ty)
+        tl.store(out_row_ptr + column, total, mask=both(is_element, is_token))
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -68,8 +123,6 @@ def _receive_combine_lines_kernel(
     batch: tl.tensor,
     c: constexprs.Layout,
     HIDDEN: tl.constexpr,
-    PARTS: tl.constexpr,
-    WORDS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
     """Add up a part of a token's sums in each program.
@@ -77,7 +130,7 @@ def _receive_combine_lines_kernel(
     Token 1 was sent to ranks 0 and 2: with two parts, program 3 adds the second halves of the lines
     of token 1 from ranks 0 and 2. With weights, its slots have lines of their own.
     """
-    token, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    token, part = tl.program_id(0) // c.SUM_PARTS, tl.program_id(0) % c.SUM_PARTS
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
@@ -88,63 +141,62 @@ def _receive_combine_lines_kernel(
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT)
-    word = part * WORDS + tl.arange(0, WORDS)
-    is_word = both(word < c.RETURN_WORDS, is_awaited)
+    lane = tl.arange(0, _PART_LINES)
+    line = part * c.RETURN_PLANE + lane
+    is_line = both((lane < c.RETURN_PLANE) & (line < c.SUM_LINES), is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    ELEMENTS: tl.constexpr = WORDS * 32 // dtype.primitive_bitwidth
-    column = part * ELEMENTS + tl.arange(0, ELEMENTS)
-    is_element = both(column < HIDDEN, token < num_tokens)
+    EACH: tl.constexpr = 32 // dtype.primitive_bitwidth
+    is_token = token < num_tokens
     out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
     living, sent, weights = (), (), ()
     for source in tl.static_range(c.W):
         living += (tl.load(peers.excluded + source) == 0,)
-    # Nothing is acquired here, which would empty the L1 cache.
-    if weights_ptr is None:
-        for source in tl.static_range(c.W):
-            sent_ptr = is_sent_ptr + token * c.W + source
-            sent += (tl.load(sent_ptr, mask=is_awaited, other=0, volatile=True) != 0,)
-    else:
-        for k in tl.static_range(c.K):
-            # 1 + the rank that has the slot.
-            noted = tl.load(is_sent_ptr + token * c.K + k, mask=is_awaited, other=0, volatile=True)
-            is_there = (token < num_tokens) & (noted != 0)
-            sent += (noted.to(tl.int32),)
-            weights += (tl.load(weights_ptr + token * c.K + k, mask=is_there, other=0.0),)
+    # Nothing is acquired here, which would empty the L1 cache. Of slots 1 + the rank.
+    for each in tl.static_range(c.PARTS):
+        noted = tl.load(
+            is_sent_ptr + token * c.PARTS + each, mask=is_awaited, other=0, volatile=True
+        )
+        sent += (noted.to(tl.int32),)
+        if weights_ptr is not None:
+            weight_ptr = weights_ptr + token * c.K + each
+            weights += (tl.load(weight_ptr, mask=is_token & (noted != 0), other=0.0),)
 
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
         aborted = tl.load(int32_at(own_address), volatile=True)
         late, any_code = epoch * 0, epoch * 0
-        total = tl.zeros([ELEMENTS], tl.float32)
-        absent = tl.zeros([WORDS], tl.int32)
+        zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
+        totals = (zeros, zeros, zeros)
+        absent = tl.zeros([_PART_LINES], tl.int32)
+        codes = ()
         for source in tl.static_range(c.W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
             # The epochs are compared by order: a rank may already have ended the next batch.
             is_late = living[source] & (flag_of(combined) - epoch < 0)
             late |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
+            codes += (word_of(combined),)
+        for each in tl.static_range(c.PARTS):
+            if c.RETURNS_SLOTS:
+                first = token * c.K + each
+                owner = tl.maximum(sent[each] - 1, 0)
+                code = word_of(tl.load(combined_ptr + owner, volatile=True))
+            else:
+                first = each * c.LINE_TOKENS + token
+                owner = each // c.GROUPS
+                code = codes[each // c.GROUPS]
+            sums = buffer_address + c.SUM_LINES_AT + first * (c.SUM_LINES * _LINE_BYTES)
+            is_part = both(is_line, sent[each] != 0)
+            word0, word1, word2, flags = load_lines(sums, line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
+            # A rank that refuses sends nothing. Of all others each row is awaited: the next batch
+            # may write another rank's to the same position.
+            is_absent = is_part & (code == 0) & (flags != epoch)
+            absent |= tl.where(is_absent, 1 << owner, 0)
+            words = (word0, word1, word2)
             if weights_ptr is None:
-                lines_ptr = int64_at(buffer_address + c.SUM_LINES_AT) + word
-                lines_ptr += (source * c.LINE_TOKENS + token) * c.SUM_LINES
-                is_part = both(is_word, sent[source])
-                lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
-                # A rank that refuses sends no sums.
-                is_absent = is_part & (word_of(combined) == 0) & (flag_of(lines) != epoch)
-                absent |= tl.where(is_absent, 1 << source, 0)
-                total += elements_of(word_of(lines), dtype).to(tl.float32)
-        if weights_ptr is not None:
-            for k in tl.static_range(c.K):
-                owner = sent[k] - 1
-                lines_ptr = int64_at(buffer_address + c.SUM_LINES_AT) + word
-                lines_ptr += (token * c.K + k) * c.SUM_LINES
-                is_part = both(is_word, owner >= 0)
-                lines = tl.load(lines_ptr, mask=is_part, other=0, volatile=True)
-                # A rank that refuses sends no slots. Those of all others are awaited: the next
-                # batch may write another rank's to the same position.
-                code = tl.load(combined_ptr + owner, mask=owner >= 0, other=0, volatile=True)
-                is_absent = is_part & (word_of(code) == 0) & (flag_of(lines) != epoch)
-                absent |= tl.where(is_absent, 1 << tl.maximum(owner, 0), 0)
-                total += elements_of(word_of(lines), dtype).to(tl.float32) * weights[k]
+                totals = _added(totals, words, None, dtype)  # pyright: ignore[reportArgumentType]
+            else:
+                totals = _added(totals, words, weights[each], dtype)  # pyright: ignore[reportArgumentType]
         late = tl.where(is_overwritten, 0, late | tl.max(absent))
         any_code = tl.where(is_overwritten, FAULT_HANDLE, any_code)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
@@ -160,45 +212,33 @@ def _receive_combine_lines_kernel(
             if (tl.program_id(0) == 0) & (any_code != 0):
                 is_source = living_ranks(peers, c)
                 codes_ptr = combined_ptr + tl.arange(0, c.W_LANES)
-                codes = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
-                codes = tl.where(is_overwritten, FAULT_HANDLE, codes)
+                found = word_of(tl.load(codes_ptr, mask=is_source, other=0, volatile=True))
+                found = tl.where(is_overwritten, FAULT_HANDLE, found)
                 note_faults(
-                    peers.faults, codes & FAULT_MASK, is_source, c.W_LANES, codes >> FLAGS_SHIFT
+                    peers.faults, found & FAULT_MASK, is_source, c.W_LANES, found >> FLAGS_SHIFT
                 )
-            total = tl.where(has_failed | (any_code != 0), float("nan"), total)
-            tl.store(out_row_ptr + column, cast(total, dtype), mask=is_element)
+            has_failed |= any_code != 0
+            _store_sums(out_row_ptr, totals, has_failed, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
     if abort_if_late(peers, late, WAIT_COMBINE, epoch, c):
-        nothing = tl.full([ELEMENTS], float("nan"), tl.float32)
-        tl.store(out_row_ptr + column, cast(nothing, dtype), mask=is_element)
+        zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
+        zeros = (zeros, zeros, zeros)
+        _store_sums(out_row_ptr, zeros, late != 0, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
     if OVERLAPS:
         await_previous()
 
 
-def _words_of_part(layout: LowLatencyLayout) -> int:
-    # No fewer than threads: the compiler may load a smaller block twice, for flags and for words.
-    return min(_WORDS, max(32 * _WARPS, next_power_of_two(layout.return_words)))
-
-
-def num_parts(layout: LowLatencyLayout) -> int:
-    """Return the programs that share a token."""
-    return -(-layout.return_words // _words_of_part(layout))
-
-
 def prepare_lines(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    """Return the launch that receives sums in lines, num_parts() programs for each token.
+    """Return the launch that receives sums in lines, sum_parts programs for each token.
 
     Tokens are those of the dispatch. If this rank refuses to combine, `out` has none, and it still
     waits for them, because until then ranks may read the rows that it sent.
     """
-    layout = exchange.peers.layout
     return prepare(
         exchange,
         _receive_combine_lines_kernel,
         [CHANGES] * 3,
         3,
         HIDDEN=out.shape[1],
-        PARTS=num_parts(layout),
-        WORDS=_words_of_part(layout),
         num_warps=_WARPS,
         **EXACT,
         **overlapping(out.device),

@@ -8,8 +8,6 @@ Memory order: common/lines.py.
 
 from __future__ import annotations
 
-from functools import cache
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,8 +22,13 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 )
 from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
-from epcomm.kernels.nvlink.common.lines import await_credit, int64_at, line_of, words_of
+from epcomm.kernels.nvlink.common.layout import (
+    LINE_BYTES,
+    LINE_WORDS,
+    PART_LINES,
+    LowLatencyLayout,
+)
+from epcomm.kernels.nvlink.common.lines import await_credit, store_lines, words_of
 from epcomm.kernels.nvlink.common.signals import living_ranks
 from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8,
@@ -37,7 +40,7 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     columns_of,
     load_ids,
     load_scales,
-    note_owners,
+    note_parts,
     peer_in_turn,
     send_header,
     send_metadata,
@@ -46,18 +49,15 @@ from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 
-# Elements of a row that a program sends: eight for each thread, or a quarter as many words.
-_PART = 1024
 _WORD_BYTES = 4
-# Blocks whose scales are whole words, whatever their type.
-LEAST_BLOCKS = 4
+# A line of a part of a row for each thread.
 _WARPS = 4
 
 _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
+_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
 
 
 @triton.jit
@@ -93,21 +93,48 @@ def _send_header_lines(
 
 
 @triton.jit
-def _place_of_words(
-    part: tl.tensor, NUM_WORDS: tl.constexpr, c: constexprs.Layout, rows: constexprs.SentRows
+def _places_in_plane(
+    c: constexprs.Layout, rows: constexprs.SentRows, LANES: tl.constexpr
 ) -> tl.tuple:
-    """Return the indices of the words of a part in its row, and which of them exist."""
-    place = tl.arange(0, NUM_WORDS)
+    """Return the index in a plane of the word in each lane, and which lanes have a word."""
+    lane = tl.arange(0, LANES)
     if (rows.KIND == _PLAIN) | (rows.KIND == _INT8):
-        word = part * NUM_WORDS + place
-        is_word = word < c.DATA_WORDS
+        place = lane
+        is_word = lane < c.DATA_PLANE
     else:
         # Whole words of a block; some lanes may be unused.
-        of_block = place % (rows.BLOCK_LANES // 4)
-        block = part * rows.BLOCKS + place // (rows.BLOCK_LANES // 4)
-        word = block * (rows.BLOCK // 4) + of_block
-        is_word = (of_block < rows.BLOCK // 4) & (word < c.DATA_WORDS)
-    return word, is_word  # pyright: ignore[reportReturnType]
+        of_block = lane % (rows.BLOCK_LANES // 4)
+        place = lane // (rows.BLOCK_LANES // 4) * (rows.BLOCK // 4) + of_block
+        is_word = of_block < rows.BLOCK // 4
+    return place, is_word  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _given_scales(
+    x_scales_ptr: tl.tensor,
+    token: tl.tensor,
+    word: tl.tensor,
+    is_loaded: tl.tensor,
+    scales_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    rows: constexprs.SentRows,
+) -> tl.tensor:
+    """Load words of the scales of a row that was quantised before: one scale each, or four."""
+    EACH: tl.constexpr = 32 // x_scales_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore[reportAttributeAccessIssue]
+    words = tl.zeros(word.shape, tl.int32)
+    for each in tl.static_range(EACH):
+        at = word * EACH + each
+        is_scale = is_loaded & (at < rows.SCALES)
+        scale = load_scales(x_scales_ptr, token, at, is_scale, scales_stride, scale_stride)
+        words |= scale.to(tl.int32) << (each * (32 // EACH))
+    return words
+
+
+@triton.jit
+def _in_lanes(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """Return values [n] in LANES lanes, each as often: 1 1 2 2 of 1 2."""
+    SIZE: tl.constexpr = values.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    return tl.reshape(tl.broadcast_to(values[:, None], [SIZE, LANES // SIZE]), [LANES])
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -131,7 +158,9 @@ def _send_dispatch_lines_kernel(
     c: constexprs.Layout,
     rows: constexprs.SentRows,
     PARTS: tl.constexpr,
-    PART: tl.constexpr,
+    PLANE: tl.constexpr,
+    LANES: tl.constexpr,
+    ELEMENT_LANES: tl.constexpr,
     CHUNK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
@@ -150,18 +179,31 @@ def _send_dispatch_lines_kernel(
     item = program - c.W - num_tokens
     token, part = item // PARTS, item % PARTS
     is_row = item >= 0
-    column, is_element = columns_of(part, rows, PART)  # pyright: ignore[reportGeneralTypeIssues]
+    place, has_word = _places_in_plane(c, rows, LANES)  # pyright: ignore[reportGeneralTypeIssues]
+    # Lines of scales are stored by some of the lanes.
+    SCALE_LANES: tl.constexpr = LANES // c.SCALE_PLANE  # pyright: ignore[reportOperatorIssue]
+    lane = tl.arange(0, LANES)
+    scale_place = lane // SCALE_LANES
     # On their way while the credit is awaited.
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
-    elements = tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0)
+    elements, given = (), ()
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        column, is_element = columns_of(  # pyright: ignore[reportGeneralTypeIssues]
+            part * _LINE_WORDS + plane, rows, PLANE, ELEMENT_LANES
+        )
+        elements += (tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0),)
+        if x_scales_ptr is not None:
+            scale_word = (part * _LINE_WORDS + plane) * c.SCALE_PLANE + scale_place
+            is_given = both(lane % SCALE_LANES == 0, is_row)
+            given += (
+                _given_scales(
+                    x_scales_ptr, token, scale_word, is_given, scales_stride, scale_stride, rows
+                ),
+            )
     if rows.KIND == _INT8:
         whole = tl.arange(0, rows.COLUMNS)
         row = tl.load(row_ptr + whole, mask=both(whole < rows.HIDDEN, is_row), other=0.0)
         amax_bits = largest_bits(row.to(tl.float32))
-    if x_scales_ptr is not None:
-        scale_lane = tl.arange(0, rows.SCALE_LANES)
-        is_given = both(both(scale_lane < rows.SCALES, is_row), part == 0)
-        given = load_scales(x_scales_ptr, token, scale_lane, is_given, scales_stride, scale_stride)
     ids = load_ids(ids_ptr, token, is_row, c)
     bases = ()
     sent_token = tl.where(is_row, token, tl.maximum(program - c.W, 0))
@@ -178,90 +220,84 @@ def _send_dispatch_lines_kernel(
         num_others = tl.sum(living_ranks(peers, c).to(tl.int32)) - 1
         tl.atomic_add(peers.counters + 1, tl.cast(num_others, tl.int64), sem="relaxed")
     else:
-        scale_words = None
-        if rows.KIND == _PLAIN:
-            # Rows are copied as bits, so that an interpreter need not know the dtype.
-            words = words_of(elements)
-            if x_scales_ptr is not None:
-                scale_words = words_of(given)
-                scale_word = tl.arange(0, scale_words.shape[0])
-                is_scale = both(scale_word < c.SCALE_WORDS, part == 0)
-        elif rows.KIND == _INT8:
-            codes, scale = quantize_part(elements.to(tl.float32), amax_bits, rows.PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
-            words = words_of(codes)
-            scale_word = tl.arange(0, 1)
-            scale_words = scale_word + scale.to(tl.int32, bitcast=True)
-            is_scale = both(scale_word == 0, part == 0)
-        else:
-            codes, scales = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
-                elements.to(tl.float32), rows.KIND == _FP8_POWER_OF_TWO, rows.HAS_E4M3
-            )
-            words = words_of(tl.reshape(codes, [rows.BLOCKS * rows.BLOCK_LANES]))
-            scale_words = words_of(scales)
-            scale_word = part * scale_words.shape[0] + tl.arange(0, scale_words.shape[0])
-            is_scale = scale_word < c.SCALE_WORDS
-        word, is_word = _place_of_words(part, words.shape[0], c, rows)  # pyright: ignore[reportGeneralTypeIssues]
-        lines = line_of(words, epoch)
+        words, scale_words = (), given
+        for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+            if rows.KIND == _PLAIN:
+                # Rows are copied as bits, so that an interpreter need not know the dtype.
+                words += (words_of(elements[plane]),)
+            elif rows.KIND == _INT8:
+                codes, scale = quantize_part(  # pyright: ignore[reportGeneralTypeIssues]
+                    elements[plane].to(tl.float32), amax_bits, rows.PROFILE
+                )
+                words += (words_of(codes),)
+                scale_words += (lane * 0 + scale.to(tl.int32, bitcast=True),)
+            else:
+                codes, scales = quantize_blocks(  # pyright: ignore[reportGeneralTypeIssues]
+                    elements[plane].to(tl.float32),
+                    rows.KIND == _FP8_POWER_OF_TWO,
+                    rows.HAS_E4M3,
+                )
+                words += (words_of(tl.reshape(codes, [LANES * 4])),)  # pyright: ignore[reportOperatorIssue]
+                scale_words += (_in_lanes(words_of(scales), LANES),)
+        is_word = has_word & (part * (_LINE_WORDS * c.DATA_PLANE) + place < c.DATA_WORDS)
+        line = part * c.DATA_PLANE + place
+        scale_line = part * c.SCALE_PLANE + scale_place
+        first_scale = part * (_LINE_WORDS * c.SCALE_PLANE) + scale_place
+        is_scale = (lane % SCALE_LANES == 0) & (first_scale < c.SCALE_WORDS)
         # The lines of the row of this token, in the memory of any rank.
         row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
         owners = tl.where(ids >= 0, ids // c.L, -1)
         num_sent = 0
         # The receiver of combine on this rank reads it.
-        if weights_ptr is None:  # noqa: SIM102 - what is not compiled must be a branch of its own
-            if part == 0:
-                note_owners(peers, is_sent_ptr, token, owners, c)
+        if part == 0:
+            note_parts(peers, is_sent_ptr, token, ids, c)
         for turn in tl.static_range(c.W):
             peer = peer_in_turn(peers, token, turn, c)
             # Entries of an excluded rank are as masked entries.
             is_owner = (owners == peer) & (bases[turn] != 0)
             is_needed = tl.max(is_owner.to(tl.int32))
             if part == 0:
-                if weights_ptr is not None:
-                    tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
-                lines_ptr = int64_at(bases[turn] + row_at)
-                tl.store(lines_ptr + c.DATA_LINES + word, lines, mask=is_word)
-                if scale_words is not None:
-                    scale_lines = line_of(scale_words, epoch)
-                    tl.store(lines_ptr + c.SCALE_LINES + scale_word, scale_lines, mask=is_scale)
+                to = bases[turn] + row_at
+                store_lines(to + c.DATA_LINES * _LINE_BYTES, line, words, epoch, is_word)  # pyright: ignore[reportArgumentType]
+                if c.SCALE_WORDS > 0:
+                    to += c.SCALE_LINES * _LINE_BYTES
+                    store_lines(to, scale_line, scale_words, epoch, is_scale)  # pyright: ignore[reportArgumentType]
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
 
 
-@cache
-def num_parts(hidden_size: int, scale_block: int, kind: int, itemsize: int) -> int:
+def num_parts(layout: LowLatencyLayout) -> int:
     """Return the programs that share a row."""
-    if kind in (FP8, FP8_POWER_OF_TWO):
-        return -(-hidden_size // (scale_block * blocks_in_lines(hidden_size, scale_block)))
-    return -(-hidden_size // _part_of(hidden_size, itemsize))
-
-
-def _part_of(hidden_size: int, itemsize: int) -> int:
-    """Return the elements of a row that a program sends as they are, or with one scale for all."""
-    # Words of a row have up to four elements.
-    most = _PART if itemsize < _WORD_BYTES else _PART // _WORD_BYTES
-    return max(4, min(most, next_power_of_two(hidden_size)))
-
-
-def blocks_in_lines(hidden_size: int, scale_block: int) -> int:
-    """Return the blocks of a row that a program sends, each with its scale."""
-    blocks = next_power_of_two(-(-hidden_size // scale_block))
-    return max(LEAST_BLOCKS, min(_PART // next_power_of_two(scale_block), blocks))
+    return -(-layout.data_words // (LINE_WORDS * layout.data_plane))
 
 
 def prepare_lines(
-    exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor, parts: int
+    exchange: LowLatencyExchange,
+    rows: constexprs.SentRows,
+    hidden_states: Tensor,
+    kind: int,
+    scale_block: int,
 ) -> PreparedLaunch:
-    """Return the launch that sends `rows` in lines, each row in `parts` parts."""
+    """Return the launch that sends `rows` in lines, each row in num_parts() parts."""
     layout = exchange.peers.layout
+    # Words of quantised rows have four elements.
+    is_plain = kind == PLAIN
+    elements_of_word = _WORD_BYTES // hidden_states.itemsize if is_plain else _WORD_BYTES
+    lanes = layout.data_plane
+    if kind in (FP8, FP8_POWER_OF_TWO):
+        lanes = layout.data_plane * next_power_of_two(scale_block) // scale_block
+    lanes = max(PART_LINES, next_power_of_two(lanes))
     return prepare(
         exchange,
         _send_dispatch_lines_kernel,
         [CHANGES] * 5,
         6,
         rows=rows,
-        PARTS=parts,
-        PART=_part_of(hidden_states.shape[1], hidden_states.itemsize),
+        PARTS=num_parts(layout),
+        PLANE=layout.data_plane * elements_of_word,
+        LANES=lanes,
+        ELEMENT_LANES=lanes * elements_of_word,
         CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
         num_warps=_WARPS,
         **EXACT,

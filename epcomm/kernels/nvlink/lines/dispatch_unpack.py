@@ -11,7 +11,12 @@ import triton.language as tl
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.exchange import Peers, SlabMemory
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import (
+    LINE_BYTES,
+    LINE_WORDS,
+    PART_LINES,
+    LowLatencyLayout,
+)
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -19,14 +24,22 @@ from epcomm.kernels.nvlink.common.lines import (
     flag_of,
     int64_at,
     is_waiting,
+    load_lines,
+    word_in_row,
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import WAIT_DISPATCH
 from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 
-# Words that a program unpacks in one step: 16 bytes of lines for each thread.
-UNPACKED_WORDS = 256
+# Tokens of which a program unpacks a line each thread at once: one after another, each would take
+# the time of a look.
+UNPACKED_TOKENS = 4
+# Most programs that unpack rows: two on each of the SMs of an H200.
+_MOST_UNPACKERS = 264
+
+_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
+_PART_LINES = tl.constexpr(PART_LINES)
 
 
 @triton.jit
@@ -38,7 +51,7 @@ def _await_lines(
     epoch: tl.tensor,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
-    """Wait for lines [W_LANES, n] of all sources; return the bits of ranks whose lines are missing.
+    """Wait for short lines [W_LANES, n] of all sources; return the bits of ranks that are missing.
 
     Nothing that is loaded here is returned: code that needs the words loads them after the wait.
     """
@@ -55,58 +68,131 @@ def _await_lines(
 
 
 @triton.jit
-def _unpack_part(
+def _slots_of_token(
     peers: Peers,
-    slabs: SlabMemory,
     source: tl.tensor,
-    token: tl.tensor,
-    part: tl.tensor,
+    local_ids: tl.tensor,
+    positions: tl.tensor,
+    is_row: tl.tensor,
     epoch: tl.tensor,
     c: constexprs.Layout,
     index: constexprs.Index,
     THREADS: tl.constexpr,
 ) -> tl.tuple:
-    """Wait for a part of the row of a token in lines, if it comes, and unpack it.
+    """Return the slots of a token, [K_LANES], -1 for none, and the ranks whose counts are missing.
 
-    The header of the source and the metadata of the token, which are looked at beside the lines of
-    the row, decide whether it comes. With slabs, it is stored at the slots of its experts, which
-    depend on the counts of the sources before.
+    local_ids, positions: [K_LANES], the metadata of the token.   is_row: whether it has slots here.
+    """
+    source_lane = tl.arange(0, c.W_LANES)
+    k = tl.arange(0, c.K_LANES)
+    is_slot = both((k < c.K) & (local_ids >= 0) & (local_ids < c.L), is_row)
+    counts_ptr = int64_at(peers.buffer_address + c.COUNT_LINES_AT)
+    counts_ptr += source_lane[:, None] * c.L + local_ids[None, :]
+    is_before = living_ranks(peers, c) & (source_lane < source)
+    is_count = is_before[:, None] & is_slot[None, :]
+    late = _await_lines(counts_ptr, is_count, source_lane, peers, epoch, THREADS)
+    counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
+    before = tl.sum(tl.where(is_count, counts, 0), axis=0)
+    slots = local_ids * index.CAPACITY + before + positions
+    # No expert has more rows than its slab, whatever a rank has sent.
+    is_slot = both(is_slot & (before + positions < index.CAPACITY), late == 0)
+    return tl.where(is_slot, slots, -1), late  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _store_words(
+    peers: Peers,
+    slabs: SlabMemory,
+    row: tl.tensor,
+    slots: tl.tensor,
+    words: tl.tuple,
+    line: tl.tensor,
+    is_row: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+) -> None:
+    """Store the words of some lines of a row where rows are, or in slabs at slots [K_LANES].
+
+    words: of each plane.   line: their lines after those of the metadata.
+    """
+    FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
+    k = tl.arange(0, c.K_LANES)
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        word = word_in_row(line, plane, c.DATA_PLANE)
+        is_datum = both((line < FIRST_SCALE) & (word < c.DATA_WORDS), is_row)
+        scale = word_in_row(tl.maximum(line - FIRST_SCALE, 0), plane, c.SCALE_PLANE)
+        is_scale = both((line >= FIRST_SCALE) & (scale < c.SCALE_WORDS), is_row)
+        if slabs.data is not None:
+            # One after the other: as a block they would take more registers than there are.
+            for each in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
+                slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
+                to_ptr = slabs.data + slot * (c.DATA_BYTES // 4) + word
+                tl.store(to_ptr, words[plane], mask=both(is_datum, slot >= 0))
+                if slabs.scales is not None:
+                    place = scales_at(slot, scale, index)
+                    tl.store(slabs.scales + place, words[plane], mask=both(is_scale, slot >= 0))
+        else:
+            data_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES)
+            tl.store(data_ptr + word, words[plane], mask=is_datum)
+            if c.SCALE_WORDS > 0:
+                scales_ptr = int32_at(peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES)
+                tl.store(scales_ptr + scale, words[plane], mask=is_scale)
+
+
+@triton.jit
+def _unpack_tokens(
+    peers: Peers,
+    slabs: SlabMemory,
+    source: tl.tensor,
+    first: tl.tensor,
+    piece: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+    index: constexprs.Index,
+    THREADS: tl.constexpr,
+) -> tl.tuple:
+    """Wait for some lines of the rows of TOKENS tokens from `first` on, if they come; unpack them.
+
+    The header of the source and the metadata of a token, which are looked at beside the lines of
+    the row, decide whether these come. With slabs, they are stored at the slots of the token's
+    experts, which depend on the counts of the sources before.
 
     Returns: the bits of ranks whose lines did not come, as end_look() leaves them; T of the source
         if it sent in lines, else 0.
     """
-    FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
     k = tl.arange(0, c.K_LANES)
-    source_lane = tl.arange(0, c.W_LANES)
-    is_source = living_ranks(peers, c)
     header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
-    row_lines_ptr = int64_at(peers.buffer_address + c.ROW_LINES_AT)
-    row_lines_ptr += (source * c.LINE_TOKENS + token) * c.ROW_LINES
-    word = part * index.WORDS + tl.arange(0, index.WORDS)
-    is_datum = word < c.DATA_WORDS
-    is_scale = (word >= FIRST_SCALE) & (word < FIRST_SCALE + c.SCALE_WORDS)
-    is_word = is_datum | is_scale
+    line = piece * _PART_LINES + tl.arange(0, _PART_LINES)
+    is_line = line < c.ROW_LINES - c.DATA_LINES
 
     num_tokens = 0
     late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         header = tl.load(header_ptr, volatile=True)
-        experts = tl.load(row_lines_ptr + k, volatile=True)
-        lines_ptr = row_lines_ptr + c.DATA_LINES + word
-        lines = tl.load(lines_ptr, mask=is_word, other=0, volatile=True)
-        is_token = ((word_of(header) & 1) != 0) & (token < (word_of(header) >> 1))
-        # One value of each line in one reduction: a load with two uses is done twice, in two
-        # layouts, and the line may come between them. 2: not there; 1: a slot; 0: none.
-        entries = tl.where((k < c.K) & (word_of(experts) >= 0), 1, 0)
-        told = tl.max(tl.where(flag_of(experts) != epoch, 2, entries))
-        is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
+        in_lines = (word_of(header) & 1) != 0
+        sent_tokens = tl.where(in_lines, tl.minimum(word_of(header) >> 1, c.LINE_TOKENS), 0)
         # What a header of another epoch says decides nothing.
-        is_late = (told == 2) | ((told == 1) & is_absent)
-        if slabs.data is not None:
-            positions = tl.load(row_lines_ptr + c.K_LANES + k, volatile=True)
-            is_late |= tl.max((flag_of(positions) != epoch).to(tl.int32)) > 0
-        is_late = (flag_of(header) != epoch) | (is_token & is_late)
+        is_late = flag_of(header) != epoch
+        is_row, experts, positions, words = (), (), (), ()
+        for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+            token = first + each
+            row_at = (source * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
+            address = peers.buffer_address + c.ROW_LINES_AT + row_at
+            has_memory = token < c.LINE_TOKENS
+            local_ids, places, _, told = load_lines(address, k, both(k < c.K_LANES, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
+            lines_at = address + c.DATA_LINES * _LINE_BYTES
+            word0, word1, word2, flags = load_lines(lines_at, line, both(is_line, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
+            # One value of each line in one reduction. 2: not there; 1: a slot; 0: none.
+            entries = tl.where((k < c.K) & (local_ids >= 0), 1, 0)
+            state = tl.max(tl.where(told != epoch, 2, entries))
+            is_absent = tl.max((is_line & (flags != epoch)).to(tl.int32)) > 0
+            is_missing = (state == 2) | ((state == 1) & is_absent)
+            is_late |= (token < sent_tokens) & is_missing
+            is_row += ((token < sent_tokens) & (state == 1),)
+            experts += (local_ids,)
+            positions += (places,)
+            words += ((word0, word1, word2),)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
             tl.where(is_late, 1 << source, 0),
             aborted,
@@ -116,44 +202,27 @@ def _unpack_part(
             THREADS,
         )
         if late == 0:
-            in_lines = (word_of(header) & 1) != 0
-            num_tokens = tl.where(in_lines, tl.minimum(word_of(header) >> 1, c.LINE_TOKENS), 0)
+            num_tokens = sent_tokens
             # Of the look that found them: to load them again would take as long as to look.
-            is_part = is_token & (told == 1)
-            if slabs.data is not None:
-                # They stay as they are from here on, however often they are loaded.
-                local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
-                places = word_of(tl.load(row_lines_ptr + c.K_LANES + k, volatile=True))
-                is_slot = both((k < c.K) & (local_ids >= 0) & (local_ids < c.L), is_part)
-                counts_ptr = int64_at(peers.buffer_address + c.COUNT_LINES_AT)
-                counts_ptr += source_lane[:, None] * c.L + local_ids[None, :]
-                is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
-                late = _await_lines(counts_ptr, is_count, source_lane, peers, epoch, THREADS)
-                # That wait was as long as any: it is not begun again.
-                polls_left = tl.where(late != 0, 0, polls_left)
-                counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
-                before = tl.sum(tl.where(is_count, counts, 0), axis=0)
-                slots = local_ids * index.CAPACITY + before + places
-                # No expert has more rows than its slab, whatever a rank has sent.
-                is_slot = both(is_slot & (before + places < index.CAPACITY), late == 0)
-                slots = tl.where(is_slot, slots, -1)
-                # One after the other: as a block they would take more registers than there are.
-                for each in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
-                    slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
-                    to_ptr = slabs.data + slot * (c.DATA_BYTES // 4) + word
-                    tl.store(to_ptr, word_of(lines), mask=both(is_datum, slot >= 0))
-                    if slabs.scales is not None:
-                        place = scales_at(slot, word - FIRST_SCALE, index)
-                        is_kept = both(is_scale, slot >= 0)
-                        tl.store(slabs.scales + place, word_of(lines), mask=is_kept)
-            else:
-                row = (source * c.M + token).to(tl.int64)
-                data_ptr = int32_at(peers.buffer_address + c.DATA_AT + row * c.DATA_BYTES)
-                tl.store(data_ptr + word, word_of(lines), mask=both(is_datum, is_part))
-                if c.SCALE_WORDS > 0:
-                    scales_ptr = int32_at(peers.buffer_address + c.SCALES_AT + row * c.SCALE_BYTES)
-                    scales_ptr += word - FIRST_SCALE
-                    tl.store(scales_ptr, word_of(lines), mask=both(is_scale, is_part))
+            for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+                slots = k
+                if slabs.data is not None:
+                    slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
+                        peers,
+                        source,
+                        experts[each],
+                        positions[each],
+                        is_row[each],
+                        epoch,
+                        c,
+                        index,
+                        THREADS,
+                    )
+                    late |= missing
+                    # That wait was as long as any: it is not begun again.
+                    polls_left = tl.where(missing != 0, 0, polls_left)
+                row = (source * c.M + first + each).to(tl.int64)
+                _store_words(peers, slabs, row, slots, words[each], line, is_row[each], c, index)
     return late, num_tokens  # pyright: ignore[reportReturnType]
 
 
@@ -168,35 +237,38 @@ def unpack_rows(
     index: constexprs.Index,
     THREADS: tl.constexpr,
 ) -> tl.tensor:
-    """Unpack the parts of rows in lines that belong to `worker` of num_workers.
+    """Unpack the pieces of rows in lines that belong to `worker` of num_workers.
 
-    A row of 300 words has two parts: with two sources and four workers, worker 2 unpacks the first
-    parts of the rows of rank 1 until the T of its header; with eight workers, those of its tokens
-    0, 2, ...
+    A piece has a line for each thread. A row of 200 lines has two pieces: with two sources, TOKENS
+    of 4 and four workers, worker 2 unpacks the first pieces of the rows of rank 1 until the T of
+    its header; with eight workers, those of its tokens 0 to 3, 8 to 11, ...
 
     num_workers: of num_unpackers().   Returns: whether this rank cannot go on.
     """
-    PARTS: tl.constexpr = (c.ROW_LINES - c.DATA_LINES + index.WORDS - 1) // index.WORDS
+    PAIRS: tl.constexpr = c.W * c.ROW_PIECES  # pyright: ignore[reportAssignmentType]
     any_late = epoch * 0
-    for pair in tl.range(worker % (c.W * PARTS), c.W * PARTS, num_workers, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        source, part = pair // PARTS, pair % PARTS
-        token = worker // (c.W * PARTS)
+    for pair in tl.range(worker % PAIRS, PAIRS, num_workers, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        source, piece = pair // c.ROW_PIECES, pair % c.ROW_PIECES
+        token = worker // PAIRS * index.TOKENS
         num_tokens = tl.where(tl.load(peers.excluded + source) != 0, 0, c.LINE_TOKENS)
         while token < num_tokens:
-            late, num_tokens = _unpack_part(  # pyright: ignore[reportGeneralTypeIssues]
-                peers, slabs, source, token, part, epoch, c, index, THREADS
+            late, num_tokens = _unpack_tokens(  # pyright: ignore[reportGeneralTypeIssues]
+                peers, slabs, source, token, piece, epoch, c, index, THREADS
             )
             abort_if_late(peers, late, WAIT_DISPATCH, epoch, c)
             any_late |= late
-            token += tl.maximum(num_workers // (c.W * PARTS), 1)
+            token += tl.maximum(num_workers // PAIRS, 1) * index.TOKENS
     return any_late != 0
 
 
-def num_unpackers(layout: LowLatencyLayout, most: int) -> int:
-    """Return the programs that unpack rows: the same number for each part of each source.
+def num_unpackers(layout: LowLatencyLayout, num_tokens: int) -> int:
+    """Return the programs that unpack rows, if each rank sends about num_tokens tokens in lines.
 
-    With 16 parts and at most 40 programs these are 32, with 64 parts 40; 0 without lines.
+    As many for each piece of each source: 3 for each of 48 pieces and 12 tokens, 5 for 32 tokens,
+    because more would not be resident; 0 without lines.
     """
-    parts = -(-(layout.row_lines - layout.data_lines_at) // UNPACKED_WORDS)
-    pairs = layout.world_size * parts
-    return min(most, pairs * min(layout.line_tokens, max(1, most // pairs)))
+    if not layout.line_tokens:
+        return 0
+    pairs = layout.world_size * layout.row_pieces
+    looks = -(-min(num_tokens or layout.line_tokens, layout.line_tokens) // UNPACKED_TOKENS)
+    return min(_MOST_UNPACKERS, pairs * min(looks, max(1, _MOST_UNPACKERS // pairs)))

@@ -23,6 +23,8 @@ sources have read the previous results there, because they sent the rows of thes
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -77,11 +79,9 @@ from epcomm.kernels.nvlink.lines.combine_recv import prepare_lines
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
-# 28 elements a thread of a row of 7168 elements.
-_WARPS = 8
-# Columns of the slots of a row that a program sends at once, half a row of 7168, so that the loads
-# of all K slots are under way together.
-_SLOT_COLUMNS = 4096
+# 16 elements a thread of half a row of 7168 elements: two programs fit on an SM, and the loads of
+# all K slots are under way together.
+_WARPS, _SENT_COLUMNS = 8, 4096
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 4
@@ -96,14 +96,20 @@ _PART_LINES = tl.constexpr(PART_LINES)
 _THREADS = tl.constexpr(32 * _RECEIVE_WARPS)
 
 
+class _Sent(NamedTuple):
+    """What a sender reads: results, weights of slots or None, and the index, as pointers."""
+
+    rows: Any
+    weights: Any
+    slots_of_row: Any
+    first_slot: Any
+
+
 @triton.jit
 def _sum_of_slots(
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    slots_ptr: tl.tensor,
-    first_slot: tl.tensor,
-    end_slot: tl.tensor,
+    sent: _Sent,
     row: tl.tensor,
+    group: tl.tensor,
     column: tl.tensor,
     is_element: tl.tensor,
     c: constexprs.Layout,
@@ -115,87 +121,55 @@ def _sum_of_slots(
     0 to 3: 4.
     """
     if results.PER_ROW:
-        row_ptr = rows_ptr + tl.cast(row, tl.int64) * results.ROWS_STRIDE
+        row_ptr = sent.rows + tl.cast(row, tl.int64) * results.ROWS_STRIDE
         total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
     else:
         total = tl.zeros(column.shape, tl.float32)
         for k in tl.static_range(c.K):
-            slot = tl.load(slots_ptr + k)
-            is_slot = slot >= 0
-            if c.GROUPS > 1:
-                is_slot = (slot >= first_slot) & (slot < end_slot)
-            row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
+            slot = tl.load(sent.slots_of_row + row * c.K + k)
+            is_slot = _is_in_group(sent, slot, group, c)
+            row_ptr = sent.rows + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
             part = tl.load(row_ptr + column, mask=both(is_element, is_slot), other=0.0)
             part = part.to(tl.float32)
-            if weights_ptr is not None:
-                part *= tl.load(weights_ptr + slot, mask=is_slot, other=0.0)
+            if sent.weights is not None:
+                part *= tl.load(sent.weights + slot, mask=is_slot, other=0.0)
             total += part
-    return cast(total, rows_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
+    return cast(total, sent.rows.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @triton.jit
-def _part_of(
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    slots_ptr: tl.tensor,
-    first_slots: tl.tuple,
-    part: tl.constexpr,
+def _is_in_group(
+    sent: _Sent, slots: tl.tensor, group: tl.tensor, c: constexprs.Layout
+) -> tl.tensor:
+    """Return whether slots are slots of a group of consecutive experts of this rank."""
+    is_slot = slots >= 0
+    if c.GROUPS > 1:
+        # The slots of an expert follow those of the expert before.
+        first_slot_ptr = sent.first_slot + group * (c.L // c.GROUPS)
+        is_slot = slots >= tl.load(first_slot_ptr)
+        is_slot &= slots < tl.load(first_slot_ptr + c.L // c.GROUPS)
+    return is_slot
+
+
+@triton.jit
+def _slot_of_row(
+    sent: _Sent,
     row: tl.tensor,
+    k: tl.constexpr,
     column: tl.tensor,
     is_element: tl.tensor,
     c: constexprs.Layout,
     results: constexprs.Results,
 ) -> tl.tensor:
-    """Return some columns of a part of what is sent for a row: the sum of a group, or a slot."""
-    if c.RETURNS_SLOTS:
-        slot = tl.load(slots_ptr + part)
-        row_ptr = rows_ptr + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
-        elements = tl.load(row_ptr + column, mask=both(is_element, slot >= 0), other=0.0)
-    else:
-        elements = _sum_of_slots(
-            rows_ptr,
-            weights_ptr,
-            slots_ptr,
-            first_slots[part],
-            first_slots[part + 1],
-            row,
-            column,
-            is_element,
-            c,
-            results,
-        )
-    return elements  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
-def _has_part(
-    slots: tl.tensor, first_slots: tl.tuple, part: tl.constexpr, c: constexprs.Layout
-) -> tl.tensor:
-    """Return whether a part of a row exists: its group has one of the slots [K_LANES]."""
-    if c.RETURNS_SLOTS:
-        is_part = (tl.arange(0, c.K_LANES) == part) & (slots >= 0)
-    elif c.GROUPS > 1:
-        is_part = (slots >= first_slots[part]) & (slots < first_slots[part + 1])
-    else:
-        is_part = slots >= 0
-    return tl.max(is_part.to(tl.int32)) > 0
-
-
-@triton.jit
-def _first_slots(first_slot_ptr: tl.tensor, c: constexprs.Layout) -> tl.tuple:
-    """Load the first slot of each group of experts, and the end of the last one."""
-    firsts = ()
-    for group in tl.static_range(c.GROUPS + 1):
-        if c.GROUPS > 1:
-            firsts += (tl.load(first_slot_ptr + group * (c.L // c.GROUPS)),)
-        else:
-            firsts += (0,)
-    return firsts  # pyright: ignore[reportReturnType]
+    """Return some columns of the result of slot k of a row, zeros without that slot."""
+    slot = tl.load(sent.slots_of_row + row * c.K + k)
+    row_ptr = sent.rows + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
+    return tl.load(row_ptr + column, mask=both(is_element, slot >= 0), other=0.0)
 
 
 @triton.jit
 def _slots_of(
-    slots_of_row_ptr: tl.tensor,
+    sent: _Sent,
     item: tl.tensor,
     num_items: tl.tensor,
     c: constexprs.Layout,
@@ -204,7 +178,7 @@ def _slots_of(
     k = tl.arange(0, c.K_LANES)
     row = item % c.W * c.M + item // c.W
     is_slot = both(k < c.K, item < num_items)
-    return tl.load(slots_of_row_ptr + row * c.K + k, mask=is_slot, other=-1)
+    return tl.load(sent.slots_of_row + row * c.K + k, mask=is_slot, other=-1)
 
 
 @triton.jit
@@ -283,12 +257,37 @@ def _begin_again_kernel(
 
 
 @triton.jit
+def _words_of_part(
+    sent: _Sent,
+    row: tl.tensor,
+    each: tl.tensor,
+    part: tl.tensor,
+    c: constexprs.Layout,
+    results: constexprs.Results,
+) -> tl.tuple:
+    """Return the words of each plane of parts [LINE_PARTS, 1] of what is sent for a row.
+
+    each: the group whose sum is sent, or the slot.
+    """
+    EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
+    # A part is a row of this block, in which one element follows the other.
+    lane = tl.arange(0, _PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
+    words = ()
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+        is_element = (lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
+        if c.RETURNS_SLOTS:
+            elements = _slot_of_row(sent, row, each, column, is_element, c, results)  # pyright: ignore[reportArgumentType]
+        else:
+            elements = _sum_of_slots(sent, row, each, column, is_element, c, results)
+        words += (words_of(tl.reshape(elements, [results.LINE_PARTS * _PART_LINES * EACH])),)
+    return words  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
 def _send_in_lines(
     peers: Peers,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    slots_of_row_ptr: tl.tensor,
-    first_slots: tl.tuple,
+    sent: _Sent,
     next_slots: tl.tensor,
     few: tl.tensor,
     sources_in_lines: tl.tensor,
@@ -303,66 +302,50 @@ def _send_in_lines(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
-    PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else c.GROUPS  # pyright: ignore[reportAssignmentType]
-    EACH: tl.constexpr = 32 // rows_ptr.dtype.element_ty.primitive_bitwidth  # pyright: ignore[reportAttributeAccessIssue]
-    # Parts of a row are rows of these blocks, in which one line, or element, follows another.
     part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
     line_lane = tl.arange(0, _PART_LINES)[None, :]
-    element_lane = tl.arange(0, _PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
     num_sent = 0
     for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):
         row_item = item // PIECES
         source, token = row_item % c.W, row_item // c.W
         slots = next_slots
-        next_slots = _slots_of(slots_of_row_ptr, (item + num_programs) // PIECES, few * c.W, c)
+        next_slots = _slots_of(sent, (item + num_programs) // PIECES, few * c.W, c)
         if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
             part = item % PIECES * results.LINE_PARTS + part_lane
-            lines = part * c.RETURN_PLANE + line_lane
-            is_line = (line_lane < c.RETURN_PLANE) & (lines < c.SUM_LINES)
-            line = tl.reshape(lines, [results.LINE_PARTS * _PART_LINES])
+            line = part * c.RETURN_PLANE + line_lane
+            is_line = (line_lane < c.RETURN_PLANE) & (line < c.SUM_LINES)
+            line = tl.reshape(line, [results.LINE_PARTS * _PART_LINES])
             is_line = tl.reshape(is_line, [results.LINE_PARTS * _PART_LINES])
             row = source * c.M + token
-            slots_ptr = slots_of_row_ptr + row * c.K
-            base = tl.load(peers.bases + source) + c.SUM_LINES_AT
-            for each in tl.static_range(PARTS):
+            to = tl.load(peers.bases + source) + c.SUM_LINES_AT
+            num_parts = 0
+            if c.RETURNS_SLOTS:
+                # Loads of all slots are under way together.
                 words = ()
-                for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
-                    first_column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH)
-                    column = first_column + element_lane
-                    is_element = (element_lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
-                    elements = _part_of(
-                        rows_ptr,
-                        weights_ptr,
-                        slots_ptr,
-                        first_slots,
-                        each,
-                        row,
-                        column,
-                        is_element,
-                        c,
-                        results,
-                    )
-                    words += (
-                        words_of(tl.reshape(elements, [results.LINE_PARTS * _PART_LINES * EACH])),
-                    )
-                place = (peers.rank * c.GROUPS + each) * c.LINE_TOKENS + token
-                if c.RETURNS_SLOTS:
-                    place = token * c.K + each
-                has_part = _has_part(slots, first_slots, each, c)
-                sums = base + place * (c.SUM_LINES * _LINE_BYTES)
-                store_lines(sums, line, words, epoch, both(is_line, has_part))  # pyright: ignore[reportArgumentType]
-                is_counted = has_part & (source != peers.rank) & (item % PIECES == 0)
-                num_sent += is_counted.to(tl.int32)
+                for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
+                    words += (_words_of_part(sent, row, k, part, c, results),)  # pyright: ignore[reportArgumentType]
+                for k in tl.static_range(c.K):
+                    has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
+                    sums = to + (token * c.K + k) * (c.SUM_LINES * _LINE_BYTES)
+                    store_lines(sums, line, words[k], epoch, both(is_line, has_slot))
+                    num_parts += has_slot.to(tl.int32)
+            else:
+                for group in tl.range(0, c.GROUPS, num_stages=1):
+                    has_slot = tl.max(_is_in_group(sent, slots, group, c).to(tl.int32)) > 0
+                    words = _words_of_part(sent, row, group, part, c, results)
+                    place = (peers.rank * c.GROUPS + group) * c.LINE_TOKENS + token
+                    sums = to + place * (c.SUM_LINES * _LINE_BYTES)
+                    store_lines(sums, line, words, epoch, both(is_line, has_slot))
+                    num_parts += has_slot.to(tl.int32)
+            is_counted = (source != peers.rank) & (item % PIECES == 0)
+            num_sent += tl.where(is_counted, num_parts, 0)
     return num_sent  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
 def _send_chunk(
     peers: Peers,
-    rows_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    slots_of_row_ptr: tl.tensor,
-    first_slots: tl.tuple,
+    sent: _Sent,
     worker: tl.tensor,
     num_workers: tl.tensor,
     begin: tl.tensor,
@@ -376,50 +359,50 @@ def _send_chunk(
     Workers take pieces of rows in turn, counted over pieces, sources, tokens.
     Returns: the results sent to other ranks.
     """
-    PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
-    PARTS: tl.constexpr = c.K if c.RETURNS_SLOTS else c.GROUPS  # pyright: ignore[reportAssignmentType]
-    first, last = begin * (c.W * PIECES) + worker, end * (c.W * PIECES)
-    following = _slots_of(slots_of_row_ptr, first // PIECES, end * c.W, c)
+    first, last = begin * (c.W * results.PIECES) + worker, end * (c.W * results.PIECES)
+    following = _slots_of(sent, first // results.PIECES, end * c.W, c)
     num_sent = 0
     for item in tl.range(first, last, num_workers, num_stages=1):
-        row_item = item // PIECES
+        row_item = item // results.PIECES
         source, token = row_item % c.W, row_item // c.W
         slots = following
-        following = _slots_of(slots_of_row_ptr, (item + num_workers) // PIECES, end * c.W, c)
+        following = _slots_of(sent, (item + num_workers) // results.PIECES, end * c.W, c)
         if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
-            column = item % PIECES * results.COLUMNS + tl.arange(0, results.COLUMNS)
+            column = item % results.PIECES * results.COLUMNS + tl.arange(0, results.COLUMNS)
+            is_element = column < results.HIDDEN
             row = source * c.M + token
-            slots_ptr = slots_of_row_ptr + row * c.K
-            base = tl.load(peers.bases + source) + c.RETURNED_AT
-            parts = ()
-            for each in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-                parts += (
-                    _part_of(
-                        rows_ptr,
-                        weights_ptr,
-                        slots_ptr,
-                        first_slots,
-                        each,
-                        row,
-                        column,
-                        column < results.HIDDEN,
-                        c,
-                        results,
-                    ),
-                )
-            for each in tl.static_range(PARTS):
-                place = tl.cast(peers.rank * c.GROUPS + each, tl.int64) * c.M + token
-                if c.RETURNS_SLOTS:
-                    place = tl.cast(token, tl.int64) * c.K + each
-                return_ptr = (base + place * c.RETURN_BYTES).to(
-                    tl.pointer_type(rows_ptr.dtype.element_ty)
-                )
-                return_ptr = tl.multiple_of(return_ptr, 16) + column
-                has_part = _has_part(slots, first_slots, each, c)
-                tl.store(return_ptr, parts[each], mask=both(column < results.HIDDEN, has_part))
-                is_counted = has_part & (source != peers.rank) & (item % PIECES == 0)
-                num_sent += is_counted.to(tl.int32)
+            to = tl.load(peers.bases + source) + c.RETURNED_AT
+            num_parts = 0
+            if c.RETURNS_SLOTS:
+                # Loads of all slots are under way together.
+                parts = ()
+                for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
+                    parts += (_slot_of_row(sent, row, k, column, is_element, c, results),)
+                for k in tl.static_range(c.K):
+                    has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
+                    place = tl.cast(token, tl.int64) * c.K + k
+                    return_ptr = _row_at(to, place, sent.rows.dtype.element_ty, c) + column
+                    tl.store(return_ptr, parts[k], mask=both(is_element, has_slot))
+                    num_parts += has_slot.to(tl.int32)
+            else:
+                for group in tl.range(0, c.GROUPS, num_stages=1):
+                    has_slot = tl.max(_is_in_group(sent, slots, group, c).to(tl.int32)) > 0
+                    total = _sum_of_slots(sent, row, group, column, is_element, c, results)
+                    place = tl.cast(peers.rank * c.GROUPS + group, tl.int64) * c.M + token
+                    return_ptr = _row_at(to, place, sent.rows.dtype.element_ty, c) + column
+                    tl.store(return_ptr, total, mask=both(is_element, has_slot))
+                    num_parts += has_slot.to(tl.int32)
+            is_counted = (source != peers.rank) & (item % results.PIECES == 0)
+            num_sent += tl.where(is_counted, num_parts, 0)
     return num_sent  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _row_at(
+    address: tl.tensor, place: tl.tensor, dtype: tl.constexpr, c: constexprs.Layout
+) -> tl.tensor:
+    """Return a pointer to a returned row."""
+    return tl.multiple_of((address + place * c.RETURN_BYTES).to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -453,10 +436,10 @@ def _send_combine_kernel(
     if OVERLAPS:
         await_previous()
         let_next_start()
-    first_slots = _first_slots(first_slot_ptr, c)
+    sent = _Sent(rows_ptr, weights_ptr, slots_of_row_ptr, first_slot_ptr)
     if c.LINE_TOKENS > 0:
         PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
-        next_slots = _slots_of(slots_of_row_ptr, program // PIECES, c.LINE_TOKENS * c.W, c)
+        next_slots = _slots_of(sent, program // PIECES, c.LINE_TOKENS * c.W, c)
     epoch, is_idle, most, few, sources_in_lines, bulk_tokens = _begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         peers, batch, status, c
     )
@@ -466,17 +449,7 @@ def _send_combine_kernel(
     num_sent = 0
     if c.LINE_TOKENS > 0:
         num_sent += _send_in_lines(
-            peers,
-            rows_ptr,
-            weights_ptr,
-            slots_of_row_ptr,
-            first_slots,
-            next_slots,
-            few,
-            sources_in_lines,
-            epoch,
-            c,
-            results,
+            peers, sent, next_slots, few, sources_in_lines, epoch, c, results
         )
     num_chunks = (most + c.CHUNK_TOKENS - 1) // c.CHUNK_TOKENS
     num_workers = tl.maximum(num_programs // tl.maximum(num_chunks, 1), 1)
@@ -487,21 +460,9 @@ def _send_combine_kernel(
         begin = chunk * c.CHUNK_TOKENS
         end = tl.minimum(begin + c.CHUNK_TOKENS, most)
         num_sent += _send_chunk(
-            peers,
-            rows_ptr,
-            weights_ptr,
-            slots_of_row_ptr,
-            first_slots,
-            worker,
-            num_workers,
-            begin,
-            end,
-            sources_in_lines,
-            c,
-            results,
+            peers, sent, worker, num_workers, begin, end, sources_in_lines, c, results
         )
-        BULK_PIECES: tl.constexpr = (results.HIDDEN + results.COLUMNS - 1) // results.COLUMNS
-        num_arriving = tl.minimum(num_workers, (end - begin) * (c.W * BULK_PIECES))
+        num_arriving = tl.minimum(num_workers, (end - begin) * (c.W * results.PIECES))
         if worker < num_arriving:
             signal_at = c.ARRIVED_SUMS_AT + (rank * c.NUM_CHUNKS + chunk) * 4
             # Sources that poll lines await no signal.
@@ -631,10 +592,7 @@ def _receive_combine_kernel(
                 place = index * c.M + tl.cast(token, tl.int64)
                 if weights_ptr is not None:
                     place = tl.cast(token, tl.int64) * c.PARTS + index
-                part_ptr = (buffer_address + c.RETURNED_AT + place * c.RETURN_BYTES).to(
-                    tl.pointer_type(dtype)
-                )
-                part_ptr = tl.multiple_of(part_ptr, 16) + column
+                part_ptr = _row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
                 # The load starts before it is known whether the call has failed.
                 part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
                 if weights_ptr is not None:
@@ -691,8 +649,7 @@ def send_combine(
     key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
-        columns = max(4, next_power_of_two(hidden_size))
-        most = _SLOT_COLUMNS if exchange.peers.layout.returns_slots else columns
+        columns = min(_SENT_COLUMNS, max(4, next_power_of_two(hidden_size)))
         launch = exchange.launches[key] = prepare(
             exchange,
             _send_combine_kernel,
@@ -702,7 +659,8 @@ def send_combine(
                 constexprs.Results,
                 ROWS_STRIDE=row_stride,
                 HIDDEN=hidden_size,
-                COLUMNS=min(most, columns),
+                COLUMNS=columns,
+                PIECES=-(-hidden_size // columns),
                 LINE_PARTS=32 * _WARPS // PART_LINES,
                 PER_ROW=per_row,
             ),

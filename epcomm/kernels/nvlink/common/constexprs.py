@@ -171,11 +171,13 @@ class Results:
     """The results that a sender of combine reads: those of slots, or sums of rows with PER_ROW.
 
     ROWS_STRIDE: elements from one result to the next.   HIDDEN: elements of a result.
-    COLUMNS: elements that a program sends at once in bulk.   LINE_PARTS: parts of a row in lines.
+    COLUMNS: elements that a program sends at once in bulk, one of PIECES pieces of a row.
+    LINE_PARTS: parts of a row that it sends at once in lines.
     """
 
     ROWS_STRIDE: tl.constexpr
     HIDDEN: tl.constexpr
     COLUMNS: tl.constexpr
+    PIECES: tl.constexpr
     LINE_PARTS: tl.constexpr
     PER_ROW: tl.constexpr

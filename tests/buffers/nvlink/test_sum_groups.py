@@ -1,0 +1,205 @@
+"""Low latency over NVLink returns a sum of each group of experts; one process plays all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock, patch
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from epcomm import Mode
+from epcomm.buffers.nvlink import base
+from epcomm.buffers.nvlink.low_latency import (
+    NVLinkLowLatency,
+    NVLinkLowLatencyBuffer,
+    NVLinkMaskedBuffer,
+)
+from epcomm.buffers.nvlink.memory import SymmetricMemory
+from epcomm.calls.call import DispatchCall
+from epcomm.errors import RankNames
+from epcomm.protocol import BatchFlags
+from epcomm.quantization import dequantize
+from epcomm.spec import BufferSpec
+from epcomm.types import RowsPer, WireFormat
+
+HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
+BF16 = WireFormat.of(torch.bfloat16)
+# The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
+IN_LINES, MIXED, IN_BULK = 3, 2, 0
+
+
+def spec_of(sum_groups: int | None) -> BufferSpec:
+    return BufferSpec(
+        hidden_size=HIDDEN,
+        top_k=TOP_K,
+        num_local_experts=NUM_LOCAL,
+        dispatch_format=BF16,
+        hidden_format=BF16,
+        max_tokens_per_rank=MAX_TOKENS,
+        sum_groups=sum_groups,
+    )
+
+
+def open_ranks(
+    kind: type[NVLinkLowLatency], spec: BufferSpec, world_size: int, device: torch.device
+) -> list[NVLinkLowLatency]:
+    """Open the buffers of all ranks in this process."""
+    layout = kind.layout_for(spec, world_size)
+    # Behind the layout are the signals of a barrier. Shared, because an interpreter computes in
+    # int32 with addresses below 2**31, as of a heap.
+    num_bytes = (layout.num_bytes + 1024) // 128 * 128
+    blocks = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device).share_memory_()
+    addresses = tuple(block.data_ptr() for block in blocks)
+    buffers = []
+    for rank, block in enumerate(blocks):
+        own = SimpleNamespace(
+            rank=rank,
+            world_size=world_size,
+            device=device,
+            names=RankNames.of_all(rank, world_size),
+            streams=Mock(),
+            kernel_timeout_s=5.0,
+        )
+        memory = SymmetricMemory(block=block, addresses=addresses, keeps=blocks)
+        calls = SimpleNamespace(collectives=own, gather_records=lambda mine, **_: [mine])
+        with (
+            patch.object(base, "open_symmetric_memory", Mock(return_value=memory)),
+            patch.object(kind, "_warm_up"),
+        ):
+            buffers.append(cast(Any, kind)(calls, spec))
+            buffers[rank].prepare()
+    return buffers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """The tokens of one rank."""
+
+    x: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+
+    @classmethod
+    def of(cls, number: int, rank: int, world_size: int) -> Batch:
+        """Make up to M tokens, some with entries for no expert."""
+        generator = torch.Generator().manual_seed(10 * number + rank)
+        num_tokens = (2 * number + rank + 2) % (MAX_TOKENS + 1)
+        scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
+        ids = scores.topk(TOP_K, dim=1).indices
+        ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
+        return cls(
+            x=torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16),
+            topk_ids=ids,
+            topk_weights=torch.rand(ids.shape, generator=generator),
+        )
+
+    def call(self, device: torch.device) -> DispatchCall:
+        return DispatchCall(
+            hidden_states=self.x.to(device),
+            topk_ids=self.topk_ids.to(device),
+            topk_weights=self.topk_weights.to(device),
+            flags=BatchFlags.NONE,
+        )
+
+    def expected_y(self, num_groups: int, num_experts: int) -> Tensor:
+        """Add the entries of a group in k order, round; add the groups in order, round."""
+        y = torch.zeros(self.x.shape)
+        for group in range(num_groups):
+            total = torch.zeros(self.x.shape)
+            for k in range(TOP_K):
+                ids = self.topk_ids[:, k : k + 1]
+                rows = (self.x.float() * (ids + 1)).to(torch.bfloat16).float()
+                is_there = (ids >= 0) & (ids // (num_experts // num_groups) == group)
+                total += torch.where(is_there, self.topk_weights[:, k : k + 1] * rows, 0.0)
+            y += total.to(torch.bfloat16).float()
+        return y.to(torch.bfloat16)
+
+
+def results_of(out: Any, rank: int) -> Tensor:  # noqa: ANN401
+    """Return what experts make of their slots, which multiply by their number + 1; else NaN."""
+    rows = dequantize(out.rows, torch.float32)
+    if out.index.row_of_slot is None:
+        values = rows.flatten(0, 1)
+    else:
+        values = rows[out.index.row_of_slot.clamp(min=0).long()]
+    results = torch.full_like(values, float("nan"))
+    first = out.index.first_slot.tolist()
+    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
+        mine = slice(first[expert], first[expert] + count)
+        results[mine] = values[mine] * (rank * NUM_LOCAL + expert + 1)
+    return results.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", [NVLinkLowLatencyBuffer, NVLinkMaskedBuffer])
+@pytest.mark.parametrize(
+    ("world_size", "groups", "line_tokens"),
+    [
+        *((2, groups, MIXED) for groups in (1, 2, 4)),
+        (2, 2, IN_LINES),
+        (4, 2, IN_BULK),
+        (4, 4, IN_LINES),
+    ],
+)
+def test_sums_are_those_of_groups(
+    kind: type[NVLinkLowLatency],
+    world_size: int,
+    groups: int,
+    line_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    num_groups = world_size * groups
+    buffers = open_ranks(kind, spec_of(num_groups), world_size, device)
+    for number in range(3):
+        batches = [Batch.of(number, rank, world_size) for rank in range(world_size)]
+        dispatching = [
+            buffer.dispatch_async(batch.call(device))
+            for buffer, batch in zip(buffers, batches, strict=True)
+        ]
+        sent = [each.wait() for each in dispatching]
+        combining = [
+            buffer.combine_async(
+                results_of(out, rank),
+                out.exchange_plan,
+                rows_per=RowsPer.SLOT,
+                slot_weights=out.slot_weights,
+            )
+            for rank, (buffer, out) in enumerate(zip(buffers, sent, strict=True))
+        ]
+        for rank, batch in enumerate(batches):
+            y = combining[rank].wait()
+            wanted = batch.expected_y(num_groups, NUM_LOCAL * world_size)
+            assert torch.equal(y.cpu(), wanted), f"batch {number}, rank {rank}"
+    for rank, buffer in enumerate(buffers):
+        buffer.check()
+        received = buffer.traffic().combine_bytes // (2 * HIDDEN)
+        wanted = sum(returned_rows(number, rank, world_size, groups) for number in range(3))
+        assert received == wanted
+
+
+def returned_rows(number: int, rank: int, world_size: int, groups: int) -> int:
+    """Count the rows that a rank returns to others: one for each token and group."""
+    total = 0
+    for source in set(range(world_size)) - {rank}:
+        ids = Batch.of(number, source, world_size).topk_ids
+        ids = torch.where((ids >= 0) & (ids // NUM_LOCAL == rank), ids, -1)
+        of_token = torch.where(ids >= 0, ids // (NUM_LOCAL // groups), -1)
+        total += sum(len({*each} - {-1}) for each in of_token.tolist())
+    return total
+
+
+@pytest.mark.parametrize(
+    ("sum_groups", "reason"),
+    [(None, None), (2, None), (8, None), (3, "no whole groups"), (16, "no whole groups")],
+)
+def test_groups_of_each_rank_have_as_many_experts(
+    sum_groups: int | None, reason: str | None
+) -> None:
+    found = NVLinkLowLatencyBuffer.lacks(Mode.LOW_LATENCY, spec_of(sum_groups), 2)
+    assert (reason in found[0]) if reason else not found

@@ -75,6 +75,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     # bytes, and no fence.
     line_tokens: ClassVar[int] = 32
     needs_distinct_ids: ClassVar[bool] = False
+    sums_groups: ClassVar[bool] = True
     _has_slot_budget: ClassVar[bool] = False
 
     # ll_launchers, which prepare() imports.
@@ -565,6 +566,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 def _group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
     """Return why low latency cannot return a sum of each group of experts; none if it can."""
     groups = spec.sum_groups
+    if spec.sums_at_source:
+        return ["returns no slots that the source sums by group"]
     if groups is None or groups == world_size:
         return []
     if groups % world_size or spec.num_local_experts % (groups // world_size):

@@ -174,7 +174,7 @@ def low_latency_traffic(
     """Return Buffer.wire_bytes() of low latency; signals and flags of lines are not counted."""
     out, combine_bytes = row_bytes(spec)
     control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
-    num_returned = call.slots_received if spec.returns_slots else call.rows_received
+    num_returned = call.slots_received if spec.returns_slots else call.sums_sent
     return BufferTraffic(
         dispatch_bytes=call.rows_sent * out,
         combine_bytes=num_returned * combine_bytes,

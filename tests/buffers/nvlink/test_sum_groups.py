@@ -20,6 +20,7 @@ from epcomm.buffers.nvlink.low_latency import (
     NVLinkMaskedBuffer,
 )
 from epcomm.buffers.nvlink.memory import SymmetricMemory
+from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags
@@ -178,20 +179,22 @@ def test_sums_are_those_of_groups(
             assert torch.equal(y.cpu(), wanted), f"batch {number}, rank {rank}"
     for rank, buffer in enumerate(buffers):
         buffer.check()
-        received = buffer.traffic().combine_bytes // (2 * HIDDEN)
-        wanted = sum(returned_rows(number, rank, world_size, groups) for number in range(3))
-        assert received == wanted
+        sent = [bytes_of(kind, buffer._spec, number, rank, world_size) for number in range(3)]
+        assert buffer.traffic().combine_bytes == sum(sent)
 
 
-def returned_rows(number: int, rank: int, world_size: int, groups: int) -> int:
-    """Count the rows that a rank returns to others: one for each token and group."""
-    total = 0
-    for source in set(range(world_size)) - {rank}:
-        ids = Batch.of(number, source, world_size).topk_ids
-        ids = torch.where((ids >= 0) & (ids // NUM_LOCAL == rank), ids, -1)
-        of_token = torch.where(ids >= 0, ids // (NUM_LOCAL // groups), -1)
-        total += sum(len({*each} - {-1}) for each in of_token.tolist())
-    return total
+def bytes_of(
+    kind: type[NVLinkLowLatency], spec: BufferSpec, number: int, rank: int, world_size: int
+) -> int:
+    """Return the bytes that plans predict for the combine of a batch."""
+    assert spec.sum_groups is not None
+    shape = CallShape.of(
+        [Batch.of(number, source, world_size).topk_ids for source in range(world_size)],
+        rank,
+        num_local_experts=NUM_LOCAL,
+        group_size=NUM_LOCAL * world_size // spec.sum_groups,
+    )
+    return kind.wire_bytes(spec, shape).combine_bytes
 
 
 @pytest.mark.parametrize(

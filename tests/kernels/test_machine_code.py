@@ -15,6 +15,7 @@ from tests.kernels.compiling import compiled_by
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
+from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_TOKENS
 
 ADD_TO_PEERS = "REDG.E.ADD.STRONG.SYS"
 EXCHANGE = "ATOMG.E.EXCH.STRONG.SYS"
@@ -26,21 +27,28 @@ BARRIER, FENCE = "BAR.SYNC.DEFER_BLOCKING", "MEMBAR.ALL.SYS"
 MOVERS = [
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
     *("send dispatch words", "send lines bf16", "send lines fp8"),
-    *("send combine", "send combine slots", "receive combine", "receive combine slots"),
+    *("send combine", "send combine groups", "send combine slots"),
+    *("receive combine", "receive combine groups", "receive combine slots"),
     *("gather bf16", "gather fp8", "sums bf16 weighted", "sums fp32", "sums of parts"),
     *("scatter bf16", "scatter fp8", "fp8 bf16", "fp8 fp32", "fp8 without hardware"),
     *("int8 rint127", "int8 div", "int8 triton"),
 ]
-LINES = ["send lines bf16", "send lines fp8", "send lines words", "receive lines"]
+LINES = [
+    *("send lines bf16", "send lines fp8", "send lines words"),
+    *("receive lines", "receive lines groups", "receive lines slots"),
+]
+# A line is loaded as one.
+LOAD_LINE = "ld.relaxed.sys.global.b128"
 # Kernels that signal their writes to other ranks.
 PUBLISHERS = [
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
-    *("send dispatch words", "send combine", "send combine slots", "barrier"),
+    *("send dispatch words", "send combine", "send combine groups", "send combine slots"),
+    "barrier",
 ]
 # Kernels that wait for what other ranks wrote.
 WAITERS = [
-    *("receive dispatch", "receive dispatch masked", "receive combine", "receive combine slots"),
-    "barrier",
+    *("receive dispatch", "receive dispatch masked", "receive combine"),
+    *("receive combine groups", "receive combine slots", "barrier"),
 ]
 # Kernels whose results are bit-equal to plain torch.
 EXACT = [
@@ -121,7 +129,7 @@ def test_lines_travel_without_a_fence(kernel: str, code: Code) -> None:
     # A rank that times out reports it to all ranks with a release; nothing is acquired.
     assert found.count(FENCE) == found.count(EXCHANGE) == 1
     assert DROP_L1 not in found
-    wide = "LDG.E.128.STRONG.SYS" if kernel.startswith("receive") else "STG.E.128"
+    wide = "LDG.E.128.STRONG.SYS" if kernel.startswith("receive") else "STG.E.128.STRONG.SYS"
     assert wide in found
 
 
@@ -129,15 +137,25 @@ def test_release_of_a_buffer_needs_no_fence(code: Code) -> None:
     assert not [each for each in operations(code, "release buffer") if each.startswith("MEMBAR")]
 
 
-@pytest.mark.parametrize("kernel", ["receive dispatch", "receive dispatch masked"])
-def test_a_look_at_a_row_loads_each_line_once(kernel: str, code: Code) -> None:
-    """A line that is loaded twice, for its flag and its word, may change between the loads."""
-    loads = re.findall(r"%([a-z_]+?)_?\d* = tt\.load .*isVolatile", code[kernel]["ttgir"])
-    begin = loads.index("experts")
-    look = loads[begin : loads.index("aborted", begin)]
-    # Loaded after the look, when nothing changes any more.
-    look = [name for name in look if name not in ("local_ids", "places")]
-    assert len(look) == len(set(look)) > 1
+@pytest.mark.parametrize(
+    ("kernel", "first", "num_lines"),
+    [
+        # Metadata and a piece of the row of each token.
+        ("receive dispatch", "header", 2 * UNPACKED_TOKENS),
+        ("receive dispatch masked", "header", 2),
+        # Of each rank, group or slot.
+        ("receive lines", "combined", 8),
+        ("receive lines groups", "combined", 32),
+        ("receive lines slots", "combined", 8),
+    ],
+)
+def test_a_look_loads_each_line_once(kernel: str, first: str, num_lines: int, code: Code) -> None:
+    """A line that is loaded twice, for its flag and its words, may change between the loads."""
+    ttgir = code[kernel]["ttgir"]
+    begin = re.search(rf"%{first}_?\d* = tt\.load .*isVolatile", ttgir)
+    assert begin
+    look = ttgir[begin.start() : ttgir.index("scf.if", begin.start())]
+    assert look.count(LOAD_LINE) == num_lines
 
 
 @pytest.mark.parametrize("kernel", EXACT)

@@ -4,8 +4,9 @@ A line is a word of data and the epoch that wrote it, stored and loaded as one. 
 of a rank that sends in lines: its words go to the rank of its experts as lines, which that rank
 polls until each has the epoch of the batch, and stores unpacked; experts read; the sum returns in
 lines, which the source polls. Nothing is released and nothing acquired. A rank with more tokens
-sends in bulk: plain stores, a release, a signal. What tells the two apart is the header line, which
-every rank sends to every rank in both phases; that of combine is also the credit.
+sends in bulk: plain stores, a release, a signal; sums in bulk have a signal for each chunk of
+tokens, which other programs send than the header line. What tells the two apart is the header line,
+which every rank sends to every rank in both phases; that of combine is also the credit.
 
 Why memory may be written again, with one receive buffer. A stores lines of batch e on B once B's
 header line of combine e - 1 (or of a release) has come: B sent it in a kernel behind all that read
@@ -30,6 +31,8 @@ import pytest
 
 # A rank with more tokens sends in bulk.
 LINE_TOKENS = 2
+# Sums in bulk are signalled by chunks of so many tokens, each by programs of its own.
+CHUNK_TOKENS = 2
 # A row: parts of it may come apart.
 WORDS = 2
 
@@ -52,6 +55,8 @@ class Rules:
     polls_every_line: bool = True
     releases: bool = True
     bulk_awaits_signals: bool = True
+    bulk_awaits_all_chunks: bool = True
+    bulk_polls_credits: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +209,8 @@ class Rank:
                     place = self.place(rank, "metadata", batch, *at)
                     self.world.store(self.number, place, (batch.number, chosen))
                 yield True
-            yield from self._publish(batch, "rows", arrivals, len(targets), self.all_ranks)
+            if not batch.in_lines(self.number):
+                yield from self._publish(batch, "rows", arrivals, len(targets), self.all_ranks)
 
         heads = [
             head(peer)
@@ -214,14 +220,19 @@ class Rank:
         return heads + [send(token) for token in range(len(targets))]
 
     def _publish(
-        self, batch: Batch, name: str, arrivals: list[int], expected: int, ranks: range | list[int]
+        self,
+        batch: Batch,
+        name: str,
+        arrivals: list[int],
+        expected: int,
+        ranks: range | list[int],
+        *at: int,
     ) -> Program:
         arrivals[0] += 1
-        in_bulk = name == "sums" or not batch.in_lines(self.number)
-        if in_bulk and arrivals[0] == expected:
+        if arrivals[0] == expected:
             self.world.release(self.number)
             for rank in ranks:
-                self.store_line(rank, name, batch, self.number, data=True)
+                self.store_line(rank, name, batch, self.number, *at, data=True)
                 yield True
 
     def receive_dispatch(self, batch: Batch) -> list[Program]:
@@ -263,7 +274,7 @@ class Rank:
 
     def send_combine(self, batch: Batch) -> list[Program]:
         """Experts read rows where they lie, and their sums go home."""
-        found, arrivals = self.received.pop(batch.number), [0]
+        found = self.received.pop(batch.number)
         wanted = {
             (source, token): self.number in ranks
             for source in self.all_ranks
@@ -271,7 +282,6 @@ class Rank:
         }
         if found != wanted:
             raise BrokenError(f"batch {batch.number}: {found} came, not {wanted}")
-        bulk = [rank for rank in self.all_ranks if not batch.in_lines(rank)]
 
         def send(source: int, token: int) -> Program:
             at = (source, token)
@@ -288,15 +298,28 @@ class Rank:
                 else:
                     self.world.store(self.number, self.place(source, "sum", batch, *where), data)
                 yield True
-            yield from self._publish(batch, "sums", arrivals, expected, bulk)
 
-        def arrive() -> Program:
-            yield from self._publish(batch, "sums", arrivals, expected, bulk)
+        def send_of_chunk(chunk: int, arrivals: list[int], items: list[tuple[int, int]]) -> Program:
+            for source, token in items:
+                if found[source, token]:
+                    yield from send(source, token)
+            # Whoever has as many tokens awaits the chunk, whether or not it has sums of this rank.
+            told = [r for r in bulk if len(batch.targets[r]) > chunk * CHUNK_TOKENS]
+            yield from self._publish(batch, "sums", arrivals, 2, told, chunk)
 
-        rows = [at for at, chosen in found.items() if chosen]
-        expected = len(rows) + 1
-        heads = [self._credit(batch, rank) for rank in self._heard(batch)]
-        return [*heads, *(send(*at) for at in rows), arrive()]
+        bulk = [rank for rank in self.all_ranks if not batch.in_lines(rank)]
+        most = max((len(batch.targets[rank]) for rank in bulk), default=0)
+        programs = [self._credit(batch, rank) for rank in self._heard(batch)]
+        programs += [send(*at) for at, chosen in found.items() if chosen and batch.in_lines(at[0])]
+        for chunk in range(-(-most // CHUNK_TOKENS)):
+            items = [
+                (source, token)
+                for source, token in found
+                if source in bulk and token // CHUNK_TOKENS == chunk
+            ]
+            arrivals = [0]
+            programs += [send_of_chunk(chunk, arrivals, items[half::2]) for half in range(2)]
+        return programs
 
     def _credit(self, batch: Batch, rank: int) -> Program:
         self.store_line(rank, "combined", batch, self.number, data=True)
@@ -306,13 +329,17 @@ class Rank:
         return [self._credit(batch, rank) for rank in self._heard(batch)]
 
     def receive_combine(self, batch: Batch) -> list[Program]:
-        in_lines, signals = batch.in_lines(self.number), self.world.rules.bulk_awaits_signals
+        in_lines, rules = batch.in_lines(self.number), self.world.rules
 
         def receive(token: int) -> Program:
             for rank in self.all_ranks:
-                yield from self.await_line("combined", batch, rank)
-                if not in_lines and signals:
-                    yield from self.await_line("sums", batch, rank)
+                if in_lines or rules.bulk_polls_credits:
+                    yield from self.await_line("combined", batch, rank)
+                elif self.line("combined", batch, rank) is None:
+                    raise BrokenError(f"batch {batch.number}: rank {rank} may have refused")
+                if not in_lines and rules.bulk_awaits_signals:
+                    chunk = token // CHUNK_TOKENS if rules.bulk_awaits_all_chunks else 0
+                    yield from self.await_line("sums", batch, rank, chunk)
                 for word in range(WORDS if rank in batch.targets[self.number][token] else 0):
                     where = (rank, token, word)
                     if in_lines:
@@ -346,7 +373,7 @@ def make_batches(chance: random.Random, size: int, count: int, num_buffers: int)
     """Ranks with no tokens, few and many, each token to any ranks."""
 
     def tokens() -> tuple[frozenset[int], ...]:
-        number = chance.choice((0, 0, 1, LINE_TOKENS, LINE_TOKENS + 1))
+        number = chance.choice((0, 0, 1, LINE_TOKENS, LINE_TOKENS + 1, LINE_TOKENS + 2))
         return tuple(
             frozenset(rank for rank in range(size) if chance.random() < 0.5) for _ in range(number)
         )
@@ -427,6 +454,8 @@ FAULTY = {
     "one line stands for its row": replace(RULES, polls_every_line=False),
     "signals without a release": replace(RULES, releases=False),
     "sums in bulk without a signal": replace(RULES, bulk_awaits_signals=False),
+    "the first chunk stands for all": replace(RULES, bulk_awaits_all_chunks=False),
+    "a signal of sums stands for the credit": replace(RULES, bulk_polls_credits=False),
 }
 
 

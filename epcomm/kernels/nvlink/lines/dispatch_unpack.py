@@ -71,8 +71,7 @@ def _await_lines(
 def _slots_of_token(
     peers: Peers,
     source: tl.tensor,
-    local_ids: tl.tensor,
-    positions: tl.tensor,
+    address: tl.tensor,
     is_row: tl.tensor,
     epoch: tl.tensor,
     c: constexprs.Layout,
@@ -81,10 +80,14 @@ def _slots_of_token(
 ) -> tl.tuple:
     """Return the slots of a token, [K_LANES], -1 for none, and the ranks whose counts are missing.
 
-    local_ids, positions: [K_LANES], the metadata of the token.   is_row: whether it has slots here.
+    address: of the lines of the token, whose metadata are there.   is_row: whether it has slots
+        here.
     """
     source_lane = tl.arange(0, c.W_LANES)
     k = tl.arange(0, c.K_LANES)
+    # Not what the look has loaded: the compiler would load that once for each layout, and the line
+    # might come between these loads. From here on it stays as it is.
+    local_ids, positions, _, _ = load_lines(address, k, both(k < c.K, is_row))  # pyright: ignore[reportGeneralTypeIssues]
     is_slot = both((k < c.K) & (local_ids >= 0) & (local_ids < c.L), is_row)
     counts_ptr = int64_at(peers.buffer_address + c.COUNT_LINES_AT)
     counts_ptr += source_lane[:, None] * c.L + local_ids[None, :]
@@ -174,24 +177,23 @@ def _unpack_tokens(
         sent_tokens = tl.where(in_lines, tl.minimum(word_of(header) >> 1, c.LINE_TOKENS), 0)
         # What a header of another epoch says decides nothing.
         is_late = flag_of(header) != epoch
-        is_row, experts, positions, words = (), (), (), ()
+        is_row, addresses, words = (), (), ()
         for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
             token = first + each
             row_at = (source * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
             address = peers.buffer_address + c.ROW_LINES_AT + row_at
             has_memory = token < c.LINE_TOKENS
-            local_ids, places, _, told = load_lines(address, k, both(k < c.K_LANES, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
+            experts, _, _, told = load_lines(address, k, both(k < c.K_LANES, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
             lines_at = address + c.DATA_LINES * _LINE_BYTES
             word0, word1, word2, flags = load_lines(lines_at, line, both(is_line, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
             # One value of each line in one reduction. 2: not there; 1: a slot; 0: none.
-            entries = tl.where((k < c.K) & (local_ids >= 0), 1, 0)
+            entries = tl.where((k < c.K) & (experts >= 0), 1, 0)
             state = tl.max(tl.where(told != epoch, 2, entries))
             is_absent = tl.max((is_line & (flags != epoch)).to(tl.int32)) > 0
             is_missing = (state == 2) | ((state == 1) & is_absent)
             is_late |= (token < sent_tokens) & is_missing
             is_row += ((token < sent_tokens) & (state == 1),)
-            experts += (local_ids,)
-            positions += (places,)
+            addresses += (address,)
             words += ((word0, word1, word2),)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
             tl.where(is_late, 1 << source, 0),
@@ -210,8 +212,7 @@ def _unpack_tokens(
                     slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
                         peers,
                         source,
-                        experts[each],
-                        positions[each],
+                        addresses[each],
                         is_row[each],
                         epoch,
                         c,

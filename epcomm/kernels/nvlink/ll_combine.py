@@ -82,9 +82,11 @@ from epcomm.kernels.rounding import cast
 # 16 elements a thread of half a row of 7168 elements: two programs fit on an SM, and the loads of
 # all K slots are under way together.
 _WARPS, _SENT_COLUMNS = 8, 4096
+# Slots of a row that a program adds at once, at least; the mean, if a rank has more of a row.
+_LEAST_SLOTS = 2
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
-_TOKENS_OF_GRID, _MOST_GRIDS = 8, 4
+_TOKENS_OF_GRID, _MOST_GRIDS = 8, 2
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
@@ -106,35 +108,61 @@ class _Sent(NamedTuple):
 
 
 @triton.jit
-def _sum_of_slots(
+def _sums_of_slots(
     sent: _Sent,
+    slots: tl.tensor,
+    is_slot: tl.tensor,
     row: tl.tensor,
-    group: tl.tensor,
-    column: tl.tensor,
-    is_element: tl.tensor,
+    columns: tl.tuple,
+    are_elements: tl.tuple,
     c: constexprs.Layout,
     results: constexprs.Results,
-) -> tl.tensor:
-    """Return some columns of the sum of a row's slots in a group, in the dtype of the rows.
+) -> tl.tuple:
+    """Return some blocks of columns of the sum of a row's slots, in the dtype of the rows.
 
-    With the slots 5 -1 2, which hold 10 and 2, and weights .5 and 2: 5 + 4. If the group has slots
-    0 to 3: 4.
+    With the slots 5 -1 2, which hold 10 and 2, and weights .5 and 2: 5 + 4.
+
+    slots, is_slot: [K_LANES].   columns, are_elements: of each block, and which of them exist.
     """
-    if results.PER_ROW:
-        row_ptr = sent.rows + tl.cast(row, tl.int64) * results.ROWS_STRIDE
-        total = tl.load(row_ptr + column, mask=is_element, other=0.0).to(tl.float32)
-    else:
-        total = tl.zeros(column.shape, tl.float32)
-        for k in tl.static_range(c.K):
-            slot = tl.load(sent.slots_of_row + row * c.K + k)
-            is_slot = _is_in_group(sent, slot, group, c)
-            row_ptr = sent.rows + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
-            part = tl.load(row_ptr + column, mask=both(is_element, is_slot), other=0.0)
-            part = part.to(tl.float32)
-            if sent.weights is not None:
-                part *= tl.load(sent.weights + slot, mask=is_slot, other=0.0)
-            total += part
-    return cast(total, sent.rows.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
+    totals = ()
+    for each in tl.static_range(len(columns)):
+        total = tl.zeros(columns[each].shape, tl.float32)
+        if results.PER_ROW:
+            row_ptr = sent.rows + tl.cast(row, tl.int64) * results.ROWS_STRIDE
+            elements = tl.load(row_ptr + columns[each], mask=are_elements[each], other=0.0)
+            total += elements.to(tl.float32)
+        totals += (total,)
+    if not results.PER_ROW:
+        # With many ranks most of the K slots are none: only some are looked up and added at once.
+        k = tl.arange(0, c.K_LANES)
+        bits = tl.sum(is_slot.to(tl.int32) << k)
+        num_slots = tl.sum(is_slot.to(tl.int32))
+        for _ in tl.range(0, num_slots, results.SLOTS, num_stages=1):
+            parts, weights = (), ()
+            for _each in tl.static_range(results.SLOTS):  # pyright: ignore[reportGeneralTypeIssues]
+                slot = tl.sum(tl.where((bits & -bits) == (1 << k), slots, 0))
+                has_slot = bits != 0
+                bits &= bits - 1
+                row_ptr = sent.rows + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
+                blocks = ()
+                for each in tl.static_range(len(columns)):
+                    is_element = both(are_elements[each], has_slot)
+                    blocks += (tl.load(row_ptr + columns[each], mask=is_element, other=0.0),)
+                parts += (blocks,)
+                if sent.weights is not None:
+                    weights += (tl.load(sent.weights + slot, mask=has_slot, other=0.0),)
+            for of_slot in tl.static_range(results.SLOTS):
+                sums = ()
+                for each in tl.static_range(len(columns)):
+                    part = parts[of_slot][each].to(tl.float32)
+                    if sent.weights is not None:
+                        part *= weights[of_slot]
+                    sums += (totals[each] + part,)
+                totals = sums
+    rounded = ()
+    for each in tl.static_range(len(columns)):
+        rounded += (cast(totals[each], sent.rows.dtype.element_ty),)
+    return rounded  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
@@ -257,30 +285,29 @@ def _begin_again_kernel(
 
 
 @triton.jit
-def _words_of_part(
-    sent: _Sent,
-    row: tl.tensor,
-    each: tl.tensor,
-    part: tl.tensor,
-    c: constexprs.Layout,
-    results: constexprs.Results,
+def _columns_of_parts(
+    part: tl.tensor, EACH: tl.constexpr, c: constexprs.Layout, results: constexprs.Results
 ) -> tl.tuple:
-    """Return the words of each plane of parts [LINE_PARTS, 1] of what is sent for a row.
+    """Return the columns of each plane of parts [LINE_PARTS, 1] of a row, and which of them exist.
 
-    each: the group whose sum is sent, or the slot.
+    EACH: elements of a word.
     """
-    EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
     # A part is a row of this block, in which one element follows the other.
     lane = tl.arange(0, _PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
-    words = ()
+    columns, are_elements = (), ()
     for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
         column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
-        is_element = (lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
-        if c.RETURNS_SLOTS:
-            elements = _slot_of_row(sent, row, each, column, is_element, c, results)  # pyright: ignore[reportArgumentType]
-        else:
-            elements = _sum_of_slots(sent, row, each, column, is_element, c, results)
-        words += (words_of(tl.reshape(elements, [results.LINE_PARTS * _PART_LINES * EACH])),)
+        columns += (column,)
+        are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
+    return columns, are_elements  # pyright: ignore[reportReturnType]
+
+
+@triton.jit
+def _words_of_planes(planes: tl.tuple, SIZE: tl.constexpr) -> tl.tuple:
+    """Return the elements of each plane, SIZE of them, as words."""
+    words = ()
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        words += (words_of(tl.reshape(planes[plane], [SIZE])),)
     return words  # pyright: ignore[reportReturnType]
 
 
@@ -302,6 +329,8 @@ def _send_in_lines(
     """
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
+    EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
+    SIZE: tl.constexpr = results.LINE_PARTS * _PART_LINES * EACH  # pyright: ignore[reportAssignmentType, reportOperatorIssue]
     part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
     line_lane = tl.arange(0, _PART_LINES)[None, :]
     num_sent = 0
@@ -317,13 +346,18 @@ def _send_in_lines(
             line = tl.reshape(line, [results.LINE_PARTS * _PART_LINES])
             is_line = tl.reshape(is_line, [results.LINE_PARTS * _PART_LINES])
             row = source * c.M + token
+            columns, are_elements = _columns_of_parts(part, EACH, c, results)  # pyright: ignore[reportGeneralTypeIssues]
             to = tl.load(peers.bases + source) + c.SUM_LINES_AT
             num_parts = 0
             if c.RETURNS_SLOTS:
                 # Loads of all slots are under way together.
                 words = ()
                 for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
-                    words += (_words_of_part(sent, row, k, part, c, results),)  # pyright: ignore[reportArgumentType]
+                    planes = ()
+                    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+                        column, is_element = columns[plane], are_elements[plane]
+                        planes += (_slot_of_row(sent, row, k, column, is_element, c, results),)
+                    words += (_words_of_planes(planes, SIZE),)  # pyright: ignore[reportArgumentType]
                 for k in tl.static_range(c.K):
                     has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
                     sums = to + (token * c.K + k) * (c.SUM_LINES * _LINE_BYTES)
@@ -331,8 +365,12 @@ def _send_in_lines(
                     num_parts += has_slot.to(tl.int32)
             else:
                 for group in tl.range(0, c.GROUPS, num_stages=1):
-                    has_slot = tl.max(_is_in_group(sent, slots, group, c).to(tl.int32)) > 0
-                    words = _words_of_part(sent, row, group, part, c, results)
+                    is_slot = _is_in_group(sent, slots, group, c)
+                    has_slot = tl.max(is_slot.to(tl.int32)) > 0
+                    planes = _sums_of_slots(
+                        sent, slots, is_slot, row, columns, are_elements, c, results
+                    )
+                    words = _words_of_planes(planes, SIZE)
                     place = (peers.rank * c.GROUPS + group) * c.LINE_TOKENS + token
                     sums = to + place * (c.SUM_LINES * _LINE_BYTES)
                     store_lines(sums, line, words, epoch, both(is_line, has_slot))
@@ -386,11 +424,21 @@ def _send_chunk(
                     num_parts += has_slot.to(tl.int32)
             else:
                 for group in tl.range(0, c.GROUPS, num_stages=1):
-                    has_slot = tl.max(_is_in_group(sent, slots, group, c).to(tl.int32)) > 0
-                    total = _sum_of_slots(sent, row, group, column, is_element, c, results)
+                    is_slot = _is_in_group(sent, slots, group, c)
+                    has_slot = tl.max(is_slot.to(tl.int32)) > 0
+                    sums = _sums_of_slots(
+                        sent,
+                        slots,
+                        is_slot,
+                        row,
+                        (column,),  # pyright: ignore[reportArgumentType]
+                        (is_element,),  # pyright: ignore[reportArgumentType]
+                        c,
+                        results,
+                    )
                     place = tl.cast(peers.rank * c.GROUPS + group, tl.int64) * c.M + token
                     return_ptr = _row_at(to, place, sent.rows.dtype.element_ty, c) + column
-                    tl.store(return_ptr, total, mask=both(is_element, has_slot))
+                    tl.store(return_ptr, sums[0], mask=both(is_element, has_slot))
                     num_parts += has_slot.to(tl.int32)
             is_counted = (source != peers.rank) & (item % results.PIECES == 0)
             num_sent += tl.where(is_counted, num_parts, 0)
@@ -428,7 +476,8 @@ def _send_combine_kernel(
     and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3. If slots
     return, rows 5 and 2 are sent to 3 * t and 3 * t + 2 of the source, where it is token t.
 
-    The programs are shared out among the chunks: 512 programs and 4 chunks are 128 for each.
+    WORKERS programs send a chunk: the first 128 of 256 programs send chunks 0 and 2, the others 1
+    and 3.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
@@ -452,7 +501,7 @@ def _send_combine_kernel(
             peers, sent, next_slots, few, sources_in_lines, epoch, c, results
         )
     num_chunks = (most + c.CHUNK_TOKENS - 1) // c.CHUNK_TOKENS
-    num_workers = tl.maximum(num_programs // tl.maximum(num_chunks, 1), 1)
+    num_workers = tl.minimum(num_programs, results.WORKERS)
     worker = program % num_workers
     for chunk in tl.range(
         program // num_workers, num_chunks, num_programs // num_workers, num_stages=1
@@ -646,6 +695,7 @@ def send_combine(
     Collective: yes.   Allocates nothing.   Host sync: none.   Graph capture: after one call.
     """
     hidden_size, row_stride = rows.shape[1], rows.stride(0)
+    layout = exchange.peers.layout
     key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
@@ -661,6 +711,8 @@ def send_combine(
                 HIDDEN=hidden_size,
                 COLUMNS=columns,
                 PIECES=-(-hidden_size // columns),
+                SLOTS=max(_LEAST_SLOTS, next_power_of_two(layout.top_k // layout.world_size or 1)),
+                WORKERS=exchange.peers.num_programs,
                 LINE_PARTS=32 * _WARPS // PART_LINES,
                 PER_ROW=per_row,
             ),
@@ -668,9 +720,8 @@ def send_combine(
             **EXACT,
             **overlapping(rows.device),
         )
-    peers = exchange.peers
-    grids = -(-(num_tokens or peers.layout.max_tokens) // _TOKENS_OF_GRID)
-    grid = peers.num_programs * min(grids, _MOST_GRIDS)
+    grids = -(-(num_tokens or layout.max_tokens) // _TOKENS_OF_GRID)
+    grid = exchange.peers.num_programs * min(grids, _MOST_GRIDS)
     launch(grid, rows, slot_weights, slots_of_row, first_slot, batch, status)
 
 

@@ -172,6 +172,7 @@ class Results:
 
     ROWS_STRIDE: elements from one result to the next.   HIDDEN: elements of a result.
     COLUMNS: elements that a program sends at once in bulk, one of PIECES pieces of a row.
+    SLOTS: that it adds at once.   WORKERS: programs that send a chunk.
     LINE_PARTS: parts of a row that it sends at once in lines.
     """
 
@@ -179,5 +180,7 @@ class Results:
     HIDDEN: tl.constexpr
     COLUMNS: tl.constexpr
     PIECES: tl.constexpr
+    SLOTS: tl.constexpr
+    WORKERS: tl.constexpr
     LINE_PARTS: tl.constexpr
     PER_ROW: tl.constexpr

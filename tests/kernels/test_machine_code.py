@@ -15,8 +15,6 @@ from tests.kernels.compiling import compiled_by
 pytestmark = pytest.mark.slow
 
 pytest.importorskip("triton")
-from epcomm.kernels.nvlink.lines.dispatch_unpack import UNPACKED_TOKENS
-
 ADD_TO_PEERS = "REDG.E.ADD.STRONG.SYS"
 EXCHANGE = "ATOMG.E.EXCH.STRONG.SYS"
 # A load that acquires is the first of these before the second.
@@ -38,7 +36,7 @@ LINES = [
     *("receive lines", "receive lines groups", "receive lines slots"),
 ]
 # A line is loaded as one.
-LOAD_LINE = "ld.relaxed.sys.global.b128"
+LOAD_LINE, WIDE_LOAD = "ld.volatile.global.b128", "LDG.E.128.STRONG.SYS"
 # Kernels that signal their writes to other ranks.
 PUBLISHERS = [
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
@@ -129,7 +127,7 @@ def test_lines_travel_without_a_fence(kernel: str, code: Code) -> None:
     # A rank that times out reports it to all ranks with a release; nothing is acquired.
     assert found.count(FENCE) == found.count(EXCHANGE) == 1
     assert DROP_L1 not in found
-    wide = "LDG.E.128.STRONG.SYS" if kernel.startswith("receive") else "STG.E.128.STRONG.SYS"
+    wide = WIDE_LOAD if kernel.startswith("receive") else "STG.E.128.STRONG.SYS"
     assert wide in found
 
 
@@ -140,8 +138,8 @@ def test_release_of_a_buffer_needs_no_fence(code: Code) -> None:
 @pytest.mark.parametrize(
     ("kernel", "first", "num_lines"),
     [
-        # Metadata and a piece of the row of each token.
-        ("receive dispatch", "header", 2 * UNPACKED_TOKENS),
+        # Metadata of all tokens that are unpacked at once, and a piece of the row of each.
+        ("receive dispatch", "header", 1 + 4),
         ("receive dispatch masked", "header", 2),
         # Of each rank, group or slot.
         ("receive lines", "combined", 8),
@@ -156,6 +154,8 @@ def test_a_look_loads_each_line_once(kernel: str, first: str, num_lines: int, co
     assert begin
     look = ttgir[begin.start() : ttgir.index("scf.if", begin.start())]
     assert look.count(LOAD_LINE) == num_lines
+    # The assembler makes no smaller loads of words that are used.
+    assert operations(code, kernel).count(WIDE_LOAD) == code[kernel]["ptx"].count(LOAD_LINE)
 
 
 @pytest.mark.parametrize("kernel", EXACT)

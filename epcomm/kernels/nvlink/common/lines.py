@@ -53,7 +53,8 @@ _SHORT_LINE_BYTES = tl.constexpr(SHORT_LINE_BYTES)
 # From one line to the next, in units of 64 bits.
 _LINE_STRIDE = tl.constexpr(LINE_BYTES // SHORT_LINE_BYTES)
 _LINE_WORDS = tl.constexpr(LINE_WORDS)
-# Word, word, word and flag are one access, also to a peer: PTX has no smaller ones for .b128.
+# Word, word, word and flag are one access. A load is volatile, which is relaxed.sys that is done as
+# it is: else, if some of its words are not used, the assembler makes smaller loads of the others.
 _STORE_LINE = tl.constexpr(
     "{ .reg .pred p; .reg .b64 low, high; .reg .b128 line; setp.ne.s32 p, $6, 0; "
     "mov.b64 low, {$2, $3}; mov.b64 high, {$4, $5}; mov.b128 line, {low, high}; "
@@ -62,7 +63,7 @@ _STORE_LINE = tl.constexpr(
 _LOAD_LINE = tl.constexpr(
     "{ .reg .pred p; .reg .b64 low, high; .reg .b128 line; setp.ne.s32 p, $5, 0; "
     "mov.b64 low, 0; mov.b64 high, 0; mov.b128 line, {low, high}; "
-    "@p ld.relaxed.sys.global.b128 line, [$4]; mov.b128 {low, high}, line; "
+    "@p ld.volatile.global.b128 line, [$4]; mov.b128 {low, high}, line; "
     "mov.b64 {$0, $1}, low; mov.b64 {$2, $3}, high; }"
 )
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
@@ -224,7 +225,8 @@ def end_look(
 ) -> tl.tuple:
     """Combine what all threads of the program have seen in a look, and count the look.
 
-    late: bits of the ranks whose lines have not arrived.   aborted: the abort flag.
+    late: bits of the ranks whose lines have not arrived, of all threads or [THREADS].
+    aborted: the abort flag.
     Returns: what begin_wait() returns, after this look.
     """
     seen = tl.where(aborted != 0, _ABORTED, late)

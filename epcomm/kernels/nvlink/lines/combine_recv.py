@@ -164,7 +164,7 @@ def _receive_combine_lines_kernel(
     late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
         aborted = tl.load(int32_at(own_address), volatile=True)
-        late, any_code = epoch * 0, epoch * 0
+        missing, any_code = epoch * 0, epoch * 0
         zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
         totals = (zeros, zeros, zeros)
         absent = tl.zeros([_PART_LINES], tl.int32)
@@ -173,7 +173,7 @@ def _receive_combine_lines_kernel(
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
             # The epochs are compared by order: a rank may already have ended the next batch.
             is_late = living[source] & (flag_of(combined) - epoch < 0)
-            late |= tl.where(is_late, 1 << source, 0)
+            missing |= tl.where(is_late, 1 << source, 0)
             any_code |= word_of(combined)
             codes += (word_of(combined),)
         for each in tl.static_range(c.PARTS):
@@ -197,10 +197,10 @@ def _receive_combine_lines_kernel(
                 totals = _added(totals, words, None, dtype)  # pyright: ignore[reportArgumentType]
             else:
                 totals = _added(totals, words, weights[each], dtype)  # pyright: ignore[reportArgumentType]
-        late = tl.where(is_overwritten, 0, late | tl.max(absent))
+        missing = tl.where(is_overwritten, 0, missing | absent)
         any_code = tl.where(is_overwritten, FAULT_HANDLE, any_code)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            late,
+            missing,
             aborted,
             polls_left,
             num_looks,

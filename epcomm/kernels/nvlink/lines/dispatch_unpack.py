@@ -164,37 +164,45 @@ def _unpack_tokens(
         if it sent in lines, else 0.
     """
     k = tl.arange(0, c.K_LANES)
+    # The entries of all tokens, one line each.
+    entry = tl.arange(0, index.TOKENS * c.K_LANES)
+    token_of_entry, k_of_entry = entry // c.K_LANES, entry % c.K_LANES
+    has_entry = first + token_of_entry < c.LINE_TOKENS
     header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
+    rows_at = (source * c.LINE_TOKENS + first) * (c.ROW_LINES * _LINE_BYTES)
+    rows_at += peers.buffer_address + c.ROW_LINES_AT
     line = piece * _PART_LINES + tl.arange(0, _PART_LINES)
     is_line = line < c.ROW_LINES - c.DATA_LINES
 
     num_tokens = 0
     late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
     while is_waiting(late, polls_left):
+        # All loads are under way together.
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         header = tl.load(header_ptr, volatile=True)
+        entry_line = token_of_entry * c.ROW_LINES + k_of_entry
+        experts, _, _, told = load_lines(rows_at, entry_line, has_entry)  # pyright: ignore[reportGeneralTypeIssues]
+        words, flags = (), ()
+        for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
+            is_there = both(is_line, first + each < c.LINE_TOKENS)
+            row_line = each * c.ROW_LINES + c.DATA_LINES + line
+            word0, word1, word2, flag = load_lines(rows_at, row_line, is_there)  # pyright: ignore[reportGeneralTypeIssues]
+            words += ((word0, word1, word2),)
+            flags += (flag,)
         in_lines = (word_of(header) & 1) != 0
         sent_tokens = tl.where(in_lines, tl.minimum(word_of(header) >> 1, c.LINE_TOKENS), 0)
-        # What a header of another epoch says decides nothing.
-        is_late = flag_of(header) != epoch
-        is_row, addresses, words = (), (), ()
+        # 2: not there; 1: a slot; 0: none.
+        state = tl.where((k_of_entry < c.K) & (experts >= 0), 1, 0)
+        state = tl.where(told != epoch, 2, state)
+        # What a header of another epoch says decides nothing. One reduction serves all threads.
+        is_late = both(line >= 0, flag_of(header) != epoch)
+        is_row = ()
         for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
-            token = first + each
-            row_at = (source * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
-            address = peers.buffer_address + c.ROW_LINES_AT + row_at
-            has_memory = token < c.LINE_TOKENS
-            experts, _, _, told = load_lines(address, k, both(k < c.K_LANES, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
-            lines_at = address + c.DATA_LINES * _LINE_BYTES
-            word0, word1, word2, flags = load_lines(lines_at, line, both(is_line, has_memory))  # pyright: ignore[reportGeneralTypeIssues]
-            # One value of each line in one reduction. 2: not there; 1: a slot; 0: none.
-            entries = tl.where((k < c.K) & (experts >= 0), 1, 0)
-            state = tl.max(tl.where(told != epoch, 2, entries))
-            is_absent = tl.max((is_line & (flags != epoch)).to(tl.int32)) > 0
-            is_missing = (state == 2) | ((state == 1) & is_absent)
-            is_late |= (token < sent_tokens) & is_missing
-            is_row += ((token < sent_tokens) & (state == 1),)
-            addresses += (address,)
-            words += ((word0, word1, word2),)
+            state_of_token = tl.max(tl.where(token_of_entry == each, state, 0))
+            is_sent = first + each < sent_tokens
+            is_absent = both(is_line & (flags[each] != epoch), state_of_token == 1)
+            is_late |= both(is_absent | (state_of_token == 2), is_sent)
+            is_row += (is_sent & (state_of_token == 1),)
         late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
             tl.where(is_late, 1 << source, 0),
             aborted,
@@ -212,7 +220,7 @@ def _unpack_tokens(
                     slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
                         peers,
                         source,
-                        addresses[each],
+                        rows_at + each * (c.ROW_LINES * _LINE_BYTES),
                         is_row[each],
                         epoch,
                         c,

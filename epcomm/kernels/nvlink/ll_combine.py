@@ -87,6 +87,8 @@ _LEAST_SLOTS = 2
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 2
+# Grids of senders that share a chunk.
+_CHUNK_GRIDS = 1
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
@@ -712,7 +714,7 @@ def send_combine(
                 COLUMNS=columns,
                 PIECES=-(-hidden_size // columns),
                 SLOTS=max(_LEAST_SLOTS, next_power_of_two(layout.top_k // layout.world_size or 1)),
-                WORKERS=exchange.peers.num_programs,
+                WORKERS=_CHUNK_GRIDS * exchange.peers.num_programs,
                 LINE_PARTS=32 * _WARPS // PART_LINES,
                 PER_ROW=per_row,
             ),

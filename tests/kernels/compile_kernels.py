@@ -31,7 +31,8 @@ from epcomm.kernels.gemm import int8 as gemm_int8
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import DeviceLimits
 from epcomm.kernels.nvlink import (
-    ll_combine,
+    ll_combine_recv,
+    ll_combine_send,
     ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
@@ -257,7 +258,7 @@ Y = rows(2, HIDDEN, BF16)
 
 
 def send_combine(*, returns_slots: bool = False, sum_groups: int | None = None) -> None:
-    ll_combine.send_combine(
+    ll_combine_send.send_combine(
         low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
         Y,
         None if returns_slots else f32(2),
@@ -273,7 +274,7 @@ def send_combine(*, returns_slots: bool = False, sum_groups: int | None = None) 
 def receive_combine(
     *, in_lines: bool, returns_slots: bool = False, sum_groups: int | None = None
 ) -> None:
-    ll_combine.receive_combine(
+    ll_combine_recv.receive_combine(
         low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
         Y,
         rows(128, sum_groups or 8, U8),

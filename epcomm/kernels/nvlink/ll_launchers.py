@@ -3,7 +3,8 @@
 An import in every call takes 1 us, and plans read the buffers on machines without Triton.
 """
 
-from epcomm.kernels.nvlink.ll_combine import begin_again, receive_combine, send_combine
+from epcomm.kernels.nvlink.ll_combine_recv import receive_combine
+from epcomm.kernels.nvlink.ll_combine_send import begin_again, send_combine
 from epcomm.kernels.nvlink.ll_dispatch_recv import receive_dispatch, release_buffer
 from epcomm.kernels.nvlink.ll_dispatch_send import send_dispatch
 

@@ -22,7 +22,8 @@ from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.buffers.nvlink.sizes import low_latency_layout
 from epcomm.kernels import launch
 from epcomm.kernels.nvlink import (
-    ll_combine,
+    ll_combine_recv,
+    ll_combine_send,
     ll_dispatch_header,
     ll_dispatch_recv,
     ll_dispatch_send,
@@ -231,7 +232,7 @@ def combine(rank: Rank, rows: Tensor, slots_of_row: Tensor, weights: Tensor | No
     """Send the results of a rank."""
     # Groups of experts are one, or have five slots each.
     first_slot = 5 * torch.arange(3, dtype=torch.int32, device=rows.device)
-    ll_combine.send_combine(
+    ll_combine_send.send_combine(
         rank.exchange,
         rows,
         weights,
@@ -250,7 +251,7 @@ def receive_sums(
     """Receive the sums of the first tokens of a rank, NaN before."""
     y = torch.full((num_tokens, HIDDEN), float("nan"), dtype=torch.bfloat16)
     y = y.to(rank.block.device)
-    ll_combine.receive_combine(
+    ll_combine_recv.receive_combine(
         rank.exchange,
         y,
         rank.is_sent,
@@ -441,6 +442,32 @@ def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None
     receiver.exchange.state[1] = 1
     y = receive_sums(receiver, 2)
     assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
+
+
+def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:
+    ranks = make_ranks(2, device, max_tokens=40, line_tokens=0)
+    assert (ranks[0].layout.chunk_tokens, ranks[0].layout.num_chunks) == (32, 2)
+    # As if rank 0 had sent 40 tokens and rank 1 had sent 32, all in bulk.
+    sender, receiver = ranks
+    sender.exchange.state[SOURCES_AT:] = torch.tensor([80, 64], device=device)
+    sender.exchange.state[1] = 1
+    slots_of_row = torch.full((80, 2), -1, dtype=torch.int32, device=device)
+    rows = torch.ones(1, HIDDEN, dtype=torch.bfloat16, device=device)
+    slots_of_row[40 + 31, 0] = 0
+    combine(sender, rows, slots_of_row)
+    # Those of rank 0, then those of rank 1.
+    arrived = [rank.region("arrived_sums", torch.int32)[:4].tolist() for rank in ranks]
+    assert arrived == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert not sender.exchange.state[SUM_ARRIVALS:SOURCES_AT].any()
+    # The other chunk of rank 1 has not come, which tokens of the first one do not await.
+    receiver.region("arrived_sums", torch.int32)[2] = 1
+    receiver.region("combined_lines", torch.int32).view(-1, 2)[1, 1] = 1
+    receiver.exchange.state[1] = 1
+    receiver.is_sent[31, 0] = 1
+    assert receive_sums(receiver, 32)[31].tolist() == [1] * HIDDEN
+    assert not receiver.exchange.peers.report.any()
+    assert receive_sums(receiver, 33)[32].isnan().all()
+    assert receiver.exchange.peers.report[0] == Wait.COMBINE
 
 
 class Allocations(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Low-latency combine over NVLink, its receiver of few tokens: sums are sent in lines.
 
-The sender is that of ll_combine.py, which learned from each source's header how its tokens came.
+The sender is that of ll_combine_send.py, which knows from each source's header how its tokens came.
 Memory order: common/lines.py.
 """
 

@@ -1,12 +1,11 @@
-"""Low-latency combine over NVLink: experts' ranks send sums, or slots apart, to the tokens' ranks.
+"""Low-latency combine over NVLink, its sender: sums, or slots apart, to the tokens' ranks.
 
-Two launches. Senders reduce the slots of a row in each group of experts, in k order, in float32,
-cast once, and store the sum in the memory of the token's rank. Receivers add the sums of a token in
-the order of groups, in float32, and cast once, so that sums do not depend on arrival order. By
-default all experts of a rank are one group.
+Senders reduce the slots of a row in each group of experts, in k order, in float32,
+cast once, and store the sum in the memory of the token's rank. By default all
+experts of a rank are one group.
 
 If router weights come with combine (layout.returns_slots), the experts' rank does not know them: it
-sends each slot as it is, and the receivers multiply and add. Slot k of token t is stored at
+sends each slot as it is, and the receiver multiplies and adds. Slot k of token t is stored at
 t * K + k of the memory of the token's rank, whichever rank sends it. This takes more bytes than
 sums where a token has several experts on one rank.
 
@@ -57,26 +56,18 @@ from epcomm.kernels.nvlink.common.lines import (
     next_epoch,
     send_to_all,
     store_lines,
-    word_of,
     words_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
-    abort_if_missing,
-    await_at,
     int32_at,
     living_ranks,
     publish_as_last,
 )
 from epcomm.kernels.nvlink.common.status import (
-    FAULT_HANDLE,
-    FAULT_MASK,
-    FLAGS_SHIFT,
     REPORT_ABORTED,
     WAIT_COMBINE,
-    note_faults,
 )
-from epcomm.kernels.nvlink.lines.combine_recv import prepare_lines
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
 # 16 elements a thread of half a row of 7168 elements: two programs fit on an SM, and the loads of
@@ -89,15 +80,12 @@ _LEAST_SLOTS = 2
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 2
 # Grids of senders that share a chunk.
 _CHUNK_GRIDS = 1
-# A receiver takes half a row at once, so that it fits on an SM beside a sender.
-_RECEIVE_WARPS, _RECEIVED_COLUMNS = 8, 4096
 
 _SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
 _SOURCES_AT = tl.constexpr(SOURCES_AT)
 _LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
 _PART_LINES = tl.constexpr(PART_LINES)
-_THREADS = tl.constexpr(32 * _RECEIVE_WARPS)
 
 
 class _Sent(NamedTuple):
@@ -421,7 +409,7 @@ def _send_chunk(
                 for k in tl.static_range(c.K):
                     has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
                     place = tl.cast(token, tl.int64) * c.K + k
-                    return_ptr = _row_at(to, place, sent.rows.dtype.element_ty, c) + column
+                    return_ptr = row_at(to, place, sent.rows.dtype.element_ty, c) + column
                     tl.store(return_ptr, parts[k], mask=both(is_element, has_slot))
                     num_parts += has_slot.to(tl.int32)
             else:
@@ -439,7 +427,7 @@ def _send_chunk(
                         results,
                     )
                     place = tl.cast(peers.rank * c.GROUPS + group, tl.int64) * c.M + token
-                    return_ptr = _row_at(to, place, sent.rows.dtype.element_ty, c) + column
+                    return_ptr = row_at(to, place, sent.rows.dtype.element_ty, c) + column
                     tl.store(return_ptr, sums[0], mask=both(is_element, has_slot))
                     num_parts += has_slot.to(tl.int32)
             is_counted = (source != peers.rank) & (item % results.PIECES == 0)
@@ -448,7 +436,7 @@ def _send_chunk(
 
 
 @triton.jit
-def _row_at(
+def row_at(
     address: tl.tensor, place: tl.tensor, dtype: tl.constexpr, c: constexprs.Layout
 ) -> tl.tensor:
     """Return a pointer to a returned row."""
@@ -530,132 +518,6 @@ def _send_combine_kernel(
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
 
 
-@triton.jit
-def _sent_parts_of(
-    is_sent_ptr: tl.tensor, token: tl.tensor, num_tokens: tl.tensor, c: constexprs.Layout
-) -> tl.tensor:
-    """Return the parts of a token as bits: 5 is parts 0 and 2; 0 after the last token."""
-    part = tl.arange(0, c.PART_LANES)
-    is_part = both(part < c.PARTS, token < num_tokens)
-    # The load bypasses the L1 cache, which a later wait empties.
-    is_sent = tl.load(is_sent_ptr + token * c.PARTS + part, mask=is_part, other=0, volatile=True)
-    return tl.sum((is_sent != 0).to(tl.int32) << part)
-
-
-@triton.jit
-def _await_codes(
-    peers: Peers, epoch: tl.tensor, is_overwritten: tl.tensor, c: constexprs.Layout
-) -> tl.tuple:
-    """Wait for the line of combine of every rank; return their codes, [W_LANES], and if it is lost.
-
-    is_overwritten: the buffer holds another batch, and nothing comes; its code is a fault's.
-    """
-    late = epoch * 0
-    if is_overwritten == 0:
-        late = await_all(peers, c.COMBINED_LINES_AT, 1, epoch, c, _THREADS)  # pyright: ignore[reportArgumentType]
-    is_lost = abort_if_late(peers, late, WAIT_COMBINE, epoch, c)
-    is_source = living_ranks(peers, c)
-    combined_ptr = int64_at(peers.buffer_address + c.COMBINED_LINES_AT) + tl.arange(0, c.W_LANES)
-    lines = tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0, volatile=True)
-    return tl.where(is_overwritten, FAULT_HANDLE, word_of(lines)), is_lost  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
-def _await_chunk(
-    peers: Peers,
-    chunk: tl.tensor,
-    is_source: tl.tensor,
-    epoch: tl.tensor,
-    c: constexprs.Layout,
-) -> tl.tensor:
-    """Wait for the sums of a chunk of some ranks, [W_LANES]; return whether this rank is lost."""
-    source_lane = tl.arange(0, c.W_LANES)
-    signals_ptr = int32_at(peers.buffer_address + c.ARRIVED_SUMS_AT)
-    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr + source_lane * c.NUM_CHUNKS + chunk,
-        is_source,
-        is_source,
-        int32_at(peers.own_address),
-        epoch,
-        peers.max_polls,
-        "sys",
-        True,
-    )
-    return abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
-
-
-@triton.jit(do_not_specialize=VARYING)
-def _receive_combine_kernel(
-    out_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    is_sent_ptr: tl.tensor,
-    memory: Memory,
-    own_address: tl.tensor,
-    buffer_address: tl.tensor,
-    rank: tl.tensor,
-    max_polls: tl.tensor,
-    num_tokens: tl.tensor,
-    wanted_tokens: tl.tensor,
-    batch: tl.tensor,
-    c: constexprs.Layout,
-    HIDDEN: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-) -> None:
-    """Add up the parts of tokens p, p + P, ... in program p of P, when their chunk has come.
-
-    Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
-    and two slots a token: that of rows 2 and 3, times the weights of token 1.
-    """
-    program = tl.program_id(0)
-    peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
-    epoch = tl.load(peers.state + 1, volatile=True)
-    has_no_rows = tl.load(peers.state + 2, volatile=True)
-    following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
-    is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
-    codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
-    is_source = living_ranks(peers, c)
-    if program == 0:
-        note_faults(peers.faults, codes & FAULT_MASK, is_source, c.W_LANES, codes >> FLAGS_SHIFT)
-    has_failed = (tl.max(tl.where(is_source, codes, 0)) != 0) | (has_no_rows != 0)
-    # A rank that refuses sends no sums, and none does if the dispatch itself was refused.
-    is_awaited = both(is_source & (codes == 0), (has_no_rows != 1) & (is_lost == 0))
-
-    dtype = out_ptr.dtype.element_ty
-    awaited = -1
-    for token in tl.range(program, wanted_tokens, tl.num_programs(0), num_stages=1):
-        parts = following
-        next_token = token + tl.num_programs(0)
-        following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
-        chunk = token // c.CHUNK_TOKENS
-        if (chunk != awaited) & (is_lost == 0):
-            is_lost |= _await_chunk(peers, chunk, is_awaited, epoch, c)
-            awaited = chunk
-        is_token = token < num_tokens
-        out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
-        for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
-            column = begin + tl.arange(0, COLUMNS)
-            is_element = column < HIDDEN
-            total = tl.zeros([COLUMNS], tl.float32)
-            for index in tl.static_range(c.PARTS):
-                is_there = (parts >> index) & 1 != 0
-                place = index * c.M + tl.cast(token, tl.int64)
-                if weights_ptr is not None:
-                    place = tl.cast(token, tl.int64) * c.PARTS + index
-                part_ptr = _row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
-                # The load starts before it is known whether the call has failed.
-                part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
-                if weights_ptr is not None:
-                    weight_ptr = weights_ptr + token * c.PARTS + index
-                    part *= tl.load(weight_ptr, mask=is_there, other=0.0)
-                total += part
-            total = tl.where(has_failed | is_lost, float("nan"), total)
-            tl.store(out_row_ptr + column, cast(total, dtype), mask=both(is_element, is_token))
-    if OVERLAPS:
-        await_previous()
-
-
 def begin_again(exchange: LowLatencyExchange, batch: int) -> None:
     """Wait until all ranks have received the sums of a combine, whose batch is combined again.
 
@@ -725,61 +587,3 @@ def send_combine(
     grids = -(-(num_tokens or layout.max_tokens) // _TOKENS_OF_GRID)
     grid = exchange.peers.num_programs * min(grids, _MOST_GRIDS)
     launch(grid, rows, slot_weights, slots_of_row, first_slot, batch, status)
-
-
-def receive_combine(
-    exchange: LowLatencyExchange,
-    out: Tensor,
-    is_sent: Tensor,
-    topk_weights: Tensor | None = None,
-    *,
-    wanted_tokens: int,
-    in_lines: bool,
-    batch: int,
-) -> None:
-    """Wait for the sums of all ranks and add them up.
-
-    Args:
-        exchange: the receive buffer.
-        out: [T, H], contiguous, in the dtype of the sums; NaN if the call has failed, or if a
-            replay has taken the receive buffer since, which is a fault of all ranks. Allocated
-            before send_combine(), because kernels between the two may still run, and the host may
-            have freed memory that they read. T = 0 if this rank refuses to combine.
-        is_sent: as send_dispatch() wrote it.
-        topk_weights: [T, K], float32, contiguous: weights of the slots that have returned; others
-            are ignored.
-        wanted_tokens: T of the dispatch. If this rank refuses, it still waits for their sums,
-            because until then ranks may read the rows that it sent.
-        in_lines: as passed to send_dispatch(), with `batch`.
-
-    Collective: yes, after send_combine().   Allocates nothing.   Host sync: none.
-    """
-    num_tokens, hidden_size = out.shape
-    peers = exchange.peers
-    key = ("receive sums", in_lines, out.dtype, hidden_size, topk_weights is None)
-    launch = exchange.launches.get(key)
-    if launch is None:
-        launch = exchange.launches[key] = (
-            prepare_lines(exchange, out) if in_lines else _prepare_bulk(exchange, out)
-        )
-    # Without tokens, one program still receives the faults.
-    if in_lines:
-        grid = max(1, wanted_tokens) * peers.layout.sum_parts
-    else:
-        grid = max(1, min(wanted_tokens, peers.num_programs))
-    launch(grid, out, topk_weights, is_sent, num_tokens, wanted_tokens, batch)
-
-
-def _prepare_bulk(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    hidden_size = out.shape[1]
-    return prepare(
-        exchange,
-        _receive_combine_kernel,
-        [CHANGES] * 3,
-        3,
-        HIDDEN=hidden_size,
-        COLUMNS=min(_RECEIVED_COLUMNS, next_power_of_two(hidden_size)),
-        num_warps=_RECEIVE_WARPS,
-        **EXACT,
-        **overlapping(out.device),
-    )

@@ -1,8 +1,8 @@
 """Low latency between the GPUs of one host: kernels store rows where the experts' rank reads them.
 
 Static sizes, no host sync, two launches a phase, two receive buffers used in turn, router weights
-that are sent with the tokens, and one returned row for the sum of a rank's experts, or of each group
-of them. Signals, memory order and reuse: ll_dispatch_send.py, ll_dispatch_recv.py and
+that are sent with the tokens, and one returned row for the sum of a rank's experts, or of each
+group of them. Signals, memory order and reuse: ll_dispatch_send.py, ll_dispatch_recv.py and
 ll_combine_send.py of epcomm/kernels/nvlink.
 
 A dispatch into a receive buffer whose last batch was never combined ends that batch first, on every

@@ -115,7 +115,7 @@ def _sums_of_slots(
     slots, is_slot: [K_LANES].   columns, are_elements: of each block, and which of them exist.
     """
     totals = ()
-    for each in tl.static_range(len(columns)):
+    for each in tl.static_range(len(columns)):  # pyright: ignore[reportGeneralTypeIssues]
         total = tl.zeros(columns[each].shape, tl.float32)
         if results.PER_ROW:
             row_ptr = sent.rows + tl.cast(row, tl.int64) * results.ROWS_STRIDE
@@ -150,7 +150,7 @@ def _sums_of_slots(
                     sums += (totals[each] + part,)
                 totals = sums
     rounded = ()
-    for each in tl.static_range(len(columns)):
+    for each in tl.static_range(len(columns)):  # pyright: ignore[reportGeneralTypeIssues]
         rounded += (cast(totals[each], sent.rows.dtype.element_ty),)
     return rounded  # pyright: ignore[reportReturnType]
 
@@ -285,7 +285,7 @@ def _columns_of_parts(
     # A part is a row of this block, in which one element follows the other.
     lane = tl.arange(0, _PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
     columns, are_elements = (), ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
         columns += (column,)
         are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
@@ -296,7 +296,7 @@ def _columns_of_parts(
 def _words_of_planes(planes: tl.tuple, SIZE: tl.constexpr) -> tl.tuple:
     """Return the elements of each plane, SIZE of them, as words."""
     words = ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         words += (words_of(tl.reshape(planes[plane], [SIZE])),)
     return words  # pyright: ignore[reportReturnType]
 
@@ -324,7 +324,7 @@ def _send_in_lines(
     part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
     line_lane = tl.arange(0, _PART_LINES)[None, :]
     num_sent = 0
-    for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):
+    for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         row_item = item // PIECES
         source, token = row_item % c.W, row_item // c.W
         slots = next_slots
@@ -440,7 +440,7 @@ def row_at(
     address: tl.tensor, place: tl.tensor, dtype: tl.constexpr, c: constexprs.Layout
 ) -> tl.tensor:
     """Return a pointer to a returned row."""
-    return tl.multiple_of((address + place * c.RETURN_BYTES).to(tl.pointer_type(dtype)), 16)
+    return tl.multiple_of((address + place * c.RETURN_BYTES).to(tl.pointer_type(dtype)), 16)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit(do_not_specialize=VARYING)

@@ -81,7 +81,7 @@ def _added(
 ) -> tl.tuple:
     """Add the words of each plane to totals, float32, times a weight if there is one."""
     sums = ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         elements = elements_of(words[plane], dtype).to(tl.float32)
         if weight is not None:
             elements *= weight
@@ -101,7 +101,7 @@ def _store_sums(
     c: constexprs.Layout,
 ) -> None:
     """Store each plane of a part of a sum, rounded once; NaN if the call has failed."""
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         column, is_element = _columns_of(part, plane, HIDDEN, EACH, c)  # pyright: ignore[reportGeneralTypeIssues]
         total = tl.where(has_failed, float("nan"), totals[plane])
         total = cast(total, out_row_ptr.dtype.element_ty)

@@ -120,7 +120,7 @@ def _store_words(
     """
     FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
     k = tl.arange(0, c.K_LANES)
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         word = word_in_row(line, plane, c.DATA_PLANE)
         is_datum = both((line < FIRST_SCALE) & (word < c.DATA_WORDS), is_row)
         scale = word_in_row(tl.maximum(line - FIRST_SCALE, 0), plane, c.SCALE_PLANE)

@@ -130,7 +130,7 @@ def test_unpacking_ends_at_the_tokens_of_each_source(
 
 @pytest.mark.parametrize(
     ("line_tokens", "num_tokens", "expected"),
-    [(32, 4, 48), (32, 12, 144), (32, 32, 240), (32, 0, 240), (8, 32, 96), (0, 32, 0)],
+    [(32, 4, 48), (32, 12, 144), (32, 32, 384), (32, 0, 384), (8, 32, 48), (0, 32, 0)],
 )
 def test_each_piece_of_a_source_has_as_many_programs(
     line_tokens: int, num_tokens: int, expected: int

@@ -35,8 +35,8 @@ from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 # Tokens of which a program unpacks a line each thread at once: one after another, each would take
 # the time of a look.
 UNPACKED_TOKENS = 4
-# Most programs that unpack rows: two on each of the SMs of an H200.
-_MOST_UNPACKERS = 264
+# Most programs that unpack rows: four on each of the SMs of an H200.
+_MOST_UNPACKERS = 528
 
 _LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
 _PART_LINES = tl.constexpr(PART_LINES)
@@ -271,13 +271,16 @@ def unpack_rows(
 
 
 def num_unpackers(layout: LowLatencyLayout, num_tokens: int) -> int:
-    """Return the programs that unpack rows, if each rank sends about num_tokens tokens in lines.
+    """Return the programs that unpack rows, if each rank sends about num_tokens tokens.
 
-    As many for each piece of each source: 3 for each of 48 pieces and 12 tokens, 5 for 32 tokens,
-    because more would not be resident; 0 without lines.
+    As many for each piece of each source: with 48 pieces 3 for 12 tokens and 8 for 32, with 80
+    pieces 6 for 32, because more would not be resident. If most ranks send in bulk, they must not
+    hold the SMs: 1. Without lines 0.
     """
     if not layout.line_tokens:
         return 0
     pairs = layout.world_size * layout.row_pieces
-    looks = -(-min(num_tokens or layout.line_tokens, layout.line_tokens) // UNPACKED_TOKENS)
+    looks = -(-(num_tokens or layout.line_tokens) // UNPACKED_TOKENS)
+    if num_tokens > layout.line_tokens:
+        looks = 1
     return min(_MOST_UNPACKERS, pairs * min(looks, max(1, _MOST_UNPACKERS // pairs)))

@@ -27,7 +27,6 @@ from fakes.ascend import limits
 
 MODE_1, MODE_2, REFERENCE = "fused_deep_moe", "dispatch_ffn_combine", "fuseep_reference"
 OPERATORS = (MODE_1, MODE_2)
-# Mode 1 needs 8 * 128 * 4 * 1024 * 4 B = 16 MiB, mode 2 3 * 128 * 4 * 1024 B + 10 MiB.
 H, I, WORLD_SIZE = 1024, 1024, 8  # noqa: E741 (the letter of the intermediate size)
 LAYER = MoESpec(hidden_size=H, num_experts=32, top_k=4)
 
@@ -109,18 +108,6 @@ REFUSALS = [
         reason="carries ['int8'], not bf16",
     ),
     Refusal(id="chip", chip="A2", reason="the chip is A2, expected A3: FuseEP is not built"),
-    Refusal(
-        id="H",
-        operators=(MODE_1,),
-        arguments=layer(hidden_size=496),
-        reason="hidden_size is 496, expected 512 to 7168",
-    ),
-    Refusal(
-        id="window that is not set",
-        operators=(MODE_1,),
-        arguments={**layer(num_experts=192, hidden_size=7168), "max_tokens_per_rank": 256},
-        reason="needs a window of 1344 MiB, but HCCL_BUFFSIZE is 200; set it to 1344",
-    ),
     Refusal(
         id="no limit of tokens",
         arguments={"max_tokens_per_rank": None},

@@ -34,7 +34,6 @@ from epcomm.kernels.nvlink.common.exchange import (
     SOURCES_AT,
     SUM_ARRIVALS,
     LowLatencyExchange,
-    PeerBlocks,
     SlabMemory,
 )
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
@@ -42,6 +41,7 @@ from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
+from tests.kernels.nvlink.peers import peer_blocks
 
 BF16 = WireFormat.of(torch.bfloat16)
 MAX_TOKENS, HIDDEN = 2, 8
@@ -102,23 +102,11 @@ def make_ranks(
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device).share_memory_()
         for _ in range(world_size)
     ]
-    addresses = [block.data_ptr() for block in blocks]
+    programs = num_programs or world_size
     return [
         Rank(
             exchange=LowLatencyExchange.of(
-                PeerBlocks(
-                    rank=rank,
-                    num_programs=num_programs or world_size,
-                    max_polls=3,
-                    own_address=addresses[rank],
-                    table=torch.tensor(addresses, dtype=torch.int64, device=device),
-                    layout=layout,
-                    excluded=torch.zeros(world_size, dtype=torch.int32, device=device),
-                    counters=torch.zeros(4, dtype=torch.int64, device=device),
-                    faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
-                    report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
-                ),
-                0,
+                peer_blocks(rank, blocks, layout, num_programs=programs, max_polls=3), 0
             ),
             block=blocks[rank],
             layout=layout,

@@ -114,7 +114,8 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
     return [e for e, n in enumerate(index.num_tokens_per_expert.tolist()) for _ in range(n)]
 
 
-def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
+@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
+def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
     """Check results against a float64 model, within its rounding uncertainty in bfloat16."""
     index, weights = batch_index(tail=4), int8_weights()
     assert index.row_of_slot is not None
@@ -129,11 +130,6 @@ def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
         row = int(index.row_of_slot[slot])
         expected = expert_model(x[row : row + 1].double(), weights, expert, rounding)
         assert_within(results[slot : slot + 1], expected)
-
-
-@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
-def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
-    check_w8a8_experts(name, is_quantized=is_quantized)
 
 
 def bf16_model(x: Tensor, weights: ExpertWeights, expert: int) -> Tensor:

@@ -38,7 +38,7 @@ from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from epcomm.testing.oracle import relative_error
-from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireFormat
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.cases.quantized_model import KINDS, assert_within, model
@@ -123,39 +123,17 @@ def test_runner_equals_a_model_that_quantises_where_it_does(case: Case) -> None:
     assert_within(layer_results(case, batch, weights), model(batch, weights, case.kind))
 
 
-@pytest.mark.parametrize("expert", range(NUM_EXPERTS))
 @pytest.mark.parametrize("name", ["gate_up_scale", "down_scale"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_finds_scales_of_one_expert_that_are_off_by_2_percent(
-    kind: str, name: str, expert: int
+    kind: str, name: str
 ) -> None:
     case = next(case for case in CASES if case.kind == kind)
     batch, weights = make_batch(SPEC, 0, 1), kind_weights(kind)
     expected = model(batch, weights, kind)
-    weights.tensors()[name][expert] *= 1.02
+    weights.tensors()[name][NUM_EXPERTS - 1] *= 1.02
     with pytest.raises(AssertionError, match="beyond their bounds"):
         assert_within(layer_results(case, batch, weights), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_quantised_before_or_after_they_travel_give_the_same_bits(kind: str) -> None:
-    batch = make_batch(SPEC, 0, 1)
-    index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
-    before, after = (
-        slot_results(
-            Case(
-                kind=kind,
-                layout=Layout.ROWS,
-                who=WeightsAppliedBy.RUNNER,
-                is_quantized=is_quantized,
-            ),
-            batch,
-            index,
-            kind_weights(kind),
-        )
-        for is_quantized in (True, False)
-    )
-    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -454,10 +432,3 @@ def test_kernels_that_scale_by_float32_refuse_powers_of_two() -> None:
         "the experts need fp8_e4m3/128/ue8m0 rows, expected fp8_e4m3/128",
         *verdicts[0].reasons[1:],
     )
-
-
-def test_runner_reads_what_the_weights_want_and_what_is_not_quantised() -> None:
-    plain = {WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}
-    for kind, dtype in (("fp8", WireDtype.FP8_E4M3), ("int8", WireDtype.INT8)):
-        readings = QuantizedReferenceRunner.readings(kind_weights(kind), Layout.ROWS)
-        assert {each.format.dtype for each in readings} == plain | {dtype}

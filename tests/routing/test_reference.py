@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -35,17 +37,6 @@ def test_route_equals_the_oracle_in_ids_order_and_weights(case: Case) -> None:
     assert topk.topk_ids.tolist() == [row.ids for row in rows]
     expected = torch.tensor([row.weights for row in rows])
     torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=0.0)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_route_without_tokens_gives_empty_tensors(case: Case) -> None:
-    spec = spec_of(case.values)
-
-    topk = route(torch.empty(0, 16), spec, correction_bias=bias_for(spec, 16))
-
-    assert topk.topk_ids.shape == topk.topk_weights.shape == (0, 4)
-    assert topk.topk_ids.dtype == torch.int64
-    assert topk.topk_weights.dtype == torch.float32
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -184,15 +175,19 @@ def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
 
 
 def reverse_routing(
-    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
+    logits: Tensor,
+    *,
+    top_k: int,
+    correction_bias: Tensor | None,
+    hidden_states: Tensor | None,
+    wrong: Tensor | None = None,
 ) -> TopKOutput:
-    """Route to the last experts in falling order; weights read from the hidden states."""
+    """Route to the last experts in falling order; weights are hidden states, or `wrong`."""
     assert correction_bias is None
     assert hidden_states is not None
     ids = torch.arange(logits.shape[1] - 1, logits.shape[1] - 1 - top_k, -1)
-    return TopKOutput(
-        topk_ids=ids.expand(logits.shape[0], -1), topk_weights=hidden_states[:, :top_k]
-    )
+    weights = hidden_states[:, :top_k] if wrong is None else wrong
+    return TopKOutput(topk_ids=ids.expand(logits.shape[0], -1), topk_weights=weights)
 
 
 def test_custom_function_replaces_the_arithmetic() -> None:
@@ -206,25 +201,21 @@ def test_custom_function_replaces_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden_states", "message"),
+    ("custom_function", "message"),
     [
-        (torch.zeros(3, 1), r"topk_weights \[3, 1\] torch.float32, expected \[3, 2\]"),
-        (torch.zeros(3, 4).half(), r"topk_weights \[3, 2\] torch.float16, expected \[3, 2\]"),
+        (partial(reverse_routing, wrong=torch.zeros(3, 1)), r"weights \[3, 1\] torch.float32, exp"),
+        (partial(reverse_routing, wrong=torch.zeros(3, 2).half()), r"\[3, 2\] torch.float16, exp"),
+        (lambda logits, **_: (logits, logits), "returned tuple, expected a TopKOutput"),
     ],
-    ids=["shape", "dtype"],
+    ids=["shape", "dtype", "tuple"],
 )
-def test_custom_function_is_held_to_the_record(hidden_states: Tensor, message: str) -> None:
-    spec = RoutingSpec(top_k=2, custom_function=reverse_routing)
+def test_custom_function_is_held_to_the_record(
+    custom_function: Callable[..., TopKOutput], message: str
+) -> None:
+    spec = RoutingSpec(top_k=2, custom_function=custom_function)
 
     with pytest.raises(ShapeError, match=message):
-        route(torch.zeros(3, 5), spec, hidden_states=hidden_states)
-
-
-def test_custom_function_that_returns_a_tuple_is_told_what_to_return() -> None:
-    spec = RoutingSpec(top_k=2, custom_function=lambda logits, **_: (logits, logits))  # type: ignore[arg-type,return-value]
-
-    with pytest.raises(ShapeError, match="custom_function returned tuple, expected a TopKOutput"):
-        route(torch.zeros(3, 5), spec)
+        route(torch.zeros(3, 5), spec, hidden_states=torch.zeros(3, 4))
 
 
 @dataclass(frozen=True, kw_only=True)

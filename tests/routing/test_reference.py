@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from epcomm.errors import ConfigError, ShapeError
+from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
 from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
@@ -218,34 +217,21 @@ def test_custom_function_is_held_to_the_record(
         route(torch.zeros(3, 5), spec, hidden_states=torch.zeros(3, 4))
 
 
-@dataclass(frozen=True, kw_only=True)
-class BadCall:
-    id: str
-    error: type[Exception]
-    message: str
-    logits: Tensor
-    bias: Tensor | None = None
-    correction_bias: str = "none"
+@pytest.mark.parametrize(
+    ("logits", "bias", "error", "message"),
+    [
+        (torch.zeros(2, 3, 4), None, ShapeError, "logits is"),
+        (torch.zeros(2, 4).long(), None, ShapeError, "int64"),
+        (torch.zeros(2, 1), None, ConfigError, "top_k is 2"),
+        (torch.zeros(2, 4), torch.zeros(1, 4), ShapeError, r"bias is \[1, 4\], expected \[4\]"),
+    ],
+    ids=["rank", "dtype", "few experts", "bias shape"],
+)
+def test_bad_arguments_are_named(
+    logits: Tensor, bias: Tensor | None, error: type[EPError], message: str
+) -> None:
+    has_bias = "none" if bias is None else "selection"
+    spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": has_bias})
 
-
-BAD_CALLS = [
-    BadCall(id="rank", error=ShapeError, message="logits is", logits=torch.zeros(2, 3, 4)),
-    BadCall(id="dtype", error=ShapeError, message="int64", logits=torch.zeros(2, 4).long()),
-    BadCall(id="few-experts", error=ConfigError, message="top_k is 2", logits=torch.zeros(2, 1)),
-    BadCall(
-        id="bias-shape",
-        error=ShapeError,
-        message=r"correction_bias is \[1, 4\], expected \[4\]",
-        logits=torch.zeros(2, 4),
-        bias=torch.zeros(1, 4),
-        correction_bias="selection",
-    ),
-]
-
-
-@pytest.mark.parametrize("call", BAD_CALLS, ids=lambda call: call.id)
-def test_bad_arguments_are_named(call: BadCall) -> None:
-    spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": call.correction_bias})
-
-    with pytest.raises(call.error, match=call.message):
-        route(call.logits, spec, correction_bias=call.bias)
+    with pytest.raises(error, match=message):
+        route(logits, spec, correction_bias=bias)

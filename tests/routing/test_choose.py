@@ -132,30 +132,30 @@ def test_elsewhere_the_reference_routes_and_nobody_reads_why(
     assert choice.explain() == ()
 
 
-def test_operator_asked_for_by_name_routes_what_it_can_say() -> None:
-    choice = choose(Router.ASCEND, SAID, CPU)
+@pytest.mark.usefixtures("npu_has_the_operator")
+@pytest.mark.parametrize(("router", "device"), [(Router.ASCEND, CPU), (Router.AUTO, NPU)])
+def test_operator_routes_what_it_can_say(router: Router, device: torch.device) -> None:
+    choice = choose(router, SAID, device)
     assert isinstance(choice.gate, AscendGate)
     assert choice.explain() == BY_OPERATOR
-    choice = choose(Router.ASCEND, UNSAID, CPU)
+    choice = choose(router, UNSAID, device)
     assert choice.gate is None
     assert choice.explain() == WHY_UNSAID
 
 
-@pytest.mark.usefixtures("npu_has_the_operator")
-def test_on_an_npu_auto_takes_the_operator_where_it_can() -> None:
-    assert choose(Router.AUTO, SAID, NPU).explain() == BY_OPERATOR
-    assert choose(Router.AUTO, UNSAID, NPU).explain() == WHY_UNSAID
-    asked = choose(Router.REFERENCE, SAID, NPU)
-    assert asked.gate is None
-    assert asked.explain() == ("routing by the reference: EPConfig.router asks for it",)
-
-
-def test_npu_without_the_operator_routes_by_the_reference_and_says_why() -> None:
-    choice = choose(Router.AUTO, SAID, NPU)
+@pytest.mark.parametrize(
+    ("router", "why"),
+    [
+        (Router.AUTO, "npu_moe_gating_top_k is not on npu; import torch_npu"),
+        (Router.REFERENCE, "EPConfig.router asks for it"),
+    ],
+)
+def test_npu_without_the_operator_routes_by_the_reference_and_says_why(
+    router: Router, why: str
+) -> None:
+    choice = choose(router, SAID, NPU)
     assert choice.gate is None
-    assert choice.explain() == (
-        "routing by the reference: npu_moe_gating_top_k is not on npu; import torch_npu",
-    )
+    assert choice.explain() == (f"routing by the reference: {why}",)
 
 
 @pytest.mark.parametrize("spec", [SAID, UNSAID])

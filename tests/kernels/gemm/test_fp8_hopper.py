@@ -51,18 +51,13 @@ def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
     return test if is_hopper else None
 
 
-@pytest.fixture(scope="module")
-def cubin() -> bytes:
+@pytest.fixture
+def machine_code(tmp_path: Path) -> dict[str, str]:
+    """Return the instructions of each kernel."""
     assert nvrtc_is_installed(), "the dev extra brings it"
     source = fp8_hopper.SOURCE.read_text(encoding="utf-8")
-    return compile_to_cubin(source, arch=fp8_hopper.ARCH, name="fp8_hopper.cu")
-
-
-@pytest.fixture(scope="module")
-def machine_code(cubin: bytes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the instructions of each kernel."""
-    path = tmp_path_factory.mktemp("cubin") / "products.cubin"
-    path.write_bytes(cubin)
+    path = tmp_path / "products.cubin"
+    path.write_bytes(compile_to_cubin(source, arch=fp8_hopper.ARCH, name="fp8_hopper.cu"))
     command = [str(CUOBJDUMP), "-sass", str(path)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, *parts = re.split(r"\s*Function : (\w+)", listing)
@@ -78,20 +73,11 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
         # A wait after each step instead of each product is how the compiler serialises them.
         assert len(re.findall(r"QGMMA.*gsb0", code)) == 2
         assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
-
-
-@pytest.mark.slow
-def test_the_loop_over_k_keeps_everything_in_registers(machine_code: dict[str, str]) -> None:
-    for code in map(machine_code.__getitem__, PRODUCTS):
+        # The loop over K keeps everything in registers.
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
         assert not re.search(r"\b(STL|LDL)\b", code[first:last])
-
-
-@pytest.mark.slow
-def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
-    machine_code: dict[str, str],
-) -> None:
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
+    # Matrices come by the copy engine, and rows 16 bytes at a time.
     assert gate_up.count("UTMALDG.2D") == 2
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
     for packed in (machine_code["gate_up_fp8_packed"], down):

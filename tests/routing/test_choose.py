@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import BackendUnavailable, ConfigError, TopKOutput
+from epcomm import BackendUnavailable, ConfigError, ShapeError, TopKOutput
 from epcomm.config import Router
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.ascend_gating import OPERATOR, AscendGate
@@ -205,7 +205,13 @@ def test_gradients_run_the_reference_and_only_where_they_are_needed() -> None:
 
 
 def test_arguments_of_the_operator_are_checked_as_those_of_the_reference() -> None:
-    logits = torch.zeros(2, NUM_EXPERTS)
     for router in (Router.ASCEND, Router.REFERENCE, Router.TRITON):
-        with pytest.raises(ConfigError, match="correction_bias is None, expected"):
-            choose(router, SAID, CPU).route(logits, correction_bias=None, hidden_states=logits)
+        choice = choose(router, SAID, CPU)
+        for num_experts, bias, error, message in (
+            (NUM_EXPERTS, None, ConfigError, "correction_bias is None, expected"),
+            (NUM_EXPERTS, torch.zeros(1, NUM_EXPERTS), ShapeError, "correction_bias is"),
+            (2, torch.zeros(2), ConfigError, "top_k is 4, expected at most 2"),
+        ):
+            logits = torch.zeros(2, num_experts)
+            with pytest.raises(error, match=message):
+                choice.route(logits, correction_bias=bias, hidden_states=logits)

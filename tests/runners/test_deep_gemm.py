@@ -212,23 +212,8 @@ def test_experts_do_not_overwrite_the_rows_of_the_next_one(
     assert largest_error(record, actual, expected) <= TOLERANCE
 
 
-@dataclass(frozen=True, kw_only=True)
-class Between:
-    """Rows between two products, in either layout, with one of three forms of scales."""
-
-    layout: Layout
-    scales: ScaleDtype
-    architecture: int
-    is_weighted: bool
-
-    @property
-    def id(self) -> str:
-        weighted = ", weighted" if self.is_weighted else ""
-        return f"{self.layout.value}, {self.scales.value}, sm_{self.architecture}0{weighted}"
-
-
 BETWEEN = [
-    Between(layout=layout, scales=scales, architecture=architecture, is_weighted=is_weighted)
+    (layout, scales, architecture, is_weighted)
     for layout, (scales, architecture), is_weighted in product(
         Layout,
         [(ScaleDtype.FLOAT32, 9), (ScaleDtype.POWER_OF_TWO, 9), (ScaleDtype.POWER_OF_TWO, 10)],
@@ -240,16 +225,20 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize("case", BETWEEN, ids=lambda case: case.id)
+@pytest.mark.parametrize(("layout", "scales", "architecture", "is_weighted"), BETWEEN)
 def test_kernel_between_the_products_equals_plain_torch(
-    case: Between, monkeypatch: pytest.MonkeyPatch
+    layout: Layout,
+    scales: ScaleDtype,
+    architecture: int,
+    is_weighted: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is unused is NaN."""
-    fake_deep_gemm.install(monkeypatch, architecture=case.architecture)
+    fake_deep_gemm.install(monkeypatch, architecture=architecture)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     # Five blocks fill the first word of exponents and begin a second one.
-    inner = (5 if case.architecture == 10 else 2) * 128
-    weights = make_weights(case.scales, hidden=128, inner=inner)
+    inner = (5 if architecture == 10 else 2) * 128
+    weights = make_weights(scales, hidden=128, inner=inner)
     counts, capacity = torch.tensor([33, 0, 5], dtype=torch.int32), 40
     first_slot = torch.arange(4, dtype=torch.int32) * capacity
     generator = torch.Generator().manual_seed(6)
@@ -258,13 +247,13 @@ def test_kernel_between_the_products_equals_plain_torch(
     for expert, count in enumerate(counts.tolist()):
         gate_up[expert, count:] = float("nan")
         slot_weights[expert, count:] = float("nan")
-    is_masked = case.layout is Layout.MASKED
+    is_masked = layout is Layout.MASKED
     arguments = [
         gate_up if is_masked else gate_up.flatten(0, 1),
         weights,
         counts,
         None if is_masked else first_slot,
-        (slot_weights if is_masked else slot_weights.flatten()) if case.is_weighted else None,
+        (slot_weights if is_masked else slot_weights.flatten()) if is_weighted else None,
     ]
     expected = deep_gemm._between(*arguments)  # type: ignore[arg-type]
     on_device = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
@@ -279,7 +268,7 @@ def test_kernel_between_the_products_equals_plain_torch(
         codes, wanted = (each.data[rows].view(torch.uint8).int() for each in (actual, expected))
         assert ((codes - wanted).abs() <= 1).all()
         assert (codes != wanted).sum() <= codes.numel() / 100
-        if case.architecture == 10:
+        if architecture == 10:
             assert torch.equal(actual.scales[rows], expected.scales[rows])
         else:
             torch.testing.assert_close(

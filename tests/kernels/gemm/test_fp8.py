@@ -11,7 +11,6 @@ from epcomm.quantization import FP8_FLOAT32_SCALES
 from epcomm.runners.fp8_triton import Fp8TritonRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.weights.quantized import Fp8BlockWeights
-from epcomm.weights.unquantized import ExpertWeights
 from tests.kernels.gemm import slot_records
 from tests.kernels.gemm.fp8_products import check_unused_slots_are_left
 from tests.kernels.gemm.slot_records import (
@@ -70,13 +69,3 @@ def test_kernels_are_launched_on_the_device_of_their_rows(
     entered = record_devices(monkeypatch)
     Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
     assert entered == [device] * 2
-
-
-def test_experts_that_the_kernels_cannot_read_are_refused_with_reasons() -> None:
-    weights = ExpertWeights(gate_up_proj=torch.zeros(2, 64, 200), down_proj=torch.zeros(2, 200, 32))
-    verdict = Fp8TritonRunner.supports(Fp8BlockWeights.from_unquantized(weights))
-    assert verdict.reasons == (
-        "hidden_size is 200, expected a multiple of 128",
-        "intermediate_size is 32, expected a multiple of 128",
-        "the experts are on cpu, expected cuda",
-    )

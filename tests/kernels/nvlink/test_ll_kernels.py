@@ -278,20 +278,6 @@ def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None
     assert sender.exchange.peers.counters[3] == 1, "one sum for the other rank"
 
 
-def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:
-    ranks = make_ranks(2, device)
-    send(ranks[0], [[0, -1]], [[1, 0]])
-    send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
-
-    index = receive(ranks[0])
-    assert index.counts.tolist() == [2, 2]
-    assert index.first.tolist() == [0, 2, 4]
-    # Rows of rank 1 begin at M.
-    assert index.memory[:8].tolist() == [0, 2, 2, 3, -1, -1, -1, -1]
-    assert index.slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 2], [3, -1]]
-    assert index.weights[:4].tolist() == [1, 0.5, 2, 4]
-
-
 def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     for rank in ranks:
@@ -374,20 +360,6 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     assert home[1, :2].tolist() == [9, 6.5]
     assert not home[[0, 2, 3]].any()
     assert ranks[1].region("arrived_sums", torch.int32)[:2].tolist() == [1, 0]
-
-
-def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None:
-    ranks = make_ranks(3, device)
-    receiver = ranks[1]
-    receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
-    back = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
-    back.fill_(float("nan"))
-    back[1], back[2 * MAX_TOKENS + 1] = 3, 4
-    receiver.region("arrived_sums", torch.int32)[:3] = 1
-    receiver.exchange.state[1] = 1
-    y = torch.full((2, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    ll_combine.receive_combine(receiver.exchange, y, receiver.is_sent, batch=0)
-    assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
 
 
 class Allocations(TorchDispatchMode):

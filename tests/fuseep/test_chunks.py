@@ -12,8 +12,8 @@ import torch
 
 from epcomm import EPGroup, TopKOutput
 from epcomm.buffers.sizes import CallShape
+from epcomm.fuseep.ascend import DispatchFFNCombine, FusedDeepMoE
 from epcomm.fuseep.path import FuseEPPath
-from epcomm.registry import class_names, fused_class
 from epcomm.testing.oracle import relative_error
 from epcomm.testing.poison import poisoned_memory
 from fakes.ascend.deep_ep import Buffer
@@ -40,8 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         return real(buffer, **named)
 
     monkeypatch.setattr(Buffer, "fused_deep_moe", record)
-    for name in OPERATORS:
-        kind = fused_class(class_names(name)[0])
+    for kind in (FusedDeepMoE, DispatchFFNCombine):
         monkeypatch.setattr(kind, "limits", replace(kind.limits, max_tokens=MOST))
     return recorded
 

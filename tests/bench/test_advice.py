@@ -42,7 +42,3 @@ def test_the_sentence_owns_up_where_torch_is_faster() -> None:
         "Take mode normal on backend collective from T = 1 to 8; torch alone is faster with "
         "all-gather and reduce-scatter at T = 1 (40 us, not 50)."
     )
-
-
-def test_nothing_measured_is_nothing_to_take() -> None:
-    assert advise([timing("", "expert_rows", 1, 4.0)]).startswith("Nothing of epcomm was measured")

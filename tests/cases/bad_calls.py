@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import pytest
@@ -16,7 +17,6 @@ from epcomm import (
     ConfigError,
     EPError,
     HandleError,
-    MaskedCombineInput,
     RowsCombineInput,
     ShapeError,
     TopKOutput,
@@ -73,10 +73,6 @@ def with_weights(spoil: Callable[[Tensor], object]) -> Callable[[Play], object]:
     )
 
 
-def with_topk(spoil: Callable[[TopKOutput], object]) -> Callable[[Play], object]:
-    return lambda play: play.whole_call(topk=spoil(play.topk))
-
-
 def last_id(value: int) -> Callable[[Tensor], Tensor]:
     def spoil(ids: Tensor) -> Tensor:
         ids = ids.clone()
@@ -107,66 +103,52 @@ class DTensor(Tensor):
         return self.as_subclass(Tensor)
 
 
-def quantised(x: Tensor) -> Tensor:
-    return torch.quantize_per_tensor(x, 0.1, 0, torch.quint8)
-
-
 X_FAULTS = [
-    Bad(id="x is a list", call=with_x(Tensor.tolist), own="hidden_states is list, expected a"),
-    Bad(id="x is None", call=with_x(lambda x: None), own="NoneType, expected a tensor [T, 16]"),
-    Bad(id="x is an array", call=with_x(Tensor.numpy), own="hidden_states is ndarray, expected"),
-    Bad(
-        id="x of one dimension",
-        call=with_x(lambda x: x[0]),
-        own="hidden_states is [16], expected [T, 16] (rank 1 of 2); flatten",
-    ),
-    Bad(
-        id="x of three dimensions",
-        call=with_x(lambda x: x.unsqueeze(0)),
-        own="hidden_states is [1, 3, 16], expected [T, 16] (rank 1 of 2); "
-        "flatten it by reshape(-1, 16)",
-    ),
-    Bad(
-        id="x of another H",
-        call=with_x(lambda x: x[:, :8]),
-        own="hidden_states is [3, 8], expected [3, 16] (rank 1 of 2)",
-    ),
-    Bad(
-        id="x int32",
-        call=with_x(Tensor.int),
-        own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 2); "
-        "call hidden_states.to(torch.float32)",
-    ),
-    Bad(id="x complex", call=with_x(lambda x: x.to(torch.complex64)), own="is torch.complex64, e"),
-    Bad(id="x quantised", call=with_x(quantised), own="hidden_states is torch.quint8, expected"),
-    Bad(
-        id="x quantised to another format than that on the wire",
-        call=with_x(lambda x: quantize(x, FP8_FLOAT32_SCALES)),
-        own="hidden_states are fp8_e4m3/128 with scales of torch.float32, expected fp32 (rank 1 of",
-    ),
-    Bad(
-        id="x quantised without elements",
-        call=with_x(lambda x: WireTensor(data=x[:, :8], format=WireFormat.of(x.dtype))),
-        own="hidden_states.data is [3, 8], expected [3, 16] (rank 1 of 2)",
-    ),
-    Bad(
-        id="x sparse",
-        call=with_x(Tensor.to_sparse),
-        own="hidden_states is torch.sparse_coo, expected a plain strided tensor (rank 1 of 2); "
-        "call hidden_states.to_dense()",
-    ),
-    Bad(id="x in CSR", call=with_x(Tensor.to_sparse_csr), own="is torch.sparse_csr, expected a p"),
-    Bad(
-        id="x nested",
-        call=with_x(lambda x: torch.nested.nested_tensor([x[0], x[1, :4]])),
-        own="hidden_states is nested, expected a plain strided tensor",
-    ),
-    Bad(id="x on meta", call=with_x(lambda x: x.to("meta")), own="is on meta, expected cpu"),
-    Bad(
-        id="x is a DTensor",
-        call=with_x(lambda x: x.as_subclass(DTensor)),
-        own="hidden_states is a DTensor, expected a plain strided tensor (rank 1 of 2); "
-        "call hidden_states.to_local()",
+    *(
+        Bad(id=f"x {name}", call=with_x(spoil), own=own)
+        for name, spoil, own in (
+            ("is None", lambda x: None, "NoneType, expected a tensor [T, 16]"),
+            (
+                "of three dimensions",
+                lambda x: x.unsqueeze(0),
+                "hidden_states is [1, 3, 16], expected [T, 16] (rank 1 of 2); flatten it by resh",
+            ),
+            ("of another H", lambda x: x[:, :8], "hidden_states is [3, 8], expected [3, 16] (rank"),
+            (
+                "int32",
+                Tensor.int,
+                "hidden_states is torch.int32, expected torch.float32 (rank 1 of 2); call "
+                "hidden_states.to(torch.float32)",
+            ),
+            (
+                "quantised to another format than that on the wire",
+                lambda x: quantize(x, FP8_FLOAT32_SCALES),
+                "are fp8_e4m3/128 with scales of torch.float32, expected fp32 (rank 1 of 2)",
+            ),
+            (
+                "quantised without elements",
+                lambda x: WireTensor(data=x[:, :8], format=WireFormat.of(x.dtype)),
+                "hidden_states.data is [3, 8], expected [3, 16] (rank 1 of 2)",
+            ),
+            (
+                "sparse",
+                Tensor.to_sparse,
+                "hidden_states is torch.sparse_coo, expected a plain strided tensor (rank 1 of 2); "
+                "call hidden_states.to_dense()",
+            ),
+            (
+                "nested",
+                lambda x: torch.nested.nested_tensor([x[0], x[1, :4]]),
+                "hidden_states is nested, expected a plain strided tensor",
+            ),
+            ("on meta", lambda x: x.to("meta"), "is on meta, expected cpu"),
+            (
+                "is a DTensor",
+                lambda x: x.as_subclass(DTensor),
+                "is a DTensor, expected a plain strided tensor (rank 1 of 2); call "
+                "hidden_states.to_local()",
+            ),
+        )
     ),
     Bad(
         id="M + 1 tokens",
@@ -184,23 +166,28 @@ X_FAULTS = [
 ]
 
 TOPK_FAULTS = [
-    Bad(
-        id="topk is a tuple",
-        call=with_topk(lambda topk: (topk.topk_ids, topk.topk_weights)),
-        own="dispatch: topk is tuple, expected a TopKOutput (rank 1 of 2)",
-    ),
-    Bad(id="topk is None", call=with_topk(lambda topk: None), own="topk is NoneType, expected a"),
-    Bad(id="ids int32", call=with_ids(Tensor.int), own="topk_ids is torch.int32, expected torch."),
-    Bad(id="ids float", call=with_ids(Tensor.float), own="topk_ids is torch.float32, expected"),
-    Bad(id="ids are a list", call=with_ids(Tensor.tolist), own="topk_ids is list, expected a ten"),
-    Bad(id="ids sparse", call=with_ids(Tensor.to_sparse), own="topk_ids is torch.sparse_coo, expe"),
-    Bad(
-        id="ids of another K", call=with_ids(lambda ids: ids.repeat(1, 2)), own="topk_ids is [3, 4]"
-    ),
-    Bad(
-        id="ids of another T",
-        call=with_ids(lambda ids: ids[:2]),
-        own="topk_ids is [2, 2], expected [3, 2] (rank 1 of 2); pass tensors of one batch",
+    *(
+        Bad(id=name, call=call, own=own)
+        for name, call, own in (
+            (
+                "topk is a tuple",
+                lambda play: play.whole_call(topk=(play.topk.topk_ids, play.topk.topk_weights)),
+                "dispatch: topk is tuple, expected a TopKOutput (rank 1 of 2)",
+            ),
+            ("ids int32", with_ids(Tensor.int), "topk_ids is torch.int32, expected torch.int64"),
+            ("ids of another K", with_ids(lambda ids: ids.repeat(1, 2)), "topk_ids is [3, 4]"),
+            (
+                "ids of another T",
+                with_ids(lambda ids: ids[:2]),
+                "topk_ids is [2, 2], expected [3, 2] (rank 1 of 2); pass tensors of one batch",
+            ),
+            ("weights int", with_weights(Tensor.int), "topk_weights is torch.int32, expected"),
+            (
+                "weights of another T",
+                with_weights(lambda weights: weights.repeat(2, 1)),
+                "topk_weights is [6, 2], expected [3, 2] (rank 1 of 2)",
+            ),
+        )
     ),
     *(
         Bad(
@@ -211,33 +198,6 @@ TOPK_FAULTS = [
             reads_ids=True,
         )
         for name, value in (("E", E), ("-2", -2), ("2**40", 2**40))
-    ),
-    Bad(id="weights None", call=with_weights(lambda weights: None), own="topk_weights is NoneType"),
-    Bad(id="weights int", call=with_weights(Tensor.int), own="topk_weights is torch.int32, expec"),
-    Bad(
-        id="weights of another K",
-        call=with_weights(lambda weights: weights[:, :1]),
-        own="topk_weights is [3, 1], expected [3, 2] (rank 1 of 2)",
-    ),
-    Bad(
-        id="weights of another T",
-        call=with_weights(lambda weights: weights.repeat(2, 1)),
-        own="topk_weights is [6, 2], expected [3, 2] (rank 1 of 2)",
-    ),
-    Bad(
-        id="weights on meta",
-        call=with_weights(lambda weights: weights.to("meta")),
-        own="topk_weights is on meta, expected cpu",
-    ),
-    Bad(
-        id="everything of another K",
-        call=lambda play: play.whole_call(
-            topk=TopKOutput(
-                topk_ids=play.topk.topk_ids.repeat(1, 2),
-                topk_weights=play.topk.topk_weights.repeat(1, 2),
-            )
-        ),
-        own="topk_ids is [3, 4], expected [3, 2] (rank 1 of 2)",
     ),
 ]
 
@@ -276,131 +236,71 @@ def training(*names: str) -> Callable[[Play], object]:
 
 def combine_faults() -> list[Bad]:
     """Return the mistakes in the combine call."""
-    rows = [
-        Bad(
-            id="a row too many",
-            call=combined(
-                lambda play: play.out.combine_input(
-                    torch.cat([play.results.hidden_states, play.x[:1]])
-                )
-            ),
-            own="combine: hidden_states is",
+    rows: tuple[tuple[str, Callable[[Play], object], str], ...] = (
+        ("no rows", lambda play: play.out.combine_input(play.x[:0]), "hidden_states is [0, 16]"),
+        (
+            "rows per row, but too many",
+            lambda play: rows_input(play, torch.cat([play.results.hidden_states] * 3), RowsPer.ROW),
+            "combine: ",
         ),
-        Bad(
-            id="no rows",
-            call=combined(lambda play: play.out.combine_input(play.x[:0])),
-            own="hidden_states is [0, 16]",
+        (
+            "rows per text",
+            lambda play: rows_input(play, play.results.hidden_states, "slot"),
+            "rows_per is 'slot', expected RowsPer.SLOT or RowsPer.ROW",
         ),
-        Bad(
-            id="rows of three dimensions",
-            call=combined(lambda play: play.out.combine_input(play.x.unsqueeze(0))),
-            own="hidden_states is [1, 3, 16]",
+        (
+            "rows per row beside slot weights",
+            lambda play: replace(play.results, rows_per=RowsPer.ROW, slot_weights=torch.ones(1)),
+            "rows_per is ROW but combine applies the weights of each slot (rank 1 of 2)",
         ),
-        Bad(
-            id="rows per row, but too many",
-            call=combined(
-                lambda play: rows_input(
-                    play, torch.cat([play.results.hidden_states] * 3), RowsPer.ROW
-                )
-            ),
-            own="combine: ",
+        (
+            "rows int32",
+            lambda play: rows_input(play, play.results.hidden_states.int()),
+            "hidden_states is torch.int32, expected torch.float32 (rank 1 of 2)",
         ),
-        Bad(
-            id="rows per text",
-            call=combined(lambda play: rows_input(play, play.results.hidden_states, "slot")),
-            own="rows_per is 'slot', expected RowsPer.SLOT or RowsPer.ROW",
+        (
+            "rows None",
+            lambda play: play.out.combine_input(None),  # type: ignore[arg-type]
+            "hidden_states is NoneType, expected a tensor",
         ),
-        Bad(
-            id="rows per row beside slot weights",
-            call=combined(
-                lambda play: replace(play.results, rows_per=RowsPer.ROW, slot_weights=torch.ones(1))
-            ),
-            own="rows_per is ROW but combine applies the weights of each slot (rank 1 of 2)",
+        (
+            "slot weights of another C",
+            lambda play: replace(play.results, slot_weights=torch.ones(1)),
+            "slot_weights is [1], expected",
         ),
-        Bad(
-            id="rows of another H",
-            call=combined(lambda play: rows_input(play, play.results.hidden_states[:, :8])),
-            own="8], expected",
+        (
+            "what dispatch returned",
+            lambda play: play.out,
+            "the input is a RowsDispatchOutput, expected RowsCombineInput (rank 1 of 2)",
         ),
-        Bad(
-            id="rows int32",
-            call=combined(lambda play: rows_input(play, play.results.hidden_states.int())),
-            own="hidden_states is torch.int32, expected torch.float32 (rank 1 of 2)",
+    )
+    handles: tuple[tuple[str, Callable[[Play], object], str], ...] = (
+        (
+            "no handle",
+            combined(lambda play: replace(play.results, handle=None)),
+            "the handle is NoneType, expected a Handle",
         ),
-        Bad(
-            id="rows on meta",
-            call=combined(lambda play: rows_input(play, play.results.hidden_states.to("meta"))),
-            own="hidden_states is on meta, expected cpu",
+        ("a handle used twice", combined(lambda play: play.spent), "was combined before; dispatch"),
+        (
+            "another dispatcher of the same buffer",
+            lambda play: play.another.combine(identity(play.begin())),
+            "belongs to another dispatcher",
         ),
-        Bad(
-            id="rows sparse",
-            call=combined(
-                lambda play: rows_input(play, play.results.hidden_states.detach().to_sparse())
-            ),
-            own="hidden_states is torch.sparse_coo, expected a plain strided tensor",
+        (
+            "another group's handle",
+            combined(lambda play: play.elsewhere),
+            "belongs to another dispatcher",
         ),
-        Bad(
-            id="rows None",
-            call=combined(lambda play: play.out.combine_input(None)),  # type: ignore[arg-type]
-            own="hidden_states is NoneType, expected a tensor",
-        ),
-        Bad(
-            id="slot weights of another C",
-            call=combined(lambda play: replace(play.results, slot_weights=torch.ones(1))),
-            own="slot_weights is [1], expected",
-        ),
-        Bad(
-            id="masked rows",
-            call=combined(
-                lambda play: MaskedCombineInput(
-                    hidden_states=play.x.unsqueeze(0), slot_weights=None, handle=play.out.handle
-                )
-            ),
-            own="the input is a MaskedCombineInput, expected RowsCombineInput (rank 1 of 2)",
-        ),
-        Bad(
-            id="what dispatch returned",
-            call=combined(lambda play: play.out),
-            own="the input is a RowsDispatchOutput, expected RowsCombineInput (rank 1 of 2)",
-        ),
-    ]
-    handles = [
-        Bad(
-            id="no handle",
-            call=combined(lambda play: replace(play.results, handle=None)),
-            own="the handle is NoneType, expected a Handle",
-        ),
-        Bad(
-            id="a handle used twice",
-            call=combined(lambda play: play.spent),
-            own="was combined before; dispatch again",
-        ),
-        Bad(
-            id="another dispatcher of the same buffer",
-            call=lambda play: play.another.combine(identity(play.begin())),
-            own="belongs to another dispatcher",
-        ),
-        Bad(
-            id="another group's handle",
-            call=combined(lambda play: play.elsewhere),
-            own="belongs to another dispatcher",
-        ),
-        Bad(
-            id="combine after close",
-            call=call_closed,
-            others=call_closed,
-            own="combine: the dispatcher is closed (rank 1 of 2); construct a new one",
-        ),
-        Bad(
-            id="dispatch after close",
-            call=dispatch_closed,
-            others=dispatch_closed,
-            own="dispatch: the dispatcher is closed (rank 1 of 2); construct a new one",
-        ),
-    ]
+    )
+    of_handle = partial(Bad, told=WRONG_HANDLE, error=HandleError)
+    closed = "the dispatcher is closed (rank 1 of 2); construct a new one"
     return [
-        *(replace(bad, told=WRONG_ROWS) for bad in rows),
-        *(replace(bad, told=WRONG_HANDLE, error=HandleError) for bad in handles),
+        *(Bad(id=i, call=combined(make), own=own, told=WRONG_ROWS) for i, make, own in rows),
+        *(of_handle(id=i, call=call, own=own) for i, call, own in handles),
+        *(
+            of_handle(id=f"{name} after close", call=call, others=call, own=f"{name}: {closed}")
+            for name, call in (("combine", call_closed), ("dispatch", dispatch_closed))
+        ),
     ]
 
 
@@ -428,18 +328,9 @@ def disagreeing(name: str, **changes: object) -> Bad:
     )
 
 
+# tests/planning/test_candidates.py has another value of each field.
 CONFIG_FAULTS = [
     disagreeing("another M", max_tokens_per_rank=6),
-    disagreeing("another check_calls", check_calls=True),
-    disagreeing("another deterministic", deterministic=True),
-    disagreeing("another dispatch_dtype", dispatch_dtype="fp8_e4m3"),
-    disagreeing("another timeout", timeout_s=29.0),
-    disagreeing("another runner", runner="reference"),
-    disagreeing("another num_sms", num_sms=4),
-    disagreeing("another P", num_experts=16),
-    disagreeing("another K in the layer", top_k=1),
-    disagreeing("another H in the layer", hidden_size=32),
-    disagreeing("another dtype in the layer", dtype=torch.bfloat16),
     disagreeing("K of 0", top_k=0),
     disagreeing("K above P", top_k=E + 1),
     disagreeing("H of None", hidden_size=None),

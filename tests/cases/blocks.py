@@ -17,7 +17,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 HIDDEN, NUM_EXPERTS, TOP_K = 16, 8, 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BlockKind:
     """A kind of block and its tiny configuration; all kinds have the same sizes."""
 
@@ -50,35 +50,27 @@ ROUTED_EXPERTS = {"n_routed_experts": NUM_EXPERTS}
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 
 KINDS = [
+    BlockKind("mixtral", "MixtralSparseMoeBlock", "MixtralConfig", LOCAL_EXPERTS),
     BlockKind(
-        model_type="mixtral",
-        block="MixtralSparseMoeBlock",
-        config="MixtralConfig",
-        values=LOCAL_EXPERTS,
+        "qwen2_moe",
+        "Qwen2MoeSparseMoeBlock",
+        "Qwen2MoeConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 12, "norm_topk_prob": False},
     ),
     BlockKind(
-        model_type="qwen2_moe",
-        block="Qwen2MoeSparseMoeBlock",
-        config="Qwen2MoeConfig",
-        values={**EXPERTS, "shared_expert_intermediate_size": 12, "norm_topk_prob": False},
+        "qwen3_moe", "Qwen3MoeSparseMoeBlock", "Qwen3MoeConfig", {**EXPERTS, "norm_topk_prob": True}
     ),
     BlockKind(
-        model_type="qwen3_moe",
-        block="Qwen3MoeSparseMoeBlock",
-        config="Qwen3MoeConfig",
-        values={**EXPERTS, "norm_topk_prob": True},
+        "qwen3_5_moe",
+        "Qwen3_5MoeSparseMoeBlock",
+        "Qwen3_5MoeTextConfig",
+        {**EXPERTS, "shared_expert_intermediate_size": 12},
     ),
     BlockKind(
-        model_type="qwen3_5_moe",
-        block="Qwen3_5MoeSparseMoeBlock",
-        config="Qwen3_5MoeTextConfig",
-        values={**EXPERTS, "shared_expert_intermediate_size": 12},
-    ),
-    BlockKind(
-        model_type="deepseek_v2",
-        block="DeepseekV2Moe",
-        config="DeepseekV2Config",
-        values={
+        "deepseek_v2",
+        "DeepseekV2Moe",
+        "DeepseekV2Config",
+        {
             **ROUTED_EXPERTS,
             **GROUPED,
             "topk_method": "group_limited_greedy",
@@ -88,49 +80,39 @@ KINDS = [
             "num_attention_heads": 2,  # must divide the hidden size
         },
     ),
+    BlockKind("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", {**ROUTED_EXPERTS, **GROUPED}),
     BlockKind(
-        model_type="deepseek_v3",
-        block="DeepseekV3MoE",
-        config="DeepseekV3Config",
-        values={**ROUTED_EXPERTS, **GROUPED},
+        "afmoe",
+        "AfmoeSparseMoeBlock",
+        "AfmoeConfig",
+        {**EXPERTS, "num_shared_experts": 2, "route_scale": 1.5},
     ),
+    BlockKind("minimax_m2", "MiniMaxM2SparseMoeBlock", "MiniMaxM2Config", LOCAL_EXPERTS),
     BlockKind(
-        model_type="afmoe",
-        block="AfmoeSparseMoeBlock",
-        config="AfmoeConfig",
-        values={**EXPERTS, "num_shared_experts": 2, "route_scale": 1.5},
-    ),
-    BlockKind(
-        model_type="minimax_m2",
-        block="MiniMaxM2SparseMoeBlock",
-        config="MiniMaxM2Config",
-        values=LOCAL_EXPERTS,
-    ),
-    BlockKind(
-        model_type="gpt_oss",
-        block="GptOssMLP",
-        config="GptOssConfig",
+        "gpt_oss",
+        "GptOssMLP",
+        "GptOssConfig",
         # A limit that a few of the gates and ups exceed.
-        values={**LOCAL_EXPERTS, "swiglu_limit": 1.5},
+        {**LOCAL_EXPERTS, "swiglu_limit": 1.5},
     ),
     BlockKind(
-        model_type="ernie4_5_moe",
-        block="Ernie4_5_MoeSparseMoeBlock",
-        config="Ernie4_5_MoeConfig",
+        "ernie4_5_moe",
+        "Ernie4_5_MoeSparseMoeBlock",
+        "Ernie4_5_MoeConfig",
         # Half of the probability: some sums are below, and some above.
-        values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
+        {"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
     ),
     BlockKind(
-        model_type="lfm2_moe",
-        block="Lfm2MoeSparseMoeBlock",
-        config="Lfm2MoeConfig",
-        values={**EXPERTS, "routed_scaling_factor": 1.5},
+        "lfm2_moe",
+        "Lfm2MoeSparseMoeBlock",
+        "Lfm2MoeConfig",
+        {**EXPERTS, "routed_scaling_factor": 1.5},
     ),
     BlockKind(
-        model_type="nemotron_h",
-        block="NemotronHMoE",
-        config="NemotronHConfig",
-        values={
+        "nemotron_h",
+        "NemotronHMoE",
+        "NemotronHConfig",
+        {
             **ROUTED_EXPERTS,
             **GROUPED,
             "moe_latent_size": 12,

@@ -60,41 +60,26 @@ class Kind:
     trains: bool = True
 
 
+COLLECTIVE = EPConfig(max_tokens_per_rank=M, backend="collective")
 KINDS = {
-    "collective": Kind(
-        dispatcher=DeepEPNormalDispatcher,
-        config=EPConfig(max_tokens_per_rank=M, backend="collective"),
-    ),
+    "collective": Kind(dispatcher=DeepEPNormalDispatcher, config=COLLECTIVE),
     "shared_memory": Kind(
-        dispatcher=DeepEPNormalDispatcher,
-        config=EPConfig(max_tokens_per_rank=M, backend="shared_memory"),
+        dispatcher=DeepEPNormalDispatcher, config=replace(COLLECTIVE, backend="shared_memory")
     ),
     "budget": Kind(
         dispatcher=DeepEPNormalDispatcher,
-        config=EPConfig(
-            max_tokens_per_rank=M, backend="collective", max_recv_slots=NUM_RANKS * M * K
-        ),
+        config=replace(COLLECTIVE, max_recv_slots=NUM_RANKS * M * K),
         is_static=True,
     ),
     "low_latency": Kind(
-        dispatcher=DeepEPLowLatencyDispatcher,
-        config=EPConfig(max_tokens_per_rank=M, backend="collective"),
-        is_static=True,
-        trains=False,
+        dispatcher=DeepEPLowLatencyDispatcher, config=COLLECTIVE, is_static=True, trains=False
     ),
-    "all_gather": Kind(
-        dispatcher=StandardDispatcher, config=EPConfig(max_tokens_per_rank=M, backend="collective")
-    ),
-    "replicated": Kind(
-        dispatcher=StandardDispatcher,
-        config=EPConfig(max_tokens_per_rank=M, backend="collective", replicated=True),
-    ),
+    "all_gather": Kind(dispatcher=StandardDispatcher, config=COLLECTIVE),
+    "replicated": Kind(dispatcher=StandardDispatcher, config=replace(COLLECTIVE, replicated=True)),
 }
 
 # Two hosts with two ranks each.
-ON_HOSTS = replace(
-    KINDS["collective"], config=EPConfig(max_tokens_per_rank=M, backend="hierarchical")
-)
+ON_HOSTS = replace(KINDS["collective"], config=replace(COLLECTIVE, backend="hierarchical"))
 
 
 @dataclass(kw_only=True)

@@ -84,9 +84,14 @@ MEASUREMENTS = [
         (REPORT % ("true", "3.0"), "ValueError: tokens True, expected 1 to"),
         (REPORT % ("8", "Infinity"), "ValueError: tokens 8 in inf us"),
         (REPORT % ("8", "NaN"), "ValueError: tokens 8 in nan us"),
+        (REPORT % ("8", "0.0"), "ValueError: tokens 8 in 0.0 us"),
         (REPORT % ("8", "9" * 400), "ValueError: tokens 8 in 999"),
         (DEEP, "RecursionError: maximum recursion depth"),
+        ("{", "JSONDecodeError: "),
+        ("[]", "TypeError: "),
         ("{}", "KeyError: 'benchmark')"),
+        ('{"benchmark": "nvlink"}', "ValueError: it is of 'nvlink'), expected a file written by"),
+        ('{"benchmark": "epcomm bench"}', "KeyError: 'results'), expected"),
     )
 ]
 WORDS = [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -58,41 +57,31 @@ def test_plan_prints_choice_rejections_memory_and_limits() -> None:
     assert ["received rows", "288 B", "9,216 B"] in printed
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refused:
-    """Options of a layer that could be, and which nothing serves, or not what was named."""
-
-    id: str
-    arguments: list[str]
-    message: str
-
-
-REFUSED = [
-    Refused(
-        id="fuseep of experts that are not W8A8",
-        arguments=[*LAYER, "--mode", "fuseep", "--intermediate-size", "32"],
-        message="fuseep_reference: computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; "
-        "quantise them",
-    ),
-    Refused(
-        id="backend that does not serve there",
-        arguments=[
-            *(*LAYER[:-1], "16", "--num-experts", "16", "--hidden-size", "2048"),
-            *("--device", "b200", "--mode", "normal", "--backend", "nvlink"),
-        ],
-        message="plan: backend nvlink cannot serve this layer: ranks are on 2 hosts, expected one "
-        "whose memory they share; change the configuration or use backend='auto' (assumed: 16 "
-        "ranks on 2 hosts of b200, at most 8 a host)",
-    ),
-]
-
-
-@pytest.mark.parametrize("plan", REFUSED, ids=lambda plan: plan.id)
-def test_refused_plan_ends_with_one_sentence_and_1(plan: Refused) -> None:
-    result = run("plan", *plan.arguments)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            [*LAYER, "--mode", "fuseep", "--intermediate-size", "32"],
+            "fuseep_reference: computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; "
+            "quantise them",
+        ),
+        (
+            [
+                *(*LAYER[:-1], "16", "--num-experts", "16", "--hidden-size", "2048"),
+                *("--device", "b200", "--mode", "normal", "--backend", "nvlink"),
+            ],
+            "plan: backend nvlink cannot serve this layer: ranks are on 2 hosts, expected one "
+            "whose memory they share; change the configuration or use backend='auto' (assumed: 16 "
+            "ranks on 2 hosts of b200, at most 8 a host)",
+        ),
+    ],
+    ids=["fuseep of experts that are not W8A8", "backend that does not serve there"],
+)
+def test_refused_plan_ends_with_one_sentence_and_1(arguments: list[str], message: str) -> None:
+    result = run("plan", *arguments)
     assert result.exit_code == 1
     assert result.stdout == ""
-    assert plan.message in result.stderr
+    assert message in result.stderr
     assert len(result.stderr.splitlines()) == 1
 
 
@@ -124,65 +113,55 @@ def test_config_file_is_read_and_an_option_wins(tmp_path: Path) -> None:
     assert ["limits: tokens a rank", "at most 16"] in by_option
 
 
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """A config.json, and the experts, ranks, hidden size, top k and dtype that it means."""
-
-    id: str
-    text: str
-    shape: str
-    runner: str = "grouped_mm"
-
-
-MODELS = [
-    Model(
-        id="mixtral",
-        text='{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, '
+# A config.json, the layer that it means, and its runner.
+MODELS = {
+    "mixtral": (
+        '{"model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, '
         '"num_local_experts": 8, "num_experts_per_tok": 2, "torch_dtype": "bfloat16"}',
-        shape="8 experts on 8 ranks, 1 each; hidden size 4096, top 2, bf16",
+        "8 experts on 8 ranks, 1 each; hidden size 4096, top 2, bf16",
+        "grouped_mm",
     ),
-    Model(
-        id="deepseek_v3: the dense layers have another intermediate size",
-        text='{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, '
+    "deepseek_v3: the dense layers have another intermediate size": (
+        '{"model_type": "deepseek_v3", "hidden_size": 7168, "intermediate_size": 18432, '
         '"moe_intermediate_size": 2048, "n_routed_experts": 256, "num_experts_per_tok": 8}',
-        shape="256 experts on 8 ranks, 32 each; hidden size 7168, top 8, bf16",
+        "256 experts on 8 ranks, 32 each; hidden size 7168, top 8, bf16",
+        "grouped_mm",
     ),
-    Model(
-        id="ernie4_5_moe: other names",
-        text='{"model_type": "ernie4_5_moe", "hidden_size": 2560, "moe_intermediate_size": 1536, '
+    "ernie4_5_moe: other names": (
+        '{"model_type": "ernie4_5_moe", "hidden_size": 2560, "moe_intermediate_size": 1536, '
         '"moe_num_experts": 64, "moe_k": 6, "dtype": "float32"}',
-        shape="64 experts on 8 ranks, 8 each; hidden size 2560, top 6, fp32",
+        "64 experts on 8 ranks, 8 each; hidden size 2560, top 6, fp32",
+        "grouped_mm",
     ),
-    Model(
-        id="multimodal",
-        text='{"model_type": "qwen3_5_moe", "vision_config": {"hidden_size": 1152}, "text_config": '
+    "multimodal": (
+        '{"model_type": "qwen3_5_moe", "vision_config": {"hidden_size": 1152}, "text_config": '
         '{"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "moe_intermediate_size": 514, '
         '"num_experts": 256, "num_experts_per_tok": 8}}',
-        shape="256 experts on 8 ranks, 32 each; hidden size 2048, top 8, bf16",
-        runner="reference",
+        "256 experts on 8 ranks, 32 each; hidden size 2048, top 8, bf16",
+        "reference",
     ),
-    Model(
-        id="unknown family",
-        text='{"model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, '
+    "unknown family": (
+        '{"model_type": "hunyuan_v1_moe", "hidden_size": 4096, "intermediate_size": 3072, '
         '"num_experts": 64, "moe_topk": 8}',
-        shape="64 experts on 8 ranks, 8 each; hidden size 4096, top 8, bf16",
+        "64 experts on 8 ranks, 8 each; hidden size 4096, top 8, bf16",
+        "grouped_mm",
     ),
-]
+}
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.id)
-def test_model_file_gives_the_layer(model: Model, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("text", "shape", "runner"), MODELS.values(), ids=[*MODELS])
+def test_model_file_gives_the_layer(text: str, shape: str, runner: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(model.text)
+    path.write_text(text)
     result = run("plan", "--model", str(path))
     assert result.exit_code == 0, result.output
-    assert model.shape in result.stdout
-    assert f"runner: {model.runner}" in result.stdout
+    assert shape in result.stdout
+    assert f"runner: {runner}" in result.stdout
 
 
 def test_option_wins_over_the_model_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(MODELS[0].text)
+    path.write_text(MODELS["mixtral"][0])
     result = run("plan", "--model", str(path), "--num-experts", "16", "--dtype", "fp16")
     assert "16 experts on 8 ranks, 2 each; hidden size 4096, top 2, fp16" in result.stdout
 

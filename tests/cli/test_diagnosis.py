@@ -201,12 +201,8 @@ def test_torch_that_does_not_import_points_at_torch_npu() -> None:
 @pytest.mark.parametrize(
     ("answer", "status", "detail"),
     [
-        (Answer(values={"library": "Open MPI v5.0.11"}), Status.HERE, "1.2.3, Open MPI v5.0.11"),
-        (
-            Answer(error="RuntimeError: cannot load MPI library"),
-            Status.ATTENTION,
-            "1.2.3, but no MPI library: RuntimeError: cannot load MPI library",
-        ),
+        (Answer(values={"library": "Open MPI v5.0.11"}), Status.HERE, "Open MPI v5.0.11"),
+        (Answer(error="cannot load"), Status.ATTENTION, "but no MPI library: cannot load"),
     ],
     ids=["library", "no library"],
 )
@@ -215,7 +211,7 @@ def test_mpi4py_is_shown_with_its_library(
 ) -> None:
     here = machine(folders={"mpi4py": tmp_path}, answers={"mpi4py": answer})
     found = package(doctor(here), "mpi4py")
-    assert (found.status, found.detail) == (status, detail)
+    assert (found.status, found.detail) == (status, f"1.2.3, {detail}")
 
 
 @pytest.mark.parametrize("has_toolkit", [True, False])
@@ -235,16 +231,11 @@ def test_torch_npu_is_found_and_never_asked(has_toolkit: bool, tmp_path: Path) -
 
 def test_backends_and_runners_of_the_registries_are_listed() -> None:
     report = doctor(machine())
-    assert [finding.name for finding in report.backends] == [*BUFFERS, *FUSED]
-    assert [finding.name for finding in report.runners] == list(RUNNERS)
-    collective = next(finding for finding in report.backends if finding.name == "collective")
-    assert (collective.status, collective.detail) == (
-        Status.HERE,
-        "serves low_latency, normal, standard",
-    )
     found = {finding.name: finding for finding in report.backends}
-    here, missing = found["fuseep_reference"], found["fused_deep_moe"]
-    assert (here.status, here.detail) == (Status.HERE, "serves fuseep")
+    assert list(found) == [*BUFFERS, *FUSED]
+    assert [finding.name for finding in report.runners] == list(RUNNERS)
+    here, missing = found["collective"], found["fused_deep_moe"]
+    assert (here.status, here.detail) == (Status.HERE, "serves low_latency, normal, standard")
     assert (missing.status, missing.detail) == (Status.MISSING, "serves fuseep")
     assert missing.reasons == ("deep_ep for Ascend is not installed",)
 
@@ -253,26 +244,13 @@ def test_variables_of_deep_ep_are_listed_with_what_v1_writes() -> None:
     variables = {
         "NVSHMEM_MAX_TEAMS": "3",
         "NVSHMEM_QP_DEPTH": "2048",
-        "NVSHMEM_SYMMETRIC_SIZE": "1G",
-        "EP_DISABLE_GIN": "1",
         "DEEP_NORMAL_MODE_USE_INT8_QUANT": "1",
+        "EP_DISABLE_GIN": "1",
         "EPCOMM_MODE": "normal",
         "PATH": "/bin",
     }
     found = {variable.name: variable for variable in doctor(machine(variables=variables)).variables}
-    assert list(found) == [
-        "NVSHMEM_DISABLE_P2P",
-        "NVSHMEM_IB_ENABLE_IBGDA",
-        "NVSHMEM_IBGDA_NUM_RC_PER_PE",
-        "NVSHMEM_QP_DEPTH",
-        "NVSHMEM_MAX_TEAMS",
-        "NVSHMEM_DISABLE_NVLS",
-        "NVSHMEM_CUMEM_GRANULARITY",
-        "NVSHMEM_DISABLE_MNNVL",
-        "DEEP_NORMAL_MODE_USE_INT8_QUANT",
-        "EP_DISABLE_GIN",
-        "NVSHMEM_SYMMETRIC_SIZE",
-    ]
+    assert not {"EPCOMM_MODE", "PATH"} & set(found)
     unset = found["NVSHMEM_DISABLE_NVLS"]
     assert (unset.value, unset.written, unset.advice) == (None, "1", "")
     teams = found["NVSHMEM_MAX_TEAMS"]

@@ -126,19 +126,6 @@ def test_a_name_prints_all_of_it_and_nothing_else() -> None:
     ]
 
 
-def test_parts_that_lack_the_same_share_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    other = replace(MISSING, name="deep_ep_v1", serves=("normal",))
-    found = replace(REPORT, backends=(MISSING, HERE, other))
-    monkeypatch.setattr(epcomm.cli.doctor, "doctor", lambda: found)
-    printed = rows(run("doctor", "--verbose").stdout)
-    place = printed.index(["backend", "", "found", "why not", "what would bring it"])
-    assert [row[0] for row in printed[place + 1 : place + 4]] == [
-        "nvlink",
-        "deep_ep_v1",
-        "collective",
-    ]
-
-
 @pytest.mark.usefixtures("report")
 @pytest.mark.parametrize(
     ("names", "code"),

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("small_a3")
 Call = tuple[Tensor, TopKOutput]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Fault:
     """A bad call of rank 1, its error and text, and the message on rank 0 with check_calls."""
 
@@ -51,37 +51,29 @@ def with_ids(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor, TopKOutput
     return lambda x, topk: (x, replace(topk, topk_ids=change(topk.topk_ids)))
 
 
+RANGE, TWICE = "topk_ids out of range on rank 1", "an expert twice in a row of topk_ids on rank 1"
 FAULTS = [
     Fault(
-        change=lambda x, topk: batch(1, num_tokens=M + 1),
-        error=CapacityError,
-        text=f"hidden_states has {M + 1} tokens, expected at most max_tokens_per_rank = {M} "
-        "(rank 1 of 2)",
-        to_others="more tokens than max_tokens_per_rank on rank 1",
+        lambda x, topk: batch(1, num_tokens=M + 1),
+        CapacityError,
+        f"has {M + 1} tokens, expected at most max_tokens_per_rank = {M} (rank 1 of 2)",
+        "more tokens than max_tokens_per_rank on rank 1",
     ),
-    Fault(
-        change=with_ids(lambda ids: ids.index_fill(0, torch.tensor([2]), E)),
-        error=ShapeError,
-        text="topk_ids out of range on rank 1",
-        to_others="topk_ids out of range on rank 1",
+    *(
+        Fault(
+            with_ids(lambda ids, bad=bad: ids.index_fill(0, torch.tensor([2]), bad)),
+            ShapeError,
+            RANGE,
+            RANGE,
+        )
+        for bad in (E, -2)
     ),
+    Fault(with_ids(lambda ids: ids[:, :1].repeat(1, K)), ShapeError, TWICE, TWICE),
     Fault(
-        change=with_ids(lambda ids: ids.index_fill(0, torch.tensor([2]), -2)),
-        error=ShapeError,
-        text="topk_ids out of range on rank 1",
-        to_others="topk_ids out of range on rank 1",
-    ),
-    Fault(
-        change=with_ids(lambda ids: ids[:, :1].repeat(1, K)),
-        error=ShapeError,
-        text="an expert twice in a row of topk_ids on rank 1",
-        to_others="an expert twice in a row of topk_ids on rank 1",
-    ),
-    Fault(
-        change=lambda x, topk: (x.int(), topk),
-        error=ShapeError,
-        text="hidden_states is torch.int32, expected torch.bfloat16 (rank 1 of 2)",
-        to_others="a tensor of wrong shape, dtype or device on rank 1",
+        lambda x, topk: (x.int(), topk),
+        ShapeError,
+        "hidden_states is torch.int32, expected torch.bfloat16 (rank 1 of 2)",
+        "a tensor of wrong shape, dtype or device on rank 1",
     ),
 ]
 

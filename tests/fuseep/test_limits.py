@@ -69,43 +69,26 @@ def test_other_processors_are_refused(mode: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fits", "breaks", "reason"),
+    ("field", "fits", "breaks", "reason"),
     [
-        ({"hidden_size": 512}, {"hidden_size": 496}, "hidden_size is 496, expected 512 to 7168"),
-        ({"hidden_size": 7168}, {"hidden_size": 7184}, "hidden_size is 7184, expected 512 to 7168"),
+        ("hidden_size", 512, 496, "hidden_size is 496, expected 512 to 7168"),
+        ("hidden_size", 7168, 7184, "hidden_size is 7184, expected 512 to 7168"),
+        ("hidden_size", 2064, 2056, "hidden_size is 2056, expected a multiple of 16"),
+        ("intermediate_size", 512, 448, "2 * intermediate_size is 896, expected 1024 to 6144"),
+        ("intermediate_size", 3072, 3136, "2 * intermediate_size is 6272, expected 1024 to 6144"),
         (
-            {"hidden_size": 2064},
-            {"hidden_size": 2056},
-            "hidden_size is 2056, expected a multiple of 16",
-        ),
-        (
-            {"intermediate_size": 512},
-            {"intermediate_size": 448},
-            "2 * intermediate_size is 896, expected 1024 to 6144",
-        ),
-        (
-            {"intermediate_size": 3072},
-            {"intermediate_size": 3136},
-            "2 * intermediate_size is 6272, expected 1024 to 6144",
-        ),
-        (
-            {"intermediate_size": 832},
-            {"intermediate_size": 800},
+            "intermediate_size",
+            832,
+            800,
             "2 * intermediate_size is 1600, expected a multiple of 128",
         ),
-        ({"top_k": 12}, {"top_k": 13}, "top_k is 13, at most 12"),
-        (
-            {"num_local_experts": 24},
-            {"num_local_experts": 25},
-            "num_local_experts is 25, at most 24",
-        ),
+        ("top_k", 12, 13, "top_k is 13, at most 12"),
+        ("num_local_experts", 24, 25, "num_local_experts is 25, at most 24"),
     ],
 )
-def test_mode_1_ends_where_its_tiling_says(
-    fits: dict[str, int], breaks: dict[str, int], reason: str
-) -> None:
-    for changes, expected in ((fits, []), (breaks, [reason])):
-        spec = replace(SPEC, **changes)
+def test_mode_1_ends_where_its_tiling_says(field: str, fits: int, breaks: int, reason: str) -> None:
+    for value, expected in ((fits, []), (breaks, [reason])):
+        spec = replace(SPEC, **{field: value})
         assert reasons_of("mode 1", spec, environment=LARGE_WINDOW) == expected
 
 

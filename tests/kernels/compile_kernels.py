@@ -508,13 +508,10 @@ def multiply_tiles(*, is_transposed: bool) -> None:
 PRODUCTS: Mapping[str, Callable[[], None]] = {
     "fp8 gate_up": gate_up_fp8,
     "fp8 down": down_fp8,
-    "int8 gate_up 32": partial(gate_up_int8, 16),
-    "int8 gate_up 64": partial(gate_up_int8, 64),
     "int8 gate_up 128": partial(gate_up_int8, 256),
     "int8 gate_up odd": partial(gate_up_int8, 256, HIDDEN + 16, INNER + 16),
     "int8 down 32": partial(down_int8, 16),
     "int8 down 64": partial(down_int8, 64),
-    "int8 down 128": partial(down_int8, 256),
     "int8 down odd": partial(down_int8, 256, HIDDEN + 16, INNER + 16),
     "tiles": partial(multiply_tiles, is_transposed=False),
     "tiles transposed": partial(multiply_tiles, is_transposed=True),

@@ -54,8 +54,8 @@ EXACT = [
     *("fp8 without hardware", "int8 rint127", "int8 hidden", "int8 down 64", "int8 down odd"),
 ]
 PRODUCTS = [
-    *("fp8 gate_up", "fp8 down", "int8 gate_up 64", "int8 gate_up 128", "int8 gate_up odd"),
-    *("int8 down 64", "int8 down 128", "int8 down odd", "tiles", "tiles transposed"),
+    *("fp8 gate_up", "fp8 down", "int8 gate_up 128", "int8 gate_up odd"),
+    *("int8 down 64", "int8 down odd", "tiles", "tiles transposed"),
 ]
 Code = Mapping[str, Mapping[str, Any]]
 

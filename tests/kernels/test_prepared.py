@@ -67,11 +67,13 @@ def rows(offset: int = 0) -> torch.Tensor:
     return memory[begin : begin + 16]
 
 
-def prepared_with(driver: FakeDriver) -> tuple[DirectLaunch, torch.Tensor]:
+def prepared_with(
+    driver: FakeDriver, x: torch.Tensor | None = None
+) -> tuple[DirectLaunch, torch.Tensor]:
     table = torch.zeros(4, dtype=torch.int64)
     launch = DirectLaunch(
         compiled(),
-        [rows(), table, None, 3, 5, ADDRESS],
+        [rows() if x is None else x, table, None, 3, 5, ADDRESS],
         [CHANGES, None, CHANGES, None, CHANGES, None],
         TYPES,
         num_scratch=1,
@@ -93,15 +95,7 @@ def test_driver_finds_what_changed_beside_what_stays() -> None:
 def test_tensors_that_change_are_not_kept_alive() -> None:
     x = rows()
     is_alive = weakref.ref(x)
-    launch = DirectLaunch(
-        compiled(),
-        [x, torch.zeros(4, dtype=torch.int64), None, 3, 5, ADDRESS],
-        [CHANGES, None, CHANGES, None, CHANGES, None],
-        TYPES,
-        num_scratch=1,
-        device_index=0,
-        calls=FakeDriver().calls(),
-    )
+    launch, _ = prepared_with(FakeDriver(), x)
     del x
     assert is_alive() is None
     assert launch.launch(1, (rows(), None, 1))

@@ -20,7 +20,6 @@ from epcomm import (
     ExpertParallelMoE,
     Mode,
     MoESpec,
-    StandardDispatcher,
     TopKOutput,
     WireDtype,
     plan,
@@ -66,7 +65,7 @@ CHECK_TOLERANCE = 4 * 10 * torch.finfo(FP64).eps / 1e-6
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("scenario", ["aligned_holes", "stand_alone", "faults", "traffic"])
+@pytest.mark.parametrize("scenario", ["aligned_holes", "traffic"])
 def test_buffer_keeps_its_contract(scenario: str, case: str) -> None:
     backend, mode = CASES[case]
     with EPGroup() as group:
@@ -76,33 +75,27 @@ def test_buffer_keeps_its_contract(scenario: str, case: str) -> None:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("scenario", ["clamped_swiglu", "checkpointing"])
-def test_layer_trains_like_the_oracle(scenario: str, name: str) -> None:
+def test_layer_trains_like_the_oracle(name: str) -> None:
     """Compare to the digits of float64: a sum in float32 is off by 2**29 times as much."""
     config = CONFIGS[name]
     if config is STATIC:
         config = EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256)
     with EPGroup() as group:
         env = layer_suite.pipeline_env(group, config, dtype=FP64)
-        layer_suite.run_scenario(scenario, env)
+        layer_suite.run_scenario("clamped_swiglu", env)
 
 
 @pytest.mark.ranks(1)
-@pytest.mark.parametrize(
-    ("name", "weigher"),
-    [(name, WeightsAppliedBy.RUNNER) for name in CONFIGS]
-    + [("collective", WeightsAppliedBy.COMBINE)],
-)
-def test_gradcheck_of_one_rank(name: str, weigher: WeightsAppliedBy) -> None:
+@pytest.mark.parametrize("weigher", WeightsAppliedBy)
+def test_gradcheck_of_one_rank(weigher: WeightsAppliedBy) -> None:
     """Rows, router weights, matrices and biases of the experts, by torch's own check."""
-    config = CONFIGS[name]
+    config = CONFIGS["collective"]
     with EPGroup() as group:
         weights = make_weights(TINY, 1, intermediate_size=2, has_bias=True)
         batch = make_batch(TINY, 0, 1)
         spec = MoESpec(hidden_size=3, num_experts=2, top_k=2, dtype=FP64)
-        kind = StandardDispatcher if config.mode == "standard" else DeepEPNormalDispatcher
         chosen = replace(plan(config, spec, group).prefill, weights_applied_by=weigher)
-        dispatcher = kind(group, spec, config, chosen=chosen)
+        dispatcher = DeepEPNormalDispatcher(group, spec, config, chosen=chosen)
         runner, roles = ReferenceRunner(), weights.tensors()
 
         def run(x: Tensor, router_weights: Tensor, *tensors: Tensor) -> Tensor:
@@ -116,21 +109,9 @@ def test_gradcheck_of_one_rank(name: str, weigher: WeightsAppliedBy) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "name",
-    [
-        "shared_memory",
-        "collective",
-        # Between ranks these move rows as the others do.
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("collective_static", "all_gather")
-        ),
-        "replicated",
-    ],
-)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_gradients_are_slopes_of_the_loss_of_all_ranks(name: str) -> None:
-    """Central differences, an element of one rank at a time; all ranks make the same calls."""
+    """Central differences, a tensor of one rank at a time; all ranks make the same calls."""
     config = CONFIGS[name]
     with EPGroup() as group:
         weights = make_weights(TINY, 2, intermediate_size=2)
@@ -153,27 +134,32 @@ def test_gradients_are_slopes_of_the_loss_of_all_ranks(name: str) -> None:
             assert tensor.grad is not None
             movers = [[0, 1]] if field in is_shared else [[0], [1]]
             for ranks in movers:
-                slopes = _slopes(piece_of(tensor), loss, moves=group.rank in ranks)
-                if group.rank in ranks:
-                    error = (piece_of(tensor.grad).flatten() - slopes).abs().max().item()
-                    assert error <= SLOPE_TOLERANCE, f"{field} is off by {error:.3g}"
+                for direction in _directions(piece_of(tensor)):
+                    moved = direction * (group.rank in ranks)
+                    slope = _slope(piece_of(tensor), loss, moved)
+                    error = ((piece_of(tensor.grad) * direction).sum() - slope).abs().item()
+                    is_here = group.rank in ranks
+                    assert not is_here or error <= SLOPE_TOLERANCE, f"{field}: {error:.3g}"
 
 
-def _slopes(tensor: Tensor, loss: Callable[[], Tensor], *, moves: bool) -> Tensor:
-    """Return the slope of the sum of all ranks' losses by element, [N]; all ranks take part."""
-    slopes, flat = [], tensor.detach().view(-1)
+def _directions(tensor: Tensor) -> list[Tensor]:
+    """Return three directions of length 1: each element has a part in all of them."""
+    generator = torch.Generator().manual_seed(7)
+    drawn = [torch.randn(tensor.shape, generator=generator, dtype=FP64) for _ in range(3)]
+    return [each / each.norm() for each in drawn]
+
+
+def _slope(tensor: Tensor, loss: Callable[[], Tensor], direction: Tensor) -> Tensor:
+    """Return the slope of the sum of all ranks' losses; all ranks take part."""
+    before, sums = tensor.detach().clone(), []
     with torch.no_grad():
-        for element in range(tensor.numel()):
-            value, sums = flat[element].clone(), []
-            for step in (STEP, -STEP):
-                if moves:
-                    flat[element] = value + step
-                total = loss().detach()
-                dist.all_reduce(total)
-                sums.append(total)
-            flat[element] = value
-            slopes.append((sums[0] - sums[1]) / (2 * STEP))
-    return torch.stack(slopes)
+        for step in (STEP, -STEP):
+            tensor.copy_(before + step * direction)
+            total = loss().detach()
+            dist.all_reduce(total)
+            sums.append(total)
+        tensor.copy_(before)
+    return (sums[0] - sums[1]) / (2 * STEP)
 
 
 @pytest.mark.ranks(1)

@@ -180,29 +180,6 @@ def test_rows_that_are_no_member_are_never_read(dtype: torch.dtype, has_weights:
     assert sums.tolist() == [[8.0, 10.0, 12.0, 14.0], [0.0] * 4, [8.0, 9.0, 10.0, 11.0]]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "large"), [(torch.bfloat16, 256.0), (torch.float16, 2048.0)], ids=["bf16", "fp16"]
-)
-@pytest.mark.parametrize("has_weights", [False, True])
-def test_sums_are_float32(dtype: torch.dtype, large: float, has_weights: bool) -> None:
-    # In the dtype itself, large + 1 rounds back to large, however often 1 is added.
-    rows = torch.tensor([[large], [1.0], [1.0], [1.0], [1.0]], dtype=dtype)
-    in_dtype = rows[0]
-    for row in rows[1:]:
-        in_dtype = in_dtype + row
-    assert in_dtype.item() == large
-    members = Members(flat=torch.arange(5), offsets=torch.tensor([0, 5]))
-    weights = torch.ones(5) if has_weights else None
-    assert reduce_rows(rows, members, weights).item() == large + 4
-
-
-def test_a_tie_becomes_even() -> None:
-    # Halfway between 0.921875 and 0.92578125, whose last bit is 1.
-    rows = torch.tensor([[0.412109375], [0.51171875]], dtype=torch.bfloat16)
-    members = Members(flat=torch.arange(2), offsets=torch.tensor([0, 2]))
-    assert reduce_rows(rows, members).item() == 0.921875
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_weights", [False, True])
 def test_sums_have_the_bits_of_float32_sums_cast_once(

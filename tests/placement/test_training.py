@@ -73,17 +73,13 @@ def test_losses_are_those_of_one_process_while_experts_move(num_redundant: int) 
 
 
 @pytest.mark.ranks(2)
-def test_gradients_and_norms_are_those_of_one_process() -> None:
+def test_gradients_are_those_of_one_process() -> None:
     training = Training(2, 4)
     model = training.model
     model.experts.rebalance(training.place(0))
     training.backward(0)
     alone, num_ranks = InOneProcess(), dist.get_world_size()
     torch.stack([alone(tokens(rank)) for rank in range(num_ranks)]).mean().backward()
-    norm = nn.utils.clip_grad_norm_(alone.parameters(), 1e9)
-    assert clip_grad_norm(model, training.group, 1e9) == pytest.approx(float(norm), rel=SAME)
-    found = nn.utils.clip_grad_norm_(model.parameters(), 1e9, foreach=True)
-    assert float(found) == pytest.approx(float(norm), rel=SAME)
     grads = {n: p.grad for n, p in model.experts.expert_parameters().items() if p.grad is not None}
     placement = model.experts.placement
     assert placement is not None
@@ -97,8 +93,11 @@ def test_gradients_and_norms_are_those_of_one_process() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_norms_count_nothing_on_a_rank_whose_experts_another_has_too() -> None:
-    training, alone = Training(2, 8), InOneProcess()
+@pytest.mark.parametrize("num_redundant", [4, 8])
+def test_norms_count_each_expert_once(num_redundant: int) -> None:
+    """With 8 copies a rank counts nothing, because the other one has all of its experts."""
+    training, alone = Training(2, num_redundant), InOneProcess()
+    training.model.experts.rebalance(training.place(0))
     training.backward(0)
     torch.stack([alone(tokens(rank)) for rank in range(2)]).mean().backward()
     for order in (2.0, float("inf")):

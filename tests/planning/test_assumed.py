@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,56 +31,44 @@ def experts() -> ExpertWeights:
     return ExpertWeights(gate_up_proj=gate_up, down_proj=down)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Ranks on a device: buffers of prefill and decode, the runner, and why not nvlink."""
-
-    device: str
-    ranks: int
-    buffers: tuple[str, str]
-    runner: str
-    no_nvlink: str | None = None
-
-
 NVLINK = ("NVLinkBuffer", "NVLinkLowLatencyBuffer")
-CASES = [
-    Case(device="h100", ranks=8, buffers=NVLINK, runner="fp8_wgmma"),
-    Case(device="h200", ranks=4, buffers=NVLINK, runner="fp8_wgmma"),
-    Case(
-        device="h200",
-        ranks=16,
-        buffers=("HierarchicalBuffer", "StaticCollectiveBuffer"),
-        runner="fp8_wgmma",
-        no_nvlink=HOSTS,
-    ),
-    # Blackwell has no wgmma instructions.
-    Case(device="b200", ranks=8, buffers=NVLINK, runner="fp8_triton"),
-    Case(
-        device="cpu",
-        ranks=16,
-        buffers=("SharedMemoryBuffer", "SharedMemoryBuffer"),
-        runner="quantized_reference",
-        no_nvlink="there is no CUDA device",
-    ),
-]
+BETWEEN_HOSTS = ("HierarchicalBuffer", "StaticCollectiveBuffer")
+ON_CPUS = ("SharedMemoryBuffer", "SharedMemoryBuffer")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks} x {case.device}")
-def test_it_chooses_as_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("device", "ranks", "buffers", "runner", "no_nvlink"),
+    [
+        ("h100", 8, NVLINK, "fp8_wgmma", None),
+        ("h200", 4, NVLINK, "fp8_wgmma", None),
+        ("h200", 16, BETWEEN_HOSTS, "fp8_wgmma", HOSTS),
+        # Blackwell has no wgmma instructions.
+        ("b200", 8, NVLINK, "fp8_triton", None),
+        ("cpu", 16, ON_CPUS, "quantized_reference", "there is no CUDA device"),
+    ],
+)
+def test_it_chooses_as_there(
+    device: str,
+    ranks: int,
+    buffers: tuple[str, str],
+    runner: str,
+    no_nvlink: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Neither devices nor variables of this machine count.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: case.device == "cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     fp8 = Fp8BlockWeights.from_unquantized(experts())
-    chosen = plan(CONFIG, SPEC, world_size=case.ranks, weights=fp8, machine=DEVICES[case.device])
+    chosen = plan(CONFIG, SPEC, world_size=ranks, weights=fp8, machine=DEVICES[device])
     assert chosen.decode is not None
-    assert (chosen.prefill.buffer, chosen.decode.buffer) == case.buffers
-    assert chosen.runner == case.runner
+    assert (chosen.prefill.buffer, chosen.decode.buffer) == buffers
+    assert chosen.runner == runner
     rejected = {each.name: each.reasons for each in chosen.prefill.rejected}
     reasons = rejected.get("nvlink")
-    assert (reasons is None) == (case.no_nvlink is None)
-    assert reasons is None or case.no_nvlink in reasons
-    num_hosts = 2 if case.no_nvlink == HOSTS else 1
-    place = f"{case.ranks} ranks on {num_hosts} host{'s' * (num_hosts - 1)} of {case.device}, "
+    assert (reasons is None) == (no_nvlink is None)
+    assert reasons is None or no_nvlink in reasons
+    num_hosts = 2 if no_nvlink == HOSTS else 1
+    place = f"{ranks} ranks on {num_hosts} host{'s' * (num_hosts - 1)} of {device}, "
     assert chosen.assumed[0].startswith(place)
     assert chosen.explain().startswith(f"assumed: {chosen.assumed[0]}\nassumed: ")
     assert plan(CONFIG, SPEC, world_size=2).assumed == ()

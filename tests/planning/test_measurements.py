@@ -132,35 +132,6 @@ def test_a_bad_file_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
         assert plan(EPConfig(measurements=paths[0]), SPEC, group).prefill.backend == "collective"
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        ("{", "is no such report (JSONDecodeError: "),
-        ("[]", "is no such report (TypeError: "),
-        ('{"benchmark": "nvlink"}', "is no such report (ValueError: it is of 'nvlink'), expected"),
-        ('{"benchmark": "epcomm bench"}', "is no such report (KeyError: 'results'), expected"),
-    ],
-    ids=["no JSON", "no object", "another benchmark", "no results"],
-)
-def test_what_is_no_report_is_refused(text: str, problem: str, tmp_path: Path) -> None:
-    path = tmp_path / "bench.json"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        plan(EPConfig(measurements=path), SPEC, world_size=2)
-    assert problem in str(caught.value)
-    assert str(caught.value).endswith(
-        "expected a file written by `epcomm bench --output FILE`; write one, or leave measurements "
-        "None"
-    )
-
-
-@pytest.mark.parametrize("us", [0.0, float("nan")], ids=["zero", "NaN"])
-def test_times_that_cannot_be_are_refused(us: float, tmp_path: Path) -> None:
-    path = write(tmp_path / "bench.json", results=[result("normal", "collective", 8, us)])
-    with pytest.raises(ConfigError, match="is no such report"):
-        read_measurements(path)
-
-
 def test_the_field_is_a_path() -> None:
     with pytest.raises(ConfigError, match="measurements is 3, expected the path of a file, or"):
         EPConfig(measurements=3)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -70,62 +70,50 @@ def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         nvlink.nvlink_peers()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Two ranks on a GPU each: what they report, on how many hosts, and what decode gets."""
-
-    id: str
-    devices: tuple[str, str] = ("a", "b")
-    hosts: tuple[str, str] = ("one", "one")
-    prefill: str = "NVLinkBuffer"
-    decode: str = NAME
-    reason: str = ""
-
-
-CASES = [
-    Case(id="joined"),
-    Case(
-        id="apart",
-        devices=("a", "c"),
-        prefill="CollectiveBuffer",
-        decode="StaticCollectiveBuffer",
-        reason="rejected nvlink: rank 0 is not connected to [1] by NVLink",
-    ),
-    Case(
-        id="two hosts",
-        hosts=("one", "two"),
-        prefill="CollectiveBuffer",
-        decode="StaticCollectiveBuffer",
-        reason="rejected nvlink: ranks are on 2 hosts, expected one whose memory they share",
-    ),
-]
+NVLINK = ("NVLinkBuffer", NAME)
+COLLECTIVE = ("CollectiveBuffer", "StaticCollectiveBuffer")
+APART = "rejected nvlink: rank 0 is not connected to [1] by NVLink"
+TWO_HOSTS = "rejected nvlink: ranks are on 2 hosts, expected one whose memory they share"
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("devices", "hosts", "buffers", "reason"),
+    [
+        (("a", "b"), ("one", "one"), NVLINK, ""),
+        (("a", "c"), ("one", "one"), COLLECTIVE, APART),
+        (("a", "b"), ("one", "two"), COLLECTIVE, TWO_HOSTS),
+    ],
+    ids=["joined", "apart", "two hosts"],
+)
+def test_decode_takes_it_where_it_can(
+    devices: tuple[str, str],
+    hosts: tuple[str, str],
+    buffers: tuple[str, str],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for kind in (NVLinkHost, NVLinkNormal):
         monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
         # As over nccl: tensors on a GPU, and collectives in which no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
         monkeypatch.setattr(group.collectives, "bounded", None)
-        mine = reach_in(PAIRS, case.devices[group.rank])
+        mine = reach_in(PAIRS, devices[group.rank])
         monkeypatch.setattr(candidates, "reach_of", lambda device: mine)
-        monkeypatch.setattr(candidates, "host_of_this_process", lambda: case.hosts[group.rank])
+        monkeypatch.setattr(candidates, "host_of_this_process", lambda: hosts[group.rank])
         chosen = plan(CONFIG, SPEC, group)
         assert group.collectives.kernel_timeout_s == CONFIG.timeout_s == 7
     assert chosen.decode is not None
-    assert chosen.decode.buffer == case.decode
-    assert chosen.prefill.buffer == case.prefill
-    if case.devices == ("a", "b"):
+    assert (chosen.prefill.buffer, chosen.decode.buffer) == buffers
+    if devices == ("a", "b"):
         # What is assumed of such machines is decided as if it were found.
-        there = replace(DEVICES["h200"], ranks_per_host=1 if len(set(case.hosts)) == 2 else 8)
+        there = replace(DEVICES["h200"], ranks_per_host=1 if len(set(hosts)) == 2 else 8)
         assumed = plan(CONFIG, SPEC, world_size=2, machine=there)
         for phase, like in zip(chosen.phases().values(), assumed.phases().values(), strict=True):
             assert replace(phase, rejected=()) == replace(like, rejected=())
     text = chosen.explain()
-    assert case.reason in text
+    assert reason in text
     waits = "needs a transport in whose collectives the host waits, gloo or MPI"
     of_waits = [line for line in text.splitlines() if waits in line]
     assert [line.split(":")[0] for line in of_waits] == ["rejected shared_memory"] * 2

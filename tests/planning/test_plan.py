@@ -40,45 +40,33 @@ from epcomm.weights.unquantized import ExpertTensors
 SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Choice:
-    """The plans of prefill and decode; decode has prefill's where it is None."""
-
-    id: str
-    config: EPConfig
-    prefill: tuple[Mode, str]
-    decode: tuple[Mode, str] | None = None
-
-
-CHOICES = [
-    Choice(id="normal", config=EPConfig(mode="normal"), prefill=(Mode.NORMAL, "CollectiveBuffer")),
-    Choice(
-        id="normal by name",
-        config=EPConfig(mode="normal", backend="collective", deterministic=True),
-        prefill=(Mode.NORMAL, "CollectiveBuffer"),
+# The mode and buffer of prefill, and those of decode, which has prefill's where they are None.
+LIMITED = EPConfig(max_tokens_per_rank=16)
+BY_NAME = EPConfig(mode="normal", backend="collective", deterministic=True)
+CHOICES = {
+    "normal": (EPConfig(mode="normal"), (Mode.NORMAL, "CollectiveBuffer"), None),
+    "normal by name": (BY_NAME, (Mode.NORMAL, "CollectiveBuffer"), None),
+    "standard": (EPConfig(mode="standard"), (Mode.STANDARD, "AllGatherBuffer"), None),
+    "low latency": (
+        replace(LIMITED, mode="low_latency"),
+        (Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
+        None,
     ),
-    Choice(
-        id="standard", config=EPConfig(mode="standard"), prefill=(Mode.STANDARD, "AllGatherBuffer")
+    "auto is normal, and low latency of exact sizes in decode on a CPU": (
+        LIMITED,
+        (Mode.NORMAL, "CollectiveBuffer"),
+        (Mode.LOW_LATENCY, "CollectiveBuffer"),
     ),
-    Choice(
-        id="low latency",
-        config=EPConfig(mode="low_latency", max_tokens_per_rank=16),
-        prefill=(Mode.LOW_LATENCY, "StaticCollectiveBuffer"),
-    ),
-    Choice(
-        id="auto is normal, and low latency of exact sizes in decode on a CPU",
-        config=EPConfig(max_tokens_per_rank=16),
-        prefill=(Mode.NORMAL, "CollectiveBuffer"),
-        decode=(Mode.LOW_LATENCY, "CollectiveBuffer"),
-    ),
-]
+}
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: choice.id)
-def test_choice_needs_no_group(choice: Choice) -> None:
-    chosen = plan(choice.config, SPEC, world_size=4)
-    assert (chosen.decode is chosen.prefill) == (choice.decode is None)
-    for phase, wanted in ((chosen.prefill, choice.prefill), (chosen.decode, choice.decode)):
+@pytest.mark.parametrize(("config", "prefill", "decode"), CHOICES.values(), ids=[*CHOICES])
+def test_choice_needs_no_group(
+    config: EPConfig, prefill: tuple[Mode, str], decode: tuple[Mode, str] | None
+) -> None:
+    chosen = plan(config, SPEC, world_size=4)
+    assert (chosen.decode is chosen.prefill) == (decode is None)
+    for phase, wanted in ((chosen.prefill, prefill), (chosen.decode, decode)):
         if phase is None or wanted is None:
             continue
         assert (phase.mode, phase.buffer, phase.world_size) == (*wanted, 4)
@@ -447,53 +435,38 @@ def test_explain_lists_both_phases_and_the_memory_of_each() -> None:
     assert decode.endswith("runner grouped_mm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    id: str
-    config: EPConfig
-    world_size: int = 4
-    error: type[EPError] = ConfigError
-    message: str
-
-
-REFUSALS = [
-    Refusal(
-        id="indivisible experts",
-        config=EPConfig(),
-        world_size=3,
-        message="plan: num_experts is 8, expected a multiple of the 3 ranks",
-    ),
-    Refusal(
-        id="backend of the wrong mode",
-        config=EPConfig(mode="standard", backend="shared_memory"),
-        error=BackendUnavailable,
-        message="backend shared_memory cannot serve this layer: has no mode standard; change",
-    ),
-    Refusal(
-        id="nobody serves low latency without a limit",
-        config=EPConfig(mode="low_latency"),
-        message="collective: has static sizes; set max_tokens_per_rank",
-    ),
-    Refusal(
-        id="every reason at once",
-        config=EPConfig(mode="normal", replicated=True),
-        message="collective: StaticCollectiveBuffer has static sizes; set max_tokens_per_rank; "
-        "collective: StaticCollectiveBuffer has static sizes; set max_recv_slots",
-    ),
-    Refusal(
-        id="slot budget on a buffer of exact size",
-        config=EPConfig(mode="normal", backend="shared_memory", max_recv_slots=64),
-        error=BackendUnavailable,
-        message="leave max_recv_slots None",
-    ),
-]
-
-
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.id)
-def test_refusal_says_why(refusal: Refusal) -> None:
-    with pytest.raises(refusal.error) as caught:
-        plan(refusal.config, SPEC, world_size=refusal.world_size)
-    assert refusal.message in str(caught.value)
+@pytest.mark.parametrize(
+    ("config", "world_size", "message"),
+    [
+        (EPConfig(), 3, "plan: num_experts is 8, expected a multiple of the 3 ranks"),
+        (
+            EPConfig(mode="standard", backend="shared_memory"),
+            4,
+            "backend shared_memory cannot serve this layer: has no mode standard; change",
+        ),
+        (
+            EPConfig(mode="low_latency"),
+            4,
+            "collective: has static sizes; set max_tokens_per_rank",
+        ),
+        (
+            EPConfig(mode="normal", replicated=True),
+            4,
+            "collective: StaticCollectiveBuffer has static sizes; set max_tokens_per_rank; "
+            "collective: StaticCollectiveBuffer has static sizes; set max_recv_slots",
+        ),
+        (
+            EPConfig(mode="normal", backend="shared_memory", max_recv_slots=64),
+            4,
+            "leave max_recv_slots None",
+        ),
+    ],
+    ids=["indivisible", "mode", "no limit", "every reason at once", "budget of exact sizes"],
+)
+def test_refusal_says_why(config: EPConfig, world_size: int, message: str) -> None:
+    with pytest.raises(BackendUnavailable if config.backend != "auto" else ConfigError) as caught:
+        plan(config, SPEC, world_size=world_size)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import torch
 from epcomm import ConfigError, ShapeError, WireDtype, WireFormat, WireTensor
 from epcomm.quantization import INT8_PER_TOKEN, Int8Profile, dequantize, quantize
 from tests.quantization import oracle
-from tests.quantization.rows import INF, NAN, assert_same_bits, half_neighbours, varied_rows
+from tests.quantization.rows import INF, NAN, half_neighbours, varied_rows
 
 CONTRACT = Path(__file__).parents[1] / "contracts" / "ascend_quant_profiles.json"
 GOLDEN = json.loads(CONTRACT.read_text("utf-8"))
@@ -129,18 +129,6 @@ def test_largest_numbers(profile: Int8Profile) -> None:
     wire = quantize(torch.tensor([[largest, -largest]]), INT8_PER_TOKEN, profile=profile)
     assert wire.data.tolist() == [[127, -127]]
     assert scales_of(wire).isfinite().all()
-
-
-def test_no_tokens_leading_dimensions_and_strides() -> None:
-    empty = quantize(torch.zeros(0, 5), INT8_PER_TOKEN)
-    assert empty.data.shape == (0, 5)
-    assert scales_of(empty).shape == (0, 1)
-    x = varied_rows(37, torch.bfloat16)
-    flat = quantize(x, INT8_PER_TOKEN)
-    assert_same_bits(quantize(x.repeat(1, 2)[:, :37], INT8_PER_TOKEN), flat)
-    masked = quantize(x.view(3, 4, 37), INT8_PER_TOKEN)
-    assert torch.equal(masked.data.flatten(0, 1), flat.data)
-    assert scales_of(masked).shape == (3, 4, 1)
 
 
 def test_wrong_formats_and_inputs_are_refused() -> None:

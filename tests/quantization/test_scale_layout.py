@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,76 +139,36 @@ def test_scales_inside_rows_of_a_message_and_of_masked_batches_pass() -> None:
     check_scales(quantize(torch.ones(5, 700), INT8_PER_TOKEN), ROW_MAJOR, caller="grouped_mm")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Fault:
-    id: str
-    wire: WireTensor
-    expected: ScaleLayout
-    came: str
-    wanted: str
-
-
 FLOAT32 = arranged_wire(FP8_FLOAT32_SCALES, ROW_MAJOR)
 FLOAT32_COLUMNS = arranged_wire(FP8_FLOAT32_SCALES, COLUMNS)
 BYTES = arranged_wire(FP8_POWER_OF_TWO_SCALES, ROW_MAJOR)
-FAULTS = [
-    Fault(
-        id="none",
-        wire=replace(FLOAT32, scales=None),
-        expected=ROW_MAJOR,
-        came="no scales",
-        wanted="[5, 6] torch.float32, row-major",
-    ),
-    Fault(
-        id="too few columns",
-        wire=replace(FLOAT32, scales=torch.ones(5, 5)),
-        expected=ROW_MAJOR,
-        came="[5, 5] torch.float32",
-        wanted="[5, 6] torch.float32",
-    ),
-    Fault(
-        id="dtype",
-        wire=replace(FLOAT32, scales=torch.ones(5, 6, dtype=torch.bfloat16)),
-        expected=ROW_MAJOR,
-        came="[5, 6] torch.bfloat16",
-        wanted="[5, 6] torch.float32",
-    ),
-    Fault(
-        id="row-major for column-major",
-        wire=FLOAT32,
-        expected=COLUMNS,
-        came="strides [6, 1], row-major",
-        wanted="column-major in multiples of 4",
-    ),
-    Fault(
-        id="column-major that says row-major",
-        wire=replace(FLOAT32_COLUMNS, scale_layout=None),
-        expected=ROW_MAJOR,
-        came="strides [1, 8]",
-        wanted="row-major",
-    ),
-    Fault(
-        id="columns that are not aligned",
-        wire=replace(FLOAT32, scales=torch.ones(6, 5).t(), scale_layout=COLUMNS),
-        expected=COLUMNS,
-        came="strides [1, 5]",
-        wanted="column-major in multiples of 4",
-    ),
-    Fault(
-        id="bytes for packed",
-        wire=BYTES,
-        expected=PACKED,
-        came="[5, 6] torch.float8_e8m0fnu",
-        wanted="[5, 2] torch.int32, row-major, packed",
-    ),
-]
+UNALIGNED = replace(FLOAT32, scales=torch.ones(6, 5).t(), scale_layout=COLUMNS)
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
-def test_wrong_scales_are_refused_with_both_sides(fault: Fault) -> None:
-    pattern = f"grouped_mm: .*came .*{re.escape(fault.came)}.* expected .*{re.escape(fault.wanted)}"
+@pytest.mark.parametrize(
+    ("wire", "layout", "came", "expected"),
+    [
+        (replace(FLOAT32, scales=None), ROW_MAJOR, "no scales", "[5, 6] torch.float32, row-major"),
+        (replace(FLOAT32, scales=torch.ones(5, 5)), ROW_MAJOR, "[5, 5] torch.float32", "[5, 6]"),
+        (
+            replace(FLOAT32, scales=torch.ones(5, 6).bfloat16()),
+            ROW_MAJOR,
+            "[5, 6] torch.bfloat16",
+            "[5, 6] torch.float32",
+        ),
+        (FLOAT32, COLUMNS, "strides [6, 1], row-major", "column-major in multiples of 4"),
+        (replace(FLOAT32_COLUMNS, scale_layout=None), ROW_MAJOR, "strides [1, 8]", "row-major"),
+        (UNALIGNED, COLUMNS, "strides [1, 5]", "column-major in multiples of 4"),
+        (BYTES, PACKED, "[5, 6] torch.float8_e8m0fnu", "[5, 2] torch.int32, row-major, packed"),
+    ],
+    ids=["none", "columns", "dtype", "order", "says row-major", "not aligned", "not packed"],
+)
+def test_wrong_scales_are_refused_with_both_sides(
+    wire: WireTensor, layout: ScaleLayout, came: str, expected: str
+) -> None:
+    pattern = f"grouped_mm: .*came .*{re.escape(came)}.* expected .*{re.escape(expected)}"
     with pytest.raises(ShapeError, match=pattern):
-        check_scales(fault.wire, fault.expected, caller="grouped_mm")
+        check_scales(wire, layout, caller="grouped_mm")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

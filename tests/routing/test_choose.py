@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import BackendUnavailable, ConfigError, TopKOutput
+from epcomm import BackendUnavailable, ConfigError, ShapeError, TopKOutput
 from epcomm.config import Router
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.ascend_gating import OPERATOR, AscendGate
@@ -132,30 +132,30 @@ def test_elsewhere_the_reference_routes_and_nobody_reads_why(
     assert choice.explain() == ()
 
 
-def test_operator_asked_for_by_name_routes_what_it_can_say() -> None:
-    choice = choose(Router.ASCEND, SAID, CPU)
+@pytest.mark.usefixtures("npu_has_the_operator")
+@pytest.mark.parametrize(("router", "device"), [(Router.ASCEND, CPU), (Router.AUTO, NPU)])
+def test_operator_routes_what_it_can_say(router: Router, device: torch.device) -> None:
+    choice = choose(router, SAID, device)
     assert isinstance(choice.gate, AscendGate)
     assert choice.explain() == BY_OPERATOR
-    choice = choose(Router.ASCEND, UNSAID, CPU)
+    choice = choose(router, UNSAID, device)
     assert choice.gate is None
     assert choice.explain() == WHY_UNSAID
 
 
-@pytest.mark.usefixtures("npu_has_the_operator")
-def test_on_an_npu_auto_takes_the_operator_where_it_can() -> None:
-    assert choose(Router.AUTO, SAID, NPU).explain() == BY_OPERATOR
-    assert choose(Router.AUTO, UNSAID, NPU).explain() == WHY_UNSAID
-    asked = choose(Router.REFERENCE, SAID, NPU)
-    assert asked.gate is None
-    assert asked.explain() == ("routing by the reference: EPConfig.router asks for it",)
-
-
-def test_npu_without_the_operator_routes_by_the_reference_and_says_why() -> None:
-    choice = choose(Router.AUTO, SAID, NPU)
+@pytest.mark.parametrize(
+    ("router", "why"),
+    [
+        (Router.AUTO, "npu_moe_gating_top_k is not on npu; import torch_npu"),
+        (Router.REFERENCE, "EPConfig.router asks for it"),
+    ],
+)
+def test_npu_without_the_operator_routes_by_the_reference_and_says_why(
+    router: Router, why: str
+) -> None:
+    choice = choose(router, SAID, NPU)
     assert choice.gate is None
-    assert choice.explain() == (
-        "routing by the reference: npu_moe_gating_top_k is not on npu; import torch_npu",
-    )
+    assert choice.explain() == (f"routing by the reference: {why}",)
 
 
 @pytest.mark.parametrize("spec", [SAID, UNSAID])
@@ -205,7 +205,13 @@ def test_gradients_run_the_reference_and_only_where_they_are_needed() -> None:
 
 
 def test_arguments_of_the_operator_are_checked_as_those_of_the_reference() -> None:
-    logits = torch.zeros(2, NUM_EXPERTS)
     for router in (Router.ASCEND, Router.REFERENCE, Router.TRITON):
-        with pytest.raises(ConfigError, match="correction_bias is None, expected"):
-            choose(router, SAID, CPU).route(logits, correction_bias=None, hidden_states=logits)
+        choice = choose(router, SAID, CPU)
+        for num_experts, bias, error, message in (
+            (NUM_EXPERTS, None, ConfigError, "correction_bias is None, expected"),
+            (NUM_EXPERTS, torch.zeros(1, NUM_EXPERTS), ShapeError, "correction_bias is"),
+            (2, torch.zeros(2), ConfigError, "top_k is 4, expected at most 2"),
+        ):
+            logits = torch.zeros(2, num_experts)
+            with pytest.raises(error, match=message):
+                choice.route(logits, correction_bias=bias, hidden_states=logits)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from operator import attrgetter
 
 import pytest
@@ -23,7 +23,7 @@ BF16_ROUNDING = 2**-8
 LFM2_SCORE_ERROR = 2**-9
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """A block of tests/cases/blocks.py, its configuration, and the preset of its router.
 
@@ -35,6 +35,7 @@ class Family:
     model_type: str
     values: Mapping[str, object]
     spec: RoutingSpec
+    _: KW_ONLY
     router: str = "gate"
     bias: str | None = None
     bf16_roundings: int = 0
@@ -49,93 +50,75 @@ ROUTED_EXPERTS = {"n_routed_experts": NUM_EXPERTS}
 GROUPED = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
 
 FAMILIES = [
+    Family("mixtral", LOCAL_EXPERTS, presets.mixtral(top_k=4)),
     Family(
-        model_type="mixtral",
-        values=LOCAL_EXPERTS,
-        spec=presets.mixtral(top_k=4),
-    ),
-    Family(
-        model_type="qwen2_moe",
-        values={**EXPERTS, "norm_topk_prob": False},
-        spec=presets.qwen2_moe(top_k=4, renormalize=False),
+        "qwen2_moe",
+        {**EXPERTS, "norm_topk_prob": False},
+        presets.qwen2_moe(top_k=4, renormalize=False),
         bf16_roundings=1,
     ),
     Family(
+        "qwen2_moe",
+        {**EXPERTS, "norm_topk_prob": True},
+        presets.qwen2_moe(top_k=4, renormalize=True),
+        bf16_roundings=1,
         id="qwen2_moe-renormalised",
-        model_type="qwen2_moe",
-        values={**EXPERTS, "norm_topk_prob": True},
-        spec=presets.qwen2_moe(top_k=4, renormalize=True),
+    ),
+    Family(
+        "qwen3_moe",
+        {**EXPERTS, "norm_topk_prob": True},
+        presets.qwen3_moe(top_k=4, renormalize=True),
         bf16_roundings=1,
     ),
+    Family("qwen3_5_moe", EXPERTS, presets.qwen3_5_moe(top_k=4), bf16_roundings=1),
     Family(
-        model_type="qwen3_moe",
-        values={**EXPERTS, "norm_topk_prob": True},
-        spec=presets.qwen3_moe(top_k=4, renormalize=True),
-        bf16_roundings=1,
+        "deepseek_v2",
+        {**ROUTED_EXPERTS, **GROUPED, "topk_method": "group_limited_greedy"},
+        presets.deepseek_v2(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
     ),
     Family(
-        model_type="qwen3_5_moe",
-        values=EXPERTS,
-        spec=presets.qwen3_5_moe(top_k=4),
-        bf16_roundings=1,
-    ),
-    Family(
-        model_type="deepseek_v2",
-        values={**ROUTED_EXPERTS, **GROUPED, "topk_method": "group_limited_greedy"},
-        spec=presets.deepseek_v2(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
-    ),
-    Family(
+        "deepseek_v2",
+        {**ROUTED_EXPERTS, "topk_method": "greedy", "routed_scaling_factor": 1.0},
+        presets.deepseek_v2(top_k=4, routed_scaling_factor=1.0),
         id="deepseek_v2-greedy",
-        model_type="deepseek_v2",
-        values={**ROUTED_EXPERTS, "topk_method": "greedy", "routed_scaling_factor": 1.0},
-        spec=presets.deepseek_v2(top_k=4, routed_scaling_factor=1.0),
     ),
     Family(
-        model_type="deepseek_v3",
-        values={**ROUTED_EXPERTS, **GROUPED},
-        spec=presets.deepseek_v3(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
+        "deepseek_v3",
+        {**ROUTED_EXPERTS, **GROUPED},
+        presets.deepseek_v3(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
         bias="gate.e_score_correction_bias",
     ),
     Family(
-        id="deepseek_v3-not-renormalised",
-        model_type="deepseek_v3",
-        values={**ROUTED_EXPERTS, **GROUPED, "norm_topk_prob": False},
-        spec=presets.deepseek_v3(
+        "deepseek_v3",
+        {**ROUTED_EXPERTS, **GROUPED, "norm_topk_prob": False},
+        presets.deepseek_v3(
             top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5, renormalize=False
         ),
         bias="gate.e_score_correction_bias",
+        id="deepseek_v3-not-renormalised",
     ),
     Family(
-        model_type="afmoe",
-        values={**EXPERTS, "route_scale": 1.5},
-        spec=presets.afmoe(top_k=4, routed_scaling_factor=1.5),
+        "afmoe",
+        {**EXPERTS, "route_scale": 1.5},
+        presets.afmoe(top_k=4, routed_scaling_factor=1.5),
         router="router",
         bias="expert_bias",
     ),
     Family(
-        model_type="minimax_m2",
-        values=LOCAL_EXPERTS,
-        spec=presets.minimax_m2(top_k=4),
-        bias="e_score_correction_bias",
+        "minimax_m2", LOCAL_EXPERTS, presets.minimax_m2(top_k=4), bias="e_score_correction_bias"
     ),
+    Family("gpt_oss", LOCAL_EXPERTS, presets.gpt_oss(top_k=4), router="router", bf16_roundings=1),
     Family(
-        model_type="gpt_oss",
-        values=LOCAL_EXPERTS,
-        spec=presets.gpt_oss(top_k=4),
-        router="router",
-        bf16_roundings=1,
-    ),
-    Family(
-        model_type="ernie4_5_moe",
-        values={"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
-        spec=presets.ernie4_5_moe(top_k=4, epsilon=0.5),
+        "ernie4_5_moe",
+        {"moe_num_experts": NUM_EXPERTS, "moe_norm_min": 0.5},
+        presets.ernie4_5_moe(top_k=4, epsilon=0.5),
         bias="gate.moe_statics.e_score_correction_bias",
         bf16_roundings=1,
     ),
     Family(
-        model_type="lfm2_moe",
-        values={**EXPERTS, "routed_scaling_factor": 1.5},
-        spec=presets.lfm2_moe(
+        "lfm2_moe",
+        {**EXPERTS, "routed_scaling_factor": 1.5},
+        presets.lfm2_moe(
             top_k=4, use_correction_bias=True, renormalize=True, routed_scaling_factor=1.5
         ),
         bias="expert_bias",
@@ -144,19 +127,19 @@ FAMILIES = [
         bf16_gap=2 * LFM2_SCORE_ERROR,
     ),
     Family(
-        id="lfm2_moe-plain",
-        model_type="lfm2_moe",
-        values={**EXPERTS, "use_expert_bias": False, "norm_topk_prob": False},
-        spec=presets.lfm2_moe(
+        "lfm2_moe",
+        {**EXPERTS, "use_expert_bias": False, "norm_topk_prob": False},
+        presets.lfm2_moe(
             top_k=4, use_correction_bias=False, renormalize=False, routed_scaling_factor=1.0
         ),
         bf16_roundings=2,
         bf16_gap=2 * LFM2_SCORE_ERROR,
+        id="lfm2_moe-plain",
     ),
     Family(
-        model_type="nemotron_h",
-        values={**ROUTED_EXPERTS, **GROUPED},
-        spec=presets.nemotron_h(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
+        "nemotron_h",
+        {**ROUTED_EXPERTS, **GROUPED},
+        presets.nemotron_h(top_k=4, num_groups=4, topk_groups=2, routed_scaling_factor=2.5),
         bias="gate.e_score_correction_bias",
     ),
 ]

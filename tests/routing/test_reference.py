@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from epcomm.errors import ConfigError, ShapeError
+from epcomm.errors import ConfigError, EPError, ShapeError
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
 from tests.routing.cases import CASES, Case, bias_for, spec_of, spread_logits
@@ -35,17 +36,6 @@ def test_route_equals_the_oracle_in_ids_order_and_weights(case: Case) -> None:
     assert topk.topk_ids.tolist() == [row.ids for row in rows]
     expected = torch.tensor([row.weights for row in rows])
     torch.testing.assert_close(topk.topk_weights, expected, rtol=FLOAT32_RTOL, atol=0.0)
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
-def test_route_without_tokens_gives_empty_tensors(case: Case) -> None:
-    spec = spec_of(case.values)
-
-    topk = route(torch.empty(0, 16), spec, correction_bias=bias_for(spec, 16))
-
-    assert topk.topk_ids.shape == topk.topk_weights.shape == (0, 4)
-    assert topk.topk_ids.dtype == torch.int64
-    assert topk.topk_weights.dtype == torch.float32
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
@@ -184,15 +174,19 @@ def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
 
 
 def reverse_routing(
-    logits: Tensor, *, top_k: int, correction_bias: Tensor | None, hidden_states: Tensor | None
+    logits: Tensor,
+    *,
+    top_k: int,
+    correction_bias: Tensor | None,
+    hidden_states: Tensor | None,
+    wrong: Tensor | None = None,
 ) -> TopKOutput:
-    """Route to the last experts in falling order; weights read from the hidden states."""
+    """Route to the last experts in falling order; weights are hidden states, or `wrong`."""
     assert correction_bias is None
     assert hidden_states is not None
     ids = torch.arange(logits.shape[1] - 1, logits.shape[1] - 1 - top_k, -1)
-    return TopKOutput(
-        topk_ids=ids.expand(logits.shape[0], -1), topk_weights=hidden_states[:, :top_k]
-    )
+    weights = hidden_states[:, :top_k] if wrong is None else wrong
+    return TopKOutput(topk_ids=ids.expand(logits.shape[0], -1), topk_weights=weights)
 
 
 def test_custom_function_replaces_the_arithmetic() -> None:
@@ -206,55 +200,38 @@ def test_custom_function_replaces_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hidden_states", "message"),
+    ("custom_function", "message"),
     [
-        (torch.zeros(3, 1), r"topk_weights \[3, 1\] torch.float32, expected \[3, 2\]"),
-        (torch.zeros(3, 4).half(), r"topk_weights \[3, 2\] torch.float16, expected \[3, 2\]"),
+        (partial(reverse_routing, wrong=torch.zeros(3, 1)), r"weights \[3, 1\] torch.float32, exp"),
+        (partial(reverse_routing, wrong=torch.zeros(3, 2).half()), r"\[3, 2\] torch.float16, exp"),
+        (lambda logits, **_: (logits, logits), "returned tuple, expected a TopKOutput"),
     ],
-    ids=["shape", "dtype"],
+    ids=["shape", "dtype", "tuple"],
 )
-def test_custom_function_is_held_to_the_record(hidden_states: Tensor, message: str) -> None:
-    spec = RoutingSpec(top_k=2, custom_function=reverse_routing)
+def test_custom_function_is_held_to_the_record(
+    custom_function: Callable[..., TopKOutput], message: str
+) -> None:
+    spec = RoutingSpec(top_k=2, custom_function=custom_function)
 
     with pytest.raises(ShapeError, match=message):
-        route(torch.zeros(3, 5), spec, hidden_states=hidden_states)
+        route(torch.zeros(3, 5), spec, hidden_states=torch.zeros(3, 4))
 
 
-def test_custom_function_that_returns_a_tuple_is_told_what_to_return() -> None:
-    spec = RoutingSpec(top_k=2, custom_function=lambda logits, **_: (logits, logits))  # type: ignore[arg-type,return-value]
+@pytest.mark.parametrize(
+    ("logits", "bias", "error", "message"),
+    [
+        (torch.zeros(2, 3, 4), None, ShapeError, "logits is"),
+        (torch.zeros(2, 4).long(), None, ShapeError, "int64"),
+        (torch.zeros(2, 1), None, ConfigError, "top_k is 2"),
+        (torch.zeros(2, 4), torch.zeros(1, 4), ShapeError, r"bias is \[1, 4\], expected \[4\]"),
+    ],
+    ids=["rank", "dtype", "few experts", "bias shape"],
+)
+def test_bad_arguments_are_named(
+    logits: Tensor, bias: Tensor | None, error: type[EPError], message: str
+) -> None:
+    has_bias = "none" if bias is None else "selection"
+    spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": has_bias})
 
-    with pytest.raises(ShapeError, match="custom_function returned tuple, expected a TopKOutput"):
-        route(torch.zeros(3, 5), spec)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadCall:
-    id: str
-    error: type[Exception]
-    message: str
-    logits: Tensor
-    bias: Tensor | None = None
-    correction_bias: str = "none"
-
-
-BAD_CALLS = [
-    BadCall(id="rank", error=ShapeError, message="logits is", logits=torch.zeros(2, 3, 4)),
-    BadCall(id="dtype", error=ShapeError, message="int64", logits=torch.zeros(2, 4).long()),
-    BadCall(id="few-experts", error=ConfigError, message="top_k is 2", logits=torch.zeros(2, 1)),
-    BadCall(
-        id="bias-shape",
-        error=ShapeError,
-        message=r"correction_bias is \[1, 4\], expected \[4\]",
-        logits=torch.zeros(2, 4),
-        bias=torch.zeros(1, 4),
-        correction_bias="selection",
-    ),
-]
-
-
-@pytest.mark.parametrize("call", BAD_CALLS, ids=lambda call: call.id)
-def test_bad_arguments_are_named(call: BadCall) -> None:
-    spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": call.correction_bias})
-
-    with pytest.raises(call.error, match=call.message):
-        route(call.logits, spec, correction_bias=call.bias)
+    with pytest.raises(error, match=message):
+        route(logits, spec, correction_bias=bias)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from epcomm import MaskedDispatchOutput, RowsDispatchOutput, WireTensor
 from epcomm.records import Handle, SlotIndex
+from epcomm.testing.oracle import relative_error
 from epcomm.types import WeightsAppliedBy
 
 Record = RowsDispatchOutput | MaskedDispatchOutput
@@ -75,3 +76,11 @@ def results_of_experts(record: Record, results: Tensor) -> list[Tensor]:
         return [results[expert, :count] for expert, count in enumerate(counts)]
     starts = record.index.first_slot.tolist()
     return [results[starts[expert] :][:count] for expert, count in enumerate(counts)]
+
+
+def largest_error(record: Record, actual: Tensor, expected: Tensor) -> float:
+    """Return the largest relative error of the results of an expert; padding is not read."""
+    pairs = zip(
+        results_of_experts(record, actual), results_of_experts(record, expected), strict=True
+    )
+    return max(relative_error(*pair) for pair in pairs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -114,7 +114,8 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
     return [e for e, n in enumerate(index.num_tokens_per_expert.tolist()) for _ in range(n)]
 
 
-def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
+@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
+def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
     """Check results against a float64 model, within its rounding uncertainty in bfloat16."""
     index, weights = batch_index(tail=4), int8_weights()
     assert index.row_of_slot is not None
@@ -129,11 +130,6 @@ def check_w8a8_experts(name: str, *, is_quantized: bool) -> None:
         row = int(index.row_of_slot[slot])
         expected = expert_model(x[row : row + 1].double(), weights, expert, rounding)
         assert_within(results[slot : slot + 1], expected)
-
-
-@pytest.mark.parametrize(("name", "is_quantized"), list(product(W8A8, [True, False])))
-def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
-    check_w8a8_experts(name, is_quantized=is_quantized)
 
 
 def bf16_model(x: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
@@ -304,77 +300,56 @@ def int8_zeros(hidden: int, inner: int) -> Int8ChannelWeights:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Support:
-    id: str
-    weights: ExpertTensors
-    reasons: tuple[str, ...] = ()
-    names: tuple[str, ...] = NAMES[:2]
-
-
-SUMS = (
-    "2 * intermediate_size is {}, expected a multiple of 64 of at most 10496 for "
+SUMS_OUT_OF_BLOCKS = (
+    "2 * intermediate_size is 96, expected a multiple of 64 of at most 10496 for "
     "npu_dequant_swiglu_quant"
 )
-SUPPORTS = [
-    Support(id="bf16", weights=zeros(64, 48)),
-    Support(id="widest sums", weights=int8_zeros(64, 5248), names=NAMES[:2]),
-    Support(id="widest of one operator", weights=int8_zeros(64, 5120), names=NAMES[2:]),
-    Support(
-        id="sums out of blocks",
-        weights=int8_zeros(64, 48),
-        names=NAMES[:2],
-        reasons=(SUMS.format(96),),
-    ),
-    Support(
-        id="int8 out of tiles",
-        weights=int8_zeros(40, 32),
-        names=NAMES[1:],
-        reasons=(
+RELU2 = ExpertFormat(activation=Activation.RELU2)
+BIASED = replace(zeros(64, 48), down_bias=torch.zeros(1, 64).bfloat16())
+SQUARED = replace(zeros(64, 48), gate_up_proj=torch.zeros(1, 48, 64).bfloat16(), format=RELU2)
+SUPPORTS: dict[str, tuple[ExpertTensors, tuple[str, ...], tuple[str, ...]]] = {
+    "bf16": (zeros(64, 48), NAMES[:2], ()),
+    "widest sums": (int8_zeros(64, 5248), NAMES[:2], ()),
+    "widest of one operator": (int8_zeros(64, 5120), NAMES[2:], ()),
+    "sums out of blocks": (int8_zeros(64, 48), NAMES[:2], (SUMS_OUT_OF_BLOCKS,)),
+    "int8 out of tiles": (
+        int8_zeros(40, 32),
+        NAMES[1:],
+        (
             "gate_up_proj has K = 40, expected a multiple of 16 in NZ",
             "down_proj has N = 40, expected a multiple of 32 for torch.int8 in NZ",
         ),
     ),
-    Support(
-        id="float32",
-        weights=zeros(8, 8, torch.float32),
-        names=NAMES[:1],
-        reasons=("hidden states are torch.float32, expected bfloat16",),
+    "float32": (
+        zeros(8, 8, torch.float32),
+        NAMES[:1],
+        ("hidden states are torch.float32, expected bfloat16",),
     ),
-    Support(
-        id="biases",
-        weights=replace(zeros(64, 48), down_bias=torch.zeros(1, 64).bfloat16()),
-        reasons=(f"computes {ExpertFormat()} without biases, not {ExpertFormat()} with biases",),
+    "biases": (
+        BIASED,
+        NAMES[:2],
+        (f"computes {ExpertFormat()} without biases, not {ExpertFormat()} with biases",),
     ),
-    Support(
-        id="another activation",
-        weights=replace(
-            zeros(64, 48),
-            gate_up_proj=torch.zeros(1, 48, 64).bfloat16(),
-            format=ExpertFormat(activation=Activation.RELU2),
-        ),
-        reasons=(
-            f"computes {ExpertFormat()} without biases, not "
-            f"{ExpertFormat(activation=Activation.RELU2)}",
-        ),
+    "another activation": (
+        SQUARED,
+        NAMES[:2],
+        (f"computes {ExpertFormat()} without biases, not {RELU2}",),
     ),
-    Support(
-        id="sums beyond int32",
-        weights=int8_zeros(131072, 32),
-        names=NAMES,
-        reasons=(
-            "hidden_size is 131072, expected at most 131071, beyond which sums overflow int32",
-        ),
+    "sums beyond int32": (
+        int8_zeros(131072, 32),
+        NAMES,
+        ("hidden_size is 131072, expected at most 131071, beyond which sums overflow int32",),
     ),
-]
+}
 
 
-@pytest.mark.parametrize("case", SUPPORTS, ids=lambda case: case.id)
-def test_supports_says_what_the_operators_refuse(case: Support) -> None:
-    for name in case.names:
-        verdict = runner_class(name).supports(case.weights)
-        assert verdict.reasons == case.reasons
-        assert verdict.ok == (not case.reasons)
+@pytest.mark.parametrize("case", SUPPORTS)
+def test_supports_says_what_the_operators_refuse(case: str) -> None:
+    weights, names, reasons = SUPPORTS[case]
+    for name in names:
+        verdict = runner_class(name).supports(weights)
+        assert verdict.reasons == reasons
+        assert verdict.ok == (not reasons)
 
 
 def test_the_operators_of_these_experts_must_be_there() -> None:

@@ -87,11 +87,11 @@ def test_a_layer_equals_a_float64_model_before_and_after_a_reload(runner: str) -
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("inner", [6400, 14336], ids=["Phi-3.5-MoE", "Mixtral"])
 def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
-    inner: int, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Use ranks of one expert, whose counts the operator does not take either."""
+    inner = 6400  # of Phi-3.5-MoE
 
     def is_of_kind(cls: type[AscendRunner], weights: ExpertTensors) -> bool:
         return isinstance(weights, cls.kinds)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -63,41 +63,16 @@ def int8_weights() -> Int8ChannelWeights:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Device:
-    """reasons: the reasons of a runner for a GPU of this capability."""
-
-    runner: type[GpuSlotsRunner]
-    capability: tuple[int, int]
-    reasons: tuple[str, ...] = ()
-
-
 DEVICES = [
-    Device(
-        runner=Fp8TritonRunner,
-        capability=(8, 6),
-        reasons=("compute capability is (8, 6), expected at least (8, 9)",),
-    ),
-    Device(runner=Fp8TritonRunner, capability=(8, 9)),
-    Device(runner=Fp8TritonRunner, capability=(12, 0)),
-    Device(
-        runner=Int8TritonRunner,
-        capability=(7, 5),
-        reasons=("compute capability is (7, 5), expected at least (8, 0)",),
-    ),
-    Device(runner=Int8TritonRunner, capability=(8, 0)),
-    Device(runner=Int8TritonRunner, capability=(12, 0)),
-    Device(
-        runner=Fp8WgmmaRunner,
-        capability=(8, 9),
-        reasons=("compute capability is (8, 9), expected (9, 0)",),
-    ),
-    Device(runner=Fp8WgmmaRunner, capability=(9, 0)),
-    Device(
-        runner=Fp8WgmmaRunner,
-        capability=(10, 0),
-        reasons=("compute capability is (10, 0), expected (9, 0)",),
-    ),
+    (Fp8TritonRunner, (8, 6), ("compute capability is (8, 6), expected at least (8, 9)",)),
+    (Fp8TritonRunner, (8, 9), ()),
+    (Fp8TritonRunner, (12, 0), ()),
+    (Int8TritonRunner, (7, 5), ("compute capability is (7, 5), expected at least (8, 0)",)),
+    (Int8TritonRunner, (8, 0), ()),
+    (Int8TritonRunner, (12, 0), ()),
+    (Fp8WgmmaRunner, (8, 9), ("compute capability is (8, 9), expected (9, 0)",)),
+    (Fp8WgmmaRunner, (9, 0), ()),
+    (Fp8WgmmaRunner, (10, 0), ("compute capability is (10, 0), expected (9, 0)",)),
 ]
 
 
@@ -106,14 +81,19 @@ def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int])
 
 
 @pytest.mark.usefixtures("fakes")
-@pytest.mark.parametrize("case", DEVICES, ids=lambda case: f"{case.runner.name}, {case.capability}")
-def test_capability_decides(case: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_capability(monkeypatch, case.capability)
+@pytest.mark.parametrize(("runner", "capability", "reasons"), DEVICES)
+def test_capability_decides(
+    runner: type[GpuSlotsRunner],
+    capability: tuple[int, int],
+    reasons: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_capability(monkeypatch, capability)
     monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: True)
-    weights = int8_weights() if case.runner is Int8TritonRunner else fp8_weights()
-    verdict = case.runner.supports(weights)
-    assert verdict.reasons == case.reasons
-    assert verdict.ok == (not case.reasons)
+    weights = int8_weights() if runner is Int8TritonRunner else fp8_weights()
+    verdict = runner.supports(weights)
+    assert verdict.reasons == reasons
+    assert verdict.ok == (not reasons)
 
 
 @pytest.mark.usefixtures("fakes")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -38,7 +37,7 @@ from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
 from epcomm.testing.oracle import relative_error
-from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireFormat
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 from tests.cases.quantized_model import KINDS, assert_within, model
@@ -123,39 +122,17 @@ def test_runner_equals_a_model_that_quantises_where_it_does(case: Case) -> None:
     assert_within(layer_results(case, batch, weights), model(batch, weights, case.kind))
 
 
-@pytest.mark.parametrize("expert", range(NUM_EXPERTS))
 @pytest.mark.parametrize("name", ["gate_up_scale", "down_scale"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_finds_scales_of_one_expert_that_are_off_by_2_percent(
-    kind: str, name: str, expert: int
+    kind: str, name: str
 ) -> None:
     case = next(case for case in CASES if case.kind == kind)
     batch, weights = make_batch(SPEC, 0, 1), kind_weights(kind)
     expected = model(batch, weights, kind)
-    weights.tensors()[name][expert] *= 1.02
+    weights.tensors()[name][NUM_EXPERTS - 1] *= 1.02
     with pytest.raises(AssertionError, match="beyond their bounds"):
         assert_within(layer_results(case, batch, weights), expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_quantised_before_or_after_they_travel_give_the_same_bits(kind: str) -> None:
-    batch = make_batch(SPEC, 0, 1)
-    index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
-    before, after = (
-        slot_results(
-            Case(
-                kind=kind,
-                layout=Layout.ROWS,
-                who=WeightsAppliedBy.RUNNER,
-                is_quantized=is_quantized,
-            ),
-            batch,
-            index,
-            kind_weights(kind),
-        )
-        for is_quantized in (True, False)
-    )
-    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,47 +232,30 @@ def holed_topk() -> list[list[int]]:
     return make_batch(SPEC, 0, 1).topk_ids.tolist()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misread:
-    """Rows that FP8 experts would misread."""
-
-    id: str
-    change: Callable[[WireTensor], WireTensor]
-    came: str
-    expected: str
-
-
-COLUMNS = ScaleLayout(column_major=True, alignment=4)
-
-
 def in_columns(rows: WireTensor) -> WireTensor:
     assert rows.scales is not None
-    return replace(rows, scales=arrange_scales(rows.scales, COLUMNS))
+    return replace(rows, scales=arrange_scales(rows.scales, ScaleLayout(column_major=True)))
 
 
-MISREAD = [
-    Misread(
-        id="format",
-        change=lambda rows: quantize(rows.data.float(), INT8_PER_TOKEN),
-        came="int8/0 (torch.int8, scales torch.float32)",
-        expected="fp8_e4m3/128 (torch.float8_e4m3fn, scales torch.float32)",
+# Changes of rows that FP8 experts would misread, what came, and what was expected.
+MISREAD = {
+    "format": (
+        lambda rows: quantize(rows.data.float(), INT8_PER_TOKEN),
+        "int8/0 (torch.int8, scales torch.float32)",
+        "fp8_e4m3/128 (torch.float8_e4m3fn, scales torch.float32)",
     ),
-    Misread(
-        id="order",
-        change=in_columns,
-        came="1, 12], row-major",
-        expected="torch.float32, row-major",
-    ),
-]
+    "order": (in_columns, "1, 9], row-major", "torch.float32, row-major"),
+}
 
 
 @pytest.mark.parametrize("runner", [QuantizedReferenceRunner, Fp8TritonRunner])
 @pytest.mark.parametrize("layout", Layout)
-@pytest.mark.parametrize("case", MISREAD, ids=lambda case: case.id)
+@pytest.mark.parametrize("case", MISREAD)
 def test_rows_that_would_be_misread_are_refused_with_both_sides(
-    case: Misread, layout: Layout, runner: type[ExpertRunner]
+    case: str, layout: Layout, runner: type[ExpertRunner]
 ) -> None:
-    rows = case.change(quantize(make_batch(SPEC, 0, 1).x, FP8_FLOAT32_SCALES))
+    change, what_came, what_was_expected = MISREAD[case]
+    rows = change(quantize(make_batch(SPEC, 0, 1).x, FP8_FLOAT32_SCALES))
     index = index_of(holed_topk(), NUM_EXPERTS)
     slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
     record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
@@ -313,8 +273,8 @@ def test_rows_that_would_be_misread_are_refused_with_both_sides(
         runner().run(record, kind_weights("fp8"))  # type: ignore[arg-type]
     came, _, expected = str(caught.value).partition("expected")
     assert came.startswith(f"{runner.name}: ")
-    assert case.came in came
-    assert case.expected in expected
+    assert what_came in came
+    assert what_was_expected in expected
 
 
 # All runners of eight-bit experts, with a kind of experts each computes.
@@ -454,10 +414,3 @@ def test_kernels_that_scale_by_float32_refuse_powers_of_two() -> None:
         "the experts need fp8_e4m3/128/ue8m0 rows, expected fp8_e4m3/128",
         *verdicts[0].reasons[1:],
     )
-
-
-def test_runner_reads_what_the_weights_want_and_what_is_not_quantised() -> None:
-    plain = {WireDtype.BF16, WireDtype.FP16, WireDtype.FP32}
-    for kind, dtype in (("fp8", WireDtype.FP8_E4M3), ("int8", WireDtype.INT8)):
-        readings = QuantizedReferenceRunner.readings(kind_weights(kind), Layout.ROWS)
-        assert {each.format.dtype for each in readings} == plain | {dtype}

@@ -184,48 +184,34 @@ def test_rank_without_slots_computes_nothing_and_keeps_gradients(runner: str) ->
         assert tensor.grad is None or not tensor.grad.any()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    id: str
-    hidden_size: int
-    intermediate_size: int
-    dtype: torch.dtype
-    reasons: tuple[str, ...]
-
-
-SIZES = [
-    Sizes(id="fp32", hidden_size=4, intermediate_size=8, dtype=torch.float32, reasons=()),
-    Sizes(id="bf16", hidden_size=8, intermediate_size=16, dtype=torch.bfloat16, reasons=()),
-    Sizes(
-        id="odd hidden",
-        hidden_size=6,
-        intermediate_size=8,
-        dtype=torch.float32,
-        reasons=("hidden_size is 6, expected a multiple of 4",),
-    ),
-    Sizes(
-        id="both, in bf16",
-        hidden_size=12,
-        intermediate_size=4,
-        dtype=torch.bfloat16,
-        reasons=(
-            "hidden_size is 12, expected a multiple of 8",
-            "intermediate_size is 4, expected a multiple of 8",
+@pytest.mark.parametrize(
+    ("hidden", "inner", "dtype", "reasons"),
+    [
+        (4, 8, torch.float32, ()),
+        (8, 16, torch.bfloat16, ()),
+        (6, 8, torch.float32, ("hidden_size is 6, expected a multiple of 4",)),
+        (
+            12,
+            4,
+            torch.bfloat16,
+            (
+                "hidden_size is 12, expected a multiple of 8",
+                "intermediate_size is 4, expected a multiple of 8",
+            ),
         ),
-    ),
-]
-
-
-@pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: sizes.id)
-def test_grouped_mm_needs_rows_of_whole_16_bytes(sizes: Sizes) -> None:
+    ],
+)
+def test_grouped_mm_needs_rows_of_whole_16_bytes(
+    hidden: int, inner: int, dtype: torch.dtype, reasons: tuple[str, ...]
+) -> None:
     weights = ExpertWeights(
-        gate_up_proj=torch.ones(2, sizes.intermediate_size, sizes.hidden_size, dtype=sizes.dtype),
-        down_proj=torch.ones(2, sizes.hidden_size, sizes.intermediate_size, dtype=sizes.dtype),
+        gate_up_proj=torch.ones(2, inner, hidden, dtype=dtype),
+        down_proj=torch.ones(2, hidden, inner, dtype=dtype),
         format=ExpertFormat(activation=Activation.RELU2),
     )
     verdict = GroupedMMRunner.supports(weights)
-    assert verdict.ok == (not sizes.reasons)
-    assert verdict.reasons == sizes.reasons
+    assert verdict.ok == (not reasons)
+    assert verdict.reasons == reasons
     assert runner_class("reference").supports(weights).ok
 
 

@@ -25,7 +25,6 @@ from epcomm.ops.slots import build_slot_index, count_experts  # noqa: E402
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize  # noqa: E402
 from epcomm.runners.fp8_wgmma import Fp8WgmmaRunner  # noqa: E402
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner  # noqa: E402
-from epcomm.testing.oracle import relative_error  # noqa: E402
 from epcomm.types import Layout, WeightsAppliedBy  # noqa: E402
 from epcomm.weights.quantized import Fp8BlockWeights  # noqa: E402
 from epcomm.weights.unquantized import ExpertWeights  # noqa: E402
@@ -40,7 +39,7 @@ from tests.kernels.gemm.slot_records import (  # noqa: E402
     record,
 )
 from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
-from tests.runners.records import results_of_experts, rows_record  # noqa: E402
+from tests.runners.records import largest_error, results_of_experts, rows_record  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = ("gate_up_fp8", "gate_up_fp8_packed", "down_fp8_bfloat16", "down_fp8_float16")
@@ -52,18 +51,13 @@ def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
     return test if is_hopper else None
 
 
-@pytest.fixture(scope="module")
-def cubin() -> bytes:
+@pytest.fixture
+def machine_code(tmp_path: Path) -> dict[str, str]:
+    """Return the instructions of each kernel."""
     assert nvrtc_is_installed(), "the dev extra brings it"
     source = fp8_hopper.SOURCE.read_text(encoding="utf-8")
-    return compile_to_cubin(source, arch=fp8_hopper.ARCH, name="fp8_hopper.cu")
-
-
-@pytest.fixture(scope="module")
-def machine_code(cubin: bytes, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return the instructions of each kernel."""
-    path = tmp_path_factory.mktemp("cubin") / "products.cubin"
-    path.write_bytes(cubin)
+    path = tmp_path / "products.cubin"
+    path.write_bytes(compile_to_cubin(source, arch=fp8_hopper.ARCH, name="fp8_hopper.cu"))
     command = [str(CUOBJDUMP), "-sass", str(path)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     _, *parts = re.split(r"\s*Function : (\w+)", listing)
@@ -79,20 +73,11 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
         # A wait after each step instead of each product is how the compiler serialises them.
         assert len(re.findall(r"QGMMA.*gsb0", code)) == 2
         assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
-
-
-@pytest.mark.slow
-def test_the_loop_over_k_keeps_everything_in_registers(machine_code: dict[str, str]) -> None:
-    for code in map(machine_code.__getitem__, PRODUCTS):
+        # The loop over K keeps everything in registers.
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
         assert not re.search(r"\b(STL|LDL)\b", code[first:last])
-
-
-@pytest.mark.slow
-def test_matrices_come_by_the_copy_engine_and_rows_16_bytes_at_a_time(
-    machine_code: dict[str, str],
-) -> None:
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
+    # Matrices come by the copy engine, and rows 16 bytes at a time.
     assert gate_up.count("UTMALDG.2D") == 2
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
     for packed in (machine_code["gate_up_fp8_packed"], down):
@@ -190,9 +175,7 @@ def test_runner_equals_the_plain_one(
     actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
     expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
     assert (actual.shape, actual.dtype) == (expected.shape, case.dtype)
-    mine = results_of_experts(dispatched, actual), results_of_experts(dispatched, expected)
-    for pair in zip(*mine, strict=True):
-        assert relative_error(*pair) <= TOLERANCE[case.dtype]
+    assert largest_error(dispatched, actual, expected) <= TOLERANCE[case.dtype]
 
 
 ROWS_CASE = Case(
@@ -230,13 +213,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     )
     actual = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
     expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
-    for pair in zip(
-        results_of_experts(dispatched, actual),
-        results_of_experts(dispatched, expected),
-        strict=True,
-    ):
-        if len(pair[0]):
-            assert relative_error(*pair) <= TOLERANCE[dtype]
+    assert largest_error(dispatched, actual, expected) <= TOLERANCE[dtype]
 
 
 @needs_hopper
@@ -293,12 +270,7 @@ def test_a_captured_graph_follows_new_rows_and_counts(device: torch.device) -> N
     dispatched.num_tokens_per_expert[0] -= 7
     graph.replay()
     expected = QuantizedReferenceRunner().run(dispatched, weights).hidden_states
-    for pair in zip(
-        results_of_experts(dispatched, result),
-        results_of_experts(dispatched, expected),
-        strict=True,
-    ):
-        assert relative_error(*pair) <= TOLERANCE[torch.bfloat16]
+    assert largest_error(dispatched, result, expected) <= TOLERANCE[torch.bfloat16]
 
 
 @needs_hopper

@@ -35,7 +35,6 @@ from epcomm.kernels.nvlink.common.exchange import (
     SOURCES_AT,
     SUM_ARRIVALS,
     LowLatencyExchange,
-    PeerBlocks,
     SlabMemory,
 )
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
@@ -43,6 +42,7 @@ from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor
+from tests.kernels.nvlink.peers import peer_blocks
 
 BF16 = WireFormat.of(torch.bfloat16)
 MAX_TOKENS, HIDDEN = 2, 8
@@ -108,23 +108,11 @@ def make_ranks(
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device).share_memory_()
         for _ in range(world_size)
     ]
-    addresses = [block.data_ptr() for block in blocks]
+    programs = num_programs or world_size
     return [
         Rank(
             exchange=LowLatencyExchange.of(
-                PeerBlocks(
-                    rank=rank,
-                    num_programs=num_programs or world_size,
-                    max_polls=3,
-                    own_address=addresses[rank],
-                    table=torch.tensor(addresses, dtype=torch.int64, device=device),
-                    layout=layout,
-                    excluded=torch.zeros(world_size, dtype=torch.int32, device=device),
-                    counters=torch.zeros(4, dtype=torch.int64, device=device),
-                    faults=torch.zeros(world_size, 2, dtype=torch.int64, device=device),
-                    report=torch.zeros(4 + world_size, dtype=torch.int32, device=device),
-                ),
-                0,
+                peer_blocks(rank, blocks, layout, num_programs=programs, max_polls=3), 0
             ),
             block=blocks[rank],
             layout=layout,
@@ -334,20 +322,6 @@ def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None
     assert sender.exchange.peers.counters[3] == 1, "one sum for the other rank"
 
 
-def test_receiver_orders_slots_by_expert_and_source(device: torch.device) -> None:
-    ranks = make_ranks(2, device)
-    send(ranks[0], [[0, -1]], [[1, 0]])
-    send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
-
-    index = receive(ranks[0])
-    assert index.counts.tolist() == [2, 2]
-    assert index.first.tolist() == [0, 2, 4]
-    # Rows of rank 1 begin at M.
-    assert index.memory[:8].tolist() == [0, 2, 2, 3, -1, -1, -1, -1]
-    assert index.slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 2], [3, -1]]
-    assert index.weights[:4].tolist() == [1, 0.5, 2, 4]
-
-
 def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     for rank in ranks:
@@ -429,19 +403,6 @@ def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     assert home[1, :2].tolist() == [9, 6.5]
     assert not home[[0, 2, 3]].any()
     assert ranks[1].region("arrived_sums", torch.int32)[:2].tolist() == [1, 0]
-
-
-def test_sums_of_the_ranks_of_a_token_are_added_up(device: torch.device) -> None:
-    ranks = make_ranks(3, device)
-    receiver = ranks[1]
-    receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
-    back = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
-    back.fill_(float("nan"))
-    back[1], back[2 * MAX_TOKENS + 1] = 3, 4
-    say_that_sums_have_come(receiver)
-    receiver.exchange.state[1] = 1
-    y = receive_sums(receiver, 2)
-    assert y.tolist() == [[0] * HIDDEN, [7] * HIDDEN]
 
 
 def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:

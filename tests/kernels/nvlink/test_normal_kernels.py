@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +12,6 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
 from epcomm.buffers.nvlink.plan_blocks import PlanBlockParts
-from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
@@ -30,6 +27,7 @@ from epcomm.protocol import (
 )
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
+from tests.kernels.nvlink.peers import peer_blocks
 
 BF16 = WireFormat.of(torch.bfloat16)
 WORLD_SIZE, MAX_TOKENS, NUM_BLOCKS = 2, 2, 2
@@ -55,18 +53,8 @@ class Rank0:
         blocks = [
             torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(WORLD_SIZE)
         ]
-        addresses = [block.data_ptr() for block in blocks]
-        self.peers = PeerBlocks(
-            rank=0,
-            num_programs=NUM_BLOCKS,
-            max_polls=max_polls,
-            own_address=addresses[0],
-            table=torch.tensor(addresses, dtype=torch.int64, device=device),
-            layout=self.layout,
-            excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32, device=device),
-            counters=torch.zeros(5, dtype=torch.int64, device=device),
-            faults=torch.zeros(WORLD_SIZE, 2, dtype=torch.int64, device=device),
-            report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32, device=device),
+        self.peers = peer_blocks(
+            0, blocks, self.layout, num_programs=NUM_BLOCKS, max_polls=max_polls
         )
         self.exchange = NormalExchange.of(self.peers)
         self.words, self.theirs = [block.view(torch.int32) for block in blocks]
@@ -212,12 +200,13 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     assert rank.exchange.state[COMBINE_EPOCH] == epoch
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("hidden_size", [3, 8])
+# Each combination is a kernel to compile: every dtype, and both kinds of sizes.
+@pytest.mark.parametrize(
+    ("dtype", "hidden_size"), [(torch.bfloat16, 3), (torch.float16, 8), (torch.float32, 3)]
+)
 def test_sums_are_those_of_torch_to_the_bit(
     dtype: torch.dtype, hidden_size: int, device: torch.device
 ) -> None:
-    rank = Rank0(device, PATIENT)
     wire = WireFormat.of(dtype)
     spec = BufferSpec(
         hidden_size=hidden_size,
@@ -229,12 +218,7 @@ def test_sums_are_those_of_torch_to_the_bit(
     )
     layout = NVLinkBuffer.layout_for(spec, 1)
     block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
-    peers = replace(
-        rank.peers,
-        own_address=block.data_ptr(),
-        table=torch.tensor([block.data_ptr()], dtype=torch.int64, device=device),
-        layout=layout,
-    )
+    peers = peer_blocks(0, [block], layout, num_programs=NUM_BLOCKS, max_polls=PATIENT)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(4, hidden_size, generator=generator).to(dtype).to(device)
     bias = torch.randn(2, hidden_size, generator=generator).to(device)

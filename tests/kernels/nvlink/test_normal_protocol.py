@@ -25,7 +25,6 @@ from epcomm.buffers.nvlink.memory import received_rows
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
-from epcomm.kernels.nvlink.common.exchange import PeerBlocks
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
 from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, DISPATCH_EPOCH, NormalExchange
@@ -33,6 +32,7 @@ from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.kernels.nvlink.host_cuda import HostKernel, build, compiler, source_of
+from tests.kernels.nvlink.peers import peer_blocks
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU"),
@@ -139,18 +139,8 @@ class Rank:
     def __init__(self, rank: int, blocks: list[Tensor], first_epoch: int) -> None:
         self.rank = rank
         self.layout = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
-        addresses = [block.data_ptr() for block in blocks]
-        self.peers = PeerBlocks(
-            rank=rank,
-            num_programs=NUM_BLOCKS,
-            max_polls=POLLS,
-            own_address=addresses[rank],
-            table=torch.tensor(addresses, dtype=torch.int64),
-            layout=self.layout,
-            excluded=torch.zeros(WORLD_SIZE, dtype=torch.int32),
-            counters=torch.zeros(5, dtype=torch.int64),
-            faults=torch.zeros(WORLD_SIZE, 2, dtype=torch.int64),
-            report=torch.zeros(4 + WORLD_SIZE, dtype=torch.int32),
+        self.peers = peer_blocks(
+            rank, blocks, self.layout, num_programs=NUM_BLOCKS, max_polls=POLLS
         )
         self.exchange = NormalExchange.of(self.peers)
         self.rows = received_rows(blocks[rank], self.layout, 0, SPEC).data

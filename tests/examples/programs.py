@@ -1,4 +1,4 @@
-"""Run programs of examples/ on the ranks of a test, in their process group."""
+"""Run programs of the repository on the ranks of a test, in their process group."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+REPO = Path(__file__).parents[2]
+EXAMPLES = REPO / "examples"
 
 
-def run_program(name: str, *arguments: str) -> str:
+def run_program(program: Path, *arguments: str) -> str:
     """Run a program on all ranks, and return what this rank prints. Collective.
 
     Raises:
@@ -24,12 +25,12 @@ def run_program(name: str, *arguments: str) -> str:
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
         patch.setattr(dist, "init_process_group", lambda *_, **__: None)
         patch.setattr(dist, "destroy_process_group", lambda: None)
-        patch.setattr(sys, "argv", [name, *arguments])
-        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(sys, "argv", [str(program), *arguments])
+        patch.syspath_prepend(program.parent)
         # A fixed width, because the width of the terminal changes the output.
         patch.setenv("COLUMNS", "80")
         try:
-            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+            runpy.run_path(str(program), run_name="__main__")
         except SystemExit as end:
             if end.code:
                 raise

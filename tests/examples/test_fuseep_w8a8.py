@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 import torch.distributed as dist
 
-from tests.examples.programs import run_program
+from tests.examples.programs import EXAMPLES, run_program
 
 # Host syncs of a call of each path.
 PATHS = {
@@ -29,7 +29,7 @@ CHOICES = {
 @pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_paths_agree_and_their_costs_are_shown() -> None:
-    output = run_program("fuseep_w8a8.py", "--experts", "4", "--max-tokens", "40")
+    output = run_program(EXAMPLES / "fuseep_w8a8.py", "--experts", "4", "--max-tokens", "40")
     if dist.get_rank() == 0:
         lines = [line.split() for line in output.splitlines() if re.search(r" 0\.0\d{4} ", line)]
         check_rows({line[0]: line[1:] for line in lines})

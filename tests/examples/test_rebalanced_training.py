@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.cases.shared_folder import shared_folder
-from tests.examples.programs import run_program
+from tests.examples.programs import EXAMPLES, run_program
 
 MODEL = ["--layers", "1", "--experts", "16", "--skew", "8", "--steps", "20"]
 SAVED = ["--checkpoint-step", "15", "--checkpoint"]
@@ -25,12 +25,12 @@ def losses(folder: Path) -> list[float]:
 def test_losses_are_those_without_moves_and_the_load_of_a_rank_falls() -> None:
     with shared_folder() as folder:
         still, moved = folder / "still", folder / "moved"
-        run_program("train_qwen3_moe.py", *MODEL, *SAVED, str(still))
+        run_program(EXAMPLES / "train_qwen3_moe.py", *MODEL, *SAVED, str(still))
         placed = [*MODEL, "--redundant-experts", "8", *SAVED, str(moved)]
-        output = run_program("train_qwen3_moe.py", *placed)
+        output = run_program(EXAMPLES / "train_qwen3_moe.py", *placed)
         dist.barrier()
         # The state of placed experts is that of the model, without copies.
-        resumed = run_program("train_qwen3_moe.py", *MODEL, "--resume", str(moved))
+        resumed = run_program(EXAMPLES / "train_qwen3_moe.py", *MODEL, "--resume", str(moved))
         if dist.get_rank() != 0:
             return
         assert losses(moved) == pytest.approx(losses(still), rel=1e-5)

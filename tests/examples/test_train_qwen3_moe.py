@@ -7,7 +7,7 @@ import re
 import pytest
 import torch.distributed as dist
 
-from tests.examples.programs import run_program
+from tests.examples.programs import EXAMPLES, run_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.ranks(2)]
 
@@ -15,7 +15,7 @@ TINY = ["--steps", "3", "--layers", "2", "--experts", "8"]
 
 
 def test_steps_and_decoded_text_agree_with_one_process() -> None:
-    output = run_program("train_qwen3_moe.py", *TINY, "--min-loss-fall", "0.1")
+    output = run_program(EXAMPLES / "train_qwen3_moe.py", *TINY, "--min-loss-fall", "0.1")
     if dist.get_rank() != 0:
         return
     lines = output.splitlines()
@@ -40,4 +40,4 @@ def test_a_step_that_differs_ends_the_run_with_a_message() -> None:
         r"than 0\.0e\+00; gradient norm is "
     )
     with pytest.raises(SystemExit, match=message):
-        run_program("train_qwen3_moe.py", *TINY, "--tolerance", "0")
+        run_program(EXAMPLES / "train_qwen3_moe.py", *TINY, "--tolerance", "0")

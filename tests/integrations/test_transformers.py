@@ -102,13 +102,14 @@ def parameter_gradients(
 
 @pytest.mark.ranks(2)
 @every_variant
-def test_block_and_all_gradients_equal_those_of_one_process(make: Callable[[], nn.Module]) -> None:
+def test_block_gradients_and_state_equal_those_of_one_process(
+    make: Callable[[], nn.Module],
+) -> None:
     check_block_and_gradients(make, "normal")
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("mode", ["normal", "standard"])
-@pytest.mark.parametrize("kind", ["qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize(("kind", "mode"), [("qwen2_moe", "normal"), ("gpt_oss", "standard")])
 def test_gradients_of_four_ranks_are_those_of_one_process(kind: str, mode: str) -> None:
     check_block_and_gradients(BLOCKS[kind], mode)
 
@@ -130,11 +131,23 @@ def check_block_and_gradients(make: Callable[[], nn.Module], mode: str) -> None:
         check_outputs(outputs, expected[rank])
         dx = (x.grad, inputs[rank].grad)
         check({"dx": dx, **parameter_gradients(moe, block, group)})
+        check_state(moe, block, group)
 
 
+def check_state(moe: nn.Module, block: nn.Module, group: EPGroup) -> None:
+    gathered, source = gather_state_dict(moe, group), block.state_dict()
+    assert set(gathered) == set(source)
+    for name, tensor in source.items():
+        assert torch.equal(gathered[name], tensor), name
+    trained = {name: one.requires_grad for name, one in block.named_parameters()}
+    assert {name: one.requires_grad for name, one in moe.named_parameters()} == trained
+
+
+# Shared experts and routed scaling, a pair of outputs, and a latent space around the experts.
 @pytest.mark.ranks(2)
-@every_variant
-def test_low_latency_output_equals_that_of_one_process(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("kind", ["deepseek_v3", "gpt_oss", "nemotron_h"])
+def test_low_latency_output_equals_that_of_one_process(kind: str) -> None:
+    make = BLOCKS[kind]
     with EPGroup() as group, torch.no_grad():
         block = make().to(group.device)
         config = EPConfig(mode="low_latency", max_tokens_per_rank=max(NUM_TOKENS))
@@ -144,21 +157,6 @@ def test_low_latency_output_equals_that_of_one_process(make: Callable[[], nn.Mod
         # Twice: the second batch must not remember the first.
         for _ in range(2):
             check_outputs(run(moe, inputs[group.rank]), expected[group.rank])
-
-
-@pytest.mark.ranks(2)
-@every_variant
-def test_gathered_state_is_that_of_the_block(make: Callable[[], nn.Module]) -> None:
-    with EPGroup() as group:
-        block = make().to(group.device)
-        moe = ExpertParallelMoE.from_transformers(make().to(group.device), group)
-        gathered = gather_state_dict(moe, group)
-        source = block.state_dict()
-        assert set(gathered) == set(source)
-        for name, tensor in source.items():
-            assert torch.equal(gathered[name], tensor), name
-        trained = {name: one.requires_grad for name, one in block.named_parameters()}
-        assert {name: one.requires_grad for name, one in moe.named_parameters()} == trained
 
 
 MODEL = {

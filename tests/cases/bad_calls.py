@@ -116,6 +116,11 @@ X_FAULTS = [
     Bad(id="x is None", call=with_x(lambda x: None), own="NoneType, expected a tensor [T, 16]"),
     Bad(id="x is an array", call=with_x(Tensor.numpy), own="hidden_states is ndarray, expected"),
     Bad(
+        id="x is a scalar",
+        call=with_x(lambda x: x[0, 0]),
+        own="hidden_states is [], expected [T, 16]",
+    ),
+    Bad(
         id="x of one dimension",
         call=with_x(lambda x: x[0]),
         own="hidden_states is [16], expected [T, 16] (rank 1 of 2); flatten",

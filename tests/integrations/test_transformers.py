@@ -215,10 +215,6 @@ def add_identity_expert(block: nn.Module) -> None:
     block.get_submodule("experts").add_module("identity_expert", nn.Identity())
 
 
-def add_expert_norm(block: nn.Module) -> None:
-    block.get_submodule("experts").add_module("norm", nn.LayerNorm(HIDDEN))
-
-
 def with_other_code(module: nn.Module) -> None:
     """A block that uses the same parts under the same names otherwise."""
     kind = type(module)
@@ -245,10 +241,6 @@ def drop_shared_experts(block: nn.Module) -> None:
     block.add_module("shared_experts", None)
 
 
-def drop_top_k(block: nn.Module) -> None:
-    del block.get_submodule("gate").top_k
-
-
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """A block that epcomm would compute differently, and what the error says."""
@@ -265,11 +257,6 @@ REFUSALS = {
         changes={"hidden_act": "gelu"},
         message="act_fn of Qwen2MoeExperts is GELUActivation, expected SiLUActivation",
     ),
-    "silu_without_gate": Refusal(
-        kind="nemotron_h",
-        changes={"mlp_hidden_act": "silu"},
-        message="act_fn of NemotronHExperts is SiLUActivation, expected ReLUSquaredActivation",
-    ),
     "jitter": Refusal(
         kind="minimax_m2",
         changes={"router_jitter_noise": 0.1},
@@ -285,11 +272,6 @@ REFUSALS = {
         change=add_child,
         message="Qwen3MoeSparseMoeBlock has norm, an unknown part",
     ),
-    "expert_norm": Refusal(
-        kind="mixtral",
-        change=add_expert_norm,
-        message="MixtralExperts has norm, an unknown part",
-    ),
     "identity_expert": Refusal(
         kind="mixtral",
         change=add_identity_expert,
@@ -299,11 +281,6 @@ REFUSALS = {
         kind="qwen3_moe",
         change=lambda block: setattr(block, "gain", 2.0),
         message="gain of Qwen3MoeSparseMoeBlock is 2.0, an unknown attribute",
-    ),
-    "attribute_of_experts": Refusal(
-        kind="mixtral",
-        change=lambda block: setattr(block.experts, "gain", 2.0),
-        message="gain of MixtralExperts is 2.0, an unknown attribute",
     ),
     "experts": Refusal(
         kind="mixtral",
@@ -330,9 +307,6 @@ REFUSALS = {
         kind="deepseek_v3",
         change=drop_shared_experts,
         message="DeepseekV3MoE cannot be run on a few random tokens: .*not callable",
-    ),
-    "no_top_k": Refusal(
-        kind="lfm2_moe", change=drop_top_k, message="cannot be run .* no attribute 'top_k'"
     ),
 }
 

@@ -112,7 +112,7 @@ def test_buffer_of_eight_ranks_keeps_its_contract(scenario: str, case: str) -> N
     run(scenario, case)
 
 
-@pytest.mark.mpi_ranks(2)
+@pytest.mark.mpi_ranks(2, 4)
 @pytest.mark.parametrize(("scenario", "case"), cases_of(*OVER_MPI))
 def test_buffer_over_mpi_keeps_its_contract(scenario: str, case: str, ep_ranks: MPI.Comm) -> None:
     run(scenario, case, ep_ranks)

@@ -308,14 +308,15 @@ def test_uncounted_load_unlimited_decoding_and_calls_after_close_are_refused(
 ) -> None:
     path, ids = saved("qwen3_moe", folder), batches("own_batches")[0]
     with registered() as registration, torch.no_grad():
-        model = load(path, "own_batches").eval()
+        model, unused = (load(path, "own_batches").eval() for _ in range(2))
         with pytest.raises(ConfigError, match="record_load is False"):
             registration.load_tables(model)
         with decode_phase(model), pytest.raises(ConfigError, match=r"set EPConfig\.max_tokens_per"):
             model(input_ids=ids)
         registration.close()
-        with pytest.raises(HandleError, match="registration is closed"):
-            model(input_ids=ids)
+        for each, text in ((model, "EPGroup is closed"), (unused, "registration is closed")):
+            with pytest.raises(HandleError, match=text):
+                each(input_ids=ids)
 
 
 def test_router_that_nobody_would_ask_is_refused() -> None:

@@ -2,7 +2,7 @@
 
 torchrun starts each rank as a new interpreter, which imports and collects for 5 to 8 s of CPU time.
 Forked ranks have one seed of hashes, so that a set has the same order on all of them; ranks of MPI
-and of hosts are interpreters of their own.
+are interpreters of their own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+
+from tests.hosts.network import INTERFACE, Host, make_hosts
 
 # Seconds from SIGTERM to SIGKILL: those of torch.distributed.run.
 _KILL_AFTER_S = 30
@@ -82,46 +84,66 @@ def fork_copy(others: Sequence[Copy]) -> Copy | Path:
     return folder
 
 
-def fork_ranks(num_ranks: int) -> None:
+def fork_ranks(num_ranks: int, num_hosts: int = 1) -> None:
     """Return in each of N new processes, the ranks; this process waits for them and exits.
 
     The environment of a rank is what init_process_group() needs of torchrun's. If a rank ends with
     another exit code than 0, or this process receives SIGTERM or SIGINT, the other ranks are ended.
+    Several hosts are simulated, with equally many ranks.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    ports: list[int] = []
-    ranks: dict[int, int] = {}
-    for rank in range(num_ranks):
-        port, port_of_parent = os.pipe()
-        if (pid := os.fork()) == 0:
-            os.close(port_of_parent)
-            _become(rank, num_ranks, port)
-            return
-        os.close(port)
-        ports.append(port_of_parent)
-        ranks[pid] = rank
-    # After the forks: the store has threads, which a fork would not copy.
-    import torch.distributed as dist
+    with make_hosts(num_hosts) if num_hosts > 1 else nullcontext([]) as hosts:
+        ports: list[int] = []
+        ranks: dict[int, int] = {}
+        for rank in range(num_ranks):
+            host = hosts[rank * num_hosts // num_ranks] if hosts else None
+            port, port_of_parent = os.pipe()
+            with host.inside() if host else nullcontext():
+                if (pid := os.fork()) == 0:
+                    os.close(port_of_parent)
+                    _become(rank, num_ranks // num_hosts, host)
+                    _join(hosts, num_ranks, port)
+                    return
+            os.close(port)
+            ports.append(port_of_parent)
+            ranks[pid] = rank
+        # After the forks: the store has threads, which a fork would not copy.
+        import torch.distributed as dist
 
-    store = dist.TCPStore(  # type: ignore[attr-defined]
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False
-    )
-    for port in ports:
-        os.write(port, str(store.port).encode())
-    code = _wait(ranks)
-    del store
+        with hosts[0].inside() if hosts else nullcontext():
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                _address(hosts), 0, is_master=True, wait_for_workers=False
+            )
+        for port in ports:
+            os.write(port, str(store.port).encode())
+        code = _wait(ranks)
+        del store
     os._exit(code)
 
 
-def _become(rank: int, num_ranks: int, port: int) -> None:
-    """Take the environment of a rank; wait for the port of the store."""
+def _address(hosts: Sequence[Host]) -> str:
+    """Return the address of the store."""
+    return hosts[0].address if hosts else "127.0.0.1"
+
+
+def _become(rank: int, ranks_of_host: int, host: Host | None) -> None:
+    """Take the number of a rank, and the name of its host."""
     os.environ |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+        "LOCAL_RANK": str(rank % ranks_of_host),
+        "LOCAL_WORLD_SIZE": str(ranks_of_host),
+    }
+    if host is not None:
+        host.take_name()
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+
+
+def _join(hosts: Sequence[Host], num_ranks: int, port: int) -> None:
+    """Wait for the port of the store, and take the environment of all ranks."""
+    os.environ |= {
         "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": _address(hosts),
         "MASTER_PORT": os.read(port, 16).decode(),
         # The store is that of the parent, so that rank 0 starts none.
         "TORCHELASTIC_USE_AGENT_STORE": "True",

@@ -103,6 +103,10 @@ class World:
         return f"{MARKS[self.transport]}({self.num_ranks})"
 
     @property
+    def num_hosts(self) -> int:
+        return self.num_ranks // RANKS_PER_HOST if self.transport == "hosts" else 1
+
+    @property
     def is_slow(self) -> bool:
         """Ranks of MPI are interpreters, of which each imports and collects for 7 s of CPU time."""
         return self.transport == "mpi" and self.num_ranks > 2
@@ -254,7 +258,7 @@ class InnerRun:
         config.option.maxfail = 1
         # Crashes are shown here, not on the terminal of the outer run.
         faulthandler.enable(self.terminal)
-        fork_ranks(self.world.num_ranks)
+        fork_ranks(self.world.num_ranks, self.world.num_hosts)
         config.pluginmanager.register(self)
         self.begin()
         chosen = set(nodeids)
@@ -417,7 +421,7 @@ def ready_to_fork(config: pytest.Config, num_tests: int) -> Iterator[None]:
 def can_fork(world: World) -> bool:
     """Return whether the ranks can be copies of this process, as scripts/launch_multi_rank.sh."""
     has_devices = BACKEND_ENV in os.environ or Path("/dev/nvidiactl").exists()
-    return world.transport == "torch" and sys.platform == "linux" and not has_devices
+    return world.transport != "mpi" and sys.platform == "linux" and not has_devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -664,9 +668,8 @@ class OuterRun:
         if world.transport == "mpi":
             command.insert(1, "--mpi")
         elif world.transport == "hosts":
-            num_hosts = world.num_ranks // RANKS_PER_HOST
-            environment[HOSTS_ENV] = str(num_hosts)
-            options = ["--hosts", str(num_hosts), "--ranks", str(RANKS_PER_HOST)]
+            environment[HOSTS_ENV] = str(world.num_hosts)
+            options = ["--hosts", str(world.num_hosts), "--ranks", str(RANKS_PER_HOST)]
             command = [sys.executable, "-m", "tests.hosts.launch", *options]
         with (folder / "output.txt").open("wb") as output:
             # A new session, so that only this process receives Ctrl-C, which stop() relays once.

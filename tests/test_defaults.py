@@ -46,13 +46,13 @@ def unnamed(path: Path) -> Iterator[str]:
     """Yield the calls of a module that make a tensor without a device or dtype argument."""
     on_default_device = FLOATS.union(OTHERS) if path.name not in ON_CPU else frozenset()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call):
-            package, _, name = ast.unparse(node.func).rpartition(".")
-            names = {each.arg for each in node.keywords}
-            lacks_device = name in on_default_device and "device" not in names
-            lacks_dtype = name in FLOATS and "dtype" not in names
-            if package == "torch" and (lacks_device or lacks_dtype):
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=name)):
+                names = {each.arg for each in node.keywords}
+                lacks_device = name in on_default_device and "device" not in names
+                lacks_dtype = name in FLOATS and "dtype" not in names
+                if lacks_device or lacks_dtype:
+                    yield f"{path.relative_to(PACKAGE)}:{node.lineno}: {ast.unparse(node)}"
 
 
 def test_tensors_name_their_device_and_dtype() -> None:

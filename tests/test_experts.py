@@ -42,9 +42,13 @@ GRADIENT_CASES = [
 ]
 
 
-# Batches whose gradients depend on the number of ranks, and batches without tokens.
+# Batches whose gradients depend on the number of ranks.
 FEW = ("uneven", "checkpointing")
-ON_FOUR = ("uneven", "holes", "empty_rank", "two_batches", "checkpointing", "frozen_experts")
+# Other activations, and shapes of batches that the suite of buffers varies, depend on no buffer.
+OF_ANY_BUFFER = (
+    *("all_empty", "one_token", "top_1", "many_experts"),
+    *("clamped_swiglu", "relu2", "relu2_bias", "inference"),
+)
 
 
 def run(scenario: str, config: str, ep_ranks: MPI.Comm | dist.ProcessGroup | None = None) -> None:
@@ -59,7 +63,11 @@ def cases_of(*scenarios: str) -> list[tuple[str, str]]:
     return chosen + [case for case in GRADIENT_CASES if case[0] in scenarios]
 
 
-ALL_CASES = cases_of(*layer_suite.SCENARIOS, *layer_suite.GRADIENT_SCENARIOS)
+ALL_CASES = [
+    case
+    for case in cases_of(*layer_suite.SCENARIOS, *layer_suite.GRADIENT_SCENARIOS)
+    if case[0] not in OF_ANY_BUFFER or case[1] in ("normal", "low_latency")
+]
 
 
 @pytest.mark.ranks(2)
@@ -71,13 +79,6 @@ def test_layer_equals_the_oracle(scenario: str, config: str) -> None:
 @pytest.mark.ranks(1, 3)
 @pytest.mark.parametrize(("scenario", "config"), cases_of(*FEW))
 def test_layer_of_one_or_three_ranks_equals_the_oracle(scenario: str, config: str) -> None:
-    run(scenario, config)
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("scenario", "config"), cases_of(*ON_FOUR))
-def test_layer_of_four_ranks_equals_the_oracle(scenario: str, config: str) -> None:
     run(scenario, config)
 
 
@@ -95,13 +96,11 @@ def test_layer_over_mpi_equals_the_oracle(scenario: str, config: str, ep_ranks: 
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("scenario", "config"), cases_of("holes", "checkpointing"))
-def test_layer_with_quantized_dispatch_equals_the_oracle(
-    scenario: str, config: str, wire: str
-) -> None:
+def test_layer_with_quantized_dispatch_equals_the_oracle(scenario: str, config: str) -> None:
     with EPGroup() as group:
-        chosen = replace(CONFIGS[config], dispatch_dtype=WireDtype(wire))
+        wire = WireDtype.INT8 if scenario == "holes" else WireDtype.FP8_E4M3
+        chosen = replace(CONFIGS[config], dispatch_dtype=wire)
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
 
 
@@ -109,7 +108,7 @@ def test_layer_with_quantized_dispatch_equals_the_oracle(
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize(
-    "scenario", ["nowhere", "one_expert", "holes", "clamped_swiglu", "relu2_bias", "frozen_experts"]
+    "scenario", ["nowhere", "holes", "clamped_swiglu", "relu2_bias", "frozen_experts"]
 )
 def test_variant_equals_the_oracle(
     scenario: str, config: str, monkeypatch: pytest.MonkeyPatch

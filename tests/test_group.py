@@ -42,13 +42,8 @@ SPEC = BufferSpec(
 def test_without_a_process_group_the_message_says_how_to_make_one() -> None:
     with pytest.raises(ConfigError, match=r"call torch\.distributed\.init_process_group first"):
         EPGroup()
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_none_is_the_default_process_group() -> None:
-    with EPGroup() as group:
-        assert (group.rank, group.world_size) == (dist.get_rank(), NUM_RANKS)
-        assert group.where == f"rank {dist.get_rank()} of 4"
+    with pytest.raises(ConfigError, match="ranks is str, expected a ProcessGroup"):
+        EPGroup("world")  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(NUM_RANKS)
@@ -150,19 +145,6 @@ def test_a_group_of_several_backends_is_as_good_as_its_own_device() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_what_is_no_group_is_named() -> None:
-    with pytest.raises(ConfigError, match="ranks is str, expected a ProcessGroup"):
-        EPGroup("world")  # type: ignore[arg-type]
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_ready_collectives_are_taken_as_they_are() -> None:
-    assert dist.group.WORLD is not None
-    collectives = TorchDistCollectives(dist.group.WORLD)
-    assert EPGroup(collectives).collectives is collectives
-
-
-@pytest.mark.ranks(NUM_RANKS)
 def test_calls_of_two_groups_over_the_same_collectives_are_compared() -> None:
     assert dist.group.WORLD is not None
     collectives = TorchDistCollectives(dist.group.WORLD)
@@ -208,16 +190,6 @@ def test_close_ends_all_later_calls_and_may_be_called_twice() -> None:
     with EPGroup() as another:
         assert another.open_buffer("CollectiveBuffer", SPEC)
     assert another.is_closed
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_two_groups_of_the_same_ranks_are_independent() -> None:
-    with EPGroup() as first, EPGroup(dist.new_group()) as second:
-        assert first.open_buffer("CollectiveBuffer", SPEC) is not second.open_buffer(
-            "CollectiveBuffer", SPEC
-        )
-        first.close()
-        assert second.open_buffer("CollectiveBuffer", SPEC)
 
 
 # Long enough for four ranks on a busy machine, and short enough for a test of timeouts.

@@ -241,17 +241,6 @@ def test_routing_that_the_operator_cannot_say_is_the_references() -> None:
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_auto_router_on_a_cpu_is_the_reference_and_says_nothing() -> None:
-    registry.register()
-    with EPGroup() as group, torch.no_grad():
-        moe = block_with_router("auto", BLOCKS["afmoe"], group)
-        with expect_gating_calls(0):
-            moe(tokens(group.rank, group.device))
-        assert moe.explain() == moe.experts.explain()
-        assert "routing" not in moe.explain()
-
-
-@pytest.mark.ranks(NUM_RANKS)
 def test_router_that_is_not_there_says_what_to_import(monkeypatch: pytest.MonkeyPatch) -> None:
     # Use another name, because another test of this process may have registered the real one.
     monkeypatch.setattr("epcomm.routing.ascend_gating.OPERATOR", "npu_gating_of_no_version")

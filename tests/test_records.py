@@ -97,14 +97,6 @@ def test_pending_is_completed_once() -> None:
     assert calls == [1]
 
 
-def test_records_are_frozen() -> None:
-    out = rows_output(WeightsAppliedBy.RUNNER)
-    for record, field in ((out, "handle"), (out.index, "row_of_slot")):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(record, field, None)
-    assert isinstance(out.index, SlotIndex)
-
-
 def test_rank_without_tokens_has_an_empty_routing() -> None:
     topk = empty_topk(3, torch.device("cpu"))
     assert topk.topk_ids.shape == topk.topk_weights.shape == (0, 3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from epcomm import ConfigError, WireDtype, WireFormat, WireTensor
-from epcomm.types import RowReading, ScaleLayout, align_up
+from epcomm.types import RowReading, ScaleLayout
 
 FP8_BLOCKS = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
 FP8_PACKED = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
@@ -17,16 +17,6 @@ FP8_EXPONENTS = WireFormat(
 )
 PACKED_COLUMNS = ScaleLayout(column_major=True, alignment=4, packed=True)
 INT8_ROWS = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("value", "multiple", "expected"),
-    [(0, 16, 0), (1, 16, 16), (16, 16, 16), (17, 16, 32), (7, 1, 7), (74, 4, 76)],
-)
-def test_align_up_is_the_smallest_multiple_not_below(
-    value: int, multiple: int, expected: int
-) -> None:
-    assert align_up(value, multiple) == expected
 
 
 @pytest.mark.parametrize("dtype", WireDtype)

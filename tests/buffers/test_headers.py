@@ -172,14 +172,10 @@ def test_counts_of_many_experts_are_checked_in_both_exchanges() -> None:
 # Words that a rank itself may have set wrongly, so that their sum is correct.
 WRONG = [
     ({0: 77}, r"kind 77, expected 1 to 6"),
-    ({0: 2**62}, rf"kind {2**62}, expected 1 to 6"),
-    ({2: 9}, r"buffer 9, expected -1 to 1"),
     ({3: 2**62}, rf"dispatcher {2**62}, expected -1 to 1"),
-    ({4: 2}, r"batch 2, expected -1 to 1"),
     ({5: 3}, r"number 3, expected 1 to 1"),
     ({6: -2}, r"size -2, expected -1 to"),
     ({FAULT: 2**40}, rf"fault {2**40}, expected a FaultCode and a rank"),
-    ({FAULT: 99}, r"fault 99, expected a FaultCode and a rank"),
     ({FAULT: 3 << 8 | 1 << 10}, r"fault \d+, expected a FaultCode and a rank"),
     ({FLAGS: -1}, r"flags -1, expected 0 to"),
     ({ROWS: -1}, r"rows -1, expected 0 to"),
@@ -252,7 +248,6 @@ def flip_table(patched: pytest.MonkeyPatch) -> None:
 
 CASES: list[tuple[str, Flip | None]] = [
     *((name, Flip(0, ROWS)) for name in KINDS),
-    ("collective", Flip(0, HEADER_WORDS + 1)),
     ("collective", Flip(1, FAULT)),
     ("shared_memory", Flip(1, 5)),
     ("shared_memory", None),

@@ -43,16 +43,6 @@ class Case:
 
 CASES = [
     Case(
-        id="bf16",
-        format=WireFormat.of(torch.bfloat16),
-        hidden_size=64,
-        top_k=2,
-        scales_at=128,
-        ids_at=128,
-        scalars_at=136,
-        row_bytes=144,
-    ),
-    Case(
         id="bf16 of odd width",
         format=WireFormat.of(torch.bfloat16),
         hidden_size=37,
@@ -103,16 +93,6 @@ CASES = [
         ids_at=100,
         scalars_at=108,
         row_bytes=128,
-    ),
-    Case(
-        id="int8",
-        format=INT8,
-        hidden_size=48,
-        top_k=2,
-        scales_at=48,
-        ids_at=52,
-        scalars_at=60,
-        row_bytes=80,
     ),
 ]
 
@@ -186,7 +166,7 @@ def test_tokens_quantised_inside_the_message_have_the_same_bytes(
 
 
 def test_rows_on_the_way_home_keep_their_scalars() -> None:
-    layout = CASES[2].layout
+    layout = CASES[1].layout
     data, scalars = torch.randn(3, 5), torch.randn(3, 2)
     rows = layout.pack_rows(data, scalars)
     assert torch.equal(layout.data(rows), data)

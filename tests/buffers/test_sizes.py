@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput, plan
 from epcomm.buffers.sizes import CallShape
-from epcomm.buffers.traffic import BufferTraffic
 from epcomm.dispatchers.dispatcher import (
     DeepEPLowLatencyDispatcher,
     DeepEPNormalDispatcher,
@@ -204,17 +203,6 @@ REGIONS = {
         "partial sums": (256, 8192),
         "returned rows": (256, 4096),
     },
-    "all_gather": {
-        "headers": (None, 8896),
-        "sent rows": (144, 2304),
-        "received rows": (576, 9216),
-        "padding map": (32, 512),
-        "slot index": (96, 3104),
-        "packed slots": (288, 18432),
-        "expert results": (256, 16384),
-        "partial sums": (512, 8192),
-        "returned rows": (512, 8192),
-    },
     # R = 68 rows: 16 rows and a header from each rank.
     "low_latency": {
         "sent message": (None, 2448),
@@ -225,15 +213,6 @@ REGIONS = {
         "expert results": (None, 16384),
         "partial sums": (None, 8704),
         "returned rows": (None, 8704),
-    },
-    # R = 16 rows, which are the caller's, and C = 32 slots.
-    "replicated": {
-        "slot index": (96, 800),
-        "packed slots": (256, 4096),
-        "expert results": (256, 4096),
-        "partial sums": (512, 2048),
-        "scattered sums": (512, 2048),
-        "gathered sums": (512, 2048),
     },
 }
 
@@ -253,51 +232,3 @@ def test_budget_bounds_the_slots() -> None:
     assert regions["expert results"] == 40 * 128
     # 68 rows x 16 + 40 slots x 16 + 32 + 13: the host reserves no more members than slots.
     assert regions["slot index"] == 1773
-
-
-# T on each of 4 ranks; each rank sends 5 rows and receives 3: (forward, backward) of rank 1.
-SHAPE = CallShape(rank=1, tokens_of_rank=(4, 1, 0, 2), rows_sent=5, rows_received=3)
-WIRE = {
-    "collective": (
-        BufferTraffic(dispatch_bytes=5 * 144, combine_bytes=3 * 128, control_bytes=3 * 1112),
-        BufferTraffic(dispatch_bytes=5 * 128, combine_bytes=3 * 144),
-    ),
-    # Rows are padded to the 4 tokens of rank 0; the sums of the 6 tokens of others are returned.
-    "all_gather": (
-        BufferTraffic(dispatch_bytes=12 * 144, combine_bytes=6 * 128, control_bytes=3 * 1112),
-        BufferTraffic(dispatch_bytes=12 * 128, combine_bytes=6 * 144),
-    ),
-    "budget": (
-        BufferTraffic(
-            dispatch_bytes=48 * 144, combine_bytes=48 * 128, control_bytes=3 * (144 + 128)
-        ),
-        BufferTraffic(
-            dispatch_bytes=48 * 128, combine_bytes=48 * 144, control_bytes=3 * (144 + 128)
-        ),
-    ),
-    # 1 token is padded to 4, and this rank sums one of them: a part to 3 ranks, a total to 3 ranks.
-    "replicated": (
-        BufferTraffic(combine_bytes=6 * 128),
-        BufferTraffic(combine_bytes=6 * 144),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WIRE)
-def test_bytes_on_the_wire(name: str) -> None:
-    changes = {"max_recv_slots": 40} if name == "budget" else {}
-    phase = phase_of(CASES[name], **changes)
-    forward, backward = WIRE[name]
-    assert phase.wire_bytes(SHAPE) == forward
-    assert phase.wire_bytes(SHAPE, backward=True) == backward
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "top_k", "world_size", "num_rows"), [(3, 2, 4, 6), (3, 8, 4, 9), (3, 8, 1, 0)]
-)
-def test_largest_call_sends_a_token_to_all_other_ranks_that_it_can_need(
-    num_tokens: int, top_k: int, world_size: int, num_rows: int
-) -> None:
-    call = CallShape.most(num_tokens, top_k, world_size)
-    assert list(call.tokens_of_rank) == [num_tokens] * world_size
-    assert (call.rows_sent, call.rows_received) == (num_rows, num_rows)

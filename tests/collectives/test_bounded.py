@@ -194,11 +194,6 @@ def test_exchanges_in_time_hardly_read_the_failure_board() -> None:
     assert not world.wall.texts
 
 
-def test_slow_rank_within_the_deadline_is_waited_for() -> None:
-    world = World(timeout_s=LONG_S)
-    assert messages(world.play(once, once, after(0.4), once)) == ["", "", "", ""]
-
-
 def test_lost_rank_is_named_with_phase_call_and_exchange() -> None:
     world = World()
 
@@ -220,11 +215,6 @@ def test_lost_rank_is_named_with_phase_call_and_exchange() -> None:
         )
         assert f"; this is rank {rank} of 4); check whether it is alive" in ending.message
         assert ending.elapsed_s < TIMEOUT_S + bounded.GRACE_S + SLACK_S
-
-
-def test_several_lost_ranks_are_all_named() -> None:
-    for message in messages(World().play(once, None, None, once)):
-        assert message.startswith("dispatch: ranks 1, 2 did not arrive (call 1, exchange 1,")
 
 
 def test_a_timeout_of_one_rank_ends_the_waits_of_the_others() -> None:
@@ -260,25 +250,17 @@ def test_after_a_timeout_every_call_repeats_the_message_and_starts_nothing() -> 
     assert world.ranks[0].num_started == 1
 
 
-def test_broken_transport_names_a_single_silent_rank_before_the_deadline() -> None:
-    world = World(timeout_s=LONG_S)
-    world.transport.break_off()
-    endings = world.play(once, once, None, once)
-    for ending in endings:
-        if ending is not None:
-            assert ending.message.startswith("dispatch: rank 2 did not arrive")
-            reason = "; the transport says: Connection closed by peer [::1]:7; check"
-            assert reason in ending.message
-            assert ending.elapsed_s < bounded.GRACE_S + SLACK_S
-
-
 def test_broken_transport_waits_for_a_rank_that_still_computes() -> None:
     world = World(timeout_s=LONG_S)
     world.transport.break_off()
     busy_s = 1.0
     assert busy_s > 2 * bounded.GRACE_S
-    for message in messages(world.play(once, once, None, after(busy_s))):
-        assert message.startswith("dispatch: rank 2 did not arrive")
+    for ending in world.play(once, once, None, after(busy_s)):
+        if ending is not None:
+            assert ending.message.startswith("dispatch: rank 2 did not arrive")
+            reason = "; the transport says: Connection closed by peer [::1]:7; check"
+            assert reason in ending.message
+            assert ending.elapsed_s < busy_s + bounded.GRACE_S + SLACK_S
 
 
 def test_ranks_in_different_exchanges_are_described() -> None:

@@ -61,7 +61,7 @@ PROGRAM_THAT_LOSES_RANK_2 = """
 
 
 @pytest.mark.mpi_ranks(2, NUM_RANKS)
-@pytest.mark.parametrize("size_bytes", [1_500_000, 8 * 2**20 + 1], ids=["1.5 MB", "8 MiB"])
+@pytest.mark.parametrize("size_bytes", [8 * 2**20 + 1], ids=["8 MiB"])
 def test_long_messages(size_bytes: int, num_ranks: int, ep_ranks: MPI.Comm) -> None:
     # Rank d receives 1 / (d + 1) of the rows, so ranks end at different times; twice in a row.
     def sent(src: int, dst: int) -> torch.Tensor:
@@ -115,17 +115,6 @@ def test_what_mpi_cannot_count_is_refused(ep_ranks: MPI.Comm) -> None:
         with pytest.raises(ShapeError, match=r"tensor \[8, 4\] with strides \(1, 8\)"):
             group.collectives.all_gather(torch.ones(4, 8).T)
         assert_works(group)
-
-
-@pytest.mark.mpi_ranks(NUM_RANKS)
-def test_part_of_the_world_is_a_group_with_ranks_of_its_own(ep_ranks: MPI.Comm) -> None:
-    world_rank = ep_ranks.Get_rank()
-    part = ep_ranks.Split(color=world_rank % 2, key=-world_rank)
-    with EPGroup(part) as group:
-        gathered = group.collectives.all_gather(torch.tensor(world_rank))
-        assert gathered.tolist() == [2 + world_rank % 2, world_rank % 2]
-        assert group.where == f"rank {1 - world_rank // 2} of 2"
-    part.Free()
 
 
 @pytest.mark.mpi_ranks(2)

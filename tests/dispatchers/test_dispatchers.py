@@ -13,7 +13,6 @@ from torch import Tensor
 
 from epcomm import (
     CapacityError,
-    ConfigError,
     DeepEPNormalDispatcher,
     EPConfig,
     EPGroup,
@@ -52,17 +51,22 @@ class Call:
     def topk(self) -> TopKOutput:
         return TopKOutput(topk_ids=self.ids, topk_weights=self.weights)
 
+    @classmethod
+    def draw(cls, device: torch.device, seed: int, num_tokens: int) -> Call:
+        """Make a valid call."""
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
+        return cls(
+            x=torch.randn(num_tokens, H, generator=generator).to(device).requires_grad_(),
+            ids=ids.to(device),
+            weights=torch.rand(num_tokens, K, generator=generator).to(device),
+        )
+
 
 def good_call(group: EPGroup, *, num_tokens: int | None = None) -> Call:
     """Make a valid call with 2, 3, 4, 5 tokens by rank, so T = M on the last rank."""
     num_tokens = 2 + group.rank if num_tokens is None else num_tokens
-    generator = torch.Generator().manual_seed(group.rank)
-    ids = torch.rand(num_tokens, E, generator=generator).argsort(1)[:, :K]
-    return Call(
-        x=torch.randn(num_tokens, H, generator=generator).to(group.device).requires_grad_(),
-        ids=ids.to(group.device),
-        weights=torch.rand(num_tokens, K, generator=generator).to(group.device),
-    )
+    return Call.draw(group.device, group.rank, num_tokens)
 
 
 def identity_experts(out: RowsDispatchOutput) -> Tensor:
@@ -71,11 +75,15 @@ def identity_experts(out: RowsDispatchOutput) -> Tensor:
     return gather_rows(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
 
 
-def check_works(dispatcher: Dispatcher, group: EPGroup) -> None:
-    """Check one correct batch, forward and backward, with identity experts."""
-    call = good_call(group)
+def run(dispatcher: Dispatcher, call: Call) -> Tensor:
+    """Dispatch and combine with identity experts that apply the weights."""
     out = dispatcher.dispatch(call.x, call.topk)
-    y = dispatcher.combine(out.combine_input(identity_experts(out)))
+    return dispatcher.combine(out.combine_input(identity_experts(out)))
+
+
+def check_works(dispatcher: Dispatcher, call: Call) -> None:
+    """Check one correct batch, forward and backward."""
+    y = run(dispatcher, call)
     y.backward(torch.ones_like(y))
     factor = call.weights.sum(1, keepdim=True)
     torch.testing.assert_close(y, call.x * factor)
@@ -96,32 +104,7 @@ def test_two_faults_are_told_together(kind: str) -> None:
         if group.rank not in kinds:
             assert "wrong shape, dtype or device on rank 1" in str(caught.value)
             assert "more tokens than max_tokens_per_rank on rank 3" in str(caught.value)
-        check_works(dispatcher, group)
-
-
-@pytest.mark.ranks(1)
-def test_scalar_is_refused_where_nothing_needs_gradients() -> None:
-    with EPGroup() as group, torch.no_grad():
-        dispatcher = dispatcher_of("normal", group)
-        call = good_call(group)
-        with pytest.raises(ShapeError, match=r"hidden_states is \[\], expected \[T, 16\]"):
-            dispatcher.dispatch(torch.tensor(1.0), call.topk)
-
-
-@pytest.mark.ranks(NUM_RANKS)
-@pytest.mark.parametrize("kind", DISPATCHERS)
-@pytest.mark.parametrize("needs", ["inputs", "experts"])
-def test_one_rank_under_no_grad_while_others_train_is_refused(kind: str, needs: str) -> None:
-    with EPGroup() as group:
-        dispatcher = dispatcher_of(kind, group)
-        call = good_call(group)
-        x = call.x if needs == "inputs" else call.x.detach()
-        with (
-            torch.set_grad_enabled(group.rank != FAULTY),
-            pytest.raises(ConfigError, match=r"rank 1 runs under torch.no_grad\(\) while others"),
-        ):
-            dispatcher.dispatch(x, call.topk, experts_need_grad=needs == "experts")
-        check_works(dispatcher, group)
+        check_works(dispatcher, good_call(group))
 
 
 @pytest.mark.ranks(NUM_RANKS)

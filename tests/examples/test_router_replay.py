@@ -1,47 +1,30 @@
 """Both programs of the example run, and replay changes what it promises to change."""
 
-import os
+from __future__ import annotations
+
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-pytestmark = pytest.mark.slow
-
-REPO = Path(__file__).parents[2]
-# A program takes 10 s on an idle machine with two cores.
-LIMIT_S = 200
+from tests.cases.shared_folder import shared_folder
+from tests.examples.programs import EXAMPLES, run_program
 
 
-def run(num_ranks: int, *arguments: str) -> str:
-    environment = os.environ | {"PYTHON": sys.executable, "COLUMNS": "200"}
-    done = subprocess.run(
-        [
-            str(REPO / "scripts" / "launch_multi_rank.sh"),
-            str(num_ranks),
-            str(REPO / "examples" / "router_replay.py"),
-            *arguments,
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def test_replay_brings_the_log_probabilities_of_both_programs_closer(tmp_path: Path) -> None:
-    assert "768 bytes generated on 2 ranks" in run(2, "generate", str(tmp_path))
-    output = run(4, "train", str(tmp_path))
-    shares = re.findall(r"^│ \d+ +│ ([\d.]+)% +│ ([\d.]+)% +│$", output, re.MULTILINE)
-    assert len(shares) == 4
-    assert any(float(tokens) > 0 for tokens, _ in shares)
-    first = {
-        name: float(value)
-        for name, value in re.findall(r"(live|replayed) routes, by step: ([\d.]+),", output)
-    }
-    assert 0 < first["replayed"] < first["live"]
+@pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_replay_brings_the_log_probabilities_of_both_programs_closer() -> None:
+    with shared_folder() as folder:
+        written = run_program(EXAMPLES / "router_replay.py", "generate", str(folder))
+        dist.barrier()
+        output = run_program(EXAMPLES / "router_replay.py", "train", str(folder))
+    if dist.get_rank() == 0:
+        assert "768 bytes generated on 2 ranks" in written
+        shares = re.findall(r"^│ \d+ +│ ([\d.]+)% +│ ([\d.]+)% +│$", output, re.MULTILINE)
+        assert len(shares) == 4
+        assert any(float(tokens) > 0 for tokens, _ in shares)
+        first = {
+            name: float(value)
+            for name, value in re.findall(r"(live|replayed) routes, by\s+step:\s+([\d.]+),", output)
+        }
+        assert 0 < first["replayed"] < first["live"]

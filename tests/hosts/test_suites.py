@@ -11,19 +11,17 @@ from tests.multi_rank import RANKS_PER_HOST
 
 pytestmark = pytest.mark.slow
 
-# The flat exchange behaves the same over a network, so a few scenarios suffice. Four hosts run the
-# scenarios that depend on the number of hosts.
-ON_FOUR_HOSTS = ("uneven", "holes", "faults", "traffic", "checkpointing")
+# Exchanges behave the same over a network, so a few scenarios suffice. Four hosts run those that
+# depend on the number of hosts. A plan predicts the bytes of the largest call of the hierarchical
+# buffer, which test_hierarchical.py sends.
+ON_FOUR_HOSTS = ("uneven", "faults", "checkpointing")
 BUFFERS = {
-    ("CollectiveBuffer", Mode.NORMAL): ("uneven", "faults", "traffic"),
-    # A plan predicts the bytes of its largest call, which test_hierarchical.py sends.
-    ("HierarchicalBuffer", Mode.NORMAL): tuple(
-        name for name in buffer_suite.SCENARIOS if name != "traffic"
-    ),
+    "CollectiveBuffer": ("uneven", "faults", "traffic"),
+    "HierarchicalBuffer": ("uneven", "empty_rank", "stand_alone", "faults", "combine_faults"),
 }
 LAYERS = {
-    "collective": ("uneven", "checkpointing"),
-    "hierarchical": (*layer_suite.SCENARIOS, *layer_suite.GRADIENT_SCENARIOS),
+    "collective": ("checkpointing",),
+    "hierarchical": ("holes", "interleaved", "checkpointing", "rank_without_gradients"),
 }
 
 
@@ -34,45 +32,32 @@ def hosts_of(group: EPGroup) -> HostLayout:
     )
 
 
-def check_buffer(buffer: str, mode: Mode, scenario: str) -> None:
+CASES = [
+    *((name, each) for name in BUFFERS for each in BUFFERS[name]),
+    *((name, each) for name in LAYERS for each in LAYERS[name]),
+]
+
+
+def check(name: str, scenario: str) -> None:
+    """Run a scenario of a buffer, or of layers on a backend."""
     with EPGroup() as group:
-        env = buffer_suite.BufferEnv(group=group, backend=buffer, mode=mode, hosts=hosts_of(group))
-        buffer_suite.run_scenario(scenario, env)
-
-
-def check_layer(backend: str, scenario: str) -> None:
-    with EPGroup() as group:
-        config = EPConfig(mode="normal", backend=backend)
-        layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, config))
-
-
-ALL_BUFFERS = [(*case, each) for case in BUFFERS for each in BUFFERS[case]]
-ALL_LAYERS = [(name, each) for name in LAYERS for each in LAYERS[name]]
+        if name in BUFFERS:
+            env = buffer_suite.BufferEnv(
+                group=group, backend=name, mode=Mode.NORMAL, hosts=hosts_of(group)
+            )
+            buffer_suite.run_scenario(scenario, env)
+        else:
+            config = EPConfig(mode="normal", backend=name)
+            layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, config))
 
 
 @pytest.mark.host_ranks(4)
-@pytest.mark.parametrize(("buffer", "mode", "scenario"), ALL_BUFFERS)
-def test_buffer_over_hosts_keeps_its_contract(buffer: str, mode: Mode, scenario: str) -> None:
-    check_buffer(buffer, mode, scenario)
+@pytest.mark.parametrize(("name", "scenario"), CASES)
+def test_two_hosts_keep_the_contract(name: str, scenario: str) -> None:
+    check(name, scenario)
 
 
 @pytest.mark.host_ranks(8)
-@pytest.mark.parametrize(
-    ("buffer", "mode", "scenario"), [case for case in ALL_BUFFERS if case[-1] in ON_FOUR_HOSTS]
-)
-def test_buffer_over_four_hosts_keeps_its_contract(buffer: str, mode: Mode, scenario: str) -> None:
-    check_buffer(buffer, mode, scenario)
-
-
-@pytest.mark.host_ranks(4)
-@pytest.mark.parametrize(("backend", "scenario"), ALL_LAYERS)
-def test_layer_over_hosts_equals_the_oracle(backend: str, scenario: str) -> None:
-    check_layer(backend, scenario)
-
-
-@pytest.mark.host_ranks(8)
-@pytest.mark.parametrize(
-    ("backend", "scenario"), [case for case in ALL_LAYERS if case[-1] in ON_FOUR_HOSTS]
-)
-def test_layer_over_four_hosts_equals_the_oracle(backend: str, scenario: str) -> None:
-    check_layer(backend, scenario)
+@pytest.mark.parametrize(("name", "scenario"), [each for each in CASES if each[1] in ON_FOUR_HOSTS])
+def test_four_hosts_keep_the_contract(name: str, scenario: str) -> None:
+    check(name, scenario)

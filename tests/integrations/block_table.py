@@ -9,7 +9,6 @@ equal to those of the block itself, and blocks that are refused, with the senten
 from __future__ import annotations
 
 import inspect
-import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -29,9 +28,6 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.gradients import sum_replicated_gradients
 from tests.cases.blocks import GROUPED, HIDDEN, NUM_EXPERTS, SIZES, seeded
-
-# transformers must not look for a network.
-os.environ["HF_HUB_OFFLINE"] = "1"
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "reference" / "transformers_blocks.md"
 NUM_TOKENS, VOCABULARY = 6, 32

@@ -52,6 +52,7 @@ def _named_by(module: str) -> set[str]:
 
 def _named_in(tree: ast.AST) -> Iterator[str]:
     watched = WAYS_TO_PACKAGES | PROPERTIES | READS
+    attributes = {name.rpartition(".")[2] for name in watched}
     for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
@@ -63,5 +64,5 @@ def _named_in(tree: ast.AST) -> Iterator[str]:
                 yield "environment()"
             case ast.Call(func=ast.Name(id=name)) if name in watched:
                 yield name
-            case ast.Attribute(attr=name):
+            case ast.Attribute(attr=name) if name in attributes:
                 yield from {name, ast.unparse(node)} & watched

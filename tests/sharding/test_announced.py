@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from epcomm import EPConfig, EPGroup, EPTimeout, HandleError
-from epcomm.calls.header import operation_of, operation_sign
 from epcomm.sharding.expert_tensor import ExpertTensor
 from tests.cases.expert_models import OverRanks, tokens
 
@@ -94,13 +93,6 @@ def test_an_operation_that_no_other_rank_joins_ends() -> None:
             with pytest.raises(EPTimeout, match=text):
                 parameter_of(model).norm()
         dist.barrier()
-
-
-@pytest.mark.parametrize("name", ["a", "vector_norm", "max", "x9_", "foreach_norm"])
-def test_a_number_names_an_operation(name: str) -> None:
-    sign = operation_sign(name)
-    assert 0 < sign.size < 2**63
-    assert operation_of(sign.size) == name
 
 
 @pytest.mark.ranks(2)

@@ -136,17 +136,6 @@ def test_what_is_cut_with_experts_over_their_copies_alone_is_refused(
 
 
 @pytest.mark.ranks(NUM_RANKS)
-def test_experts_alone_are_cut_over_their_copies() -> None:
-    mesh = init_device_mesh("cpu", (1, NUM_RANKS), mesh_dim_names=("dp", "ep"))
-    with EPGroup(mesh["ep"]) as group:
-        model = OverRanks(group)
-        fully_shard(model.experts, mesh=mesh["dp"])
-        fully_shard(model)
-        alone = InOneProcess()(tokens(group.rank))
-        assert relative_error(model(tokens(group.rank)), alone) <= FP32_TOLERANCE
-
-
-@pytest.mark.ranks(NUM_RANKS)
 def test_ranks_that_have_the_same_tokens_need_no_reduction() -> None:
     mesh = init_device_mesh("cpu", (1, NUM_RANKS), mesh_dim_names=("dp", "ep"))
     alone = InOneProcess()

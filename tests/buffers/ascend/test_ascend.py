@@ -120,17 +120,9 @@ def test_int8_rows_are_refused_where_flags_mean_fp8(monkeypatch: pytest.MonkeyPa
 # Scenarios that need more than 2 ranks.
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize("scenario", ["uneven", "faults"])
+@pytest.mark.parametrize("scenario", ["uneven", pytest.param("faults", marks=pytest.mark.slow)])
 def test_ascend_buffer_of_four_ranks_keeps_its_contract(scenario: str, backend: str) -> None:
     run_buffer(scenario, backend, "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize("scenario", ["holes", "stand_alone", "traffic"])
-def test_more_of_the_contract_of_four_ranks(scenario: str, backend: str) -> None:
-    run_buffer(scenario, backend, "int8")
 
 
 def run_buffer(scenario: str, backend: str, wire: str) -> None:
@@ -151,9 +143,7 @@ def run_buffer(scenario: str, backend: str, wire: str) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
 @pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize(
-    "scenario", ["uneven", "empty_rank", "holes", "nowhere", "two_layers", "interleaved"]
-)
+@pytest.mark.parametrize("scenario", ["empty_rank", "interleaved"])
 def test_layer_on_ascend_equals_the_oracle(
     scenario: str, backend: str, wire: WireDtype | None
 ) -> None:
@@ -193,15 +183,13 @@ def test_unquantised_experts_equal_the_oracle(backend: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("wire", WIRES)
 @pytest.mark.parametrize("backend", CASES)
-def test_what_lies_in_padding_does_not_matter(backend: str, wire: str) -> None:
+def test_what_lies_in_padding_does_not_matter(backend: str) -> None:
     """A token without an expert is sent, and its y is zero."""
     spec = replace(buffer_suite.BATCH_SPECS["uneven"], hidden_size=HIDDEN, dtype=torch.bfloat16)
     with EPGroup() as group, torch.no_grad():
         batch = make_batch(spec, group.rank, group.world_size)
-        dtype = WireDtype.INT8 if wire == "int8" else None
-        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=dtype)
+        config = replace(CASES[backend].config, backend="ascend", dispatch_dtype=WireDtype.INT8)
         weights = make_weights(spec, group.world_size, intermediate_size=16)
         layer = ExpertParallelExperts(weights, group, config, top_k=spec.num_topk(group.world_size))
         ids, x = batch.topk_ids.clone(), batch.x.clone()

@@ -111,7 +111,7 @@ def test_w8a8_blocks_are_within_what_their_scales_allow(name: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[1:])
 def test_unquantised_blocks_give_the_same_through_all_buffers(name: str) -> None:
     with EPGroup() as group, torch.no_grad(), hidden_size_of(group) as hidden_size:
         found = through_all_buffers(name, group, hidden_size, is_int8=False)

@@ -95,31 +95,20 @@ def test_deep_ep_buffer_keeps_its_contract(backend: str, scenario: str) -> None:
 # Scenarios that need more than 2 ranks.
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize("scenario", ["uneven", "faults"])
+@pytest.mark.parametrize("scenario", ["uneven", pytest.param("faults", marks=pytest.mark.slow)])
 def test_deep_ep_buffer_of_four_ranks_keeps_its_contract(scenario: str, backend: str) -> None:
-    run_buffer(backend, scenario, "bf16")
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize("scenario", ["holes", "stand_alone", "traffic"])
-def test_more_of_the_contract_of_four_ranks(scenario: str, backend: str) -> None:
     run_buffer(backend, scenario, "bf16")
 
 
 # Eight-bit formats change rows, and what an empty rank or a token without experts sends.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize("scenario", ["empty_rank", "holes", "traffic"])
-def test_quantized_rows_keep_the_contract(scenario: str, backend: str) -> None:
-    run_buffer(backend, scenario, "fp8")
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", CASES)
-def test_power_of_two_scales_keep_the_contract(backend: str) -> None:
-    run_buffer(backend, "uneven", "fp8_powers_of_two")
+@pytest.mark.parametrize(
+    ("scenario", "wire"),
+    [("empty_rank", "fp8"), ("holes", "fp8_powers_of_two"), ("traffic", "fp8")],
+)
+def test_quantized_rows_keep_the_contract(scenario: str, wire: str, backend: str) -> None:
+    run_buffer(backend, scenario, wire)
 
 
 @pytest.mark.ranks(2)
@@ -195,12 +184,17 @@ def layer_env(backend: str, group: EPGroup, wire: WireDtype | None = None) -> La
     return replace(env, has_gradients=buffer_class(backend).caps(CASES[backend].mode).trainable)
 
 
-# Scenarios in which the buffer matters; other buffers run the rest.
+# Scenarios in which the buffer matters, also to gradients; other buffers run the rest.
+LAYERS = [
+    (backend, scenario)
+    for backend, case in CASES.items()
+    for scenario in ("holes", "interleaved", "checkpointing", "rank_without_gradients")
+    if scenario in layer_suite.SCENARIOS or buffer_class(backend).caps(case.mode).trainable
+]
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("backend", CASES)
-@pytest.mark.parametrize(
-    "scenario", ["uneven", "empty_rank", "holes", "nowhere", "two_layers", "interleaved"]
-)
+@pytest.mark.parametrize(("backend", "scenario"), LAYERS)
 def test_layer_on_deep_ep_equals_the_oracle(scenario: str, backend: str) -> None:
     with install(CASES[backend].package), EPGroup() as group:
         layer_suite.run_scenario(scenario, layer_env(backend, group))
@@ -211,16 +205,6 @@ def test_layer_on_deep_ep_equals_the_oracle(scenario: str, backend: str) -> None
 def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(backend: str) -> None:
     with install(CASES[backend].package), EPGroup() as group:
         layer_suite.run_scenario("two_batches", layer_env(backend, group, WireDtype.FP8_E4M3))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    "backend", ["DeepEPV1Buffer", "DeepEPV1StaticBuffer", "DeepEPV2Buffer", "DeepEPV2StaticBuffer"]
-)
-@pytest.mark.parametrize("scenario", layer_suite.GRADIENT_SCENARIOS)
-def test_layer_on_deep_ep_trains_like_the_oracle(scenario: str, backend: str) -> None:
-    with install(CASES[backend].package), EPGroup() as group:
-        layer_suite.run_scenario(scenario, layer_env(backend, group))
 
 
 @pytest.mark.ranks(2)

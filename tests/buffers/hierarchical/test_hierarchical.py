@@ -44,8 +44,18 @@ def test_two_hosts_over_mpi_keep_the_contract(scenario: str, ep_ranks: MPI.Comm)
         buffer_suite.run_scenario(scenario, env_of(group, "neighbours"))
 
 
+# Scenarios whose rows and counts the two buffers inside could treat in another way than either of
+# them alone.
+QUICK = (
+    *("uneven", "empty_rank", "holes", "many_experts", "aligned_holes", "stand_alone"),
+    *("more_in_flight", "faults", "combine_faults", "repeated_ids"),
+)
 # A plan predicts the bytes of the largest call, but the scenario "traffic" sends another one.
-SCENARIOS = tuple(name for name in buffer_suite.SCENARIOS if name != "traffic")
+SCENARIOS = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow)
+    for name in buffer_suite.SCENARIOS
+    if name != "traffic"
+]
 
 
 @pytest.mark.ranks(4)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NoReturn
 
 import pytest
@@ -14,22 +12,15 @@ from epcomm import (
     DeepEPNormalDispatcher,
     EPConfig,
     EPError,
-    EPGroup,
     HandleError,
     MoESpec,
     TopKOutput,
 )
 from epcomm.buffers.hierarchical.buffer import HierarchicalBuffer
 from epcomm.buffers.shared_memory.buffer import SharedMemoryBuffer
-from tests.cases.meshes import mesh_of
+from tests.buffers.hierarchical.test_layers import two_hosts
 
 SPEC = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
-
-
-@contextmanager
-def two_hosts() -> Iterator[EPGroup]:
-    with EPGroup(mesh_of((2, 2), ("host", "place"))) as group:
-        yield group
 
 
 @pytest.mark.ranks(4)

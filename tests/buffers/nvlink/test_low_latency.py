@@ -46,7 +46,8 @@ MASKED = "NVLinkMaskedBuffer"
 BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("odd_hidden", "aligned_holes", "many_experts"),
-    "batches": ("empty_rank", "stand_alone", "more_in_flight", "traffic"),
+    "batches": ("empty_rank", "more_in_flight"),
+    "alone": ("stand_alone", "traffic"),
     "faults": ("faults",),
     "refusals": ("combine_faults",),
     "repeats": ("repeated_ids",),
@@ -84,7 +85,7 @@ def env_of(
 
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
 IN_LINES, MIXED, IN_BULK = 8, 2, 0
-ON_GPUS = (("refusals", IN_BULK), ("shapes", IN_BULK), ("batches", IN_LINES), ("batches", IN_BULK))
+ON_GPUS = (("refusals", IN_BULK), ("shapes", IN_BULK), ("alone", IN_LINES), ("alone", IN_BULK))
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,7 @@ def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         ("faults", IN_BULK),
         ("repeats", MIXED),
         # An interpreter takes many seconds for these.
+        pytest.param("alone", MIXED, marks=pytest.mark.slow),
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
         pytest.param("faults", IN_LINES, marks=pytest.mark.slow),
         pytest.param("refusals", MIXED, marks=pytest.mark.slow),
@@ -133,7 +135,6 @@ def test_masked_buffer_keeps_its_contract(case: str) -> None:
     [
         (BACKEND, "fp8_powers_of_two", IN_LINES),
         pytest.param(BACKEND, "int8", IN_LINES, marks=pytest.mark.slow),
-        pytest.param(BACKEND, "fp8", IN_LINES, marks=pytest.mark.slow),
         pytest.param(BACKEND, "fp8_powers_of_two", IN_BULK, marks=pytest.mark.slow),
         (MASKED, "fp8", IN_BULK),
         (MASKED, "int8", IN_BULK),
@@ -152,9 +153,13 @@ def test_kernels_quantize_as_torch_does(
 
 @pytest.mark.ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", QUANTIZED)
 @pytest.mark.parametrize(
-    ("backend", "line_tokens"), [(BACKEND, MIXED), (BACKEND, IN_BULK), (MASKED, MIXED)]
+    ("backend", "wire", "line_tokens"),
+    [
+        (BACKEND, "fp8", MIXED),
+        (BACKEND, "int8", IN_BULK),
+        (MASKED, "fp8_powers_of_two", MIXED),
+    ],
 )
 def test_rows_that_are_quantised_already_travel_as_they_are(
     backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +353,6 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
     [
         SingleReceiveBuffer,
         MixedSingleBuffer,
-        NVLinkLowLatencyBuffer,
         *(() if launch.IS_INTERPRETED else (BulkSingleBuffer,)),
     ],
 )
@@ -396,28 +400,27 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
         buffer = kind(group.calls, spec_of())
         buffer.prepare()
         rank, world_size = group.rank, group.world_size
-        for number in (2, 3):
-            call = call_of(number, rank, world_size, group.device)
-            out = buffer.dispatch(call)
-            results, wanted = compute(out, rank), expected_sums(call, world_size)
-            early = None
-            for factor in (1, 2, -4, 1):
-                if factor % 4 == 2 * rank:
-                    # The other rank must not yet send sums where this one reads those before.
-                    time.sleep(0.05)
-                pending = buffer.combine_async(
-                    results * factor,
-                    out.exchange_plan,
-                    rows_per=RowsPer.SLOT,
-                    slot_weights=out.slot_weights,
-                )
-                if factor != 2:
-                    # Else it is received when the next one is sent.
-                    assert torch.equal(pending.wait(), wanted * factor)
-                else:
-                    early = pending
-            assert early is not None
-            assert torch.equal(early.wait(), wanted * 2)
+        call = call_of(2, rank, world_size, group.device)
+        out = buffer.dispatch(call)
+        results, wanted = compute(out, rank), expected_sums(call, world_size)
+        early = None
+        for factor in (1, 2, -4, 1):
+            if factor % 4 == 2 * rank:
+                # The other rank must not yet send sums where this one reads those before.
+                time.sleep(0.05)
+            pending = buffer.combine_async(
+                results * factor,
+                out.exchange_plan,
+                rows_per=RowsPer.SLOT,
+                slot_weights=out.slot_weights,
+            )
+            if factor != 2:
+                # Else it is received when the next one is sent.
+                assert torch.equal(pending.wait(), wanted * factor)
+            else:
+                early = pending
+        assert early is not None
+        assert torch.equal(early.wait(), wanted * 2)
         # One rank refuses to combine again: all hear of it, and may try once more.
         if rank == 0:
             error = ShapeError("bad rows here")
@@ -548,7 +551,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
 
 
 @pytest.mark.slow
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
     dead = 1
     with EPGroup() as group:
@@ -573,8 +576,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
             run_without(buffer, dead, range(3, 5), group)
             before = buffer.traffic()
             buffer.dispatch(call)
-            sent = buffer.traffic().control_bytes - before.control_bytes
-            assert (sent > 0) == (num_ranks > 2), "nothing is sent to the dead"
+            assert buffer.traffic().control_bytes > before.control_bytes
         group.calls.gather_records({}, phase="the living have gone on")
         if is_dead:
             # It comes late, hears of it, and disturbs nobody.

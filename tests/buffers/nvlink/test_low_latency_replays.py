@@ -21,6 +21,7 @@ from epcomm.buffers.base import Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer, NVLinkMaskedBuffer
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import HandleError
+from epcomm.kernels import launch
 from epcomm.records import Pending
 from epcomm.types import RowsPer
 from tests.buffers.nvlink.test_low_latency import (
@@ -150,12 +151,11 @@ def check_refused(run: Run, y: Tensor) -> None:
     ("kind", "returns_slots"),
     [
         (MixedSingleBuffer, False),
-        pytest.param(BulkSingleBuffer, False, marks=pytest.mark.slow),
+        # An interpreter takes half a minute for each.
         pytest.param(MixedSingleBuffer, True, marks=pytest.mark.slow),
-        pytest.param(BulkSingleBuffer, True, marks=pytest.mark.slow),
-        pytest.param(MixedMaskedBuffer, False, marks=pytest.mark.slow),
         pytest.param(BulkMaskedBuffer, False, marks=pytest.mark.slow),
         pytest.param(MixedMaskedBuffer, True, marks=pytest.mark.slow),
+        *(() if launch.IS_INTERPRETED else ((BulkSingleBuffer, False), (BulkSingleBuffer, True))),
     ],
 )
 def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(

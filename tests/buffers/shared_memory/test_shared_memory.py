@@ -253,12 +253,6 @@ def test_auto_asks_for_room_and_falls_back_with_a_reason(monkeypatch: pytest.Mon
         assert plan(config, SPEC, group).prefill.backend == "shared_memory"
 
 
-def test_a_plan_without_ranks_does_not_take_it() -> None:
-    chosen = plan(EPConfig(mode="normal"), SPEC, world_size=4)
-    assert chosen.prefill.backend == "collective"
-    assert "rejected shared_memory: serves one host" in chosen.explain()
-
-
 @pytest.mark.ranks(NUM_RANKS)
 def test_a_closed_buffer_refuses_and_holds_nothing() -> None:
     with EPGroup() as group:

@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from fakes.ascend import limits
-from fakes.ascend.undefined import UNDEFINED_INT, UNDEFINED_INT8
+from fakes.ascend.undefined import UNDEFINED_INT8
 from tests.fakes.ascend.recorded import assert_equals, golden, optional_tensor, tensor_of
 
 GOLDEN = golden("ascend_init_routing")
@@ -37,53 +34,6 @@ def test_golden_init_routing(case: dict[str, Any]) -> None:
         assert_equals(tensor, case["expected"][name])
     if case["call"]["row_idx_type"] == 0:
         assert int((found[1] >= 0).sum()) == case["expected"]["active_rows"]
-
-
-@given(
-    seed=st.integers(0, 1 << 30),
-    num_tokens=st.integers(0, 7),
-    num_choices=st.integers(1, 4),
-    expert_range=st.sampled_from([None, (0, 6), (0, 1), (2, 5), (5, 6)]),
-)
-@settings(max_examples=40, deadline=None)
-def test_rows_against_loops(
-    seed: int, num_tokens: int, num_choices: int, expert_range: tuple[int, int] | None
-) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_tokens, 5, generator=generator)
-    ids = torch.randint(6, (num_tokens, num_choices), generator=generator, dtype=torch.int32)
-    first, last = expert_range or (0, 6)
-    wanted = [
-        (expert, token, choice)
-        for expert in range(first, last)
-        for token in range(num_tokens)
-        for choice in range(num_choices)
-        if ids[token, choice] == expert
-    ]
-    counts = [sum(row[0] == expert for row in wanted) for expert in range(first, last)]
-    options: dict[str, Any] = {"active_expert_range": expert_range} if expert_range else {}
-    with limits.soc("A3", size_limits=False):
-        gathered = init_routing(x, ids, expert_num=6, expert_tokens_num_type=1, **options)
-        scattered = init_routing(x, ids, expert_num=6, row_idx_type=1, **options)
-        pairs = init_routing(x, ids, expert_num=6, expert_tokens_num_type=2, **options)[2]
-    assert gathered[2].tolist() == counts
-    assert scattered[2].tolist() == torch.tensor(counts).cumsum(0).tolist()
-    some = [[first + i, count] for i, count in enumerate(counts) if count]
-    assert pairs[: len(some)].tolist() == some
-    assert (pairs[len(some) :] == UNDEFINED_INT).all()
-    rows = gathered[0]
-    assert rows[: len(wanted)].tolist() == [x[token].tolist() for _, token, _ in wanted]
-    assert rows[len(wanted) :].isnan().all()
-    where = {(token, choice): i for i, (_, token, choice) in enumerate(wanted)}
-    assert gathered[1].tolist() == [
-        where.get((token, choice), -1)
-        for token in range(num_tokens)
-        for choice in range(num_choices)
-    ]
-    assert scattered[1][: len(wanted)].tolist() == [
-        token * num_choices + choice for _, token, choice in wanted
-    ]
-    assert (scattered[1][len(wanted) :] == UNDEFINED_INT).all()
 
 
 def test_int8_rows_without_a_defined_result() -> None:

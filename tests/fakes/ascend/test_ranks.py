@@ -218,17 +218,6 @@ def test_normal_mode_refuses_bad_ids_on_all_ranks() -> None:
         dispatch_normal(buffer, inputs)
 
 
-def test_multiplying_by_weights_before_combine_squares_them() -> None:
-    inputs = Inputs(
-        torch.ones(2, H).bfloat16(), torch.tensor([[0, 5, 2]] * 2), torch.full((2, K), 0.5)
-    )
-    buffer = normal_buffer()
-    data, _, _, _, handle, _ = dispatch_normal(buffer, inputs)
-    assert bool((buffer.combine(data, handle)[0] == 1.5).all())
-    buffer.get_dispatch_layout(inputs.ids, E)
-    assert bool((buffer.combine(0.5 * data, handle)[0] == 0.75).all())
-
-
 def test_combine_refuses_a_handle_or_ids_of_another_dispatch() -> None:
     buffer, inputs = low_latency_buffer(), my_inputs()
     recv_x, _, handle, _, _ = buffer.low_latency_dispatch(inputs.x, inputs.ids, M, E, use_fp8=False)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 import torch
+import torch.distributed as dist
 
 from tests.multi_rank import BACKEND_ENV, GPU_BACKENDS
 
@@ -23,3 +24,9 @@ def on_gpus() -> bool:
 def here() -> torch.device:
     """Return the device of the tensors of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
+
+
+def world() -> dist.ProcessGroup:
+    """Return the default process group."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD

@@ -26,23 +26,6 @@ STRICT = (StrictBuffer, ElasticBuffer)
 # These refuse any arguments.
 ABSENT = {"internode_dispatch", "internode_combine"}
 
-OF_BRANCHES = {
-    "__init__": {"use_fabric"},
-    "low_latency_dispatch": {"use_nvfp4", "x_global_scale", "topk_weights"},
-    "low_latency_combine": {
-        *("overlap", "packed_recv_count", "comp_signal", "src_signals"),
-        *("block_m", "threshold", "num_sms"),
-    },
-}
-
-
-def test_arguments_of_branches_are_given_by_name() -> None:
-    for method, names in OF_BRANCHES.items():
-        parameters = inspect.signature(getattr(Buffer, method)).parameters
-        by_name = [p for p in parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
-        assert {each.name for each in by_name} == names
-        assert not any(each.default for each in by_name)
-
 
 @pytest.mark.parametrize("kind", [Buffer, StrictBuffer], ids=["drop_in", "strict"])
 @pytest.mark.parametrize("name", sorted(SIGNATURES["methods"].keys() - ABSENT))

@@ -26,7 +26,6 @@ from tests.integrations.deep_ep.bad_calls import (
     cut,
     narrow,
     spoilt,
-    with_scales,
 )
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
@@ -101,19 +100,7 @@ DISPATCH: dict[str, Case] = {
         ShapeError,
         "num_tokens_per_expert has 3 entries, expected a multiple of the 2 ranks",
     ),
-    "per_expert_empty": (
-        {"num_tokens_per_expert": torch.ones(0, dtype=torch.int32)},
-        ShapeError,
-        "num_tokens_per_expert has 0 entries, expected a multiple",
-    ),
     "alignment": ({"expert_alignment": 0}, ConfigError, "expert_alignment is 0, expected a posit"),
-    "alignment_half": ({"expert_alignment": 1.5}, ConfigError, "expert_alignment is 1.5, expected"),
-    "worst_none": ({"num_worst_tokens": None}, ConfigError, "num_worst_tokens is None, expected"),
-    "worst_negative": (
-        {"num_worst_tokens": -1},
-        ConfigError,
-        "num_worst_tokens is -1, expected an",
-    ),
     "worst_others": (
         {"num_worst_tokens": 16},
         ConfigError,
@@ -126,69 +113,37 @@ DISPATCH: dict[str, Case] = {
         ConfigError,
         "disagree on num_local_experts: 2 on rank 0, 4 on rank 1",
     ),
-    "ids_others": (
-        {"topk_idx": None, "topk_weights": None},
-        ConfigError,
-        "disagree on .*: .* on rank 0, .* on rank 1",
-    ),
 }
 COMBINE: dict[str, Case] = {
     **spoilt("x", optional=("topk_weights",)),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[4, 128\].*expected \[5, 128\]"),
-    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[5, 64\].*expected \[5, 128\]"),
-    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[5, 1\].*\[5, 2"),
     "weights_others": (
         {"topk_weights": None},
         ConfigError,
         "disagree on has_topk_weights: true on rank 0, false on rank 1",
     ),
     "bias_rows": ({"bias": MANY_ROWS}, ShapeError, r"bias is \[4, 128\].*expected \[3, 128\]"),
-    "bias_dtype": ({"bias": BIAS.float()}, ShapeError, "bias is .*float32.*expected .*bfloat16"),
     "three_biases": ({"bias": (BIAS,) * 3}, ShapeError, "bias is a tuple of 3, expected two tenso"),
     "handle_none": ({"handle": None}, HandleError, r"handle is NoneType, expected what dispatch\("),
-    "handle_copied": (
-        {"handle": lambda handle: (handle[1].clone(),) * 6},
-        HandleError,
-        r"handle is tuple, expected what dispatch\(\)",
-    ),
     "config": CONFIG,
     "event": STREAM,
 }
 ALONG: dict[str, Case] = {
     **spoilt("x"),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[2, 128\].*expected \[3, 128\]"),
-    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[3, 64\].*expected \[3, 128\]"),
     "x_too_wide": ({"x": Tensor.float}, ShapeError, "rows take 512 bytes .*expected at most 256"),
     "dtype_others": ({"x": Tensor.half}, ConfigError, "disagree on x: .*bfloat16.*, .*float16"),
-    "codes_others": (
-        {"x": with_scales(torch.ones(T, 1))},
-        ConfigError,
-        "disagree on x: .*bfloat16.*, .*float8",
-    ),
-    "handle_foreign": ({"handle": (1, 2)}, HandleError, r"handle is tuple, expected what dispatch"),
     "config": CONFIG,
 }
 LOW_LATENCY_DISPATCH: dict[str, Case] = {
     **spoilt("x", "topk_idx"),
     **cases_of_ids(T),
     "hidden_others": DISPATCH["hidden_others"],
-    "x_columns": (
-        {"x": lambda x: x[:, :0]},
-        ShapeError,
-        r"x is \[3, 0\], expected at least one co",
-    ),
-    "limit_none": (
-        {"num_max_dispatch_tokens_per_rank": None},
-        ShapeError,
-        "num_max_dispatch_tokens_per_rank is None, expected a positive integer",
-    ),
-    "experts_float": ({"num_experts": 4.0}, ShapeError, "num_experts is 4.0, expected a multiple"),
     "experts_no_multiple": (
         {"num_experts": 5},
         ShapeError,
         "num_experts is 5, expected a multiple",
     ),
-    "no_experts": ({"num_experts": 0}, ShapeError, "num_experts is 0, expected a multiple"),
     "experts_others": (
         {"num_experts": 2 * E},
         ConfigError,
@@ -221,31 +176,14 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
         ShapeError,
         r"recv_stats is \[2\] torch\.float32.*expected \[2\] torch\.int32",
     ),
-    "wait_stats": (
-        {"dispatch_wait_recv_cost_stats": torch.ones(1)},
-        NotImplementedError,
-        "dispatch_wait_recv_cost_stats is not there",
-    ),
     "nvfp4": ({"use_nvfp4": True}, NotImplementedError, "use_nvfp4=True is not there"),
 }
 LOW_LATENCY_COMBINE: dict[str, Case] = {
     **spoilt("x", "topk_idx", "topk_weights"),
-    "x_rows": (
-        {"x": lambda x: x[:, 1:]},
-        ShapeError,
-        r"x is \[2, 7, 128\].*expected \[2, 8, 128\]",
-    ),
     "ids_rows": ({"topk_idx": cut}, ShapeError, r"topk_idx is \[2, 2\].*expected \[3, 2\]"),
-    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[3, 1\].*\[3, 2"),
     "out_rows": ({"out": MANY_ROWS}, ShapeError, r"out is \[4, 128\].*expected \[3, 128\]"),
-    "handle_none": (
-        {"handle": None},
-        HandleError,
-        "handle is NoneType, expected what low_latency_",
-    ),
     "event_and_hook": BOTH,
     "logfmt": ({"use_logfmt": True}, NotImplementedError, "use_logfmt=True is not there"),
-    "overlap": ({"overlap": True}, NotImplementedError, "overlap=True is not there"),
 }
 # Function -> its right arguments, and wrong ones.
 CALLS: dict[str, tuple[Callable[[Buffer], Arguments], dict[str, Case]]] = {

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,63 +122,6 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.Monk
         assert buffer._saved_handles.find(list(handle)) is handle.exchange  # type: ignore[attr-defined]
     y, _, _ = buffer.combine(rows, handle)
     assert torch.equal(y, batch.x * num_ranks)
-
-
-@pytest.fixture
-def other_defaults() -> Iterator[None]:
-    """Set a default dtype and device that must not show; a tensor on `meta` has no values."""
-    torch.set_default_dtype(torch.bfloat16)
-    torch.set_default_device("meta")
-    yield
-    torch.set_default_device(None)
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.usefixtures("other_defaults")
-def test_calls_do_not_depend_on_the_default_dtype_and_device() -> None:
-    with here():
-        buffer = Buffer(world(), low_latency_mode=True)
-        batch = Batch(buffer.rank, (32, 4, 4))
-        batch.weights = torch.tensor([[1.0, 0.5, 0.25, 0.125]] * 3, dtype=torch.float32)
-        # The factor of expert e is 2e + 1. float32 holds every partial sum of these exactly, and
-        # bfloat16 does not.
-        factors = (2 * batch.ids + 1).double()
-        ones = torch.ones(2, 8, 32, dtype=torch.bfloat16)
-        scale = (4 * buffer.rank + torch.tensor([1, 3])).view(2, 1, 1)
-    expected = batch.x.double() * (factors * batch.weights.double()).sum(1, keepdim=True)
-    slabs, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, use_fp8=False)
-    assert isinstance(slabs, Tensor)
-    results = slabs * (ones * scale)
-    y, _, _ = buffer.low_latency_combine(results, batch.ids, batch.weights, handle)
-    assert torch.equal(y, expected.bfloat16())
-    buffer.low_latency_dispatch(batch.x, batch.ids, 4, 4, round_scale=True, use_ue8m0=True)
-    rows, weights, normal, num_ranks = batch.dispatch(buffer)
-    y, _, _ = buffer.combine(rows, normal, topk_weights=weights)
-    assert torch.equal(y, batch.x * num_ranks)
-    assert tuple(normal)[3].device == rows.device
-
-
-@pytest.mark.ranks(2)
-def test_two_batches_of_low_latency_are_in_flight() -> None:
-    rank, buffer = world().rank(), Buffer(world(), low_latency_mode=True)
-    batches = [Batch(rank, (32, 2, 4), num_tokens=number + rank) for number in (1, 2)]
-    sent = [
-        buffer.low_latency_dispatch(b.x, b.ids, 4, 4, use_fp8=False, return_recv_hook=True)
-        for b in batches
-    ]
-    for *_, hook in sent:
-        assert hook is not None
-        hook()
-    returned = [
-        buffer.low_latency_combine(each[0], b.ids, b.weights, each[2], return_recv_hook=True)
-        for b, each in zip(batches, sent, strict=True)
-        if isinstance(each[0], Tensor)
-    ]
-    for batch, (y, _, hook) in zip(batches, returned, strict=True):
-        assert hook is not None
-        hook()
-        assert torch.equal(y, batch.x)
 
 
 @pytest.mark.ranks(2)

@@ -100,8 +100,9 @@ def test_worst_case_rows_are_undefined_but_for_their_ids(case: str) -> None:
             dispatch_normal(buffer, inputs, num_worst_tokens=5)
 
 
-@in_both_cases
-@pytest.mark.parametrize("order", ["rows", "columns"])
+@pytest.mark.parametrize(
+    ("case", "order"), [("normal_uneven", "rows"), ("normal_empty_rank", "columns")]
+)
 def test_fp8_rows_take_their_scales_along(case: str, order: str) -> None:
     recorded = recorded_case(case)["fp8_tuple"]
     inputs, buffer = inputs_of(case, H), normal_buffer()
@@ -165,13 +166,6 @@ def test_biases_and_rows_of_all_ranks_are_rounded_once(num_biases: int) -> None:
     assert torch.equal(weights, inputs.weights.masked_fill(inputs.ids < 0, 0))
 
 
-def test_the_next_call_on_the_stream_runs_after_what_nobody_waited_for() -> None:
-    inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
-    received = dispatch_normal(buffer, inputs, async_finish=True)
-    combined_x, _, _ = buffer.combine(received.x, received.handle)
-    assert torch.equal(combined_x, inputs.x * received.handle[4].sum(1, keepdim=True))
-
-
 def test_dispatch_refuses_what_the_real_one_refuses() -> None:
     inputs, buffer = inputs_of("normal_uneven", H), normal_buffer()
     for rule, x in (
@@ -196,8 +190,9 @@ def test_dispatch_refuses_what_the_real_one_refuses() -> None:
         dispatch_normal(buffer, inputs)
 
 
-@pytest.mark.parametrize("weights_have_memory", [False, True])
-@pytest.mark.parametrize("ids_have_memory", [False, True])
+@pytest.mark.parametrize(
+    ("ids_have_memory", "weights_have_memory"), [(False, False), (True, True), (True, False)]
+)
 def test_ids_and_weights_without_tokens_have_both_a_pointer_or_neither(
     ids_have_memory: bool, weights_have_memory: bool
 ) -> None:
@@ -245,15 +240,10 @@ def test_construction_and_modes_refuse_what_the_real_ones_refuse() -> None:
         Buffer(None)
     with pytest.raises(AssertionError, match="explicitly_destroy"):
         buffer.destroy()
-
-
-def test_a_destroyed_buffer_refuses_every_call() -> None:
-    buffer = Buffer(world(), NVL_BYTES, explicitly_destroy=True)
-    buffer.destroy()
+    destroyed = Buffer(world(), NVL_BYTES, explicitly_destroy=True)
+    destroyed.destroy()
     with refused("destroyed"):
-        buffer.get_dispatch_layout(torch.zeros(1, K, dtype=torch.int64, device=here()), E)
-    with refused("destroyed"):
-        buffer.destroy()
+        destroyed.get_dispatch_layout(torch.zeros(1, K, dtype=torch.int64, device=here()), E)
 
 
 def test_limits_may_be_switched_off() -> None:

@@ -87,12 +87,9 @@ DISPATCHES: dict[str, Case] = {
     **LAUNCH,
     **cases_of_dispatch(4, HIDDEN),
     **spoilt(optional=("topk_weights",)),
-    "limit_of_63_bits": ({LIMIT: 2**62}, ConfigError, f"{LIMIT} is {2**62}, expected a positive"),
-    "x_float16": ({"x": Tensor.half}, ShapeError, r"x is .*float16 on cpu, expected .*bfloat16"),
     "topk_idx_int32": ({"topk_idx": Tensor.int}, ShapeError, "topk_idx is .*int32.*expected .*64"),
     "weights_missing": WEIGHTS_MISSING,
     "experts_no_multiple": ({"num_experts": 5}, ConfigError, "num_experts is 5, expected a multip"),
-    "experts_none": ({"num_experts": None}, ConfigError, "num_experts is None, expected a multip"),
     "experts_others": (
         {"num_experts": 2 * NUM_EXPERTS},
         ConfigError,
@@ -103,7 +100,6 @@ DISPATCHES: dict[str, Case] = {
         ConfigError,
         "disagree on .*max_tokens_per_rank: 16 on rank 0, 32 on rank 1",
     ),
-    "max_tokens_text": ({LIMIT: "16"}, ConfigError, f"{LIMIT} is 16, expected a positive integer"),
     "too_many_tokens": (
         {"x": many, "topk_idx": many, "topk_weights": many},
         CapacityError,
@@ -119,11 +115,6 @@ DISPATCHES: dict[str, Case] = {
         {"expert_alignment": 8},
         ConfigError,
         "disagree on expert_alignment: 1 on rank 0, 8 on rank 1",
-    ),
-    "expanded_alone": (
-        {"do_expand": True},
-        ConfigError,
-        "disagree on do_expand: false on rank 0, true on rank 1",
     ),
     "handle_of_nothing": (
         {"handle": (3,), "topk_idx": None},
@@ -145,15 +136,12 @@ ALONG: dict[str, Case] = {
     "cpu_sync": ({"do_cpu_sync": True}, HandleError, "do_cpu_sync came with a handle, expected"),
     "experts": ({"num_experts": 8}, HandleError, "num_experts is 8, expected 4 as in the dispatch"),
     "expand": ({"do_expand": True}, HandleError, "do_expand is True, expected False"),
-    "alignment": ({"expert_alignment": 16}, HandleError, "expert_alignment is 16, expected 1"),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[3, 256\].*expected \[4, 256\]"),
-    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[4, 128\].*expected \[4, 256\]"),
     "x_quantized_alone": (
         {"x": with_scales(torch.ones(4, 1))},
         ConfigError,
         r"disagree on x: .*256\] torch.bfloat16.* on rank 0, .*float8_e4m3fn.* on rank 1",
     ),
-    "weights_top_k": ({"topk_weights": narrow}, ShapeError, r"topk_weights is \[4, 1\].*\[4, 2\]"),
     "weights_missing": WEIGHTS_MISSING,
     "handle_of_nothing": ({"handle": 3}, HandleError, "handle is int, expected"),
 }
@@ -161,13 +149,9 @@ COMBINES: dict[str, Case] = {
     **LAUNCH,
     **spoilt("x", optional=("topk_weights",)),
     "x_rows": ({"x": cut}, ShapeError, r"x is \[\d+, 256\].*expected \[\d+, 256\]"),
-    "x_hidden": ({"x": narrow}, ShapeError, r"x is \[\d+, 128\].*expected \[\d+, 256\]"),
     "handle_tuple": ({"handle": (1,)}, HandleError, "handle is tuple, expected"),
-    "handle_none": ({"handle": None}, HandleError, "handle is NoneType, expected"),
-    "weights_rows": ({"topk_weights": cut}, ShapeError, r"topk_weights is \[.*expected \["),
     "weights_missing": WEIGHTS_MISSING,
     "bias_rows": ({"bias": BIAS[:1]}, ShapeError, r"bias is \[1, 256\].*expected \[4, 256\]"),
-    "bias_float32": ({"bias": BIAS.float()}, ShapeError, "bias is .*float32.*expected .*bfloat16"),
     "three_biases": ({"bias": (BIAS,) * 3}, ShapeError, "bias is a tuple of 3, expected two"),
 }
 
@@ -218,16 +202,12 @@ def test_a_wrong_call_is_an_error_on_every_rank(
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("do_cpu_sync", [True, False])
 @pytest.mark.parametrize("name", FIRST)
-def test_a_wrong_first_call_is_an_error_on_every_rank(
-    name: str, do_cpu_sync: bool, make_buffer: BufferMaker
-) -> None:
+def test_a_wrong_first_call_is_an_error_on_every_rank(name: str, make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     batch = Batch(buffer.rank_idx)
-    given = batch.arguments(do_cpu_sync=do_cpu_sync)
-    check_case(buffer.dispatch, given, DISPATCHES[name])
-    check_serves(buffer, batch, do_cpu_sync=do_cpu_sync)
+    check_case(buffer.dispatch, batch.arguments(), DISPATCHES[name])
+    check_serves(buffer, batch)
 
 
 @pytest.mark.ranks(2)

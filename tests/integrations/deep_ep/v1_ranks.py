@@ -18,7 +18,7 @@ from epcomm.integrations.deep_ep import Buffer as DropIn
 from epcomm.integrations.deep_ep import EventOverlap
 from fakes.deep_ep.strict_v1 import Buffer
 from fakes.deep_ep.strict_v1.undefined import undefined_integer
-from tests.integrations.deep_ep.devices import here
+from tests.integrations.deep_ep.devices import here, world
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 CASES = json.loads((CONTRACTS / "deep_ep_v1_recording.json").read_text("utf-8"))["cases"]
@@ -38,11 +38,6 @@ def recorded_sms() -> Iterator[None]:
     Buffer.set_num_sms(NUM_SMS)
     yield
     Buffer.set_num_sms(before)
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def normal_buffer() -> Buffer:

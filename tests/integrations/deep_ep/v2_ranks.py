@@ -6,11 +6,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.integrations.deep_ep import ElasticBuffer, EPHandle, EventOverlap
-from tests.integrations.deep_ep.devices import here
+from tests.integrations.deep_ep.devices import here, world
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
     EXACT_FIELDS,
@@ -32,12 +31,6 @@ UNEVEN = CASES["v2_rows_uneven"]
 TWO_MB = 1 << 21
 
 BufferMaker = Callable[..., ElasticBuffer]
-
-
-def world() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return group
 
 
 @contextmanager

@@ -37,13 +37,10 @@ INT8 = "DEEP_NORMAL_MODE_USE_INT8_QUANT"
     ("name", "chip"),
     [
         ("Ascend910B1", Soc.A2),
-        ("Ascend910B", Soc.A2),
         ("Ascend910_9392", Soc.A3),
-        ("Ascend910_9382", Soc.A3),
         ("Ascend950DT_9591", Soc.A5),
         ("ascend950", Soc.A5),
         ("Ascend910A", None),
-        ("Ascend910", None),
         ("Ascend310P3", None),
         ("NVIDIA H200", None),
     ],
@@ -97,7 +94,6 @@ def test_the_chip_is_that_of_torch_npu_or_of_the_stand_in(
         ),
         ({"HCCL_BUFFSIZE": "1G"}, 1, "HCCL_BUFFSIZE is '1G', expected 1 to 2147483647; correct it"),
         ({"DEEPEP_HCCL_BUFFSIZE": ""}, 1, "DEEPEP_HCCL_BUFFSIZE is '', expected 1 to"),
-        ({"HCCL_BUFFSIZE": "0"}, 1, "HCCL_BUFFSIZE is '0', expected 1 to"),
     ],
 )
 def test_the_window_is_compared_with_its_variable(
@@ -128,12 +124,6 @@ def assert_reason(found: list[str], wanted: str | None) -> None:
             131072,
             8192,
         ),
-        (
-            {ROUND: "256", TOKENS: "512", COMBINE: "1"},
-            Rounds(num_rounds=256, tokens_per_round=512, in_combine=True),
-            131072,
-            512,
-        ),
         ({COMBINE: "1"}, Rounds(in_combine=True), 8192, 8192),
         ({ROUND: "2", TOKENS: "many"}, Rounds(), 8192, 8192),
     ],
@@ -156,12 +146,9 @@ def test_rounds_decide_the_limit_of_tokens_and_the_window(
         ({ROUND: "256", TOKENS: "512"}, None),
         ({ROUND: "2"}, f"{ROUND} is set and {TOKENS} is not; set both or neither"),
         ({TOKENS: "64"}, f"{TOKENS} is set and {ROUND} is not; set both or neither"),
-        ({ROUND: "0", TOKENS: "32"}, f"{ROUND} is '0', expected 1 to 256"),
         ({ROUND: "257", TOKENS: "32"}, f"{ROUND} is '257', expected 1 to 256"),
-        ({ROUND: "1", TOKENS: "31"}, f"{TOKENS} is '31', expected 32 to 8192"),
         ({ROUND: "1", TOKENS: "8193"}, f"{TOKENS} is '8193', expected 32 to 8192"),
         ({ROUND: "1", TOKENS: "8k"}, f"{TOKENS} is '8k', expected 32 to 8192"),
-        ({ROUND: "-1", TOKENS: "32"}, f"{ROUND} is '-1', expected 1 to 256"),
         ({ROUND: "17", TOKENS: "8192"}, f"{ROUND} * {TOKENS} is 139264, at most 131072"),
         ({COMBINE: "yes"}, f"{COMBINE} is 'yes', expected 0 to 1"),
     ],
@@ -183,8 +170,6 @@ VARIABLES = [
     # Entries of -1 are replaced before they are sent.
     ({"MOE_ENABLE_TOPK_NEG_ONE": "1"}, Soc.A3, None),
     ({"MOE_ENABLE_CCU": "1"}, Soc.A3, "MOE_ENABLE_CCU is 1, but only A5 has it and this is A3"),
-    ({"MOE_ENABLE_CCU": "1"}, Soc.A2, "MOE_ENABLE_CCU is 1, but only A5 has it and this is A2"),
-    ({"MOE_ENABLE_CCU": "0"}, Soc.A3, None),
     ({"MOE_ENABLE_CCU": "1"}, Soc.A5, None),
     ({"MOE_ENABLE_CCU": "1"}, None, None),
     (
@@ -196,7 +181,6 @@ VARIABLES = [
     (ON_A2, Soc.A2, "HCCL_INTRA_PCIE_ENABLE is 1 and HCCL_INTRA_ROCE_ENABLE is 0, so that A2"),
     (ON_A2, Soc.A3, None),
     (ON_A2 | {"HCCL_INTRA_ROCE_ENABLE": "1"}, Soc.A2, None),
-    ({"HCCL_INTRA_PCIE_ENABLE": "1"}, Soc.A2, None),
 ]
 
 

@@ -7,6 +7,7 @@ Megatron-LM's branch dev, in the modules that the tests are named after.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -84,8 +85,74 @@ def elastic_buffer(*, use_fp8_dispatch: bool) -> ElasticBuffer:
     )
 
 
-def test_vllm_deepep_ht() -> None:
+Options = dict[str, Any]
+
+
+def check_normal(
+    buffer: Buffer, *, layout: Options, dispatch: Options, combine: Options
+) -> list[int]:
+    """Make the calls of normal mode as an engine makes them; return the counts."""
     batch = batch_of_rank()
+    per_rank, per_rdma_rank, per_expert, is_in_rank, event = buffer.get_dispatch_layout(
+        topk_idx=batch.ids, num_experts=NUM_EXPERTS, previous_event=Buffer.capture(), **layout
+    )
+    (codes, scales), ids, weights, counts, handle, event = buffer.dispatch(
+        as_fp8(batch.x),
+        topk_idx=batch.ids,
+        topk_weights=batch.weights,
+        num_tokens_per_rank=per_rank,
+        num_tokens_per_rdma_rank=per_rdma_rank,
+        is_token_in_rank=is_in_rank,
+        num_tokens_per_expert=per_expert,
+        previous_event=event,
+        async_finish=True,
+        **dispatch,
+    )
+    assert event.event is not None
+    event.current_stream_wait()
+    assert ids is not None
+    assert weights is not None
+    assert handle is not None
+    assert counts is not None
+    results = experts_of_rows(codes.float() * scales, ids, weights)
+    y, _, event = buffer.combine(x=results, handle=handle, async_finish=True, **combine)
+    event.current_stream_wait()
+    batch.check(y)
+    return counts
+
+
+def check_low_latency(
+    buffer: Buffer, *, in_flight: int, dispatch: Options, combine: Options
+) -> None:
+    """Make the calls of low latency as an engine makes them, batches in flight."""
+    batch, factors = batch_of_rank(), factors_of_rank()
+    sent = [
+        buffer.low_latency_dispatch(
+            batch.x, batch.ids, MAX_TOKENS, NUM_EXPERTS, return_recv_hook=True, **dispatch
+        )
+        for _ in range(in_flight)
+    ]
+    for rows, counts, handle, _, hook in sent:
+        assert hook is not None
+        hook()
+        assert isinstance(rows, Tensor)
+        is_row = torch.arange(rows.shape[1], device=here()) < counts.unsqueeze(1)
+        results = torch.where(is_row.unsqueeze(2), rows * factors.view(-1, 1, 1), float("nan"))
+        y, _, hook = buffer.low_latency_combine(
+            x=results.bfloat16(),
+            topk_idx=batch.ids,
+            topk_weights=batch.weights,
+            handle=handle,
+            async_finish=False,
+            return_recv_hook=True,
+            **combine,
+        )
+        assert hook is not None
+        hook()
+        batch.check(y)
+
+
+def test_vllm_deepep_ht() -> None:
     buffer = Buffer(
         group=world(),
         num_nvl_bytes=1 << 30,
@@ -95,52 +162,27 @@ def test_vllm_deepep_ht() -> None:
         explicitly_destroy=True,
     )
     Buffer.set_num_sms(20)
-    event = buffer.capture()
-    per_rank, per_rdma_rank, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(
-        topk_idx=batch.ids,
-        num_experts=NUM_EXPERTS,
-        previous_event=event,
-        async_finish=False,
-        allocate_on_comm_stream=False,
+    on_this_stream = {"allocate_on_comm_stream": False}
+    check_normal(
+        buffer,
+        layout={"async_finish": False, **on_this_stream},
+        dispatch={
+            "handle": None,
+            "expert_alignment": 1,
+            "config": Buffer.get_dispatch_config(NUM_RANKS),
+            **on_this_stream,
+        },
+        combine={
+            "topk_weights": None,
+            "config": Buffer.get_combine_config(NUM_RANKS),
+            "previous_event": None,
+            **on_this_stream,
+        },
     )
-    (codes, scales), ids, weights, counts, handle, event = buffer.dispatch(
-        x=as_fp8(batch.x),
-        handle=None,
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_rdma_rank,
-        is_token_in_rank=is_in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-        expert_alignment=1,
-        config=Buffer.get_dispatch_config(NUM_RANKS),
-        previous_event=event,
-        async_finish=True,
-        allocate_on_comm_stream=False,
-    )
-    assert event.event is not None
-    event.current_stream_wait()
-    assert ids is not None
-    assert weights is not None
-    assert handle is not None
-    assert counts == [int((ids == local).sum()) for local in range(NUM_LOCAL)]
-    results = experts_of_rows(codes.float() * scales, ids, weights)
-    y, _, event = buffer.combine(
-        x=results,
-        handle=handle,
-        topk_weights=None,
-        config=Buffer.get_combine_config(NUM_RANKS),
-        previous_event=None,
-        async_finish=True,
-        allocate_on_comm_stream=False,
-    )
-    event.current_stream_wait()
-    batch.check(y)
     buffer.destroy()
 
 
 def test_vllm_deepep_ll() -> None:
-    batch = batch_of_rank()
     num_bytes = Buffer.get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank=MAX_TOKENS,
         hidden=HIDDEN,
@@ -157,38 +199,43 @@ def test_vllm_deepep_ll() -> None:
         allow_mnnvl=False,
         explicitly_destroy=True,
     )
-    rows, counts, handle, _, hook = buffer.low_latency_dispatch(
-        batch.x,
-        batch.ids,
-        MAX_TOKENS,
-        NUM_EXPERTS,
-        use_fp8=False,
-        round_scale=False,
-        use_ue8m0=False,
-        async_finish=False,
-        return_recv_hook=True,
+    check_low_latency(
+        buffer,
+        in_flight=1,
+        dispatch={
+            "use_fp8": False,
+            "round_scale": False,
+            "use_ue8m0": False,
+            "async_finish": False,
+        },
+        combine={"zero_copy": False, "out": torch.empty_like(batch_of_rank().x)},
     )
-    assert hook is not None
-    hook()
-    assert isinstance(rows, Tensor)
-    factors = factors_of_rank()
-    is_row = torch.arange(rows.shape[1], device=here()) < counts.unsqueeze(1)
-    results = torch.where(is_row.unsqueeze(2), rows * factors.view(-1, 1, 1), float("nan"))
-    out = torch.empty_like(batch.x)
-    _, _, hook = buffer.low_latency_combine(
-        results.bfloat16(),
-        batch.ids,
-        batch.weights,
-        handle,
-        async_finish=False,
-        zero_copy=False,
-        return_recv_hook=True,
-        out=out,
-    )
-    assert hook is not None
-    hook()
-    batch.check(out)
     buffer.destroy()
+
+
+def test_sglang_deepep() -> None:
+    buffer = Buffer(
+        world(), 1 << 30, 1 << 30, low_latency_mode=True, num_qps_per_rank=24, allow_mnnvl=True
+    )
+    # Two halves of a batch overlap.
+    check_low_latency(buffer, in_flight=2, dispatch={"use_fp8": False}, combine={})
+    config = Config(
+        **{
+            "num_sms": 24,
+            "num_max_nvl_chunked_send_tokens": 16,
+            "num_max_nvl_chunked_recv_tokens": 512,
+            "num_max_rdma_chunked_send_tokens": 16,
+            "num_max_rdma_chunked_recv_tokens": 512,
+        }
+    )
+    on_its_stream = {"allocate_on_comm_stream": True}
+    counts = check_normal(
+        buffer,
+        layout={"async_finish": True, **on_its_stream},
+        dispatch={"expert_alignment": 128, "config": config, **on_its_stream},
+        combine={"previous_event": Buffer.capture(), "config": config, **on_its_stream},
+    )
+    assert all(count % 128 == 0 for count in counts)
 
 
 def test_vllm_deepep_v2_decode() -> None:
@@ -259,88 +306,6 @@ def test_vllm_deepep_v2_prefill() -> None:
     )
     batch.check(y)
     buffer.destroy()
-
-
-@pytest.mark.parametrize("is_low_latency", [False, True])
-def test_sglang_deepep(is_low_latency: bool) -> None:
-    batch = batch_of_rank()
-    buffer = Buffer(
-        world(), 1 << 30, 1 << 30, low_latency_mode=True, num_qps_per_rank=24, allow_mnnvl=True
-    )
-    if is_low_latency:
-        # Twice in flight, as two halves of a batch that overlap.
-        halves = [
-            buffer.low_latency_dispatch(
-                batch.x, batch.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False, return_recv_hook=True
-            )
-            for _ in range(2)
-        ]
-        factors = factors_of_rank()
-        for rows, counts, handle, _, hook in halves:
-            assert hook is not None
-            hook()
-            assert isinstance(rows, Tensor)
-            is_row = torch.arange(rows.shape[1], device=here()) < counts.unsqueeze(1)
-            results = torch.where(is_row.unsqueeze(2), rows * factors.view(-1, 1, 1), 0.0)
-            y, _, hook = buffer.low_latency_combine(
-                x=results.bfloat16(),
-                topk_idx=batch.ids,
-                topk_weights=batch.weights,
-                handle=handle,
-                async_finish=False,
-                return_recv_hook=True,
-            )
-            assert hook is not None
-            hook()
-            batch.check(y)
-        return
-    config = Config(
-        **{
-            "num_sms": 24,
-            "num_max_nvl_chunked_send_tokens": 16,
-            "num_max_nvl_chunked_recv_tokens": 512,
-            "num_max_rdma_chunked_send_tokens": 16,
-            "num_max_rdma_chunked_recv_tokens": 512,
-        }
-    )
-    previous = Buffer.capture()
-    per_rank, per_rdma_rank, per_expert, is_in_rank, previous = buffer.get_dispatch_layout(
-        batch.ids,
-        NUM_EXPERTS,
-        previous_event=previous,
-        async_finish=True,
-        allocate_on_comm_stream=True,
-    )
-    (codes, scales), ids, weights, counts, handle, event = buffer.dispatch(
-        as_fp8(batch.x),
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-        num_tokens_per_rank=per_rank,
-        num_tokens_per_rdma_rank=per_rdma_rank,
-        is_token_in_rank=is_in_rank,
-        num_tokens_per_expert=per_expert,
-        previous_event=previous,
-        async_finish=True,
-        allocate_on_comm_stream=True,
-        expert_alignment=128,
-        config=config,
-    )
-    event.current_stream_wait()
-    assert ids is not None
-    assert weights is not None
-    assert handle is not None
-    assert counts is not None
-    assert all(count % 128 == 0 for count in counts)
-    y, _, event = buffer.combine(
-        experts_of_rows(codes.float() * scales, ids, weights),
-        handle,
-        async_finish=True,
-        previous_event=Buffer.capture(),
-        allocate_on_comm_stream=True,
-        config=config,
-    )
-    event.current_stream_wait()
-    batch.check(y)
 
 
 @pytest.mark.parametrize("do_cpu_sync", [False, True])

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots, RowTopkDispatched
 from epcomm.calls.call import DispatchCall, RowTopkCall
-from epcomm.errors import EPError
+from epcomm.errors import EPError, HandleError
 from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Record, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
@@ -233,6 +233,14 @@ def dispatch_rows(
     )
 
 
+def refuse_copy(handle: object) -> NoReturn:
+    """Refuse to pickle or copy a handle."""
+    raise HandleError(
+        f"{type(handle).__name__} cannot be pickled or copied: it belongs to the memory of one "
+        "Buffer; pass the handle itself"
+    )
+
+
 def announce_along(
     ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
 ) -> None:
@@ -260,10 +268,7 @@ def send_along(
     """
     has_weights = topk_weights is not None
     announce_along(ranks, exchange, "dispatch along a handle", rows.x, has_weights=has_weights)
-    weights = None
-    if topk_weights is not None:
-        words = send_words(exchange, detached(topk_weights).contiguous().view(torch.int32))
-        weights = words[:, : exchange.spec.top_k].contiguous().view(torch.float32)
+    weights = None if topk_weights is None else send_words(exchange, topk_weights)
     if rows.scales is None:
         return Rows(x=_dense(_send_columns(exchange, rows.x))), weights
     # Side by side as bytes: a cached dispatch carries one tensor.
@@ -277,12 +282,15 @@ def send_along(
 
 
 def send_words(exchange: RowExchange, words: Tensor) -> Tensor:
-    """Send [T, N], int32, along an exchange, in whole vectors, which every buffer carries.
+    """Send words [T, N] of four bytes, such as weights, along an exchange.
 
-    Returns: [R, N + gap], which the caller owns.
+    Returns: [R, N], contiguous, which the caller owns.
     Collective: yes.   Host sync: none.
     """
-    return _send_columns(exchange, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
+    num_words = words.shape[1]
+    # Every buffer carries whole vectors.
+    vectors = F.pad(detached(words), (0, -num_words % _VECTOR_WORDS))
+    return _send_columns(exchange, vectors)[:, :num_words].contiguous()
 
 
 def _send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
@@ -331,7 +339,7 @@ def refuse_dispatch(
     error: EPError,
     spec: BufferSpec | None = None,
     *,
-    has_words: bool = False,
+    has_weights: bool = False,
     sums_each_k: bool = False,
 ) -> NoReturn:
     """Refuse a dispatch on new routes.
@@ -344,7 +352,7 @@ def refuse_dispatch(
         ranks: of the buffer.   service: of the dispatch.   error: the reason.
         spec: of the call, see Check.spec: the others may open such a buffer now. None: that of the
             last call.
-        has_words, sums_each_k: with static sizes, whether the others send words along the dispatch,
+        has_weights, sums_each_k: with static sizes, whether the others send weights after the rows,
             and make K combines instead of one.
 
     Collective: in place of a dispatch, and of what follows it.
@@ -377,9 +385,9 @@ def refuse_dispatch(
     elif service.is_static and ranks.reads_faults:
         buffer.check()
     elif service.is_static:
-        if has_words:
-            words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
-            buffer.cached_dispatch(words, out.exchange_plan)
+        if has_weights:
+            no_weights = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
+            buffer.cached_dispatch(no_weights, out.exchange_plan)
         for _ in range(spec.top_k if sums_each_k else 1):
             _combine_without_rows(ranks, ranks.last[service], error)
     raise error

@@ -23,6 +23,7 @@ from epcomm.integrations.deep_ep import Buffer, Config, EventHandle, EventOverla
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.integrations.deep_ep.v1.normal import UNKNOWN
 from epcomm.spec import BufferSpec
+from tests.integrations.deep_ep.counting import counted_exchanges
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.v1_ranks import world
 
@@ -114,14 +115,43 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.Monk
         assert handle == handle
         assert handle != other
         assert all(mine is again for mine, again in zip(handle, tuple(handle), strict=True))
-        for use in (pickle.dumps, copy.copy, copy.deepcopy):
-            with pytest.raises(HandleError, match="cannot be pickled or copied"):
-                use(handle)
         tensors = [each.clone() for each in handle]
         assert buffer._saved_handles.find(tensors) is None
         assert buffer._saved_handles.find(list(handle)) is handle.exchange  # type: ignore[attr-defined]
     y, _, _ = buffer.combine(rows, handle)
     assert torch.equal(y, batch.x * num_ranks)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("rows", ["plain", "quantised", "without ids", "worst case", "low latency"])
+def test_handles_of_any_rows_are_used_without_an_exchange(rows: str) -> None:
+    buffer = Buffer(world(), low_latency_mode=True)
+    batch = Batch(buffer.rank, (64, 2, 4))
+    if rows == "low latency":
+        _, _, handle, _, _ = buffer.low_latency_dispatch(batch.x, batch.ids, 16, 4, use_fp8=False)
+        exchange = handle.exchange  # type: ignore[attr-defined]
+    else:
+        per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, 4)
+        scales = torch.ones(3, 1, device=here())
+        *_, handle, _ = buffer.dispatch(
+            (batch.x.to(torch.float8_e4m3fn), scales) if rows == "quantised" else batch.x,
+            num_tokens_per_rank=per_rank,
+            is_token_in_rank=is_in_rank,
+            num_tokens_per_expert=per_expert,
+            topk_idx=None if rows == "without ids" else batch.ids,
+            topk_weights=None if rows == "without ids" else batch.weights,
+            num_worst_tokens=16 if rows == "worst case" else 0,
+        )
+        assert handle is not None
+        exchange = handle.exchange  # type: ignore[attr-defined]
+    with counted_exchanges(exchange) as exchanges:
+        assert [each for each in handle if isinstance(each, Tensor)]
+        assert repr(handle) == str(handle)
+        assert handle == handle
+        for use in (pickle.dumps, copy.copy, copy.deepcopy):
+            with pytest.raises(HandleError, match="cannot be pickled or copied"):
+                use(handle)
+    assert exchanges == []
 
 
 @pytest.fixture

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
+import pickle
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +18,7 @@ from torch import Tensor
 from epcomm.errors import CapacityError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
 from epcomm.integrations.deep_ep.checks import Absent
-from epcomm.integrations.deep_ep.normal import RowExchange, send_words
-from epcomm.integrations.deep_ep.v2 import handle as handles
+from tests.integrations.deep_ep.counting import counted_exchanges
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
@@ -249,29 +251,44 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("do_expand", "has_weights"), [(True, True), (False, False)])
-def test_sources_are_sent_when_they_are_read(
-    do_expand: bool, has_weights: bool, make_buffer: BufferMaker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_a_rank_alone_reads_compares_and_saves_a_handle(
+    do_expand: bool, has_weights: bool, do_cpu_sync: bool, make_buffer: BufferMaker
 ) -> None:
-    sent: list[int] = []
-
-    def counted(exchange_of_rows: RowExchange, words: Tensor) -> Tensor:
-        sent.append(words.shape[1])
-        return send_words(exchange_of_rows, words)
-
-    monkeypatch.setattr(handles, "send_words", counted)
     buffer = make_buffer()
-    no_weights = {} if has_weights else {"topk_weights": None}
-    *_, handle, _ = dispatch(buffer, do_expand=do_expand, **no_weights)
-    per_rank = handle.psum_num_recv_tokens_per_scaleup_rank.diff(prepend=torch.zeros(1).to(here()))
-    assert not sent
-    sources = handle.recv_src_metadata[: num_messages(handle), 0] // MAX_TOKENS
-    assert len(sent) == 1
-    assert handle.recv_src_metadata is handle.recv_src_metadata
-    assert len(sent) == 1
-    assert torch.equal(sources.bincount(minlength=4), per_rank.long())
-    dispatch(buffer)
-    assert len(sent) == 2
+    x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    recv_x, _, _, handle, _ = dispatch(
+        buffer,
+        topk_weights=weights if has_weights else None,
+        do_expand=do_expand,
+        do_cpu_sync=do_cpu_sync,
+    )
+    # If rank 0 communicated alone, it would wait, or the combine of the others would meet it.
+    if buffer.rank_idx == 0:
+        with counted_exchanges(handle.exchange) as exchanges:
+            for name in dir(handle):
+                getattr(handle, name)
+            assert repr(handle) == str(handle)
+            assert handle == handle
+            for use in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(HandleError, match="cannot be pickled or copied"):
+                    use(handle)
+        assert exchanges == []
+    y, _, _ = buffer.combine(recv_x, handle)
+    count = num_messages(handle)
+    by_rank = handle.psum_num_recv_tokens_per_scaleup_rank.diff(prepend=torch.zeros(1).to(here()))
+    metadata = handle.recv_src_metadata[:count].tolist()
+    assert Counter(line[0] // MAX_TOKENS for line in metadata) == Counter(
+        {rank: int(number) for rank, number in enumerate(by_rank) if number}
+    )
+    for position, (source, _, *slots) in enumerate(metadata):
+        sent = torch.tensor(divmod(source, MAX_TOKENS), dtype=torch.bfloat16)
+        for row in [slot for slot in slots if slot >= 0] if do_expand else [position]:
+            assert torch.equal(recv_x[row, :2].cpu(), sent)
+    times = (topk_idx >= 0).sum(1, keepdim=True) if do_expand else ranks_of_tokens(topk_idx)
+    assert torch.equal(y, x * times)
 
 
 @pytest.mark.ranks(4)

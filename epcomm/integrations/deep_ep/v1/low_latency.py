@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from epcomm.integrations.deep_ep.normal import (
     detached,
     dispatch_rows,
     refuse_along,
+    refuse_copy,
     refuse_dispatch,
     return_rows,
     spec_of,
@@ -115,6 +116,9 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     shape: LowLatencyShape
     pairs: SentPairs | None
     exchange: RowExchange | None
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
     @classmethod
     def of(

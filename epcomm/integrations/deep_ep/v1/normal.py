@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from epcomm.errors import CapacityError, HandleError, ShapeError
+from epcomm.errors import CapacityError, ShapeError
 from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Check, Dtypes
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
     dispatch_rows,
+    refuse_copy,
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
@@ -244,16 +245,13 @@ class NormalHandle(tuple[Tensor, ...]):
     # Those of a tuple compare what a tuple holds, which is nothing here.
     __hash__, __eq__, __ne__ = object.__hash__, object.__eq__, object.__ne__
 
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
+
     def __repr__(self) -> str:
         exchange = self.exchange
         sizes = (exchange.max_rows, exchange.spec.hidden_size, exchange.num_tokens)
         return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.ranks.rank}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise HandleError(
-            f"{self!r} cannot be pickled or copied: it belongs to the memory of one Buffer; pass "
-            "the handle itself"
-        )
 
 
 def _channels(is_in_rank: Tensor, channels: int) -> tuple[Tensor, Tensor]:

@@ -239,7 +239,8 @@ class ElasticBuffer:
         Args:
             x: [T, H], bfloat16; or ([T, H] float8_e4m3fn, [T, S] scales of 4 B, any strides).
             topk_idx: [T, K], int64, -1 means none; None with a handle.
-            topk_weights: [T, K], float32, or None, alike on all ranks; with a handle too.
+            topk_weights: [T, K], float32, or None, alike on all ranks; with a handle too. They take
+                a second exchange, of 4 * K bytes a row, or 16 bytes if rows expand.
             cumulative_local_expert_recv_stats: [L], int32, to which counts are added.
             num_max_tokens_per_rank: M, equal on all ranks; None: as in the constructor.
             previous_event, previous_event_before_epilogue: what the call waits for.
@@ -300,11 +301,14 @@ class ElasticBuffer:
                 exchange = handle.exchange if isinstance(handle, EPHandle) else None
                 has_weights = topk_weights is not None
                 refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
-            follow_up = {
-                "has_words": request.has_words,
-                "sums_each_k": do_expand and not self.allow_multiple_reduction,
-            }
-            refuse_dispatch(ranks, request.service, error, check.spec, **follow_up)
+            refuse_dispatch(
+                ranks,
+                request.service,
+                error,
+                check.spec,
+                has_weights=topk_weights is not None,
+                sums_each_k=do_expand and not self.allow_multiple_reduction,
+            )
         with self._comm_stream.call(
             rows.x.device, *events, is_async=async_with_compute_stream
         ) as call:

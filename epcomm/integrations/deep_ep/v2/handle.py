@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
 from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
-    RowExchange,
     Rows,
     dispatch_rows,
+    refuse_copy,
     send_words,
     spec_of,
 )
@@ -39,12 +40,12 @@ class Arrived:
     """The rows, weights and sources that this rank received in one dispatch.
 
     weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand.
-    sources: source rank * M + token of each row, [R], int32; None: they are sent when read.
+    sources: source rank * M + token of each row, [R], int32.
     """
 
     received: ReceivedRows
     weights: Tensor | None
-    sources: Tensor | None
+    sources: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,11 +71,6 @@ class DispatchRequest:
     def service(self) -> Service:
         """NORMAL if sizes are exact and the host waits for them, else STATIC."""
         return Service.NORMAL if self.do_cpu_sync else Service.STATIC
-
-    @property
-    def has_words(self) -> bool:
-        """True if weights of other ranks' experts, and sources, are sent in a separate exchange."""
-        return self.topk_weights is not None and not self.do_expand
 
     def check(self, check: Check) -> None:
         """Check the arguments, and set check.spec."""
@@ -104,7 +100,11 @@ class DispatchRequest:
         return self.topk_idx
 
     def send(self, ranks: Ranks, spec: BufferSpec) -> Arrived:
-        """Send the tokens.
+        """Send the tokens, and the number of each, which the handle reports.
+
+        A message of a buffer has one word for each k. The number takes it, and the weights follow
+        in a second exchange, because programs read those of other ranks' experts too. Expanded rows
+        have no such weights: theirs take the words, and the number follows.
 
         Collective: yes.   Host sync: one with do_cpu_sync, else none.
         """
@@ -114,29 +114,32 @@ class DispatchRequest:
             "has_topk_weights": weights is not None,
             "do_expand": self.do_expand,
         }
-        sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
-        num_sms, topk = self.num_sms or None, (topk_idx, sent)
+        first, num_tokens = ranks.rank * self.max_tokens, topk_idx.shape[0]
+        sources = torch.arange(
+            first, first + num_tokens, dtype=torch.int32, device=topk_idx.device
+        ).unsqueeze(1)
+        # Buffers move the four bytes of a weight unchanged.
+        words, has_slot_weights = sources.view(torch.float32).expand_as(topk_idx), False
+        if weights is not None and self.do_expand:
+            words, has_slot_weights = weights, True
+        num_sms = self.num_sms or None
         received = dispatch_rows(
-            ranks, self.service, self.rows, topk, spec, num_sms=num_sms, options=options
+            ranks,
+            self.service,
+            self.rows,
+            (topk_idx, words),
+            spec,
+            num_sms=num_sms,
+            options=options,
         )
-        exchange = received.exchange
-        if weights is None or not self.has_words:
-            weights = None if weights is None else received.dispatched.slot_weights
-            return Arrived(received=received, weights=weights, sources=None)
-        words = [_own_sources(exchange, self.max_tokens), weights.contiguous().view(torch.int32)]
-        columns = send_words(exchange, torch.cat(words, dim=1))
-        return Arrived(
-            received=received,
-            weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
-            sources=columns[:, 0].contiguous(),
-        )
-
-
-def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
-    """Return this rank * M + token of its tokens, [T, 1], int32."""
-    ranks = exchange.ranks
-    tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=ranks.device)
-    return (tokens + ranks.rank * max_tokens).unsqueeze(1)
+        if has_slot_weights:
+            weights = received.dispatched.slot_weights
+            sources = send_words(received.exchange, sources).squeeze(1)
+        else:
+            weights = None if weights is None else send_words(received.exchange, weights)
+            # Weights are 0 where the expert is on another rank.
+            sources = received.topk_weights.view(torch.int32).amax(1)
+        return Arrived(received=received, weights=weights, sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,8 +181,9 @@ class Positions:
 class EPHandle:
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
-    It lives as long as it is held, and any number of combines and dispatches go along it. Programs
-    may set its fields of counts, which no call reads.
+    Reading, printing and comparing a handle are local. It lives as long as it is held, and any
+    number of combines and dispatches go along it. Programs may set its fields of counts, which no
+    call reads.
 
     do_expand: rows are one for each (token, expert), else one for each (token, rank).
     topk_idx: [T, K] of this rank's tokens, a copy unless do_handle_copy was False.
@@ -194,6 +198,7 @@ class EPHandle:
 
     These are not of the package:
     exchange: of the rows.   index: of the slots over the rows.
+    sources: source rank * M + token of each row, [R], int32.
     local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, received rows; None:
         all did.
     positions: those of the received rows.
@@ -204,7 +209,7 @@ class EPHandle:
         received = arrived.received
         num_ranks = received.exchange.ranks.size
         self.exchange, self.index = received.exchange, received.dispatched.index
-        self.local_ids, self._sources = received.topk_ids, arrived.sources
+        self.local_ids, self.sources = received.topk_ids, arrived.sources
         self.is_row = None if request.do_cpu_sync else (received.topk_ids >= 0).any(1)
         self.do_expand = request.do_expand
         self.num_experts = self.exchange.spec.num_local_experts * num_ranks
@@ -232,6 +237,9 @@ class EPHandle:
         self.token_metadata_at_forward: Tensor | None = None
         self.channel_linked_list: Tensor | None = None
         self.positions = self.positions_of(do_expand=self.do_expand)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
     def positions_of(self, *, do_expand: bool) -> Positions:
         """Return the positions of what arrived, in the order of (source rank, token)."""
@@ -265,17 +273,6 @@ class EPHandle:
         assert self.index.slots_of_row is not None, "rows have an index over them"
         return self.index.slots_of_row
 
-    @property
-    def sources(self) -> Tensor:
-        """Source rank * M + token of each row, [R], int32.
-
-        Collective: at the first read, unless the dispatch brought them.   Host sync: none.
-        """
-        if self._sources is None:
-            own = _own_sources(self.exchange, self.num_max_tokens_per_rank)
-            self._sources = send_words(self.exchange, own)[:, 0].contiguous()
-        return self._sources
-
     @cached_property
     def recv_src_metadata(self) -> Tensor:
         """The source of each received token, [N, K + 2], int32.
@@ -287,7 +284,7 @@ class EPHandle:
         A program may set it, or write into it, to name other rows of the tensor that combine takes:
         N' <= N lines, in the order of the received tokens; tokens without a line add nothing.
 
-        Collective: at the first read, for rows that expand or came without weights.
+        Computed at the first read. Local.   Host sync: none.
         """
         sources, is_here = self.sources.unsqueeze(1), self.local_ids >= 0
         first_k = is_here.to(torch.int32).argmax(1, keepdim=True)

@@ -2,7 +2,7 @@
 
 torchrun starts each rank as a new interpreter, which imports and collects for 5 to 8 s of CPU time.
 Forked ranks have one seed of hashes, so that a set has the same order on all of them; ranks of MPI
-and of hosts are interpreters of their own.
+and of hosts are separate interpreters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Copy:
     """A copy of this process, with methods of subprocess.Popen."""
 
     pid: int
-    pipe: int  # its end at this process
+    pipe: int  # the end of the pipe in this process
     returncode: int | None = None
 
     def start(self, folder: Path) -> None:
-        """Let the copy go on, with its output in output.txt of the folder."""
+        """Start the copy, with its output in output.txt of the folder."""
         os.write(self.pipe, os.fsencode(folder))
         os.close(self.pipe)
 
@@ -61,7 +61,7 @@ class Copy:
 
 
 def fork_copy(others: Sequence[Copy]) -> Copy | Path:
-    """Return a copy of this process, and in the copy its folder, once it is started."""
+    """Return a copy of this process; in the copy, wait for start() and return the folder."""
     end_of_copy, end_here = os.pipe()
     if pid := os.fork():
         os.close(end_of_copy)
@@ -69,7 +69,7 @@ def fork_copy(others: Sequence[Copy]) -> Copy | Path:
     # Signals of the terminal reach the first process alone.
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Others that are not started end when the first process has closed their pipes.
+    # Ranks that were not started end when the first process has closed their pipes.
     for pipe in (end_here, *(other.pipe for other in others)):
         os.close(pipe)
     folder = Path(os.fsdecode(os.read(end_of_copy, 4096)))
@@ -101,7 +101,7 @@ def fork_ranks(num_ranks: int) -> None:
         os.close(port)
         ports.append(port_of_parent)
         ranks[pid] = rank
-    # After the forks: the store has threads, which a fork would not copy.
+    # Make the store after the forks, because it has threads, which a fork would not copy.
     import torch.distributed as dist
 
     store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def fork_ranks(num_ranks: int) -> None:
 
 
 def _become(rank: int, num_ranks: int, port: int) -> None:
-    """Take the environment of a rank; wait for the port of the store."""
+    """Set the environment of a rank; wait for the port of the store."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -152,7 +152,7 @@ def _wait(ranks: dict[int, int]) -> int:
     while ranks:
         pid, status = os.wait()
         if pid not in ranks:
-            # Another child of this process.
+            # The process is another child of this one, and not a rank.
             continue
         rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
         if code and not has_failed:

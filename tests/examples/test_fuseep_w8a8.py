@@ -18,7 +18,7 @@ COMMAND = [
     str(REPO / "examples" / "fuseep_w8a8.py"),
     *("--experts", "4", "--max-tokens", "40"),
 ]
-# It takes 5 s on an idle machine with two cores.
+# The example takes 5 s on an idle machine with two cores.
 LIMIT_S = 100
 # Host syncs of a call of each path.
 PATHS = {
@@ -54,7 +54,8 @@ def test_every_path_is_near_float64_and_its_weights_cost_more(rows: Rows) -> Non
     assert list(rows) == list(PATHS)
     for name, cells in rows.items():
         to_bf16, to_w8a8 = map(float, cells[:2])
-        # Both errors exist: rounding of activations, and in addition of weights.
+        # Both errors exist: that of rounded activations, and the larger one of rounded activations
+        # and weights.
         assert 0.005 < to_w8a8 < to_bf16, name
         # MAX_ERROR of the example.
         assert to_w8a8 <= 0.0245, name

@@ -23,7 +23,7 @@ OPTIONS = {
     "passing": ["--min-loss-fall", "0.1"],
     "impossible": ["--tolerance", "0"],
 }
-# Both take 10 s on an idle machine with two cores.
+# Both launches take 10 s on an idle machine with two cores.
 LIMIT_S = 150
 
 Runs = dict[str, Future[subprocess.CompletedProcess[str]]]
@@ -58,7 +58,7 @@ def test_every_step_agrees_with_one_process(runs: Runs) -> None:
     assert [row[0] for row in rows] == ["1", "2", "3"]
     for row in rows:
         loss, expected_loss, loss_difference, norm_difference = map(float, row[3:7])
-        assert loss == pytest.approx(expected_loss, abs=1.1e-4)  # four digits are shown
+        assert loss == pytest.approx(expected_loss, abs=1.1e-4)  # The output has four digits.
         assert loss_difference < 1e-5
         assert norm_difference < 1e-5
 
@@ -79,7 +79,7 @@ def test_decoded_text_agrees_with_one_process(runs: Runs) -> None:
 def test_a_step_that_differs_ends_the_run_with_a_message(runs: Runs) -> None:
     impossible = runs["impossible"].result()
     assert impossible.returncode != 0
-    # All ranks fail with it, but the launcher may end one before it prints the message.
+    # All ranks fail with this error, but the launcher may end one before it prints the message.
     assert re.search(
         r"^rank [01] of 2 failed: exit: step 1: loss is 5\.\d+, in one process 5\.\d+: relative "
         r"difference \S+, expected less than 0\.0e\+00; gradient norm is ",

@@ -19,7 +19,7 @@ from fakes.ascend.deep_ep import Buffer
 W, E, H, I, K, M = 4, 8, 32, 64, 2, 600  # noqa: E741 (the letter of the intermediate size)
 OPERATORS = ("fused_deep_moe", "dispatch_ffn_combine")
 NUM_TOKENS = (0, 1, 255, 256, 257, 511, 512, 513, 600)
-# Both round to 127 codes twice, in different orders; see test_dense.py.
+# Both paths round to 127 codes twice, in different orders; see test_dense.py.
 TOLERANCE = 0.01
 
 

@@ -42,7 +42,7 @@ TO_DENSE, TO_ONE_ANOTHER = 0.02, 0.01
 
 
 def experts() -> Int8ChannelWeights:
-    """All E of them; scales differ by a factor of 3, so that a wrong one shows."""
+    """Make all E experts, with scales that differ by a factor of 3, so that a wrong one shows."""
     made = torch.Generator().manual_seed(1)
 
     def codes(*shape: int) -> Tensor:
@@ -70,7 +70,7 @@ def batch(rank: int) -> tuple[Tensor, TopKOutput]:
 
 
 def dense(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Tensor:
-    """Compute y [T, H] in float64, where only the weights are rounded."""
+    """Compute y [T, H] in float64; only the weights are rounded."""
     w13 = weights.gate_up_proj.double() * weights.gate_up_scale.double()[:, :, None]
     w2 = weights.down_proj.double() * weights.down_scale.double()[:, :, None]
     y = torch.zeros(x.shape, dtype=torch.float64)
@@ -83,7 +83,7 @@ def dense(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Tensor:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Relative L2 over the tokens of all ranks; collective."""
+    """Return the relative L2 distance over the tokens of all ranks; collective."""
     sums = torch.stack([(found.double() - expected.double()).square().sum()])
     sums = torch.cat([sums, expected.double().square().sum()[None]])
     dist.all_reduce(sums)
@@ -106,7 +106,7 @@ def test_all_paths_are_near_the_dense_experts_and_one_another() -> None:
             assert found[name].dtype is torch.bfloat16
         expected = dense(x, topk, weights)
         to_dense = {name: distance(y, expected) for name, y in found.items()}
-        # Above 0: the rounding was done.
+        # The error is above 0, which shows that rows were rounded.
         assert all(0.001 < each <= TO_DENSE for each in to_dense.values()), to_dense
         for name, y in found.items():
             for other in found.values():

@@ -22,7 +22,7 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.gradients import clip_grad_norm
 
-# transformers must not look for a network.
+# transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 NUM_RANKS, NUM_BATCHES, NUM_TOKENS, VOCABULARY = 4, 4, 9, 64
@@ -41,7 +41,7 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """A family, by the names of its folder and classes, and what its tiny configuration adds."""
+    """A family: the names of its folder and classes, and changes of the tiny configuration."""
 
     folder: str
     prefix: str
@@ -82,7 +82,8 @@ KINDS = {
     ),
     "gpt_oss": ModelKind(folder="gpt_oss", prefix="GptOss", changes={"num_local_experts": 8}),
 }
-# Who holds which batch: each rank its own, all ranks one, or pairs of ranks.
+# The batches of ranks: a different one on each rank, the same on all ranks, or the same on pairs of
+# ranks.
 LAYOUTS = ("own_batches", "one_batch", "batch_of_two_ranks")
 # In one_batch auto is standard with replicated tokens; normal shares the batch in slices.
 # Every kind in one layout, and every layout once; the others are slow.
@@ -117,7 +118,7 @@ def sizes(layout: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all ranks, that of rank 0."""
+    """Return one folder for all ranks, that of rank 0."""
     names = [str(tmp_path_factory.mktemp("models"))]
     dist.broadcast_object_list(names, src=0)
     return Path(names[0])
@@ -353,7 +354,7 @@ def test_load_that_nobody_counts_is_not_handed_out(folder: Path) -> None:
     path = saved("qwen3_moe", folder)
     with registered() as registration:
         model = load(path, "own_batches")
-        # The folder is rank 0's, and goes when that has ended.
+        # The folder belongs to rank 0, and is removed when rank 0 has ended.
         dist.barrier()
         with pytest.raises(ConfigError, match="record_load is False"):
             registration.load_tables(model)

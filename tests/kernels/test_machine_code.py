@@ -135,7 +135,7 @@ def test_a_look_at_a_row_loads_each_line_once(kernel: str, code: Code) -> None:
     loads = re.findall(r"%([a-z_]+?)_?\d* = tt\.load .*isVolatile", code[kernel]["ttgir"])
     begin = loads.index("experts")
     look = loads[begin : loads.index("aborted", begin)]
-    # Loaded after the look, when nothing changes any more.
+    # These words are loaded after the look, when they no longer change.
     look = [name for name in look if name not in ("local_ids", "places")]
     assert len(look) == len(set(look)) > 1
 

@@ -1,4 +1,4 @@
-"""Activations equal their formulas in float64, values and gradients, in either storage order."""
+"""Values and gradients of activations equal their float64 formulas, in either storage order."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ CASES = [
     ),
     Case(id="relu2", format=ExpertFormat(activation=Activation.RELU2), formula=relu2),
 ]
-# Both sides of zero and of both limits.
+# Values on both sides of zero and of both limits.
 VALUES = [-4.0, -1.6, -1.0, -0.3, 0.2, 0.9, 1.4, 1.6, 5.0]
 
 

@@ -55,8 +55,8 @@ TINY = BatchSpec(
 # Step of central differences: small compared with values of order 1, and large compared with their
 # rounding.
 STEP = 1e-5
-# They are off by STEP**2 times a third derivative of order 1, and by the digits of the loss, a sum
-# of at most 100 values of order 1, over STEP.
+# The error of central differences: STEP**2 times a third derivative of order 1, and the rounding of
+# the loss, a sum of at most 100 values of order 1, over STEP.
 SLOPE_TOLERANCE = 10 * STEP**2 + 100 * torch.finfo(FP64).eps / STEP
 # Tolerance of gradcheck, whose steps are 1e-6: the digits of y, at most 10, over a step, four times
 # that for sums. Gradients that were float32 anywhere are off by six times as much where they are of
@@ -78,7 +78,7 @@ def test_buffer_keeps_its_contract(scenario: str, case: str) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("scenario", ["clamped_swiglu", "checkpointing"])
 def test_layer_trains_like_the_oracle(scenario: str, name: str) -> None:
-    """Compare to the digits of float64: a sum in float32 is off by 2**29 times as much."""
+    """Compare to the precision of float64: the error of a float32 sum is 2**29 times as large."""
     config = CONFIGS[name]
     if config is STATIC:
         config = EPConfig(mode="normal", max_tokens_per_rank=32, max_recv_slots=256)
@@ -94,7 +94,7 @@ def test_layer_trains_like_the_oracle(scenario: str, name: str) -> None:
     + [("collective", WeightsAppliedBy.COMBINE)],
 )
 def test_gradcheck_of_one_rank(name: str, weigher: WeightsAppliedBy) -> None:
-    """Rows, router weights, matrices and biases of the experts, by torch's own check."""
+    """Check rows, router weights, matrices and biases of the experts by torch's gradcheck."""
     config = CONFIGS[name]
     with EPGroup() as group:
         weights = make_weights(TINY, 1, intermediate_size=2, has_bias=True)
@@ -121,7 +121,7 @@ def test_gradcheck_of_one_rank(name: str, weigher: WeightsAppliedBy) -> None:
     [
         "shared_memory",
         "collective",
-        # Between ranks these move rows as the others do.
+        # Between ranks these backends move rows as the others do.
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in ("collective_static", "all_gather")
@@ -130,7 +130,7 @@ def test_gradcheck_of_one_rank(name: str, weigher: WeightsAppliedBy) -> None:
     ],
 )
 def test_gradients_are_slopes_of_the_loss_of_all_ranks(name: str) -> None:
-    """Central differences, an element of one rank at a time; all ranks make the same calls."""
+    """Compare with central differences, an element of one rank at a time."""
     config = CONFIGS[name]
     with EPGroup() as group:
         weights = make_weights(TINY, 2, intermediate_size=2)
@@ -156,7 +156,7 @@ def test_gradients_are_slopes_of_the_loss_of_all_ranks(name: str) -> None:
                 slopes = _slopes(piece_of(tensor), loss, moves=group.rank in ranks)
                 if group.rank in ranks:
                     error = (piece_of(tensor.grad).flatten() - slopes).abs().max().item()
-                    assert error <= SLOPE_TOLERANCE, f"{field} is off by {error:.3g}"
+                    assert error <= SLOPE_TOLERANCE, f"{field} has an error of {error:.3g}"
 
 
 def _slopes(tensor: Tensor, loss: Callable[[], Tensor], *, moves: bool) -> Tensor:
@@ -178,7 +178,7 @@ def _slopes(tensor: Tensor, loss: Callable[[], Tensor], *, moves: bool) -> Tenso
 
 @pytest.mark.ranks(1)
 def test_gradcheck_of_a_whole_block() -> None:
-    """The router's logits, the routing and the experts are float64 all the way."""
+    """The router's logits, the routing and the experts are computed in float64."""
     with EPGroup() as group:
         block = ExpertParallelMoE.from_transformers(qwen3_moe().double(), group, EPConfig())
         generator = torch.Generator().manual_seed(0)

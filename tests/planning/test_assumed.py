@@ -1,4 +1,4 @@
-"""Plans for machines that are not this one: what they choose, and what they say they assume."""
+"""Plans for other machines: their choices, and the assumptions that they report."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def experts() -> ExpertWeights:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Ranks on a device: buffers of prefill and decode, the runner, and why not nvlink."""
+    """Ranks on a device: buffers of prefill and decode, the runner, the reason against nvlink."""
 
     device: str
     ranks: int
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.ranks} x {case.device}")
 def test_it_chooses_as_there(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Neither devices nor variables of this machine count.
+    # Neither devices nor variables of this machine have an effect.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: case.device == "cpu")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     fp8 = Fp8BlockWeights.from_unquantized(experts())

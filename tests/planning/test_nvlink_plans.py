@@ -1,4 +1,4 @@
-"""Plans take the NVLink buffer where NVLink joins the GPUs of all ranks, and else say why not."""
+"""Plans take the NVLink buffer if NVLink connects the GPUs of all ranks, else give a reason."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
 
 
 def told(*devices: str) -> list[PeerReach]:
-    """Return what ranks on these GPUs report."""
+    """Return the reports of ranks on these GPUs."""
     return [reach_in(PAIRS, device) for device in devices]
 
 
-# What ranks report, and why they cannot write one another's memory.
+# The reports of ranks, and the reasons why they cannot write one another's memory.
 RANKS: dict[str, tuple[list[PeerReach], list[str]]] = {
     "joined": (told("a", "b"), []),
     "two pairs": (
@@ -72,7 +72,7 @@ def test_a_missing_library_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Two ranks on a GPU each: what they report, on how many hosts, and what decode gets."""
+    """Two ranks with a GPU each: their reports, the hosts, and the choice for decode."""
 
     id: str
     devices: tuple[str, str] = ("a", "b")
@@ -107,7 +107,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
     for kind in (NVLinkHost, NVLinkNormal):
         monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
-        # As over nccl: tensors on a GPU, and collectives in which no host waits.
+        # Collectives like those over nccl: tensors are on a GPU, and no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
         monkeypatch.setattr(group.collectives, "bounded", None)
         mine = reach_in(PAIRS, case.devices[group.rank])
@@ -119,7 +119,7 @@ def test_decode_takes_it_where_it_can(case: Case, monkeypatch: pytest.MonkeyPatc
     assert chosen.decode.buffer == case.decode
     assert chosen.prefill.buffer == case.prefill
     if case.devices == ("a", "b"):
-        # What is assumed of such machines is decided as if it were found.
+        # Plans for an assumed machine are decided like plans for a real one.
         there = replace(DEVICES["h200"], ranks_per_host=1 if len(set(case.hosts)) == 2 else 8)
         assumed = plan(CONFIG, SPEC, world_size=2, machine=there)
         for phase, like in zip(chosen.phases().values(), assumed.phases().values(), strict=True):

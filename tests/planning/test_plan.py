@@ -1,4 +1,4 @@
-"""plan() without a group: what is chosen, what is rejected and why, bytes and limits."""
+"""plan() without a group: choices, rejected candidates with reasons, bytes and limits."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SPEC = MoESpec(hidden_size=64, num_experts=8, top_k=2)
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The plans of prefill and decode; decode has prefill's where it is None."""
+    """The plans of prefill and decode; if decode is None, it has the plan of prefill."""
 
     id: str
     config: EPConfig
@@ -97,7 +97,7 @@ def test_choice_needs_no_group(choice: Choice) -> None:
         # A backend of exact sizes is a candidate for decode on CPU ranks.
         is_exact_decode = phase is chosen.decode and phase is not chosen.prefill
         serving |= {"hierarchical"} if is_exact_decode else set()
-        # Nothing is rejected for another mode than this.
+        # No backend is rejected because of another mode.
         assert {rejection.name for rejection in phase.rejected} == serving - {phase.backend}
         assert all(rejection.reasons for rejection in phase.rejected)
 
@@ -263,7 +263,7 @@ class OneArithmetic(QuantizedReferenceRunner):
 
 
 class Columns(QuantizedReferenceRunner):
-    """Reads FP8 rows alone, in another layout."""
+    """A runner that reads only FP8 rows, in another layout."""
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
@@ -524,5 +524,5 @@ def test_more_batches_in_flight_than_a_backend_keeps_are_refused() -> None:
     config = EPConfig(mode="low_latency", max_tokens_per_rank=4, batches_in_flight=3)
     rejected = {each.name: each.reasons for each in plan(config, SPEC).prefill.rejected}
     assert "keeps 2 batches in flight, not 3" in rejected["deep_ep_v1"]
-    # Whose slots may be more.
+    # The number of slots may be larger.
     assert not any("in flight" in reason for reason in rejected["nvlink"])

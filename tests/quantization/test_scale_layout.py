@@ -206,7 +206,9 @@ FAULTS = [
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.id)
 def test_wrong_scales_are_refused_with_both_sides(fault: Fault) -> None:
-    pattern = f"grouped_mm: .*came .*{re.escape(fault.came)}.* expected .*{re.escape(fault.wanted)}"
+    pattern = (
+        f"grouped_mm: scales are .*{re.escape(fault.came)}.* expected .*{re.escape(fault.wanted)}"
+    )
     with pytest.raises(ShapeError, match=pattern):
         check_scales(fault.wire, fault.expected, caller="grouped_mm")
 

@@ -1,4 +1,4 @@
-"""Runners of GPUs in a captured graph: replayed, they follow new rows and counts."""
+"""Runners of GPUs in a captured graph: replays use new rows and counts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 0.02
 
 
 def needs_gpu(test: Callable[[], None]) -> Callable[[], None] | None:
-    """Without a GPU there is no such test."""
+    """Skip a test without a GPU."""
     return test if torch.cuda.is_available() else None
 
 

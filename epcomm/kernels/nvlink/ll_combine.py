@@ -173,14 +173,14 @@ def _begin_combine(
         the sources of the latter as bits, and of the former.
     """
     program = tl.program_id(0)
-    # All these loads are in flight together.
+    # All loads of this loop are in flight together.
     epoch = tl.load(peers.state + 1)
     aborted = tl.load(int32_at(peers.own_address), volatile=True)
     has_no_rows = tl.load(peers.state + 2)
     is_overwritten = tl.load(peers.state + _HELD_BATCH) != batch
-    # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
-    # peer may write those of its next batch, and a program that starts late must count as many
-    # arrivals as the others.
+    # The receiver of dispatch kept this number. Do not read the headers: once some programs have
+    # published, a peer may write those of its next batch, and a program that starts late must count
+    # as many arrivals as the others.
     source_lane = tl.arange(0, c.W_LANES)
     told = tl.load(peers.state + _SOURCES_AT + source_lane, mask=source_lane < c.W, other=0)
     is_source = living_ranks(peers, c)
@@ -402,7 +402,7 @@ def _receive_combine_kernel(
     )
     is_lost = abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
 
-    # It was sent before the signal, so it has arrived.
+    # The row was sent before the signal, so it has arrived.
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT) + source_lane
     codes = word_of(tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0))
     codes = tl.where(is_overwritten, FAULT_HANDLE, codes)

@@ -1,8 +1,9 @@
 """Low-latency dispatch over NVLink, its receiver: an expert-major index over rows.
 
-It reads metadata and no rows, and indexes them while they are on the wire; it ends once they have
-come. A header, which always travels in lines, tells of each source whether its tokens do: then
-other programs copy its rows to where they would be otherwise, see lines/dispatch_unpack.py.
+The receiver reads metadata and no rows, indexes rows while they are on the wire, and ends after
+they have arrived. The header of each source, which is always sent in lines, contains whether its
+tokens are sent in lines too. Then other programs copy its rows to their usual positions, see
+lines/dispatch_unpack.py.
 
 Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
 """
@@ -518,8 +519,9 @@ def receive_dispatch(
         slot_weights: [C], float32, or None if each slot returns.
         num_tokens_per_expert: [L], int32.   first_slot: [L + 1], int32.
         expert_alignment: each expert's slots start at a multiple of this.
-        is_captured: as send_dispatch() was given it.
-        batch: likewise, where a replay may have come between; nothing is received then. -1: none.
+        is_captured: as passed to send_dispatch().
+        batch: as passed to send_dispatch(), if a replay may have run in between; then nothing is
+            received. -1: no batch.
         scale_strides: in words, of the scales of slabs: from one expert to the next, from slot to
             slot, from word to word.
         slabs: memory to which rows are copied; without it they stay in the receive buffer.

@@ -1,4 +1,4 @@
-"""A block of a plan: tensors lie where the kernel was told, as long as what is in use."""
+"""A block of a plan: tensors begin where the kernel writes them, and have the lengths in use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_part_is_where_the_kernel_writes_it() -> None:
         **vars(parts.index),
         "slot_weights": parts.slot_weights,
     }
-    # Gaps are nobody's, and each part begins at 16 bytes.
+    # Gaps belong to no part, and each part begins at a multiple of 16 bytes.
     ends = [*block.received.addresses[1:], block.memory.data_ptr() + 4 * len(block.memory)]
     for name, address, end in zip(PLAN_PARTS, block.received.addresses, ends, strict=True):
         tensor = tensors[name]

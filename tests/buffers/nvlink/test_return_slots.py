@@ -1,4 +1,4 @@
-"""Low latency over NVLink whose router weights come with combine: slots come home apart."""
+"""Low latency over NVLink whose router weights come with combine: each slot is returned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from epcomm.types import ROW_MAJOR, RowsPer, ScaleLayout, WireFormat
 ROWS, MASKED = "NVLinkLowLatencyBuffer", "NVLinkMaskedBuffer"
 H, K, L, M = 300, 3, 3, 5
 BF16 = WireFormat.of(torch.bfloat16)
-# The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
+# The most tokens that a rank sends in lines: with 2, some ranks of a batch send in lines and others
+# in bulk.
 IN_LINES, MIXED, IN_BULK = 8, 2, 0
 # T of ranks 0 and 1, batch by batch: each receive buffer has several turns.
 TOKENS = ((5, 2), (0, 3), (1, 5), (4, 0), (2, 2))
@@ -37,7 +38,7 @@ TOKENS = ((5, 2), (0, 3), (1, 5), (4, 0), (2, 2))
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One rank's batch: a call, and the weights that come later, NaN where no expert is."""
+    """One rank's batch: a call, and the weights of its combine, NaN where there is no expert."""
 
     call: DispatchCall
     topk_weights: Tensor
@@ -62,14 +63,14 @@ class Batch:
                 else hidden_states.scales.to(group.device),
             ),
             topk_ids=ids.to(group.device),
-            # Not read.
+            # These weights are not read.
             topk_weights=torch.empty(0, device=group.device),
             flags=BatchFlags.NONE,
         )
         return cls(call=call, topk_weights=weights.to(group.device))
 
     def expected_y(self, wire: WireFormat) -> Tensor:
-        """Sum in float32, in order of k, what experts return that multiply by their number + 1."""
+        """Sum in float32, in order of k, results of experts that multiply by their number + 1."""
         x = dequantize(wire_tensor_of(self.call, wire), torch.float32)
         total = torch.zeros(x.shape, device=x.device)
         for k in range(K):
@@ -94,7 +95,7 @@ def spec_of(wire: WireFormat = BF16, scale_layout: ScaleLayout = ROW_MAJOR) -> B
 
 
 def results_of(out: Dispatched, rank: int) -> Tensor:
-    """Return what experts make of their slots, NaN for all others: [C, H]."""
+    """Return the results of experts for their slots, [C, H], NaN elsewhere."""
     first = out.index.first_slot.tolist()
     rows = out.rows
     if out.index.row_of_slot is None:
@@ -109,14 +110,14 @@ def results_of(out: Dispatched, rank: int) -> Tensor:
 
 
 def check_sources(group: EPGroup, out: Dispatched, number: int, tokens: tuple[int, ...]) -> None:
-    """Compare where slots came from with loops over all ranks' ids."""
+    """Compare the sources of slots with loops over all ranks' ids."""
     exchange_plan = out.exchange_plan
     assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan)
     sources = exchange_plan.sources
     assert sources is not None
     begins = [0] * L
     for source, num_tokens in enumerate(tokens):
-        # A rank's batch is drawn from its number.
+        # The seed of a rank's batch is its number.
         theirs = Batch.of(replace_rank(group, source), number, num_tokens, BF16).call.topk_ids
         for expert in range(L):
             mine = (theirs == group.rank * L + expert).any(dim=1).nonzero().flatten().tolist()
@@ -128,7 +129,7 @@ def check_sources(group: EPGroup, out: Dispatched, number: int, tokens: tuple[in
 
 
 class OtherRank:
-    """A group seen by another of its ranks, as far as Batch.of() looks."""
+    """The fields of another rank's group that Batch.of() reads."""
 
     def __init__(self, group: EPGroup, rank: int) -> None:
         self.rank, self.world_size, self.device = rank, group.world_size, group.device
@@ -236,7 +237,7 @@ def test_slots_count_as_bytes_of_combine() -> None:
         buffer, tokens = open_slots(group, ROWS, spec_of()), (4, 3)
         batches = [Batch.of(replace_rank(group, r), 0, tokens[r], BF16).call for r in range(2)]
         mine, theirs = (batches[group.rank], batches[1 - group.rank])
-        # Where launching is slow, empty batches have come before.
+        # On devices with slow launches, empty batches precede this one.
         before = buffer.traffic()
         out = buffer.dispatch(mine)
         weights = torch.zeros(tokens[group.rank], K, device=group.device)

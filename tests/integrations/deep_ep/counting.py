@@ -16,7 +16,7 @@ EXCHANGES = ("dispatch", "cached_dispatch", "combine")
 def counted_exchanges(exchange: RowExchange) -> Iterator[list[str]]:
     """Yield the names of the exchanges that this rank begins on the buffer of `exchange`.
 
-    Each is refused before it waits for another rank.
+    Each exchange raises an error before it waits for another rank.
     """
     begun: list[str] = []
 

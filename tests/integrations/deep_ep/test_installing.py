@@ -1,4 +1,4 @@
-"""Programs find the drop-in where they look for deep_ep, in processes that they start as well."""
+"""Programs that look for deep_ep find the drop-in, also in processes that they start."""
 
 from __future__ import annotations
 

@@ -224,9 +224,9 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
     "wait_stats": (
         {"dispatch_wait_recv_cost_stats": torch.ones(1)},
         NotImplementedError,
-        "dispatch_wait_recv_cost_stats is not there",
+        "dispatch_wait_recv_cost_stats is not available",
     ),
-    "nvfp4": ({"use_nvfp4": True}, NotImplementedError, "use_nvfp4=True is not there"),
+    "nvfp4": ({"use_nvfp4": True}, NotImplementedError, "use_nvfp4=True is not available"),
 }
 LOW_LATENCY_COMBINE: dict[str, Case] = {
     **spoilt("x", "topk_idx", "topk_weights"),
@@ -244,10 +244,10 @@ LOW_LATENCY_COMBINE: dict[str, Case] = {
         "handle is NoneType, expected what low_latency_",
     ),
     "event_and_hook": BOTH,
-    "logfmt": ({"use_logfmt": True}, NotImplementedError, "use_logfmt=True is not there"),
-    "overlap": ({"overlap": True}, NotImplementedError, "overlap=True is not there"),
+    "logfmt": ({"use_logfmt": True}, NotImplementedError, "use_logfmt=True is not available"),
+    "overlap": ({"overlap": True}, NotImplementedError, "overlap=True is not available"),
 }
-# Function -> its right arguments, and wrong ones.
+# Function -> its correct arguments, and wrong ones.
 CALLS: dict[str, tuple[Callable[[Buffer], Arguments], dict[str, Case]]] = {
     "dispatch": (dispatch_arguments, DISPATCH),
     "combine": (combine_arguments, COMBINE),
@@ -265,7 +265,7 @@ FIRST = [
 
 
 def check_serves(buffer: Buffer) -> None:
-    """Check that the next right calls of both modes give what they should."""
+    """Check that the next correct calls of both modes return the correct results."""
     x = inputs()[0]
     num_ranks = dispatch_arguments(buffer)["is_token_in_rank"].sum(1, keepdim=True)
     assert torch.equal(buffer.combine(**combine_arguments(buffer))[0], x * num_ranks)

@@ -22,7 +22,7 @@ def test_weights_of_sums_may_be_a_column(device: torch.device) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2])
 def test_parts_may_lie_any_distance_apart(num_tokens: int, device: torch.device) -> None:
     flat = torch.full((40,), float("nan"), device=device)
-    # Rows are 3 elements apart, and parts 7, which no number of rows makes.
+    # Rows are 3 elements apart and parts 7, which is not a multiple of the row stride.
     parts = flat.as_strided((3, num_tokens, 2), (7, 3, 1))
     for part in range(3):
         parts[part] = 10.0**part

@@ -1,7 +1,7 @@
 """One dispatch of V2 on new routes, and its handle.
 
-An element is what a position of a received tensor holds: a slot where rows expand, else a row. V2
-packs elements without gaps between ranks, and after the last one its tensors are undefined.
+An element is the content of a position of a received tensor: a slot if rows are expanded, else a
+row. V2 packs elements without gaps between ranks, and after the last one its tensors are undefined.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class DispatchRequest:
 
     @property
     def routes(self) -> Tensor:
-        """topk_idx, which was checked."""
+        """The argument topk_idx, after it was checked."""
         assert self.topk_idx is not None, "it was checked"
         return self.topk_idx
 
@@ -144,10 +144,10 @@ class DispatchRequest:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Positions:
-    """Where elements are in the tensors of the caller; none of this reads on the host.
+    """The positions of elements in the tensors of the caller. Host sync: none.
 
     num_elements: the elements that a combine takes.
-    element_of_position: [N], int64; None: position p holds element p. Anything after the last one.
+    element_of_position: [N], int64; None: position p holds element p. Undefined after the last.
     row_of_message: [N'], int64, the row of each received token, which is counted once; None: all
         rows in their order.
     is_used: [N], bool; None: all positions are.
@@ -159,14 +159,14 @@ class Positions:
     is_used: Tensor | None
 
     def to_elements(self, placed: Tensor) -> Tensor:
-        """Return elements of what is in positions, [N, ...]."""
+        """Return the elements that are stored in positions, [N, ...]."""
         if self.element_of_position is None:
             return placed[: self.num_elements]
         elements = placed.new_zeros(self.num_elements, *placed.shape[1:])
         return elements.index_copy_(0, self.element_of_position, placed)
 
     def from_elements(self, elements: Tensor) -> Tensor:
-        """Return elements in their positions, [N, ...]."""
+        """Return elements by position, [N, ...]."""
         order = self.element_of_position
         return elements if order is None else _select(elements, order)
 
@@ -194,13 +194,13 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: [L], int32. Rows: inclusive sums of the aligned counts.
         Expanded: the aligned counts of earlier experts plus the real count of this one.
     num_unaligned_recv_tokens_per_expert: [L], int32, the real counts.
-    token_metadata_at_forward, channel_linked_list: None, they belong to several hosts.
+    token_metadata_at_forward, channel_linked_list: None, because they are for several hosts.
 
-    These are not of the package:
+    These fields are not in the package:
     exchange: of the rows.   index: of the slots over the rows.
     sources: source rank * M + token of each row, [R], int32.
     local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, received rows; None:
-        all did.
+        all rows were received.
     positions: those of the received rows.
     """
 
@@ -217,7 +217,7 @@ class EPHandle:
         self.num_max_tokens_per_rank = request.max_tokens
         self.num_sms = num_sms
         self.topk_idx = request.routes.clone() if request.do_handle_copy else request.routes
-        # With static sizes this is the most that can arrive.
+        # With static sizes this is the largest number of rows that can arrive.
         most = num_ranks * request.max_tokens
         self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most
         self.num_expanded_tokens = self.row_of_slot.shape[0]
@@ -228,7 +228,7 @@ class EPHandle:
         if self.is_row is None:
             rows_from = self.exchange.exchange_plan.rows_from_ranks()
         else:
-            # The same number of rows for each rank.
+            # Each rank has the same number of rows.
             rows_from = self.is_row.view(num_ranks, -1).sum(1)
         self.psum_num_recv_tokens_per_scaleup_rank = rows_from.cumsum(0).to(torch.int32)
         ends = starts[:-1] + counts if self.do_expand else starts[1:].clone()
@@ -242,7 +242,7 @@ class EPHandle:
         refuse_copy(self)
 
     def positions_of(self, *, do_expand: bool) -> Positions:
-        """Return the positions of what arrived, in the order of (source rank, token)."""
+        """Return the positions of received elements, in the order of (source rank, token)."""
         messages, is_used, most = None, None, self.num_recv_tokens
         if self.is_row is not None:
             messages = torch.argsort(~self.is_row, stable=True)[:most]
@@ -306,7 +306,7 @@ class EPHandle:
         slots = table[:, 2:]
         named = slots.new_full(self.local_ids.shape, -1)
         named[slice(len(slots)) if rows is None else rows[: len(slots)]] = slots
-        # Lines after the tokens that came are undefined.
+        # Lines after those of the received tokens are undefined.
         return named if self.is_row is None else named.masked_fill_(~self.is_row[:, None], -1)
 
     @cached_property

@@ -31,11 +31,11 @@ ANEW = (
     "row_lines",
     "sum_lines",
 )
-# A word and its flag.
+# Bytes of a line: a word and its flag.
 LINE_BYTES = 8
 # Most ranks of low latency: kernels keep sets of them as bits of an int32, and one bit of an abort.
 MAX_LINE_RANKS = 30
-# Lines of the widest vector.
+# Number of lines in the widest vector.
 _VECTOR_LINES = VECTOR_BYTES // LINE_BYTES
 
 

@@ -78,7 +78,8 @@ def publish_as_last(
     The signal is set, not added to: batches that are sent in lines do not change it.
 
     arrivals: the index in `state` of a count that is 0 before the first arrival and after the last.
-    is_told: [W_LANES]: the ranks whose signal of this rank, of those at `signals_at`, is set.
+    is_told: [W_LANES]: the ranks at which the signal of this rank, of those at `signals_at`, is
+        set.
     """
     # The word is loaded while the arrival is in flight.
     arrivals_ptr = peers.state + arrivals
@@ -209,12 +210,12 @@ def abort_if_missing(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Report why this rank cannot continue, if so; set the abort flags unless another rank has.
+    """If this rank cannot continue, report why; set the abort flags unless another rank has.
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
     missing, aborted: as await_at() returned them.   wait: a Wait.
-    Returns: whether this rank cannot go on.
+    Returns: whether this rank cannot continue.
     """
     report_ptr = peers.report
     is_lost = (tl.sum(missing) > 0) | (aborted != 0)

@@ -96,12 +96,12 @@ def _unpack_part(
         lines_ptr = row_lines_ptr + c.DATA_LINES + word
         lines = tl.load(lines_ptr, mask=is_word, other=0, volatile=True)
         is_token = ((word_of(header) & 1) != 0) & (token < (word_of(header) >> 1))
-        # One value of each line in one reduction: a load with two uses is done twice, in two
-        # layouts, and the line may come between them. 2: not there; 1: a slot; 0: none.
+        # Reduce one value per line, because the compiler repeats a load that has two uses, in two
+        # layouts, and the line may arrive in between. 2: not arrived; 1: a slot; 0: no slot.
         entries = tl.where((k < c.K) & (word_of(experts) >= 0), 1, 0)
         told = tl.max(tl.where(flag_of(experts) != epoch, 2, entries))
         is_absent = tl.max((is_word & (flag_of(lines) != epoch)).to(tl.int32)) > 0
-        # What a header of another epoch says decides nothing.
+        # A header of another epoch is ignored.
         is_late = (told == 2) | ((told == 1) & is_absent)
         if slabs.data is not None:
             positions = tl.load(row_lines_ptr + c.K_LANES + k, volatile=True)
@@ -118,10 +118,11 @@ def _unpack_part(
         if late == 0:
             in_lines = (word_of(header) & 1) != 0
             num_tokens = tl.where(in_lines, tl.minimum(word_of(header) >> 1, c.LINE_TOKENS), 0)
-            # Of the look that found them: to load them again would take as long as to look.
+            # These values are from the look that found the lines; loading them again would take as
+            # long as the look.
             is_part = is_token & (told == 1)
             if slabs.data is not None:
-                # They stay as they are from here on, however often they are loaded.
+                # From here on the lines do not change, so they may be loaded again.
                 local_ids = word_of(tl.load(row_lines_ptr + k, volatile=True))
                 places = word_of(tl.load(row_lines_ptr + c.K_LANES + k, volatile=True))
                 is_slot = both((k < c.K) & (local_ids >= 0) & (local_ids < c.L), is_part)
@@ -129,7 +130,7 @@ def _unpack_part(
                 counts_ptr += source_lane[:, None] * c.L + local_ids[None, :]
                 is_count = (is_source & (source_lane < source))[:, None] & is_slot[None, :]
                 late = _await_lines(counts_ptr, is_count, source_lane, peers, epoch, THREADS)
-                # That wait was as long as any: it is not begun again.
+                # The wait has already reached its limit, so it is not started again.
                 polls_left = tl.where(late != 0, 0, polls_left)
                 counts = word_of(tl.load(counts_ptr, mask=is_count, other=0, volatile=True))
                 before = tl.sum(tl.where(is_count, counts, 0), axis=0)
@@ -137,7 +138,8 @@ def _unpack_part(
                 # No expert has more rows than its slab, whatever a rank has sent.
                 is_slot = both(is_slot & (before + places < index.CAPACITY), late == 0)
                 slots = tl.where(is_slot, slots, -1)
-                # One after the other: as a block they would take more registers than there are.
+                # The lines are loaded one after another, because a block of them would not fit into
+                # registers.
                 for each in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
                     slot = tl.max(tl.where(k == each, slots, -1)).to(tl.int64)
                     to_ptr = slabs.data + slot * (c.DATA_BYTES // 4) + word
@@ -174,7 +176,7 @@ def unpack_rows(
     parts of the rows of rank 1 until the T of its header; with eight workers, those of its tokens
     0, 2, ...
 
-    num_workers: of num_unpackers().   Returns: whether this rank cannot go on.
+    num_workers: of num_unpackers().   Returns: whether this rank cannot continue.
     """
     PARTS: tl.constexpr = (c.ROW_LINES - c.DATA_LINES + index.WORDS - 1) // index.WORDS
     any_late = epoch * 0

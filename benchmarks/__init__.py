@@ -1,1 +1,1 @@
-"""Measure epcomm against torch alone; each program checks results before it measures."""
+"""Measure epcomm against plain torch; each program checks results before it measures."""

@@ -1,12 +1,12 @@
-"""Time the NVLink kernels of one rank alone, on one GPU, where all that its peers send is there.
+"""Time the NVLink kernels of one rank on one GPU, which already holds the data of its peers.
 
     python -m benchmarks.bench_alone --output benchmarks/results/h100_alone.json
     PYTHONPATH=../before python benchmarks/bench_alone.py
 
-The second command measures another checkout: run both in turn. Contention between GPUs does not
-show. First the ranks, all on this GPU, run one after another, which stores what they send, and the
-sums of rank 0 are compared with torch. On the clock rank 0 runs alone, each time from the same
-state and signals. A call lasts from the start of its first kernel to the end of its last one, as
+The second command measures another checkout: run both in turn. Contention between GPUs is not
+measured. First all ranks run one after another on this GPU, so that their data is stored, and the
+sums of rank 0 are compared with torch. Then only rank 0 is timed, each time from the same state and
+signals. A call lasts from the start of its first kernel to the end of its last one, as
 CUPTI reports them for a graph: in normal mode one kernel, in low latency all four.
 """
 
@@ -50,7 +50,7 @@ HIDDEN, TOP_K, EXPERTS = 7168, 8, 256
 MAX_TOKENS = 4096
 # The signals of peers in normal mode, which are compared by order.
 AHEAD = 2**20
-# Replays of a call, of which the median counts.
+# Number of replays of a call; the median is reported.
 _CALLS = 100
 # The kernels of normal mode; the names of those of low latency begin with _.
 _NORMAL_KERNELS = ("dispatch_rows", "combine_rows")
@@ -77,7 +77,7 @@ class Ranks:
         """Open buffers for T tokens of each rank."""
         self.size = world_size = EXPERTS // spec.num_local_experts
         self.layout = kind.layout_for(spec, world_size)
-        # Behind the layout are the signals of a barrier.
+        # The signals of a barrier are stored after the layout.
         num_bytes = self.layout.num_bytes + 1024
         blocks = torch.zeros(world_size, num_bytes // 128 * 128, dtype=torch.uint8, device=device)
         self.blocks, addresses = list(blocks), tuple(block.data_ptr() for block in blocks)
@@ -89,7 +89,7 @@ class Ranks:
             own.kernel_timeout_s = 1.0
             memory = SymmetricMemory(block=block, addresses=addresses, keeps=None)
             calls = SimpleNamespace(collectives=own, gather_records=lambda mine, **_: [mine])
-            # Peers are no processes, and do not answer.
+            # The peers are not processes, and do not answer.
             with (
                 patch.object(base, "open_symmetric_memory", Mock(return_value=memory)),
                 patch.object(kind, "_warm_up"),
@@ -134,7 +134,7 @@ def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[
     for rank in range(world_size):
         for name in ("dispatch_begin", "counts_ready", "rows_ready", "combine_begin", "sums_ready"):
             words = ranks.region(name, rank, layout.shared_sizes())
-            # That of an item of sums is the number of its combine.
+            # The signal of an item of sums is the number of its combine.
             words.fill_(1 if name == "sums_ready" else AHEAD)
             words[rank] = 0
     signals = [block[: layout.offsets["returned"]] for block in ranks.blocks]
@@ -155,7 +155,7 @@ def time_normal(world_size: int, num_tokens: int, device: torch.device) -> dict[
         return buffer.combine(results[rank], plan, rows_per=RowsPer.SLOT, slot_weights=weights)[0]
 
     sent: dict[int, Dispatched] = {}
-    # In the second round all that the others send is there.
+    # In the second round all data from the other ranks is present.
     for rank in 2 * [*range(world_size)]:
         reset(rank)
         sent[rank] = dispatch(rank)
@@ -192,7 +192,7 @@ def time_low_latency(world_size: int, num_tokens: int, device: torch.device) -> 
     ranks.check(combining[0].wait())
     begin = layout.buffer_offset(0)
     for name in ANEW:
-        # What rank 0 has sent to itself is not there yet.
+        # The data that rank 0 sends to itself is not present yet.
         ranks.region(name, 0, layout.buffer_sizes(), begin)[0] = 0
     words = ranks.blocks[0][: begin + layout.offsets["metadata"]]
     kept, first = words.clone(), first_state(world_size, device)
@@ -225,7 +225,7 @@ def time_call(
 
 
 def main(output: Annotated[Path | None, typer.Option(help="Of the report.")] = None) -> None:
-    """Check, measure, and print medians in microseconds."""
+    """Check the kernels, measure them, and print medians in microseconds."""
     device = gpu_of("bench_alone")
     sys.stderr.write("contention between GPUs does not show: rank 0 runs alone on one GPU\n")
     with torch.no_grad():

@@ -7,12 +7,12 @@ with the layout, FP8 and BF16, and a combine of rows that are summed; the host t
 in units of torch's one-element `add_`. The results of each call are checked first; on a difference
 the program ends without a number. On a CPU it is a dry run: pass small sizes.
 
-It also measures what calls and a matrix product hide of each other. Normal mode: a dispatch (or
+It also measures how much calls and a matrix product overlap. Normal mode: a dispatch (or
 combine) on the communication stream, and a product on the current one, which leaves free the SMs
 that the call may take. A dispatch knows its sizes by a handle, because otherwise the host waits for
 counts meanwhile. Low latency, captured as a graph: products between a call and its receive hook,
-which share a stream, so that they hide only what a rank waits for; or beside asynchronous calls on
-the communication stream, which need free SMs too.
+which share a stream, so that they hide only the wait for other ranks; or beside asynchronous calls
+on the communication stream, which need free SMs too.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from epcomm.cli.records import takes_records
 from epcomm.integrations.deep_ep import Buffer, EventOverlap
 from epcomm.quantization import FP8_FLOAT32_SCALES, quantize
 
-# Pairs of a chain, in which host and launch of a graph do not count.
+# Pairs in a chain: enough that the host and the launch of the graph do not affect the time.
 _CHAIN = 20
-# Calls in a measurement with products: the host gets ahead of the device, and the launch of a graph
-# of them is short beside it.
+# Calls in a measurement with products: enough that the host is ahead of the device, and that the
+# launch of their graph is short in comparison.
 _CALLS = 10
-# Columns of the product beside normal mode, whose rows are the tokens of a rank.
+# Columns of the product that runs beside normal mode; its rows are the tokens of a rank.
 _COLUMNS = 8192
-# Rows, columns and inner size of those beside low latency, and how many: 50 us together on an H200,
-# and small, because what they read replaces what communication reads in the cache of a GPU.
+# Rows, columns, inner size and number of the products that run beside low latency: 50 us together
+# on an H200. They are small, because their operands evict those of communication from the cache of
+# a GPU.
 _SMALL, _NUM_SMALL = 2048, 3
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -98,8 +99,8 @@ class Batch:
 class Hidden:
     """The times of communication and of products, alone and together, in microseconds.
 
-    share: of the shorter one, that no longer shows: 1 where both take as long as the longer one, 0
-        where they take as long as one after the other.
+    share: the hidden part of the shorter one: 1 if both together take as long as the longer one, 0
+        if they take as long as one after the other.
     """
 
     communication_us: float
@@ -129,13 +130,13 @@ class LowLatency:
         capacity = buffer.group_size * max_tokens
         shape = (options.experts // buffer.group_size, capacity, options.hidden)
         self._rows = torch.ones(shape, dtype=torch.bfloat16, device=batch.x.device)
-        # Of the last dispatch and combine.
+        # Results of the last dispatch and combine.
         self._handle: tuple[Tensor, Tensor, int, int, int] | None = None
         self._y = torch.empty(0)
         self.pair()
 
     def begin_dispatch(self, *, is_async: bool) -> Call:
-        """Begin a dispatch, on the communication stream or with a hook; return what ends it."""
+        """Begin a dispatch, asynchronous or with a hook; return its end as a function."""
         batch = self._batch
         *_, self._handle, event, hook = self._buffer.low_latency_dispatch(
             batch.x, batch.ids, *self._sizes, async_finish=is_async, return_recv_hook=not is_async
@@ -319,7 +320,7 @@ class Normal:
 
 
 def around(begins: Sequence[Begin], work: Call) -> None:
-    """Make calls with `work` between the halves of each."""
+    """Make calls with `work` between the two halves of each call."""
     for begin in begins:
         end = begin()
         work()
@@ -327,9 +328,9 @@ def around(begins: Sequence[Begin], work: Call) -> None:
 
 
 def require(what: str, found: Tensor, wanted: Tensor) -> None:
-    """Refuse results that differ."""
+    """Raise an error if results differ from the expected ones."""
     if not torch.equal(found, wanted):
-        raise CheckError(f"{what}: {found.flatten()[:4].tolist()}..., expected other elements")
+        raise CheckError(f"{what}: {found.flatten()[:4].tolist()}..., expected others")
 
 
 def times_of(call: Call, device: torch.device, *, rounds: int, is_graph: bool) -> Percentiles:

@@ -54,7 +54,7 @@ class Options:
     top_k: Annotated[int, typer.Option(min=1, help="K.")] = 8
     max_tokens: Annotated[int, typer.Option(min=1, help="M.")] = 128
     rounds: Annotated[int, typer.Option(min=1, help="Bursts of each row.")] = 25
-    # At most ten launches each, of a queue of 1024.
+    # Each call makes at most ten launches, and the queue holds 1024.
     burst: Annotated[int, typer.Option(min=1, help="Calls without waiting for the device.")] = 20
 
 
@@ -129,15 +129,15 @@ def fp8_weights(num_local: int, options: Options, device: torch.device) -> Fp8Bl
 
 
 def check(what: str, call: Callable[[], Tensor], wanted: Tensor) -> None:
-    """Refuse results that differ: launches that were prepared must give the same bits."""
+    """Raise an error if results differ: prepared launches must give the same bits."""
     for _ in range(4):
         y = call()
         if not torch.equal(y, wanted):
-            raise CheckError(f"{what}: y is {y.flatten()[:4].tolist()}..., expected other elements")
+            raise CheckError(f"{what}: y is {y.flatten()[:4].tolist()}..., expected others")
 
 
 def measure(options: Options, console: Console) -> dict[str, EagerRow]:
-    """Return what the rows cost on this rank. Collective: yes."""
+    """Return the host time of each row on this rank. Collective: yes."""
     makers: dict[str, Callable[[EPGroup], Callable[[], Tensor]]] = {
         "low-latency pair": partial(pair, options),
         "decode layer": partial(layer, options, decode=True),
@@ -146,12 +146,12 @@ def measure(options: Options, console: Console) -> dict[str, EagerRow]:
     rows: dict[str, EagerRow] = {}
     for name, make in makers.items():
         try:
-            # A group for each row, because after an error a group may be lost.
+            # Each row has its own group, because a group may be unusable after an error.
             with EPGroup(dist.group.WORLD) as group, torch.no_grad():
                 call = make(group)
                 row = eager_row(call, group.device, rounds=options.rounds, burst=options.burst)
         except Exception:
-            # Whatever it is, the machine is here for the other rows too.
+            # Any error is reported in the row, so that the other rows are still measured.
             _logger.exception("%s on rank %d", name, dist.get_rank())
         else:
             rows[name] = row
@@ -165,7 +165,7 @@ def measure(options: Options, console: Console) -> dict[str, EagerRow]:
 
 
 def slowest_of(rows: Mapping[str, EagerRow]) -> Mapping[str, Mapping[str, object]]:
-    """Return each row of the rank that it costs most. Collective: yes."""
+    """Return each row from the rank on which it takes longest. Collective: yes."""
     by_rank = of_all_ranks(rows)
     slowest = {
         name: max((found[name] for found in by_rank if name in found), key=lambda row: row.units)

@@ -39,9 +39,9 @@ from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.types import WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertWeights
 
-# Replays of each graph before those on the clock.
+# Replays of each graph before those that are timed.
 _WARM_UP = 3
-# Distributions of rows: how many, and the skew, see counts_of().
+# Distributions of rows: the number of rows, and the skew, see counts_of().
 _DISTRIBUTIONS = ((32768, 1), (32768, 8), (1024, 1))
 
 
@@ -130,7 +130,7 @@ def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> 
     """Compare the first and the last expert with float32 products of the same codes.
 
     Raises:
-        CheckError: they differ by more than rounding explains.
+        CheckError: the results differ by more than rounding.
     """
     index, matrices = dispatched.index, experts.codes.dequantized()
     assert index.row_of_slot is not None
@@ -144,11 +144,11 @@ def check(results: Tensor, dispatched: RowsDispatchOutput, experts: Experts) -> 
         expected = dequantize(hidden, torch.float32) @ matrices["down_proj"][expert].T
         error = float((results[mine].float() - expected).norm() / expected.norm())
         if not error <= experts.format.tolerance:
-            raise CheckError(f"expert {expert} is off by {error:.1e}; nothing was measured")
+            raise CheckError(f"expert {expert} has an error of {error:.1e}; nothing was measured")
 
 
 def run_bf16(slots: Tensor, ends: Tensor, experts: ExpertWeights) -> Tensor:
-    """Compute experts in the usual way, over slots that are packed already."""
+    """Compute BF16 experts by torch's grouped matmul over packed slots."""
     hidden = F.grouped_mm(slots, experts.gate_up_proj.transpose(1, 2), offs=ends)
     gate, up = hidden.chunk(2, dim=1)
     return F.grouped_mm(F.silu(gate) * up, experts.down_proj.transpose(1, 2), offs=ends)
@@ -159,7 +159,7 @@ def time_in_turn(
 ) -> dict[str, Percentiles]:
     """Return milliseconds of each call as a graph, one after another: clocks treat all alike.
 
-    The host waits once, at the end, so that no launch counts.
+    The host waits once, at the end, so that the time includes no launch.
     """
     graphs = {name: captured(call) for name, call in calls.items()}
     clocks = {name: [Clock(device) for _ in range(num_calls)] for name in calls}
@@ -211,7 +211,7 @@ def measure(
 
 @takes_records
 def main(size: Size, output: Output) -> None:
-    """Check, measure, and print what came of it."""
+    """Check the experts, measure them, and print the results."""
     device = gpu_of("bench_gemm")
     benchmark = "gemm_int8" if size.format is Format.INT8 else "gemm"
     report = report_of(benchmark, asdict(size), device, "benchmarks.bench_gemm")

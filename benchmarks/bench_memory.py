@@ -9,7 +9,7 @@ two ways, each used for both sides. Copied: every row that is sent to an expert'
 that is returned counts once, also those that a rank sends to itself, and the rate is bytes copied a
 second. Touched: a copy reads and writes, so twice the rate; dispatch reads each token once and
 writes each row, combine reads the result of each (token, expert) pair, writes and reads each sum,
-and writes y. Reading a token again for its next row is free, and so are counts, indices and flags.
+and writes y. Further reads of a token, counts, indices and flags are not counted.
 
 Worked example, 1 token of 4096 B with K = 8 whose experts are on 3 ranks; a row has ids and
 weights, 8 B a pair:
@@ -66,7 +66,7 @@ class MovedBytes:
 
     @classmethod
     def of(cls, batches: Sequence[RankBatch], num_local: int) -> MovedBytes:
-        """Count them from the routing of all ranks.
+        """Count the bytes from the routing of all ranks.
 
         Args:
             batches: of all ranks; every entry of topk_ids is an expert.
@@ -116,8 +116,8 @@ def keep_freed_memory() -> bool:
     """Make malloc keep large blocks, as the caching allocator of CUDA does; return whether it does.
 
     By default glibc returns every block of 32 MiB to the system when it is freed, and the next call
-    touches each of its pages again. That costs as much as a message of that size, and hits whoever
-    happens to need blocks just above the limit.
+    touches each of its pages again. That takes as long as a message of that size, and affects every
+    call that needs blocks just above the limit.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -171,7 +171,7 @@ class Sizes:
 
 @takes_records
 def main(sizes: Sizes, output: Output) -> None:
-    """Check, measure, and print what came of it."""
+    """Check the backend, measure it, and print the results."""
     keeps = sizes.keep_memory and keep_freed_memory()
     with ranks_of_torchrun():
         options = BenchOptions(

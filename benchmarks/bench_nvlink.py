@@ -75,7 +75,7 @@ def open_normal(
         CheckError: it moves something wrong.
     """
     (tokens,), num_local = options.tokens, options.experts // group.world_size
-    # A quarter more than evenly routed tokens need, and some for few tokens.
+    # Slots: a quarter more than evenly routed tokens need, and a constant for few tokens.
     even = tokens * options.top_k * 5 // 4 + 64 * num_local
     config = replace(
         options.config(Mode.NORMAL, tokens, _backend(group)),
@@ -119,7 +119,7 @@ def chain_call(contender: Epcomm, batch: RankBatch, first_expert: int, pairs: in
 
 
 def launched(call: Callable[[], object], device: torch.device, *, is_graph: bool = True) -> Timed:
-    """Return what times a call as the span `call`; a graph is made of it on a GPU.
+    """Return a function that times a call as the span `call`, as a graph on a GPU.
 
     Collective: as the call.
     """
@@ -128,7 +128,7 @@ def launched(call: Callable[[], object], device: torch.device, *, is_graph: bool
 
 
 def nccl_calls(batch: RankBatch, experts: Experts) -> dict[str, Timed]:
-    """Return NCCL with the routing known already: gathers, exchanges and sums."""
+    """Return the calls of NCCL for a known routing: gathers, exchanges and sums."""
     x, contender = batch.x, ExpertRows(experts)
     exchanged = contender.dispatch(batch)
     rows, results = torch.empty_like(exchanged.rows), torch.randn_like(exchanged.rows)
@@ -152,7 +152,7 @@ def by_tokens(options: BenchOptions, pairs: int) -> dict[str, object]:
     """Measure all contenders at one T.   Collective: yes."""
     us: dict[str, Percentiles] = {}
     for wire in WIRES:
-        # A group for each: its buffers are closed before the next are opened.
+        # Each case has its own group, whose buffers are closed before the next are opened.
         with EPGroup(dist.group.WORLD) as group:
             us |= of_epcomm(options, wire, pairs, group)
     (tokens,) = options.tokens
@@ -251,7 +251,7 @@ class Sweep:
 
 @takes_records
 def main(sweep: Sweep, output: Output) -> None:
-    """Check, measure, and print what came of it."""
+    """Check the buffers, measure them, and print the results."""
     options = sweep.options()
     # Receive buffers are used in turn: a graph must end in the one in which it began.
     pairs = sweep.pairs + sweep.pairs % 2
@@ -268,7 +268,7 @@ def main(sweep: Sweep, output: Output) -> None:
         for name, measure in steps:
             findings[name].append(measure())
             console.print(findings[name][-1])
-            # After each step: a run that is cut short has measured something.
+            # Write the file after each step, so that an interrupted run has some results.
             write_report(report | findings, output)
 
 

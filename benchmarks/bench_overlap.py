@@ -1,12 +1,12 @@
-"""Measure what dispatch on some SMs costs a matrix product on another stream, and the reverse.
+"""Measure how much dispatch on some SMs slows a matrix product on another stream, and the reverse.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.bench_overlap --output overlap.json
 
-Normal mode over NVLink with `num_sms`, checked first; everything is a captured graph. What is timed
-begins while the other runs, and ends before the other does:
+Normal mode over NVLink with `num_sms`, checked first; everything is a captured graph. A timed graph
+begins while the other one runs, and ends before it:
 
     narrow_product   on the SMs that are left; it is meant to run beside dispatches
-    product          on all SMs; beside dispatches its programs keep their SMs until all is done,
+    product          on all SMs; beside dispatches its programs keep their SMs until they end,
                      and those of a dispatch, and its peers, wait for them
     product_lost     time of the narrow product beside dispatches / of the product alone
     allowed          SMs of the GPU / SMs left to the product, and 5%
@@ -39,7 +39,7 @@ from epcomm.bench.turns import percentiles_of, wait_for_all
 from epcomm.cli.records import takes_records
 from epcomm.platforms.cuda import num_sms_of
 
-# Of what the SMs that are left would take.
+# The longest time of the product, relative to its time on the remaining SMs.
 TOLERANCE = 1.05
 # Calls in a graph, so that its launch is short beside it.
 _PER_GRAPH = 4
@@ -88,13 +88,14 @@ class Product:
 
 
 def time_once(measured: Load, other: Load | None, num_others: int) -> tuple[float, bool]:
-    """Return the milliseconds of one graph, and whether the other ran all the while.
+    """Return the milliseconds of one graph, and whether the other graph ran during all of it.
 
     Collective: yes.   Host sync: yes.
     """
     begin, end, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     wait_for_all(measured.stream.device)
-    # A GPU that was idle is slower at first: what is timed alone follows a graph of its own.
+    # A GPU that was idle is slower at first, so a graph that is timed alone follows another replay
+    # of it.
     (other or measured).launch()
     if other is not None:
         measured.stream.wait_stream(other.stream)
@@ -114,7 +115,7 @@ def times_of(measured: Load, other: Load | None, iterations: int) -> dict[str, f
     """Return percentiles of one call in us, on the slowest rank.   Collective: yes.
 
     Raises:
-        CheckError: however many graphs of the other are launched, they end first.
+        CheckError: the graphs beside the measured one end before it.
     """
     num_others = 4
     while num_others <= _MOST_OTHERS:
@@ -123,7 +124,7 @@ def times_of(measured: Load, other: Load | None, iterations: int) -> dict[str, f
             calls = [{"call": ms / _PER_GRAPH} for ms, _ in spans[1:]]
             return asdict(percentiles_of(calls)["call"])
         num_others *= 2
-    raise CheckError(f"{_MOST_OTHERS} graphs of the other ended before the one beside them")
+    raise CheckError(f"{_MOST_OTHERS} graphs ended before the measured graph beside them")
 
 
 @contextmanager
@@ -183,7 +184,7 @@ class Sizes:
 
 @takes_records
 def main(sizes: Sizes, product: Product, output: Output) -> None:
-    """Check, measure, and print what came of it."""
+    """Check the calls, measure them, and print the results."""
     options = BenchOptions(
         tokens=(sizes.sms_tokens,),
         hidden=sizes.hidden,

@@ -3,8 +3,8 @@
     python -m benchmarks.bench_rows --output rows.json
 
 The rows are those that one of `--ranks` ranks receives when every rank sends `--tokens` tokens with
-random experts. Each kernel is compared with plain torch first, bit by bit, and one that differs
-gets no number. The bytes of a case are those that must be read and written once; `times a copy` is
+random experts. Each kernel is compared with plain torch first, bit by bit, and one that differs is
+not measured. The bytes of a case are those that must be read and written once; `times a copy` is
 its time over that of a copy that reads and writes as many. A pack reads the row of each slot, so
 its bytes are those of a copy of the slots.
 """
@@ -38,7 +38,7 @@ from epcomm.quantization import (
 from epcomm.records import SlotIndex
 from epcomm.types import WireDtype, WireFormat
 
-# What is quantised, by name.
+# The quantised formats, by name.
 QUANTIZATIONS = {
     "fp8": (FP8_FLOAT32_SCALES, Int8Profile.RINT127),
     "fp8 powers of two": (FP8_POWER_OF_TWO_SCALES, Int8Profile.RINT127),
@@ -80,7 +80,8 @@ class Arrived:
 class Case:
     """A kernel to measure.
 
-    num_bytes: read and written.   check: raises CheckError where plain torch gives another result.
+    num_bytes: bytes read and written.   check: raises CheckError if plain torch gives another
+        result.
     """
 
     name: str
@@ -91,7 +92,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """The times of one case, or why it has none."""
+    """The times of one case, or the reason why it has none."""
 
     case: str
     num_bytes: int = 0
@@ -108,7 +109,7 @@ class Finding:
 
 
 def arrive(sizes: Sizes, wire: WireFormat, device: torch.device) -> Arrived:
-    """Make what rank 0 has after a dispatch."""
+    """Make the rows and the index that rank 0 has after a dispatch."""
     generator = torch.Generator(device).manual_seed(0)
     num_tokens, num_local = sizes.tokens * sizes.ranks, sizes.experts // sizes.ranks
 
@@ -119,7 +120,7 @@ def arrive(sizes: Sizes, wire: WireFormat, device: torch.device) -> Arrived:
     mine = localize(ids, 0, num_local)
     row_ids = ids[(mine >= 0).any(1)].to(torch.int32)
     layout = RowLayout(hidden_size=sizes.hidden, top_k=sizes.top_k, format=wire, has_ids=True)
-    # Bytes below 64 are no NaN in any format.
+    # Bytes below 64 are not NaN in any format.
     messages = torch.randint(
         64,
         (row_ids.shape[0], layout.row_bytes),
@@ -277,7 +278,7 @@ def quantize_case(name: str, x: Tensor) -> Case:
 
 
 def cases_of(sizes: Sizes, device: torch.device) -> list[Callable[[], Case]]:
-    """List what makes each case, so that a fault of one leaves the others."""
+    """List a function that makes each case, so that a fault of one does not affect the others."""
     bf16 = arrive(sizes, WireFormat(dtype=WireDtype.BF16), device)
     table = bf16.index.slots_of_row
     assert table is not None, "an index over rows"
@@ -338,7 +339,7 @@ def _same(name: str, came: Tensor, expected: Tensor) -> None:
 
 @takes_records
 def main(sizes: Sizes, output: Output) -> None:
-    """Check all kernels, measure them, and print what came of it."""
+    """Check all kernels, measure them, and print the results."""
     device = gpu_of("bench_rows")
     findings = [measure(make, device, sizes.calls) for make in cases_of(sizes, device)]
     sys.stdout.writelines(f"{line_of(each)}\n" for each in findings)

@@ -1,8 +1,8 @@
-"""Time calls by what they cost the host that makes them, for bench_eager and bench_deep_ep.
+"""Time calls by the time of the host that makes them, for bench_eager and bench_deep_ep.
 
-An eager call is timed without waiting for the device, in bursts that fill no queue of launches, in
-units of a small operator of torch: bursts of the unit are timed in between, so that a clock that
-changes changes both.
+An eager call is timed without waiting for the device, in bursts that do not fill the queue of
+launches, in units of a small operator of torch. Bursts of this operator are timed in between, so
+that a change of clock affects both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from epcomm.buffers.nvlink.normal_counts import Totals
 
-# Calls of the unit in a burst.
+# Calls of the reference operator in a burst.
 _UNIT_CALLS = 100
 # Bursts under the profiler.
 _PROFILED_BURSTS = 5
@@ -32,10 +32,10 @@ _SHOWN_FUNCTIONS = 25
 class EagerRow:
     """The host time of one call, by medians.
 
-    us: of the call.   waited_us: the part in which the host waited for counts.   unit_us: of the
-        unit.
-    python_calls: functions of Python that the call runs.   torch_operators: likewise.
-    profile: the functions with most time of their own, as cProfile prints them.
+    us: time of the call.   waited_us: the part in which the host waited for counts.   unit_us: time
+        of the unit.
+    python_calls: functions of Python that the call runs.   torch_operators: operators of torch.
+    profile: the functions with most internal time, as cProfile prints them.
     """
 
     us: float
@@ -47,7 +47,7 @@ class EagerRow:
 
     @property
     def units(self) -> float:
-        """The host time in units, waiting left out."""
+        """The host time in units, without waiting."""
         return (self.us - self.waited_us) / self.unit_us
 
 
@@ -57,13 +57,13 @@ def eager_row(
     """Time a call that all ranks make. Collective as the call.   Host sync: between bursts.
 
     Args:
-        call: what is timed.
+        call: the timed call.
         device: on which it runs.
         rounds: bursts.
         burst: calls in one.
     """
     one = torch.zeros(1, device=device)
-    # All variants of kernels are compiled then.
+    # After these calls all variants of kernels are compiled.
     for _ in range(burst):
         call()
         _synchronize(device)
@@ -119,7 +119,7 @@ def waits_of_counts() -> Iterator[list[int]]:
 
 
 def _profile_of(call: Callable[[], object], device: torch.device, burst: int) -> tuple[float, str]:
-    """Return the functions of Python in one call, and those with most time of their own."""
+    """Return the functions of Python in one call, and those with most internal time."""
     profiler = cProfile.Profile()
     for _ in range(_PROFILED_BURSTS):
         for _ in range(burst):

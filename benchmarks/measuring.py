@@ -1,4 +1,4 @@
-"""What all programs of this folder share: ranks, clocks of one GPU, reports.
+"""Code that all programs of this folder share: ranks, clocks of one GPU, reports.
 
 Programs of several ranks time calls by epcomm.bench.turns. Programs of one GPU time each call
 alone, as a captured graph and with a cold cache, and compare it with a copy in the same run.
@@ -72,7 +72,7 @@ def gpu_of(program: str) -> torch.device:
 def time_cold(call: Callable[[], object], device: torch.device, num_calls: int) -> Percentiles:
     """Return milliseconds of a call, each alone and after the cache was overwritten.
 
-    The call is captured: launched from Python it would start later than the GPU is ready.
+    The call is captured, because a launch from Python would start after the GPU is ready.
     """
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.uint8, device=device)
     graph, laps = captured(call), []
@@ -116,7 +116,7 @@ def command_of(module: str) -> str:
 def report_of(
     benchmark: str, configuration: Mapping[str, object], device: torch.device, module: str
 ) -> dict[str, object]:
-    """Return a report with everything that its numbers depend on, and without the numbers.
+    """Return a report with the conditions of a measurement, to which the numbers are added.
 
     module: the program.
     """

@@ -1,4 +1,4 @@
-"""Write the results of benchmarks into a Markdown file, between markers; nobody types a number.
+"""Write the results of benchmarks into a Markdown file, between markers.
 
     python -m benchmarks.readme_table README.md docs/performance.md
 
@@ -30,7 +30,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
     """Return `text` with fresh tables between each pair of markers.
 
     Raises:
-        FileNotFoundError: a marker names a result that is not there.
+        FileNotFoundError: a marker names a result that does not exist.
     """
 
     def table(match: re.Match[str]) -> str:
@@ -43,7 +43,7 @@ def fill(text: str, results: Path = RESULTS) -> str:
 def main(
     paths: Annotated[list[Path], typer.Argument(help="Markdown files with markers.")],
 ) -> None:
-    """Bring the tables of files up to date."""
+    """Update the tables of files."""
     for path in paths:
         path.write_text(fill(path.read_text("utf-8")), encoding="utf-8")
 

@@ -10,7 +10,7 @@ from typing import Any
 from epcomm.bench.advice import TITLES
 from epcomm.planning.measurements import BENCHMARK
 
-# A result as its program wrote it. Each kind has other keys, which its function reads.
+# A result as its program wrote it. The keys depend on the kind of result.
 Result = Mapping[str, Any]
 
 # Characters of a line of a long caption.
@@ -47,7 +47,7 @@ _ROUTERS = {
 
 
 def render(result: Result) -> str:
-    """Return the tables of one result, and under them what was measured where."""
+    """Return the tables of one result, followed by a caption with the conditions."""
     return _RENDERERS[result["benchmark"]](result)
 
 
@@ -91,7 +91,7 @@ def _render_dispatch_combine(result: Result) -> str:
     sent = [f"{one['sent_bytes']['total'] / 1e6:.2f} MB" for one in contenders.values()]
     rows.append(["sent by a rank", *[cell for one in sent for cell in (one, "", "")], ""])
     sizes, commit = result["configuration"], result["versions"]["commit"]
-    # Results from before it was recorded are of `collective`.
+    # Old results without this key are of `collective`.
     buffer = f", epcomm in {sizes['backend']}" if "backend" in sizes else ""
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']}{buffer} on {_where(result)}, "

@@ -21,7 +21,7 @@ class RouterInput(StrEnum):
     """An input of the call of a router.
 
     TOKENS: the tokens, [T, H].   BATCH: the same as a batch of one, [1, T, H].
-    CORRECTION_BIAS: what BlockLayout.correction_bias names, [E]; None where it names nothing.
+    CORRECTION_BIAS: the tensor that BlockLayout.correction_bias names, [E], or None.
     INPUT_IDS: ids of the tokens in the vocabulary, [T].
     """
 
@@ -33,7 +33,7 @@ class RouterInput(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class BlockLayout:
-    """The parts of a block by what they do: dotted names below the block; None: there is none.
+    """The parts of a block by function: dotted names below the block; None for a missing part.
 
     router: returns logits [T, E], or a tuple that begins with them; with the routing
         chosen_by_router, (logits, topk_weights [T, K], topk_ids [T, K], ...).
@@ -63,7 +63,7 @@ class BlockLayout:
     returns_scores: bool = False
 
     def names(self) -> dict[str, str]:
-        """Map the field of each part that is there to the name of the part."""
+        """Map the field of each existing part to the name of the part."""
         named = {field: getattr(self, field) for field in _PARTS}
         return {field: name for field, name in named.items() if name is not None}
 
@@ -89,7 +89,7 @@ def find_part(block: nn.Module, field: str, name: str) -> nn.Module | Tensor:
     """Return the part of a block that its layout calls `field`, by its dotted name.
 
     Raises:
-        ConfigError: there is no such module, or for a correction bias no such tensor.
+        ConfigError: the block has no such module, or no such tensor for a correction bias.
     """
     part: object = block
     for step in name.split("."):

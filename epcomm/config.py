@@ -1,4 +1,4 @@
-"""Define what a user may choose; this is the one place that reads the environment."""
+"""Define the choices of a user; this module alone reads the environment."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from epcomm.types import MAX_SIZE, Int8Profile, ScaleDtype, WireDtype, enum_memb
 
 
 class Mode(StrEnum):
-    """The manner in which tokens are sent."""
+    """The mode in which tokens are sent."""
 
     STANDARD = "standard"
     NORMAL = "normal"

@@ -144,7 +144,7 @@ class EPGroup:
         self.collectives.limit_waits(self._timeout_s)
 
     def is_news(self, text: str) -> bool:
-        """Return whether `text` is logged for the first time in this group. Local."""
+        """Return whether `text` has not been logged in this group yet. Local."""
         is_new = text not in self._logged
         self._logged.add(text)
         return is_new

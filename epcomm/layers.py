@@ -20,7 +20,7 @@ _ATTRIBUTE = "epcomm_layer"
 
 @runtime_checkable
 class ExpertParallelLayer(Protocol):
-    """The part of a layer that functions over a whole model need.
+    """The methods of a layer that functions over a whole model use.
 
     is_decoding: whether calls without an explicit phase decode.
     """
@@ -47,7 +47,7 @@ class ExpertParallelLayer(Protocol):
         ...
 
     def idle_model(self, model: nn.Module) -> object:
-        """Run the whole model without data; None if its layers alone will do.
+        """Run the whole model without data; None if it suffices to run its layers.
 
         Returns:
             The whole output of the model: which of its tensors depend on all layers is not known.
@@ -56,7 +56,7 @@ class ExpertParallelLayer(Protocol):
 
 
 def put_in_front(module: nn.Module, layer: ExpertParallelLayer) -> None:
-    """Attach `layer`, which is no module, to `module`, for the functions here."""
+    """Attach `layer`, which is not a module, to `module`, so that the functions here find it."""
     setattr(module, _ATTRIBUTE, layer)
 
 

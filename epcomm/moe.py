@@ -73,7 +73,8 @@ class ExpertParallelMoE(nn.Module):
             where=experts.group.where,
         )
         self._block_tokens = _check_blocks(experts)
-        # Made here, because a table made in a captured call would be zeroed in every replay.
+        # The table is made here, because one made in a captured call would be zeroed in every
+        # replay.
         self._load_table: Tensor | None = None
         if experts.config.record_load:
             self._load_table = load_table(experts.num_logical_experts, experts.group.device)
@@ -146,7 +147,7 @@ class ExpertParallelMoE(nn.Module):
 
         Local.   Host sync: none.
         Raises:
-            ShapeError: x is no tensor, or has another H.
+            ShapeError: x is not a tensor, or has another H.
             ConfigError: the router needs input_ids and there are none.
         """
         return self._route(x, input_ids)
@@ -202,7 +203,7 @@ class ExpertParallelMoE(nn.Module):
         Collective: yes, forward and backward, on every rank also when it has no token.
         Host sync: see explain().
         Raises:
-            ShapeError: x is no tensor, or has another H; topk_ids of another shape or dtype.
+            ShapeError: x is not a tensor, or has another H; topk_ids of another shape or dtype.
             ConfigError: the router needs input_ids and there are none; or topk_ids are given to a
                 routing with a custom function, or inside replay_routes().
             Exception: any error of the router. Each on this rank; the others raise an EPError
@@ -242,16 +243,16 @@ class ExpertParallelMoE(nn.Module):
                     count_load(topk.topk_ids, load)
             return logits, self._through(self._layout.latent_in, x.reshape(-1, x.shape[-1])), topk
         except Exception as problem:
-            # The other ranks call the experts meanwhile.
+            # Meanwhile the other ranks call the experts, so this rank must take part.
             self.experts.refuse(problem, decode=decode)
             raise
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        """Raise the faults recorded on the device. Local; host sync; see Dispatcher.check."""
         self.experts.check()
 
     def explain(self) -> str:
-        """Describe what was chosen and rejected and why."""
+        """Describe the chosen and the rejected candidates, with reasons."""
         routing = self._router.explain()
         if self._is_chosen_by_router:
             routing = ("routing by the block's own router",)

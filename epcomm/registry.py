@@ -1,6 +1,6 @@
 """The classes of backends and runners by name; each is imported when it is chosen.
 
-An unknown name raises ConfigError, whose message lists those that exist.
+An unknown name raises ConfigError, whose message lists the valid names.
 """
 
 from __future__ import annotations

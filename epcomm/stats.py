@@ -29,8 +29,8 @@ class EPStats:
     rank_load: [W], float64, on the device: entries that this rank's tokens have for experts of each
         rank; None where EPConfig.record_load is not set. Not compared by `==`.
 
-    Calls that backward repeats for activation checkpointing count nothing but traffic. Of a device
-    graph, expert_slots counts every replay, and the numbers of the host its capture alone.
+    Calls that backward repeats for activation checkpointing count nothing but traffic. In a device
+    graph, expert_slots counts every replay; the numbers of the host count only the capture.
     """
 
     num_calls: int = 0
@@ -81,7 +81,8 @@ class LayerCounter:
         # Plain numbers: a new record in every call would take host time.
         self._num_calls = self._num_tokens = self._num_rows = 0
         self._num_slots = self._max_slots = 0
-        # Allocated here, not in the first call: a capture would set it to zero in every replay.
+        # The counts are allocated here, not in the first call: a capture would set them to zero in
+        # every replay.
         self._expert_slots = torch.zeros(num_local_experts, dtype=torch.int64, device=device)
 
     def count(
@@ -93,7 +94,7 @@ class LayerCounter:
         num_slots: computed, where the host has the number, else those allocated.
         num_tokens_per_expert: [L], int32, on the device: the slots that this rank computed.
         """
-        # Backward is running: this call repeats one that was counted.
+        # Backward is running, so this call repeats one that was already counted.
         if torch._C._current_graph_task_id() != -1:
             return
         self._num_calls += 1

@@ -140,7 +140,7 @@ class WireFormat:
 
     dtype: element type.
     scale_block: elements that share a scale; None for unquantised rows, 0 for one scale a row.
-    scale_dtype: dtype of the scales; None for unquantised rows. Powers of two are for FP8 alone.
+    scale_dtype: dtype of the scales; None for unquantised rows. Powers of two are for FP8 only.
     """
 
     dtype: WireDtype
@@ -243,7 +243,7 @@ def check_packing(caller: str, wire_format: WireFormat, layout: ScaleLayout) -> 
     """Refuse to pack scales that do not fit into a byte.
 
     Raises:
-        ConfigError: a packed layout of scales that are no powers of two.
+        ConfigError: a packed layout of scales that are not powers of two.
     """
     if layout.packed and wire_format.scale_dtype != torch.float8_e8m0fnu:
         raise ConfigError(

@@ -31,8 +31,8 @@ from epcomm.sharding.shards import replicated_parameters, sharded_parameters
 from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import sum_replica_gradients, sum_replicated_gradients
 
-# Three times as much does not train faster, and moves an embedding so close to zero, where RMSNorm
-# amplifies rounding errors, that the float32 gradients themselves are inaccurate by 2e-5.
+# A rate three times as large does not train faster. It moves an embedding close to zero, where
+# RMSNorm amplifies rounding errors until float32 gradients are inaccurate by 2e-5.
 LEARNING_RATE = 1e-3
 # Larger gradients, such as those of the first steps, are clipped to this norm.
 MAX_GRADIENT_NORM = 1.0
@@ -68,7 +68,7 @@ class ExpertParallelTraining:
         self._chosen_experts: list[Tensor] = []
         for moe in self._moe_layers:
             moe.experts.register_forward_pre_hook(self._note_chosen_experts)
-        # After the blocks were replaced, because their parameters are new.
+        # Make the optimizer after the blocks were replaced, because their parameters are new.
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
     def compute_gradients(self, batches: Sequence[Batch | None]) -> StepResult:

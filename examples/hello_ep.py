@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertWeights, RoutingSpec, route
 
-E, K, H, M = 8, 2, 64, 32  # experts, experts per token, hidden size, most tokens per rank
+E, K, H, M = 8, 2, 64, 32  # experts, experts per token, hidden size, maximum tokens per rank
 dist.init_process_group("gloo")
 torch.manual_seed(0)  # every rank creates all experts; the layer keeps this rank's share
 gate_up, down = torch.randn(E, 2 * 96, H) / H**0.5, torch.randn(E, H, 96) / 10

@@ -72,7 +72,7 @@ def next_byte_loss(model: Qwen3MoeForCausalLM, batch: Batch, num_tokens: int) ->
 def gradient_norms(model: nn.Module) -> dict[str, float]:
     """Return the gradient norms by name of the parameter; 0 if this rank has no gradient."""
     return {
-        # In float64, so that the comparison does not measure the rounding of this sum.
+        # Sum in float64, so that the comparison does not measure the rounding of this sum.
         name: 0.0 if parameter.grad is None else float(parameter.grad.double().norm())
         for name, parameter in model.named_parameters()
     }

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-# Rows of the table, which then fits on a screen with the other output.
+# Number of rows of the table, so that it fits on a screen with the other output.
 MAX_ROWS = 12
 
 

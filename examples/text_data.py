@@ -51,7 +51,7 @@ class TextData:
 
     def batches(self, step: int) -> list[Batch | None]:
         """Return the batches of `step`; at most one is None, for a rank without data."""
-        # A string gives the same seed in every process; the hash of a tuple may not.
+        # A string gives the same seed in every process, unlike the hash of a tuple.
         draw = random.Random(f"{self._seed} {step}")
         batches: list[Batch | None] = [self._batch(draw) for _ in range(self._num_batches)]
         if self._num_batches > 1 and draw.random() < IDLE_PROBABILITY:

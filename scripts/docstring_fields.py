@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 _FIELDS = re.compile(r"([a-z]\w*(?:, [a-z]\w*)*): (.*)")
-# Separates several fields on one line.
+# The separator of several fields on one line.
 BETWEEN = re.compile(r" {3,}(?=\w[\w ,]*[:.])")
 
 

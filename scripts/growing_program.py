@@ -12,7 +12,7 @@ SPEC = MoESpec(hidden_size=256, num_experts=4, top_k=2, dtype=torch.float32)
 
 
 def run_rank() -> None:
-    """Run one rank, and return when the others are gone."""
+    """Run one rank, and return when the other ranks have ended."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     try:

@@ -3,8 +3,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Like the launcher for its ranks: on a busy machine, several threads of one small operation
-# mostly wait for one another (seen: 0.4 s instead of 2 ms for a backward). Before torch is there.
+# Set the number of threads as the launcher does for its ranks: on a busy machine, several threads
+# of one small operation mostly wait for one another (seen: 0.4 s instead of 2 ms for a backward).
+# This must run before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A suite starts more than a hundred processes, ranks above all. Without bytecode, which container
@@ -14,8 +15,8 @@ sys.dont_write_bytecode = False
 
 import torch  # noqa: E402  (after its number of threads was chosen)
 
-# Without a GPU the kernels run under Triton's interpreter, which must be chosen before triton is
-# imported: its own functions are made ready for one or the other then. transformers imports it.
+# Without a GPU the kernels run under Triton's interpreter. It must be chosen before triton is
+# imported (also by transformers), since the import binds Triton's own functions to one mode.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -31,13 +32,12 @@ if not torch.cuda.is_available():
 pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 
 
-# By folder, the MULTI_RANK_BACKEND on whose devices its test_real.py runs.
+# The MULTI_RANK_BACKEND on whose devices the test_real.py of each folder runs.
 DEVICES_OF = {"ascend": "hccl", "deep_ep": "nccl"}
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Deselect tests of devices on machines without devices, and tests of CPUs on machines with
-    devices."""
+    """Deselect tests of devices where there are none, and tests of CPUs where there are devices."""
     backend = os.environ.get("MULTI_RANK_BACKEND")
     if collection_path.name == "test_v1_on_cpu.py":
         return True if backend else None

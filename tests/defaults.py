@@ -1,9 +1,9 @@
 """A pytest plugin: run library code under another default device or dtype of torch.
 
 TEST_DEFAULT_DEVICE=meta and TEST_DEFAULT_DTYPE=bfloat16 set them, in this process and in the ranks
-that it starts; `make test-defaults` runs the quick tests so. They act on calls of torch from
-epcomm/ alone: tests and other packages get the CPU and float32 where they name nothing. On meta, a
-tensor whose device the library did not name has no memory, so that its first use fails.
+that it starts; `make test-defaults` runs the quick tests in this way. They act only on calls of
+torch from epcomm/: tests and other packages get the CPU and float32 where they name nothing. On
+meta, a tensor whose device the library did not name has no memory, so that its first use fails.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ OPERATORS = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 class LibraryDefaults(TorchFunctionMode):
     """Apply the default device to calls from epcomm/, and float32 as default dtype to all others.
 
-    The default dtype of the process is the library's: what is no call of torch, such as a promotion
-    inside a backward pass, follows it. As under set_default_device(), calls made inside a call of
-    torch are not changed.
+    The default dtype of the process is the library's: operations that are not calls of torch, such
+    as a promotion inside a backward pass, follow it. As under set_default_device(), calls made
+    inside a call of torch are not changed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +51,8 @@ class LibraryDefaults(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **named)
         caller = sys._getframe(1)
-        # Not what torch makes for the library: parts of torch call item() on it.
+        # Tensors that torch makes for the library are excluded, because parts of torch call item()
+        # on them.
         if is_library(caller) and func in _device_constructors() and named.get("device") is None:
             named["device"] = self.device
         if is_for_library(caller):

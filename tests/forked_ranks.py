@@ -29,11 +29,11 @@ class Copy:
     """A copy of this process, with methods of subprocess.Popen."""
 
     pid: int
-    pipe: int  # its end at this process
+    pipe: int  # the end of the pipe in this process
     returncode: int | None = None
 
     def start(self, folder: Path) -> None:
-        """Let the copy go on, with its output in output.txt of the folder."""
+        """Start the copy, with its output in output.txt of the folder."""
         os.write(self.pipe, os.fsencode(folder))
         os.close(self.pipe)
 
@@ -63,7 +63,7 @@ class Copy:
 
 
 def fork_copy(others: Sequence[Copy]) -> Copy | Path:
-    """Return a copy of this process, and in the copy its folder, once it is started."""
+    """Return a copy of this process; in the copy, wait for start() and return the folder."""
     end_of_copy, end_here = os.pipe()
     if pid := os.fork():
         os.close(end_of_copy)
@@ -71,7 +71,7 @@ def fork_copy(others: Sequence[Copy]) -> Copy | Path:
     # Signals of the terminal reach the first process alone.
     os.setsid()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # Others that are not started end when the first process has closed their pipes.
+    # Ranks that were not started end when the first process has closed their pipes.
     for pipe in (end_here, *(other.pipe for other in others)):
         os.close(pipe)
     folder = Path(os.fsdecode(os.read(end_of_copy, 4096)))
@@ -174,7 +174,7 @@ def _wait(ranks: dict[int, int]) -> int:
     while ranks:
         pid, status = os.wait()
         if pid not in ranks:
-            # Another child of this process.
+            # The process is another child of this one, and not a rank.
             continue
         rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
         if code and not has_failed:

@@ -2,7 +2,7 @@
 
 In each call of a device function it replaces the functions of triton.language, which it has
 replaced for the kernel. It also computes each sum of integers again in 64 bits, to find overflows
-that it reports in debug mode alone.
+that it reports only in debug mode.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_faster() -> None:
 
 
 def by_name(find: Callable[[Any], object]) -> Callable[[Any], object]:
-    """Return `find` of a type of Triton with its answers kept, by the name of the type."""
+    """Return `find` of a type of Triton with a cache by the name of the type."""
     found: dict[str, object] = {}
 
     def find_once(kind: Any) -> object:  # noqa: ANN401 - the types of Triton have no common base

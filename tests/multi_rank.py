@@ -108,7 +108,7 @@ class World:
 
     @property
     def is_slow(self) -> bool:
-        """Ranks of MPI are interpreters, of which each imports and collects for 7 s of CPU time."""
+        """Return whether launches are slow: over MPI each rank imports and collects itself."""
         return self.transport == "mpi" and self.num_ranks > 2
 
 
@@ -265,7 +265,7 @@ class InnerRun:
         session.items = [item for item in session.items if item.nodeid in chosen]
         for item in session.items:
             assert isinstance(item, pytest.Function), "only functions have a world"
-            # It was no fixture when the test was collected.
+            # The name was not a fixture when the test was collected.
             names = [name for name in item.fixturenames if name != "ep_ranks"]
             item.fixturenames[:] = ["ep_ranks", *names]
 
@@ -355,7 +355,7 @@ class InnerRun:
 @contextmanager
 def process_group() -> Iterator[None]:
     """Provide the default process group; destroy it after a failure too, or torch may abort."""
-    import torch.distributed as dist  # slow, and useless to an empty selection
+    import torch.distributed as dist  # The import is slow, and useless if no test is selected.
 
     backend = os.environ.get(BACKEND_ENV, "gloo")
     take_device(backend)
@@ -419,7 +419,7 @@ def ready_to_fork(config: pytest.Config, num_tests: int) -> Iterator[None]:
 
 
 def can_fork(world: World) -> bool:
-    """Return whether the ranks can be copies of this process, as scripts/launch_multi_rank.sh."""
+    """Return whether the ranks can be forked from this process."""
     has_devices = BACKEND_ENV in os.environ or Path("/dev/nvidiactl").exists()
     return world.transport != "mpi" and sys.platform == "linux" and not has_devices
 
@@ -447,7 +447,7 @@ class Share:
 
     world: World
     nodeids: list[str]
-    copy: Copy | None  # None: the launcher starts the ranks
+    copy: Copy | None  # None if the launcher starts the ranks.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,7 +500,7 @@ class OuterRun:
         if self.fork_copies(session):
             return (yield)  # on a rank
         for item in (item for of_world in self.items.values() for item in of_world):
-            # Its fixtures live on the ranks. What remains here is pytest's own protocol, with
+            # The fixtures of the test live on the ranks. Only pytest's protocol runs here, with
             # skip and xfail marks, -x and all reports.
             item.fixturenames = []
         self.num_at_first = self.num_at_a_time()
@@ -574,7 +574,7 @@ class OuterRun:
             # This process has run its own tests.
             self.start_thread()
         with self.changed:
-            # With a limit, so that Ctrl-C is handled.
+            # Wait with a limit, so that Ctrl-C is handled.
             while nodeid not in self.verdicts and self.error is None:
                 self.changed.wait(0.1)
             if nodeid not in self.verdicts:

@@ -54,7 +54,7 @@ BAD_VALUES = [
     BadValue(
         id="no time", values={"timeout_s": 0}, message="EPConfig: timeout_s is 0, expected seconds"
     ),
-    # Values that a file may have instead of a number, a switch or a name.
+    # Values of wrong types that a file may have instead of a number, a bool or a name.
     BadValue(
         id="text for a number",
         values={"max_tokens_per_rank": "128"},

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 PACKAGE = Path(epcomm.__file__).parent
-# Functions whose result has the default dtype, for any arguments.
+# Functions whose result has the default dtype for any arguments.
 FLOATS = frozenset(
     ["empty", "empty_strided", "eye", "linspace", "logspace", "ones", "rand", "randn", "zeros"]
 )

@@ -104,7 +104,7 @@ def test_layer_with_quantized_dispatch_equals_the_oracle(scenario: str, config: 
         layer_suite.run_scenario(scenario, layer_suite.pipeline_env(group, chosen))
 
 
-# Batches for runners: no slots, slots of one expert, holes, another kind of experts.
+# Batches for runners: no slots, slots of one expert, masked entries, another kind of experts.
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("config", VARIANTS)
 @pytest.mark.parametrize(

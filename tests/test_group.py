@@ -69,7 +69,7 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
         assert group.hosts == HostLayout(host_of_rank=(0, 1, 0, 1))
         assert group.mesh is not None
         assert group.mesh.mesh.tolist() == [0, 1, 2, 3]
-        # It overrides the detected hosts: these ranks share memory.
+        # The mesh overrides the detected hosts: these ranks share memory.
         chosen = plan(EPConfig(mode="normal"), MOE, group).prefill
         assert chosen.buffer_spec.hosts == group.hosts
         apart = "shared_memory: ranks are on 2 hosts by the mesh of EPGroup, expected one whose"

@@ -1,4 +1,4 @@
-"""The functions of Python that a call runs on the host: their number has no noise."""
+"""The number of Python functions that a call runs on the host, which does not vary."""
 
 from __future__ import annotations
 
@@ -67,6 +67,6 @@ def test_calls_run_few_functions(mode: Mode) -> None:
             found["layer, forward for training"] = calls_of(lambda: layer(batch.x, topk))
     assert found.keys() == MOST_CALLS[mode].keys()
     for name, most in MOST_CALLS[mode].items():
-        # Under a default device a torch function mode is active, whose functions count too.
+        # With a default device a torch function mode is active, whose functions are counted too.
         if torch._C._len_torch_function_stack() == 0:
             assert 0 < found[name] <= most, name

@@ -127,7 +127,7 @@ def test_stats_equal_numbers_counted_by_hand() -> None:
             ),
         )
         assert moe.stats().num_tokens_per_expert == tuple(2 * load for load in LOADS[rank])
-        # Read here for the first time, but still the counts of the first call.
+        # The statistics are read for the first time here, but hold the counts of the first call.
         assert first.num_tokens_per_expert == tuple(LOADS[rank])
         # Four slots of four experts.
         assert first.imbalance == 2.0

@@ -61,7 +61,7 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
 
 # Relative to the largest y. Rows in bfloat16 and, on a GPU, sums of FP8 products with 14 bits move
 # one activation in some hundred to the next code, 1/14 of the largest at most, which is what
-# tests/kernels/gemm/test_fp8.py counts. The rest is what bfloat16 loses in results and sums.
+# tests/kernels/gemm/test_fp8.py counts. The rest is the rounding of results and sums to bfloat16.
 BLOCK_TOLERANCE = 0.035
 
 

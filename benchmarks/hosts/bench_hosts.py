@@ -1,4 +1,4 @@
-"""Measure backends of epcomm between hosts of a slow network, against torch alone.
+"""Measure backends of epcomm between hosts of a slow network, against plain torch.
 
     python -m tests.hosts.launch --hosts 2 --ranks 4 --rate 1gbit benchmarks/hosts/bench_hosts.py
         --output benchmarks/results/cpu_hosts_1gbit.json
@@ -68,7 +68,7 @@ def _sent_of_all(batch: RankBatch) -> int:
 
 
 def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, float]:
-    """Count the bytes of every backend, and of what torch alone offers. Collective: yes."""
+    """Count the bytes of every backend, and of the plain torch contenders. Collective: yes."""
     (tokens,), spec = options.tokens, options.moe_spec()
     experts = Experts.of(group, options.experts)
     contenders: dict[str, Contender] = {
@@ -94,7 +94,8 @@ def _contender_record(timing: Timing, num_bytes: float) -> Mapping[str, object]:
 
 
 def run(options: BenchOptions, gbit_per_s: float) -> dict[str, object]:
-    """Check, measure, count: the same result on all ranks. Collective: yes.
+    """Check and measure contenders, and count bytes; the result is the same on all ranks.
+    Collective: yes.
 
     Raises:
         CheckError: a contender is wrong.
@@ -145,7 +146,7 @@ class Sizes:
 
 @takes_records
 def main(sizes: Sizes, output: Output) -> None:
-    """Check all contenders, measure them in turn, and print what came of it."""
+    """Check all contenders, measure them in turn, and print the results."""
     with ranks_of_torchrun():
         options = BenchOptions(
             tokens=(sizes.tokens,),

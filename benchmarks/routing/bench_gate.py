@@ -1,10 +1,10 @@
-"""Measure routing on one GPU: the gate kernel, what it does besides, and others that route alike.
+"""Measure routing on one GPU: the gate kernel, its additional work, and equivalent routers.
 
     python -m benchmarks.routing.bench_gate --output gate.json
 
-Every router is compared with the reference first, and one that differs gets no number. A time is
-that of one call in a device graph of many. SGLang's gate takes part where its package is
-importable.
+Every router is compared with the reference first, and one that differs is not measured. A time is
+that of one call in a device graph of many. SGLang's gate is included if its package can be
+imported.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.triton_gating import TritonGate
 
-# Calls of a graph, many enough that its beginning and end do not count.
+# Calls in a graph: enough that its start and end do not affect the time.
 CALLS_OF_GRAPH = 50
 # Tokens whose experts may differ from the reference's, because rounding decides between close
 # scores.
 MOST_DIFFERING = 1e-4
-# Of weights: 8 units in the last place, and more for another library, which promises nothing.
+# Tolerance of weights: 8 units in the last place, and more for another library, whose accuracy is
+# not documented.
 RTOL = 8 * 2**-23
 RTOL_OF_OTHERS = 1e-4
 
@@ -82,7 +83,7 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One router at one number of tokens, or why it has no number; us of one call."""
+    """The time of one router at one number of tokens in us, or the reason why it has none."""
 
     router: str
     shape: str
@@ -92,12 +93,12 @@ class Finding:
 
 
 def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
-    """Return what routes these logits, by name; the reference is called `reference`."""
+    """Return the routers of these logits, by name; the reference is called `reference`."""
     spec, num_experts, device = shape.spec, shape.num_experts, logits.device
     bias = torch.randn(num_experts, device=device) / 8 if spec.correction_bias != "none" else None
     gate = TritonGate(spec, num_experts)
     load = torch.zeros(16, num_experts, dtype=torch.int64, device=device)
-    # Every expert is where it was.
+    # Every expert is in its original position.
     replicas = torch.full((num_experts, 2), -1, dtype=torch.int32, device=device)
     replicas[:, 0] = torch.arange(num_experts)
     table = ReplicaTable(
@@ -133,19 +134,19 @@ def routers_of(shape: Shape, logits: Tensor) -> dict[str, Call]:
 def check(call: Call, reference: Call, num_experts: int, *, rtol: float = RTOL) -> None:
     """Compare experts and weights with the reference's.
 
-    rtol: how far weights may be from the reference's, of their value.
+    rtol: the largest relative error of weights.
 
     Raises:
-        CheckError: too many tokens have other experts, or other weights.
+        CheckError: too many tokens have different experts, or wrong weights.
     """
     first, second = (_spread(each(), num_experts) for each in (call, reference))
     differs = ((first > 0) != (second > 0)).any(1)
     num_differing = int(differs.sum())
     if num_differing > MOST_DIFFERING * len(differs) + 1:
-        raise CheckError(f"{num_differing} of {len(differs)} tokens have other experts")
+        raise CheckError(f"{num_differing} of {len(differs)} tokens have different experts")
     worst = ((first - second).abs() / second.clamp(min=1e-30))[~differs].max()
     if not worst <= rtol:
-        raise CheckError(f"weights differ by {float(worst):.1e} of their value")
+        raise CheckError(f"weights have a relative error of {float(worst):.1e}")
 
 
 def measure(name: str, shape: Shape, calls: Mapping[str, Call], tokens: int, laps: int) -> Finding:
@@ -203,7 +204,7 @@ def _spread(topk: TopKOutput, num_experts: int) -> Tensor:
 
 def _sglang_gate() -> Callable[..., tuple[Tensor, Tensor]] | None:
     try:
-        # Not a dependency of anything here.
+        # sglang is not a dependency of this repository.
         from sglang.kernels.ops.moe.moe_fused_gate import (  # pyright: ignore[reportMissingImports]
             moe_fused_gate,
         )
@@ -223,7 +224,7 @@ class Options:
 
 @takes_records
 def main(options: Options, output: Output) -> None:
-    """Check all routers, measure them, and print what came of it."""
+    """Check all routers, measure them, and print the results."""
     device = gpu_of("bench_gate")
     tokens = [int(each) for each in options.tokens.split(",")]
     findings = run(device, tokens=tokens, laps=options.laps)

@@ -40,7 +40,8 @@ from epcomm.cli.records import takes_records
 from epcomm.placement.balance import rank_loads
 from epcomm.testing.oracle import relative_error
 
-# Of bfloat16: after a move the sums of the ranks and y are other ones, rounded in both layers.
+# Tolerance for bfloat16: after a move the sums of the ranks differ, and they and y are rounded in
+# both layers.
 TOLERANCE = 4 * 2**-8
 
 
@@ -112,7 +113,7 @@ def make_weights(options: Options, device: torch.device) -> ExpertWeights:
 
 
 def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
-    """Count, place, compare and time. Collective: yes.
+    """Count the load, place experts, compare results and time both layers. Collective: yes.
 
     Raises:
         CheckError: placed experts give other results.
@@ -144,7 +145,7 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
     expected, moved = (layer(x, topk).clone() for layer in layers.values())
     error = max(of_all_ranks(relative_error(moved, expected)))
     if not error <= TOLERANCE:
-        raise CheckError(f"placed experts give results that are off by {error:.1e}")
+        raise CheckError(f"results with placed experts have an error of {error:.1e}")
     calls = {
         name: layer_call(layer, x, topk, in_graph=is_in_graph(layer.plan.prefill, device))
         for name, layer in layers.items()
@@ -153,7 +154,7 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
     batches = range(options.counted, options.counted + options.iterations)
     spans: dict[str, list[Mapping[str, float]]] = {name: [] for name in layers}
     for batch in batches:
-        # In the memory of the previous batch, which graphs read.
+        # Write to the memory of the previous batch, which graphs read.
         ids.copy_(experts_of_tokens(options, group.rank, batch, device))
         for name, found in take_turns(calls, device, num_rounds=1).items():
             spans[name] += found
@@ -179,7 +180,7 @@ def _ratio(loads: list[float]) -> float:
 
 @takes_records
 def main(options: Options, output: Output) -> None:
-    """Check, measure, and print what came of it."""
+    """Check both layers, measure them, and print the results."""
     with ranks_of_torchrun() as device, EPGroup(dist.group.WORLD) as group:
         if group.world_size == 1:
             raise ConfigError("bench_placement: 1 rank has all experts; start it with 2 or more")

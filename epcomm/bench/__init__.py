@@ -1,1 +1,1 @@
-"""The command `epcomm bench`: check and time what serves a layer here, and torch alone."""
+"""The command `epcomm bench`: check and time the backends that serve here, and plain torch."""

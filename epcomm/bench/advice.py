@@ -1,4 +1,4 @@
-"""Recommend a mode and backend at each T in one sentence, by medians of a pair."""
+"""Recommend a mode and backend at each T in one sentence, by the medians of a pair."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from epcomm.bench.contenders.all_gather import AllGather
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.records import Timing
 
-# The names of what torch alone offers in tables.
+# The names in tables of the contenders that are plain torch.
 TITLES = {
     ExpertRows.name: "rows over all-to-all",
     AllGather.name: "all-gather and reduce-scatter",
@@ -17,7 +17,7 @@ TITLES = {
 
 
 def advise(timings: Sequence[Timing]) -> str:
-    """Return the sentence, which also names the T at which torch alone is faster.
+    """Return the sentence, which also names each T at which plain torch is faster.
 
     Worked example, medians of 10 and 20 us at T = 1, of 90 and 40 us at T = 128:
 

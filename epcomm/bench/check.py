@@ -19,17 +19,17 @@ from epcomm.testing.data import RankBatch
 
 
 class CheckError(Exception):
-    """A contender moves or sums something wrong, so nothing may be measured."""
+    """A contender moves or sums rows incorrectly, so it is not measured."""
 
 
 def check_contender(
     contender: Contender[DispatchedT], batches: Sequence[RankBatch], rank: int, num_local: int
 ) -> None:
-    """Run one call, and compare the rows that experts receive and y. batches: of all ranks.
+    """Run one call, and compare the received rows and y with a formula. batches: of all ranks.
 
     Collective: yes.
     Raises:
-        CheckError: on all ranks, with the fault of each.
+        CheckError: raised on all ranks, with the fault of each rank.
     """
     try:
         fault = _find_fault(contender, batches, rank, num_local)
@@ -90,9 +90,9 @@ def _find_sum_fault(contender: Contender, y: Tensor, batch: RankBatch) -> str | 
     factors = batch.topk_weights.double() * expert_factor(batch.topk_ids)
     expected = batch.x.double() * factors.sum(dim=1, keepdim=True)
     limit = tolerance(y.dtype, top_k=batch.topk_ids.shape[1], num_roundings=num_roundings)
-    # Below the smallest normal number a rounding is absolute.
+    # Below the smallest normal number, the rounding error is absolute, not relative.
     allowed = limit * expected.abs() + num_roundings * torch.finfo(y.dtype).tiny
-    # The same error of a token's row in all its terms.
+    # The worst case: all terms of a token have the same error.
     allowed += (
         (1 + limit) * contender.row_error * _largest(batch.x) * factors.sum(dim=1, keepdim=True)
     )

@@ -164,7 +164,7 @@ def _tolerance(options: BenchOptions) -> float:
 def layer_call(
     layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput, *, in_graph: bool
 ) -> Timed:
-    """Return what times a call of a layer as the span `layer`, launched from Python or replayed.
+    """Return a function that times a call of a layer as the span `layer`, eager or replayed.
 
     Collective: in a graph.
     """

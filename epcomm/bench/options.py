@@ -28,10 +28,10 @@ class BenchOptions:
     """The sizes and contenders of a run, equal on all ranks.
 
     tokens: T, on each rank, one after another.   hidden: H.   experts: of all ranks.   top_k: K.
-    modes, backends: of epcomm; what torch alone offers is always measured.
+    modes, backends: of epcomm; the plain torch contenders are always measured.
     dtype: of the hidden states.   wire: of rows towards the experts of epcomm, None for dtype.
     intermediate: I of a whole layer, None to time none.
-    iterations, warm_up: calls of each contender at each T, on the clock and before.
+    iterations, warm_up: timed and untimed calls of each contender at each T.
     seed: of tokens, routing and experts.   command: by which the run was started.
     """
 
@@ -51,7 +51,7 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         if not self.tokens:
-            raise ConfigError("epcomm bench: --tokens names no number, expected such as 1,128,1024")
+            raise ConfigError("epcomm bench: --tokens is empty, expected such as 1,128,1024")
         for name in ("tokens", "hidden", "experts", "top_k", "intermediate", "iterations"):
             value = getattr(self, name)
             numbers = value if isinstance(value, tuple) else (value,)
@@ -72,12 +72,12 @@ class BenchOptions:
             )
 
     def check_ranks(self, world_size: int) -> None:
-        """Raise ConfigError if the experts are no multiple of the ranks. Local."""
+        """Raise ConfigError if the experts are not a multiple of the ranks. Local."""
         if self.experts % world_size:
             _refuse("experts", str(self.experts), f"a multiple of the {world_size} ranks")
 
     def moe_spec(self) -> MoESpec:
-        """Return the layer."""
+        """Return the MoESpec of the measured layer."""
         return MoESpec(
             hidden_size=self.hidden,
             num_experts=self.experts,
@@ -124,7 +124,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def read_numbers(text: str) -> tuple[int, ...]:
-    """Read `1,128,1024`; ConfigError if it is no such list."""
+    """Read a list such as `1,128,1024`; raise ConfigError if it is invalid."""
     try:
         return tuple(dict.fromkeys(map(int, _parts(text))))
     except ValueError:

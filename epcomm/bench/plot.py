@@ -1,4 +1,4 @@
-"""Draw the medians of a pair by tokens; needs matplotlib, which is no dependency of the wheel."""
+"""Draw the medians of a pair by tokens; matplotlib is not a dependency of the wheel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_plot(path: Path, *, command: str) -> None:
-    """Raise ConfigError if matplotlib is missing, or the name has no ending of a picture. Local."""
+    """Raise ConfigError if matplotlib is missing, or the suffix is not of an image. Local."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

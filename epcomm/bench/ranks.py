@@ -23,7 +23,7 @@ T = TypeVar("T")
 # The exit code of a command with bad input.
 BAD_INPUT = 2
 
-# 120 s: a rank that fails must not leave the others waiting for long.
+# 120 s: if a rank fails, the others must not wait for long.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 # The file to which rank 0 writes the exit code.
 _EXIT_CODE = "exit_code"
@@ -33,10 +33,10 @@ _PATIENCE_S = 2.0
 
 
 def ranks_of_environment() -> int | None:
-    """Return the number of ranks that torchrun has started; None where it has not. Local.
+    """Return the number of ranks that torchrun has started; None without torchrun. Local.
 
     Raises:
-        ConfigError: its variables are no numbers.
+        ConfigError: the variables of torchrun are not numbers.
     """
     variables = environment()
     if "RANK" not in variables or "WORLD_SIZE" not in variables:
@@ -51,7 +51,7 @@ def ranks_of_environment() -> int | None:
 
 
 def rank_of_environment() -> int:
-    """Return the number of this rank of torchrun's; 0 where there are none. Local."""
+    """Return this rank's number under torchrun; 0 without torchrun. Local."""
     text = environment().get("RANK", "0")
     return int(text) if text.isdecimal() else 0
 
@@ -59,7 +59,7 @@ def rank_of_environment() -> int:
 def report_error(error: EPError, rank: int) -> int:
     """Write an error in one line and return the exit code: 2 for bad input, else 1. Local.
 
-    Where all ranks have it, rank 0 writes it first, which ends the run.
+    If all ranks have the error, rank 0 writes it first, which ends the run.
     """
     if rank:
         time.sleep(_PATIENCE_S)
@@ -71,14 +71,15 @@ def report_error(error: EPError, rank: int) -> int:
 def start_ranks(num_ranks: int, work: Callable[[], int]) -> int:
     """Start ranks on the CPU that run `work` over gloo; return its exit code.
 
-    work: it is pickled, and returns the same on all ranks.
+    work: a function that can be pickled, and returns the same on all ranks.
     """
     # A large import, which ranks under torchrun do not need.
     from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
     log = logging.getLogger("torch.multiprocessing.spawn")
     level = log.level
-    # A rank that fails has reported why; that the others are then ended adds nothing.
+    # A rank that fails has reported the reason; a message that the others were ended would add
+    # nothing.
     log.setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="epcomm-bench-") as folder:
         try:
@@ -86,7 +87,7 @@ def start_ranks(num_ranks: int, work: Callable[[], int]) -> int:
             return int(Path(folder, _EXIT_CODE).read_text("utf-8"))
         except ProcessExitedException as ended:
             if ended.exit_code < 0:
-                # By a signal: the rank has reported nothing.
+                # A signal ended the rank, so it has reported nothing.
                 sys.stderr.write(f"epcomm bench: rank {ended.error_index}: {ended}\n")
             return max(ended.exit_code, 1)
         except ProcessRaisedException as raised:
@@ -108,7 +109,7 @@ def _run_rank(rank: int, num_ranks: int, folder: str, work: Callable[[], int]) -
     )
     code = run_work(work)
     if rank == 0:
-        # The exit code of this process would end the other ranks while they leave.
+        # A nonzero exit code of this process would end the other ranks while they exit.
         Path(folder, _EXIT_CODE).write_text(str(code), encoding="utf-8")
 
 
@@ -132,7 +133,7 @@ def run_work(work: Callable[[], int]) -> int:
     rank = dist.get_rank()
     try:
         code = work()
-        # Rank 0 has printed then; the first rank that leaves with an error ends the others.
+        # Rank 0 has printed by then; the first rank that exits with an error ends the others.
         dist.barrier()
     except EPError as error:
         # destroy_process_group() is left out, because it may wait for ranks that never arrive.

@@ -14,9 +14,9 @@ from epcomm.bench.timing import Percentiles
 class Timing:
     """The times of one contender at one T.
 
-    mode: of epcomm; empty for what torch alone offers, whose name is then in `backend`.
-    runner: that computes the experts of a whole layer, else empty.
-    in_graph: replayed from a device graph, else launched from Python.
+    mode: of epcomm; empty for plain torch, whose contender is then named in `backend`.
+    runner: the runner of a whole layer, else empty.
+    in_graph: calls are replayed from a device graph, else launched from Python.
     us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
         dispatch, combine and pair, which is both; or layer. Where calls are launched from Python,
         also grouped_dispatch and grouped_pair, which put the rows of an expert next to one another.
@@ -33,13 +33,13 @@ class Timing:
 
     @property
     def is_of_torch(self) -> bool:
-        """Whether it is of what torch alone offers."""
+        """Whether the contender is plain torch."""
         return not self.mode
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
-    """A contender that moved or summed something wrong, and was not timed.
+    """A contender that moved or summed rows incorrectly, and was not timed.
 
     fault: what differs from the formula, on which rank.
     """
@@ -51,9 +51,9 @@ class Wrong:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One run, with all that its numbers depend on.
+    """The results of one run, and all facts that they depend on.
 
-    absent: what does not serve here, and why.   advice: what to take at which T here.
+    absent: contenders that cannot run here, with reasons.   advice: the best choice at each T.
     layers: times of whole layers; empty unless they were asked for.
     """
 

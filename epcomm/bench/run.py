@@ -1,4 +1,4 @@
-"""Find what serves here, check it, time it in turn, and report the results."""
+"""Find the contenders that serve here, check them, time them in turn, and report the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from epcomm.bench.records import Report, Timing, Wrong
 from epcomm.bench.turns import call_of, is_in_graph, time_all
 from epcomm.group import EPGroup
 
-# What torch alone offers, by name.
+# The contenders that are plain torch, by name.
 ALTERNATIVES: Mapping[str, Callable[[Experts], Contender]] = MappingProxyType(
     {ExpertRows.name: ExpertRows, AllGather.name: AllGather}
 )
@@ -45,7 +45,7 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
 
     Args:
         options: of the run, equal on all ranks.
-        on_round: called on every rank with T, after each round on the clock.
+        on_round: called on every rank with T, after each timed round.
 
     Collective: yes, over the default process group.   Host sync: yes.
     Raises:

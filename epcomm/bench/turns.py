@@ -1,4 +1,4 @@
-"""Run contenders in turn and time each half; every rank does the same."""
+"""Time the dispatch and combine of contenders in turn, on all ranks together."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentile
 
 
 def call_of(contender: Contender, batch: RankBatch, first_expert: int) -> Timed:
-    """Return what times a call: replayed from graphs where it can be, else launched from Python.
+    """Return a function that times a call: replayed from graphs if possible, else eager.
 
     Collective: yes.
     """
@@ -112,7 +112,8 @@ def run_call(
 ) -> Mapping[str, float]:
     """Time one dispatch and combine, with stand-ins of experts between them that are not timed.
 
-    Both halves start on all ranks together, so neither pays for what the other rank did before.
+    Both halves start on all ranks together, so neither includes a wait for earlier work of another
+    rank.
     """
     device = batch.x.device
     wait_for_all(device)
@@ -145,8 +146,8 @@ def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:
 def graph_call(contender: Contender[DispatchedT], batch: RankBatch, first_expert: int) -> Timed:
     """Capture a dispatch, its combine and pairs of both as graphs; return the call that times them.
 
-    No launch from Python counts. Results of experts are computed before. The routing of `batch` is
-    replayed.
+    The time includes no launch from Python. Results of experts are computed before. The routing of
+    `batch` is replayed.
 
     Collective: yes.
     """
@@ -155,7 +156,7 @@ def graph_call(contender: Contender[DispatchedT], batch: RankBatch, first_expert
     results = run_experts(contender.group(dispatched), first_expert)
     contender.combine(results, dispatched)
     waiting: list[DispatchedT] = []
-    # A half must run only after the other, so nothing warms it up.
+    # Dispatch and combine alternate, so neither can be run alone for warm-up.
     dispatching = captured(lambda: waiting.append(contender.dispatch(batch)), warm_up=False)
     combining = captured(lambda: contender.combine(results, waiting[-1]), warm_up=False)
 

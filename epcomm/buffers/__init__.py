@@ -1,1 +1,1 @@
-"""Mechanisms that move rows between ranks; a folder for each backend, and what they share."""
+"""Mechanisms that move rows between ranks: a folder for each backend, and shared modules."""

@@ -115,7 +115,7 @@ class CallShape:
 
         Local.   Host sync: yes.
         """
-        # The rank of each entry's expert, -1 for none.
+        # The rank of the expert of each entry, -1 for none.
         owners = [ids.cpu() // num_local_experts for ids in topk_ids_of_rank]
         ranks = [other for other in range(len(owners)) if other != rank]
         elsewhere = () if hosts is None else hosts.ranks_elsewhere(rank)

@@ -60,7 +60,7 @@ class VendorCalls:
         self._fault_on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=is_cuda)
         # Capacity in slots, for the message of check().
         self._max_slots = 0
-        # Kept on the device, because reading a count of rows would need a host sync.
+        # The bytes are kept on the device, because reading a count of rows would need a host sync.
         self._sent_bytes = torch.zeros(3, dtype=torch.int64, device=self._device)
 
     def traffic(self) -> BufferTraffic:

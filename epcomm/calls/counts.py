@@ -75,7 +75,7 @@ def guard_ids(
     if distinct:
         has_repeated = is_repeated(topk_ids.sort(dim=1).values).any() & (fault == 0)
         fault = torch.where(has_repeated, int(FaultCode.REPEATED_IDS), fault)
-    # torch.where keeps strides, but vendor kernels ignore them.
+    # torch.where keeps strides, which vendor kernels ignore, so the result is made contiguous.
     return torch.where(fault != 0, -1, topk_ids).contiguous(), fault
 
 

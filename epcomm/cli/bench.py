@@ -1,4 +1,4 @@
-"""`epcomm bench`: check and time what serves a layer here, and torch alone."""
+"""`epcomm bench`: check and time the backends that serve a layer here, and plain torch."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ from epcomm.cli.records import takes_records
 from epcomm.errors import ConfigError, shown
 from epcomm.types import MAX_RANKS, is_size
 
-# The exit code where a contender is wrong, or no backend of epcomm serves: something was not timed.
+# The exit code if a contender is wrong or no backend of epcomm serves, so that something was not
+# timed.
 NOT_TIMED = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The ranks of a run, and what is measured, as text that BenchOptions reads."""
+    """The ranks of a run and the measured cases, as text that BenchOptions reads."""
 
     ranks: Annotated[
         int | None, typer.Option(help="CPU ranks to start here; leave it out under torchrun.")
@@ -66,7 +67,7 @@ class RunOptions:
     seed: Annotated[int, typer.Option(help="Of tokens, routing and experts.")] = 0
 
     def read(self) -> BenchOptions:
-        """Return the options; ConfigError if one of them is bad."""
+        """Return the options; raise ConfigError if one of them is invalid."""
         inner = self.hidden if self.intermediate is None else self.intermediate
         # These fields of BenchOptions have the values of their options.
         names = ("hidden", "experts", "top_k", "dtype", "iterations", "warm_up", "seed")
@@ -95,7 +96,7 @@ class ReportOptions:
 
 @takes_records
 def bench_command(run: RunOptions, report: ReportOptions) -> None:
-    """Check every backend that serves here against a formula, then time it and torch alone.
+    """Check every backend that serves here against a formula, then time it and plain torch.
 
     Starts CPU ranks with --ranks, or runs on those of torchrun:
     torchrun --nproc-per-node 8 -m epcomm bench
@@ -128,7 +129,7 @@ def _ranks_to_start(ranks: int | None) -> int | None:
     started = ranks_of_environment()
     if started is None and ranks is None:
         raise ConfigError(
-            "epcomm bench: there are no ranks; pass --ranks 4 to start some on the CPU, or start "
+            "epcomm bench: no ranks are running; pass --ranks 4 to start some on the CPU, or start "
             "it by torchrun --nproc-per-node 4 -m epcomm bench"
         )
     if started is not None and ranks not in (None, started):

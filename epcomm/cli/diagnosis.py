@@ -28,8 +28,8 @@ class DoctorReport:
     platform: torch, its distributed backends, devices.   packages: those that epcomm may use.
     deep_ep: the kind that is installed; None where there is none.
     backends, runners: of the registries, fused operators among the backends.
-    variables: see Variable.   next_steps: one step a line, with its command if it has one; what
-        needs attention comes first.
+    variables: see Variable.   next_steps: one step per line, with its command if it has one;
+        urgent steps come first.
     """
 
     platform: tuple[Finding, ...]
@@ -45,7 +45,7 @@ def doctor(machine: Machine | None = None) -> DoctorReport:
     """Inspect a machine.
 
     Args:
-        machine: that answers the questions; None: this one.
+        machine: the machine to inspect; None: this machine.
 
     Local; starts up to three short-lived processes.   Host sync: none.
     """
@@ -61,7 +61,7 @@ def doctor(machine: Machine | None = None) -> DoctorReport:
     return replace(report, next_steps=tuple(_next_steps(report)))
 
 
-# Packages for users of any machine; the others need a certain device.
+# Packages that are useful on any machine; the others need a certain device.
 _OPTIONAL = ("transformers", "mpi4py")
 
 

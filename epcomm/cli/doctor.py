@@ -27,7 +27,7 @@ _STYLES = {Status.HERE: "green", Status.MISSING: "dim", Status.ATTENTION: "yello
 _MODES = tuple(mode.value for mode in Mode if mode is not Mode.AUTO)
 # Steps without --verbose, so that the output has 20 lines at most.
 _SHOWN_STEPS = 5
-# The exit code where something that was asked for is not here.
+# The exit code if something that the user named is not available.
 NOT_HERE = 1
 
 
@@ -46,8 +46,8 @@ def doctor_command(
 ) -> None:
     """Print what works on this machine and what to do next, or details of the parts NAMED.
 
-    Exit code 0: every backend and runner NAMED is here; without names, at least one of each.
-    1: one of them is not. 2: bad input, such as a name that does not exist.
+    Exit code 0: every backend and runner NAMED is available; without names, at least one of each.
+    1: one of them is not available. 2: bad input, such as a name that does not exist.
     """
     _check_names(names or [])
     report = doctor()

@@ -26,7 +26,7 @@ def load_command(
         Path | None, typer.Option(help="Draw a heatmap there: .png, .svg; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Print the load of the experts of each layer, all windows together.
+    """Print the load of the experts of each layer, summed over all windows.
 
     Exit code 0: the file was read. 2: bad input.
     """
@@ -43,7 +43,7 @@ def load_command(
 
 
 def table_of(load: ExpertLoad) -> Table:
-    """Return a table with a row for each layer; ranks hold experts in their order."""
+    """Return a table with a row for each layer, for ranks that hold the experts in order."""
     names = ("windows", "entries", "most loaded", "experts max/mean", "ranks max/mean")
     columns = [Column(name, justify="right") for name in names]
     table = Table("layer", *columns, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
@@ -70,7 +70,7 @@ def draw_load(load: ExpertLoad) -> Figure:
         raise ConfigError("the file has no layer, so there is nothing to draw; leave out --plot")
     rows = [_over_mean(load.total(layer)) for layer in layers]
     width = max((len(row) for row in rows), default=0)
-    # Layers with fewer experts leave their columns empty.
+    # Layers with fewer experts have empty columns at the end.
     cells = [row + [float("nan")] * (width - len(row)) for row in rows]
     figure = Figure(figsize=(9, 1.5 + 0.25 * max(4, len(rows))), layout="constrained")
     axes = figure.subplots()

@@ -64,18 +64,18 @@ def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
 
     Args:
         path: the file.
-        said: fields of ModelShape that the user has passed, so that the file may have anything for
-            them, such as a number for each layer.
+        said: fields of ModelShape that the user has passed, whose values in the file are not
+            checked, such as one number for each layer.
 
     Raises:
-        ConfigError: it cannot be read, is no JSON object, or has a bad size.
+        ConfigError: the file cannot be read, is not a JSON object, or has an invalid size.
     """
     try:
         values = json.loads(path.read_text("utf-8"))
     except OSError as error:
         raise _error(path, f"cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise _error(path, f"is no JSON ({error})") from None
+        raise _error(path, f"is not JSON ({error})") from None
     except RecursionError:
         raise _error(path, "is nested too deeply") from None
     values = _read_object(path, "holds", values)

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from epcomm.bench.ranks import BAD_INPUT
 
-# The class that typer raises for options and arguments: of click, or in some releases of typer.
+# The class of typer's errors about options and arguments: click's, or in some releases typer's own.
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 

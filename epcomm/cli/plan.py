@@ -25,10 +25,10 @@ from epcomm.types import MAX_RANKS, MAX_SIZE, WireDtype, is_size
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
-# The exit code where nothing serves a valid layer.
+# The exit code if no backend serves a valid layer.
 REFUSED = 1
 
-# By the names of epcomm, such as bf16, and of torch.
+# The dtypes by their names in epcomm, such as bf16, and in torch.
 _DTYPES = {
     name: each.torch_dtype
     for each in WireDtype
@@ -42,7 +42,7 @@ _QUANTIZED = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
 
 @dataclass(frozen=True, kw_only=True)
 class LayerOptions:
-    """The layer; an option wins over what the --model file has for it."""
+    """The layer; an option takes precedence over the --model file."""
 
     hidden_size: Annotated[int | None, typer.Option(help="H.")] = None
     num_experts: Annotated[int | None, typer.Option(help="Of the model.")] = None
@@ -110,7 +110,7 @@ class RankOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigOptions:
-    """The fields of EPConfig; an option wins over what the --config file has for it."""
+    """The fields of EPConfig; an option takes precedence over the --config file."""
 
     mode: Annotated[
         str | None, typer.Option(help="standard, normal, low_latency, auto or fuseep.")
@@ -167,10 +167,10 @@ class OutputOptions:
 def plan_command(
     layer: LayerOptions, ranks: RankOptions, config: ConfigOptions, output: OutputOptions
 ) -> None:
-    """Print what would serve a layer, what would not and why, bytes and limits.
+    """Print the backends that would serve a layer, the others with reasons, bytes and limits.
 
-    An option takes precedence over a file. Exit code 1: nothing serves the layer, or what was named
-    does not. 2: bad input. Both in one line on stderr.
+    An option takes precedence over a file. Exit code 1: no backend serves the layer, or the named
+    one does not. 2: bad input. Both errors are reported in one line on stderr.
     """
     assumed: AssumedMachine | None = None
     try:

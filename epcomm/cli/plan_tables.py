@@ -16,7 +16,7 @@ from epcomm.platforms.ascend.limits import Limits
 from epcomm.registry import FUSED, class_names, fused_class
 
 _NO_LIMIT = "no limit"
-# Parts of the record of a phase that have tables of their own.
+# Parts of the record of a phase that have separate tables.
 _TABLES = ("memory", "rejected")
 
 

@@ -60,7 +60,7 @@ class Collectives(ABC):
     kernel_timeout_s: float = DEFAULT_TIMEOUT_S
     # The Calls of all groups on these collectives; close() closes it.
     calls: Closable | None = None
-    # The suffix of phases in messages, in a part of a group: `, between hosts`.
+    # In a part of a group, the suffix of phases in messages, such as `, between hosts`.
     scope: str = ""
 
     @cached_property

@@ -28,7 +28,7 @@ def settle_at_exit(owner: object) -> None:
 
 
 def _settle_beside(owner: weakref.ref[object]) -> None:
-    # If the owner is gone, somebody else destroys its process group.
+    # If the owner no longer exists, other code destroys its process group.
     if owner() is not None:
         settle()
 

@@ -166,7 +166,7 @@ class MpiCollectives(Collectives):
             duplicate = self._open(phase)
             self._finish(lambda: self._step_of(post(duplicate)), phase + self.scope)
         finally:
-            row.Free()  # MPI keeps it while an exchange still uses it
+            row.Free()  # MPI keeps the communicator while an exchange still uses it.
 
     def _open(self, phase: str) -> MPI.Intracomm:
         """Return the duplicate of the communicator; the first collective makes it."""
@@ -234,7 +234,7 @@ class MpiFailureBoard(FailureBoard):
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         """Use `communicator`. Local."""
-        self.tag = _HIGHEST_TAG  # the first exchange replaces it
+        self.tag = _HIGHEST_TAG  # The first exchange replaces it.
         self._communicator = communicator
         self._reports: dict[int, str] = {}
 

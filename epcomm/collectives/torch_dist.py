@@ -28,7 +28,7 @@ from epcomm.errors import ConfigError, HandleError
 # The device type that each backend supports.
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "mpi": "cpu", "fake": "cpu", "nccl": "cuda", "hccl": "npu"}
 
-# torch 2.13 renamed all_gather_into_tensor; 2.11 knows the old name only.
+# torch 2.13 renamed all_gather_into_tensor; 2.11 has only the old name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # Key in the store of a process group: the number of times that split() divided its ranks.

@@ -261,7 +261,7 @@ def open_exchange_plan_of(combine_input: object, owner: object) -> ExchangePlan 
 
 
 def unready_error(problem: Exception, where: str, *, function: str = "dispatch") -> EPError:
-    """Return the error that reports `problem`, which a rank met before it could send rows.
+    """Return the error that reports `problem`, which occurred on a rank before it sent rows.
 
     An EPError is wrapped too: its class and fault word describe a call that may be of another layer
     or group.

@@ -179,7 +179,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
     ) -> Pending[DispatchT]:
         """Begin a dispatch; `wait()` completes it and makes its autograd node.
 
-        Without a receive hook (BufferCaps), `wait()` does everything. All ranks call `wait()` in
+        Without a receive hook (BufferCaps), `wait()` does all the work. All ranks call `wait()` in
         the same order.
         """
         if not self.plan.caps.has_receive_hook:
@@ -316,7 +316,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
 
     @ranged("combine_begin", is_traced=False)
     def combine_async(self, combine_input: CombineT) -> Pending[Tensor]:
-        """Begin a combine; `wait()` completes it, and without a receive hook does everything."""
+        """Begin a combine; `wait()` completes it, or does all of it without a receive hook."""
         if not self.plan.caps.has_receive_hook:
             return Pending(lambda: self.combine(combine_input))
         self._check_combine(combine_input)

@@ -42,7 +42,7 @@ class _Family:
 
     @property
     def kind(self) -> Kind:
-        """Return the kind, by the rule of Prometheus for names."""
+        """Return the kind of metric that the name implies by the conventions of Prometheus."""
         return "counter" if self.name.endswith("_total") else "gauge"
 
 

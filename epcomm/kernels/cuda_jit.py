@@ -101,7 +101,7 @@ class CudaKernel:
             launch = partial(driver().cuLaunchKernel, *sizes, pointers, None)
         status = launch()
         if status == _INVALID_CONTEXT:
-            # A thread, of autograd say, in which torch has called nothing of CUDA yet.
+            # A thread, for example of autograd, in which torch has not called CUDA yet.
             _check_driver(driver().cuCtxSetCurrent(self.context), "cuCtxSetCurrent")
             status = launch()
         if status:
@@ -184,7 +184,7 @@ def byte_matrix_map(
 
 @cache
 def nvrtc_is_installed() -> bool:
-    """Return whether NVRTC can be loaded. It is loaded once; every call of a runner asks."""
+    """Return whether NVRTC can be loaded. Cached, because every call of a runner asks."""
     try:
         _nvrtc()
     except CudaError:

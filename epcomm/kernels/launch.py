@@ -1,4 +1,4 @@
-"""Share the checks of launchers, and their options for the compiler."""
+"""Checks and compiler options that launchers share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def check_rows(caller: str, **tensors: Tensor) -> None:
     """Refuse tensors that kernels cannot address.
 
     Raises:
-        ShapeError: a tensor is not on a GPU, no matrix, or its columns are not adjacent.
+        ShapeError: a tensor is not on a GPU, is not a matrix, or its columns are not adjacent.
     """
     for name, tensor in tensors.items():
         if not (tensor.is_cuda or IS_INTERPRETED):

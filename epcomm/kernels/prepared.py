@@ -27,7 +27,7 @@ _logger = logging.getLogger(__name__)
 # Marks an argument of a PreparedLaunch that every call passes.
 CHANGES: Final = object()
 
-# Pointers that are multiples of 16 bytes have a compiled variant of their own.
+# Pointers that are multiples of 16 bytes have a separate compiled variant.
 _ALIGNMENT_MASK = 15
 # Bytes and struct format, padded to 8 bytes, of an argument by the type that Triton gave it.
 _POINTER = (8, "Q")
@@ -175,7 +175,7 @@ class DirectLaunch:
             try:
                 self._write(self._memory, 0, *values)
             except struct.error:
-                # An integer that does not fit its type.
+                # An integer does not fit its type.
                 return False
             config.grid_x, config.stream = grid, calls.stream(index)
             return calls.launch(*self._fixed) == 0
@@ -213,7 +213,7 @@ class PreparedLaunch:
         # Some tensors are memory of the host that the device reads.
         tensors = [each for each in _flat(arguments) if isinstance(each, Tensor)]
         tensor = next((each for each in tensors if each.is_cuda), tensors[0])
-        # Does nothing on a CPU.
+        # On a CPU the function does nothing.
         with torch.cuda.device_of(tensor):
             compiled = self._kernel[(grid,)](*arguments, **self._constants)
         if not self._is_settled and tensor.is_cuda and _is_aligned(changing):
@@ -257,7 +257,7 @@ class UnpreparedError(Exception):
 def types_of(compiled: CompiledKernel, names: Sequence[str], num_arguments: int) -> list[str]:
     """Return Triton's types of the first arguments of a kernel; the others are constants.
 
-    Members of tuples count as arguments of their own.
+    Members of tuples count as separate arguments.
 
     Raises:
         UnpreparedError: types, scratch memory or launches that are not supported.

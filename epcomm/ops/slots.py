@@ -69,7 +69,7 @@ class Members:
     def led(self) -> Members:
         """Put source t in front of those of target t, whose numbers all grow by the targets.
 
-        Of [5, 7] and [] they become [0, 7, 9] and [1].   Host sync: none.
+        The sources [5, 7] and [] become [0, 7, 9] and [1].   Host sync: none.
         """
         assert not self.has_tail, "a tail has no target"
         targets = torch.arange(self.num_targets, device=self.flat.device)
@@ -330,7 +330,7 @@ def reduce_rows(rows: Tensor, members: AnyMembers, weights: Tensor | None = None
     torch adds the exact product, for bfloat16 rows that with each part of the weight.
 
     Args:
-        rows: [N, H]; rows that are no member are never read.
+        rows: [N, H]; rows that are not members are never read.
         members: sources of each target.
         weights: [N], float32 (float64 for float64 rows), multiplied into the rows, or None.
 
@@ -516,7 +516,7 @@ def _load_triton() -> TritonRowOps:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise BackendUnavailable(
-            "row_ops_of: triton is not installed, expected it for tensors on cuda; install triton, "
+            "row_ops_of: triton is not installed, but tensors on cuda need it; install triton, "
             "which comes with torch for CUDA and ROCm"
         ) from error
     return TritonRowOps()

@@ -39,7 +39,7 @@ def balance(
     num_hosts: int = 1,
     num_groups: int = 1,
 ) -> ExpertPlacement:
-    """Place experts so that the most loaded rank has as little as can be found.
+    """Place experts so that the load of the most loaded rank is as small as the search finds.
 
     Copies of an expert share its load equally, as round robin does. Equal loads give equal
     placements on every machine.
@@ -57,8 +57,8 @@ def balance(
     Local.   Host sync: where load is on a device.   Deterministic: yes.
     Raises:
         ConfigError: a load that is NaN, infinite or negative; or sizes that do not fit.
-    Source: the problem is that of DeepSeek's EPLB; ours: a rank holds an expert once at most, and
-        a packing is made better by exchanges.
+    Source: the problem is that of DeepSeek's EPLB; ours: a rank holds an expert at most once, and
+        exchanges improve a packing.
     """
     values = _checked(load)
     check_sizes(
@@ -71,7 +71,7 @@ def balance(
     if not is_size(num_groups) or len(values) % num_groups:
         raise ConfigError(
             f"balance: num_groups is {num_groups}, expected a divisor of the {len(values)} "
-            "experts; pass that of the routing"
+            "experts; pass num_groups of the routing"
         )
     has_room = num_physical_experts <= len(values) * (num_ranks // num_hosts)
     num_areas = num_hosts if num_groups > 1 and num_groups % num_hosts == 0 and has_room else 1
@@ -108,12 +108,12 @@ def _checked(load: Tensor | Sequence[float] | _Loads) -> _Loads:
         values = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         raise ConfigError(
-            f"balance: load is {shown(load)}, expected [E], one number an expert; pass counts of "
+            f"balance: load is {shown(load)}, expected [E], one number per expert; pass counts of "
             "tokens"
         ) from None
     if values.ndim != 1 or not len(values):
         raise ConfigError(
-            f"balance: load is {list(values.shape)}, expected [E], one number an expert; make a "
+            f"balance: load is {list(values.shape)}, expected [E], one number per expert; make a "
             "placement for each layer"
         )
     wrong = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
@@ -284,7 +284,7 @@ def _exchange(bins: _Bins) -> bool:
             continue
         mine, others = bins.items[highest], bins.items[place]
         fall = bins.loads[mine][:, None] - bins.loads[others][None, :]
-        # By how much the higher load of the two falls.
+        # The amount by which the larger load of the two decreases.
         gain = np.minimum(fall, gap - fall)
         for i, j in zip(*np.unravel_index(np.argsort(-gain, axis=None), gain.shape), strict=True):
             found = float(gain[i, j])

@@ -46,7 +46,7 @@ class ExpertLoad:
             source: the name of the file, for messages.
 
         Raises:
-            ConfigError: the text is no JSON, or has another format.
+            ConfigError: the text is not JSON, or has another format.
         """
         try:
             values = json.loads(text)

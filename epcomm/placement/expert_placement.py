@@ -131,13 +131,13 @@ class ExpertPlacement:
         """Read what as_json() wrote.
 
         Raises:
-            ConfigError: no JSON, other fields, or no placement that can be.
+            ConfigError: the text is not JSON, has other fields, or has an impossible placement.
         """
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"ExpertPlacement.from_json: the text is no JSON ({error}); pass what as_json() "
+                f"ExpertPlacement.from_json: the text is not JSON ({error}); pass what as_json() "
                 "returned"
             ) from None
         fields = set(cls.__dataclass_fields__)
@@ -192,13 +192,13 @@ def check_sizes(
     for name, size in {**sizes, "num_physical_experts": num_physical_experts}.items():
         if not is_size(size):
             raise ConfigError(
-                f"{caller}: {name} is {shown(size)}, expected an int from 1 to {MAX_SIZE}; count "
-                "them"
+                f"{caller}: {name} is {shown(size)}, expected an int from 1 to {MAX_SIZE}; "
+                "pass their number"
             )
     if num_ranks % num_hosts:
         raise ConfigError(
             f"{caller}: num_hosts is {num_hosts}, expected a divisor of the {num_ranks} ranks; "
-            "count the hosts, each with as many ranks"
+            "all hosts must have equally many ranks"
         )
     most = num_experts * num_ranks
     if not num_experts <= num_physical_experts <= most or num_physical_experts % num_ranks:

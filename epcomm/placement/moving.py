@@ -57,7 +57,7 @@ class MoveMemory:
 
 
 def transfers_between(old: ExpertPlacement, new: ExpertPlacement) -> list[Transfer]:
-    """Return where each physical expert that changes gets its values from. Local; pure.
+    """Return the source of each physical expert that changes. Local; pure.
 
     The source is the rank itself if it holds the expert; else a rank on the same host, if one does;
     among several, the one that sends least so far.

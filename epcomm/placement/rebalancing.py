@@ -47,7 +47,7 @@ class ExpertState:
             found[name] = parameter
             state = {} if optimizer is None else optimizer.state.get(parameter, {})
             for key, value in state.items():
-                # Numbers of steps are of all experts.
+                # A count of steps is not by expert, and does not move.
                 if isinstance(value, Tensor) and _is_by_expert(value, num_local):
                     found[f"{name}, {key}"] = value
         for name, tensor in found.items():
@@ -81,7 +81,7 @@ def check_placement(old: ExpertPlacement, new: object, where: str) -> None:
     """Check that `new` is a placement with the sizes of the layer's. Local.
 
     Raises:
-        ConfigError: it is no placement, or its sizes differ.
+        ConfigError: `new` is not a placement, or its sizes differ.
     """
     if not isinstance(new, ExpertPlacement):
         raise ConfigError(

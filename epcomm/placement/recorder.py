@@ -16,8 +16,8 @@ from epcomm.calls.order import Calls
 from epcomm.errors import ConfigError
 from epcomm.placement.expert_load import ExpertLoad
 
-# Rows of a table; a token counts in any of them. A line of a GPU's cache takes one addition a
-# cycle, so one row would make thousands of tokens wait for one another.
+# Number of rows of a table; a token may be counted in any of them. A line of a GPU's cache takes
+# one addition a cycle, so one row would make thousands of tokens wait for one another.
 _ROWS = 16
 # Windows that are kept by default, such as an hour of minutes; 8 bytes for each expert and window.
 _MAX_WINDOWS = 60
@@ -42,7 +42,7 @@ class LoadRecorder:
             max_windows: windows to keep.
 
         Raises:
-            ConfigError: tables is empty, a value is no table, or max_windows is below 1.
+            ConfigError: tables is empty, a value is not a table, or max_windows is below 1.
         """
         if not tables:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""Survey what could serve a layer: a specification a phase, a verdict on each backend and runner.
+"""Survey the candidates for a layer: a specification per phase, a verdict on each class.
 
 Each rank judges its own machine. With a group all ranks then take part in one exchange, also a rank
-that has met an error, after which all have the same verdicts and choose, or raise, alike.
+that has an error, after which all ranks have the same verdicts, and make the same choice or raise.
 """
 
 from __future__ import annotations
@@ -95,11 +95,12 @@ def _phase_configs(config: EPConfig) -> dict[str, EPConfig]:
     if Mode(config.mode) is not Mode.AUTO:
         return {PREFILL: config}
     max_tokens = config.max_tokens_per_rank
-    # In auto the token limit is decode's: a prefill of exact size has none.
+    # In mode auto the token limit is for decode; a prefill with exact sizes has none.
     prefill_tokens = None if config.max_recv_slots is None else max_tokens
     configs = {PREFILL: replace(config, mode=Mode.NORMAL, max_tokens_per_rank=prefill_tokens)}
     if max_tokens is not None:
-        # Low latency has capacity for any routing of so few tokens; the budget is prefill's.
+        # Low latency has capacity for any routing of max_tokens_per_rank tokens; the budget is for
+        # prefill.
         configs[DECODE] = replace(config, mode=Mode.LOW_LATENCY, max_recv_slots=None)
     return configs
 
@@ -151,8 +152,8 @@ def survey(
 
     Collective: with a group, yes; without, no.   Host sync: with a group, yes.
     Raises:
-        ConfigError: nothing serves such a layer or configuration; or ranks disagree on them, or
-            another rank cannot plan: on every rank.
+        ConfigError: no class supports the layer or configuration; ranks disagree on them; or
+            another rank cannot plan. Raised on every rank.
     """
     if group is not None:
         return _judge_on_all(config, spec, weights, ranks, group)
@@ -163,7 +164,7 @@ def survey(
 def judge(
     config: EPConfig, spec: MoESpec, weights: ExpertTensors | None, ranks: PlannedRanks
 ) -> Survey:
-    """Judge what one rank can, as far as it knows without the others. Local.
+    """Judge the candidates by the facts that one rank knows without the others. Local.
 
     Raises:
         ConfigError: nothing serves such a layer or configuration.
@@ -178,7 +179,7 @@ def judge(
         _check_fit(spec, weights)
     runners, rests_on = None, {}
     if weights is not None and mode is not Mode.FUSEEP:
-        # Runners of other experts and devices are no candidates, unless one is asked for.
+        # Runners of other experts and devices are not candidates, unless one is named.
         runners = {
             name: runner_class(name).supports(weights, ranks.machine)
             for name in RUNNERS
@@ -287,7 +288,8 @@ def _describe_experts(weights: ExpertTensors | None) -> dict[str, Scalar]:
         "format": str(weights.format),
         "wanted rows": str(weights.wire_format),
         "intermediate_size": weights.intermediate_size,
-        # Without it experts that are frozen on one rank by mistake would silently not be trained.
+        # Without this reason, experts that are frozen on one rank by mistake would silently not be
+        # trained.
         "requires_grad": weights.requires_grad,
     }
 

@@ -80,7 +80,7 @@ def read_measurements(path: str | Path) -> Measurements:
     """Read a file that `epcomm bench --output FILE` has written. Local.
 
     Raises:
-        ConfigError: it cannot be read, or is none.
+        ConfigError: the file cannot be read, or is not a file of measurements.
     """
     path = Path(path)
     try:
@@ -92,7 +92,7 @@ def read_measurements(path: str | Path) -> Measurements:
         report = json.loads(content)
         if report["benchmark"] != BENCHMARK:
             raise ValueError(f"it is of {shown(report['benchmark'])}")
-        # Results of torch alone have no mode.
+        # Results of plain torch have no mode.
         values = tuple(_measurement(each) for each in report["results"] if each["mode"])
         where = _where(report["configuration"])
     except (ValueError, KeyError, TypeError, RecursionError) as error:

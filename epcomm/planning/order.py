@@ -18,7 +18,7 @@ EXACT_DECODE = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreferredOrder:
-    """Backends in order of preference; the first that serves is taken.
+    """Backends in order of preference; a plan takes the first one that serves the phase.
 
     measured: those that were measured, the fastest first, which come before the others.
     source: the measurements, where they may decide.
@@ -32,7 +32,7 @@ class PreferredOrder:
     exact: Collection[str]
 
     def reason_for(self, chosen: str) -> str:
-        """Return what chose the backend `chosen`, and its exact sizes in decode, as text."""
+        """Return the reason for the backend `chosen`, and its exact sizes in decode, as text."""
         exact = f"; {EXACT_DECODE}" if chosen in self.exact else ""
         return self._reason_for(chosen) + exact
 

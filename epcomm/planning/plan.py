@@ -1,4 +1,4 @@
-"""plan(): choose what serves a layer, with reasons; it needs no group and no device.
+"""plan(): choose the backends and the runner of a layer, with reasons, without a group or a device.
 
 A layer has two phases: prefill and training, and decode. Mode auto chooses a mechanism for each;
 every other mode serves both with one.
@@ -57,9 +57,9 @@ def plan(
 
     Collective: with a group, yes; without, no.   Host sync: with a group, yes.
     Raises:
-        PlanRefused: nothing can serve this, with a reason for each backend.
-        ConfigError: what is asked for cannot be; or ranks disagree, or another rank cannot plan.
-        BackendUnavailable: what was asked for by name lacks something on some rank.
+        PlanRefused: no backend serves the layer, with a reason for each.
+        ConfigError: the request is impossible; ranks disagree; or another rank cannot plan.
+        BackendUnavailable: a backend or runner that is named lacks something on some rank.
     """
     ranks = _ranks_of(group, world_size, machine, hosts)
     found = survey(config, spec, weights, ranks, group)
@@ -104,8 +104,8 @@ def _ranks_of(
     given = [name for name, place in places.items() if place is not None]
     if len(given) > 1:
         raise ConfigError(
-            f"plan: got {' and '.join(given)}, but each of them has the hosts of the ranks; pass "
-            "one of them"
+            f"plan: got {' and '.join(given)}, but each of them defines the hosts of the ranks; "
+            "pass one of them"
         )
     if hosts is not None and hosts.world_size != world_size:
         raise ConfigError(
@@ -293,7 +293,7 @@ def _rejected_backends(verdicts: Mapping[str, Availability]) -> tuple[Rejection,
         of_backend = {n: v for n, v in verdicts.items() if backend_class(n).name == backend}
         if any(verdict.ok for verdict in of_backend.values()):
             continue
-        # A reason of all classes is one of the backend.
+        # A reason that all classes share is a reason of the backend.
         reasons: dict[str, list[str]] = {}
         for name, verdict in of_backend.items():
             for reason in verdict.reasons:

@@ -33,12 +33,12 @@ class PhasePlan:
     """The choice of mode, backend and formats for one phase of a layer.
 
     backend: registry name.   buffer: name of its class that mode, budget and `replicated` chose.
-    weights_applied_by: who multiplies by topk_weights.
+    weights_applied_by: the part that multiplies by topk_weights.
     rejected: the other backends and why.
     chosen_by: the configuration, measurements or rules, as text.
     scale_layout: of the scales of received rows, as the runner reads them.
     int8_profile: arithmetic of INT8 rows and between the products of INT8 experts.
-    rounds_int8: there are such rows or experts, so that int8_profile matters.
+    rounds_int8: there are INT8 rows or experts, so that int8_profile matters.
     """
 
     mode: Mode
@@ -106,7 +106,7 @@ class PhasePlan:
         return limits
 
     def unusual(self) -> Mapping[str, str]:
-        """Return what is unusual about rows, experts and sums, as text by name."""
+        """Return the unusual properties of rows, experts and sums, as text by name."""
         found = {}
         if self.buffer_spec.sum_groups is not None:
             found["sums"] = self._describe_sums()
@@ -139,7 +139,7 @@ class PhasePlan:
         return "\n".join(lines)
 
     def facts(self, *, phase: str = "") -> list[str]:
-        """Return the choice with its bytes and limits, a text each. phase: what it is for."""
+        """Return the choice, its bytes and its limits as texts. phase: the purpose of this plan."""
         spec, per_token = self.buffer_spec, self.max_bytes_per_token()
         facts = [
             f"mode {self.mode.value} on backend {self.backend} ({self.buffer}), {self.world_size} "
@@ -189,7 +189,7 @@ class EPPlan:
         fuseep, whose operators compute them.
     rejected_runners: those that cannot compute these experts.
     rests_on: with sum_groups, what must be equal wherever bits are compared, besides the plan.
-    assumed: facts on which the plan rests and which nobody has found; empty for this machine.
+    assumed: facts on which the plan relies without having checked them; empty for this machine.
     """
 
     prefill: PhasePlan
@@ -201,13 +201,13 @@ class EPPlan:
 
     @property
     def decode_lacks(self) -> str | None:
-        """What to do for decode; None where it is served."""
+        """The remedy if no backend serves decode; None otherwise."""
         if self.decode is not None:
             return None
         return "set EPConfig.max_tokens_per_rank, because low latency has static sizes"
 
     def phases(self) -> Mapping[str, PhasePlan]:
-        """Return the distinct mechanisms, by what they are for."""
+        """Return the distinct plans by the phases that they serve."""
         if self.decode is self.prefill:
             return {"": self.prefill}
         both = {"prefill and training": self.prefill, "decode": self.decode}

@@ -93,7 +93,7 @@ class PlannedRanks:
         return layout if layout is not None and layout.num_hosts > 1 else None
 
     def own_reasons(self, backend: type[Backend], caps: BufferCaps) -> list[str]:
-        """Return why the device or the transport of this rank does not serve."""
+        """Return the reasons why the device or the transport of this rank is not supported."""
         reasons = []
         if self.device_type is None:
             reason = "serves one host, which only a process group shows; run under torchrun"
@@ -108,7 +108,7 @@ class PlannedRanks:
         return reasons
 
     def joint_reasons(self, backend: type[Backend], spec: BufferSpec) -> list[str]:
-        """Return why the hosts of the ranks, and the links between their GPUs, do not serve."""
+        """Return why the hosts of the ranks, or the links of their GPUs, are not supported."""
         reasons = list(backend.lacks_between(spec))
         if not self.hosts:
             return reasons

@@ -1,4 +1,4 @@
-"""Assumed machines, for plans of hardware that is not here."""
+"""Assumed machines, for plans of hardware that this machine does not have."""
 
 from __future__ import annotations
 

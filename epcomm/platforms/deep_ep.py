@@ -71,7 +71,7 @@ _V1_WRITES = MappingProxyType(
 # Entries of a queue. Source: deep_ep asserts NVSHMEM_QP_DEPTH >= 2 (M + 1) in low latency.
 _QUEUE_DEPTH, _DEFAULT_QUEUE_DEPTH = "NVSHMEM_QP_DEPTH", "1024"
 
-# The reader of variables with each prefix, and what to do.
+# Who reads variables with each prefix, and the remedy.
 _READERS = MappingProxyType(
     {
         "NVSHMEM_": "every user of NVSHMEM in the process reads it",
@@ -185,7 +185,7 @@ def _names_in(source: bytes) -> frozenset[str]:
         if isinstance(node, kinds):
             names.add(node.name)
         if isinstance(node, ast.ClassDef):
-            # Members of enumerations.
+            # Members of enumerations count as names too.
             assigned = [each.targets[0] for each in node.body if isinstance(each, ast.Assign)]
             names |= {target.id for target in assigned if isinstance(target, ast.Name)}
     return frozenset(names)

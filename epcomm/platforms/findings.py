@@ -178,7 +178,7 @@ def _package(machine: Machine, name: str) -> Finding:
     version = machine.find_version(name) or "version unknown"
     if name in _CHECKS:
         return _CHECKS[name](machine, version)
-    # The others are not imported.
+    # Packages without a check are not imported.
     return _tested(name, version, version) if name in TESTED_VERSIONS else _found(name, version)
 
 

@@ -100,7 +100,8 @@ def _find_folder(package: str) -> Path | None:
 
 
 def _run_program(program: str) -> Answer:
-    # The same packages as here, and no vendor backend that torch loads automatically.
+    # The program has the packages of this process, and no vendor backend that torch loads
+    # automatically.
     variables = {
         **environment(),
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),

@@ -28,7 +28,8 @@ from epcomm.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# None unless torch is built for CUDA. torch.cuda.nvtx would add a Python call to each range.
+# The functions are None unless torch is built for CUDA. torch.cuda.nvtx would add a Python call to
+# each range.
 _nvtx = getattr(torch._C, "_nvtx", None)
 
 

@@ -108,7 +108,7 @@ def _load_triton() -> Writers:
         if error.name is None or error.name.partition(".")[0] != "triton":
             raise
         raise BackendUnavailable(
-            "quantizer_for: triton is not installed, expected it for tensors on cuda; "
+            "quantizer_for: triton is not installed, but tensors on cuda need it; "
             "install triton, or call epcomm.quantization.quantize(), which is plain torch"
         ) from error
     return Writers(fp8=quantize_fp8_triton, int8=quantize_int8_triton)

@@ -50,7 +50,7 @@ def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) ->
         factors = _divide(INT8_MAX, amax + _EPSILONS[profile])
         codes, is_usable = torch.round(rows * factors), factors.isfinite()
         scales = _divide(1.0, factors)
-    # The sources leave codes and scales undefined that are not usable.
+    # The packages leave codes and scales undefined where the factor is not finite; here they are 0.
     usable_scales = scales.masked_fill(~is_usable, 0.0)
     wire.scales.copy_(usable_scales.masked_fill(~is_finite, float("nan")))
     # NaN is replaced before the cast, because it has no integer.

@@ -24,7 +24,7 @@ def arrange_scales(scales: Tensor, layout: ScaleLayout) -> Tensor:
     """Lay row-major scales [..., R, S] out as asked; a new tensor unless `layout` is row-major.
 
     Raises:
-        ShapeError: packing of scales that are no powers of two.
+        ShapeError: packing of scales that are not powers of two.
     """
     packed = pack_scales(scales) if layout.packed else scales
     return to_column_major(packed, layout.alignment) if layout.column_major else packed
@@ -138,7 +138,7 @@ def check_scales(wire: WireTensor, expected: ScaleLayout, *, caller: str) -> Non
             return
         came = f"{list(scales.shape)} {scales.dtype} with strides {list(scales.stride())}"
     raise ShapeError(
-        f"{caller}: scales are read differently: came {came}, {layout}, expected {shape} {dtype}, "
+        f"{caller}: scales are {came}, {layout}, expected {shape} {dtype}, "
         f"{expected}; quantise to {wire.format} and lay the scales out with arrange_scales()"
     )
 

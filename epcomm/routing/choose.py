@@ -19,7 +19,7 @@ from epcomm.routing.reference import route
 from epcomm.routing.spec import RoutingSpec
 from epcomm.routing.triton_gating import TritonGate, triton_gate_lacks, triton_gate_reasons
 
-# Type of a device -> the router that users expect there.
+# The router that users expect on each type of device.
 _ROUTER_OF_DEVICE = {"npu": Router.ASCEND, "cuda": Router.TRITON}
 
 
@@ -84,7 +84,7 @@ def choose_router(
 
     Local.   Host sync: none.
     Raises:
-        BackendUnavailable: what is asked for by name is not on this device.
+        BackendUnavailable: the router that is named is not available on this device.
         ConfigError: this routing is impossible among E experts.
     """
     spec.check_num_experts(num_experts)

@@ -125,8 +125,8 @@ def _in_sequence(caller: str, found: Tensor, num_tokens: int, start: int) -> Ten
     if found.dim() != 3 or start + len(found) not in (num_tokens - 1, num_tokens):
         raise ShapeError(
             f"{caller}: routed_experts is {list(found.shape)} from token {start}, expected "
-            f"[tokens, layers, K] up to the last but one of {num_tokens} tokens; pass the length "
-            "of the sequence, prompt and completion, and the tokens of the prompt left out"
+            f"[tokens, layers, K] for all but at most the last of {num_tokens} tokens; pass the "
+            "length of prompt and completion, and the number of prompt tokens without routes"
         )
     if found.numel() and int(found.max()) >= 2**15:
         raise ShapeError(f"{caller}: id {int(found.max())}, expected at most {2**15 - 1}")

@@ -164,7 +164,7 @@ def call_number() -> int:
 def checkpoint_of_call() -> object | None:
     """Return an object that the calls inside one checkpoint share; None outside, or if reentrant.
 
-    Checkpoints that are not reentrant install hooks of their own for tensors that forward saves.
+    Checkpoints that are not reentrant install separate hooks for tensors that forward saves.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     attributes = None if hooks is None else getattr(hooks[0], "__dict__", None)
@@ -199,7 +199,8 @@ def named_gates(model: nn.Module) -> dict[str, Gate]:
     """
     found: dict[str, Gate] = {}
     for name, module in model.named_modules():
-        # Not getattr(), because wrappers of modules have the attributes of what they wrap.
+        # Do not use getattr(), because wrappers of modules have the attributes of the wrapped
+        # module.
         gate = vars(module).get(_ATTRIBUTE)
         if isinstance(gate, Gate):
             found[name] = gate
@@ -219,7 +220,7 @@ def replayed_gates(model: nn.Module) -> dict[str, Gate]:
 def observed(gates: Sequence[tuple[Gate, GateObserver]], *, first: bool = False) -> Iterator[None]:
     """Add an observer to each gate inside the context. Local.
 
-    first: before the observers that are there, which see its choice.
+    first: put it before the existing observers, which see its choice.
     """
     for gate, observer in gates:
         own = (observer,)

@@ -198,7 +198,8 @@ def _find_dropped(scores: Tensor, spec: RoutingSpec) -> Tensor:
     group_size = num_experts // spec.num_groups
     grouped = scores.view(num_tokens, spec.num_groups, group_size)
     best = grouped.topk(spec.group_score_top_n, dim=-1).values
-    # Added from the largest, on every device: another order would break ties between groups.
+    # Scores are added from the largest one on every device; another order would break ties between
+    # groups.
     group_scores = reduce(torch.add, best.unbind(-1))
     kept = _rank(group_scores)[:, : spec.topk_groups]
     is_dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, kept, False)
@@ -239,7 +240,7 @@ def check_arguments(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> N
     if bias is not None and bias.shape != (num_experts,):
         raise ShapeError(
             f"route: correction_bias is {list(bias.shape)}, expected [{num_experts}], one value an "
-            "expert; squeeze it"
+            "expert; remove the other dimensions"
         )
 
 

@@ -51,7 +51,7 @@ _DTYPES = (torch.int16, torch.int32, torch.int64, torch.int8, torch.uint8)
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayCounts:
-    """How often the live choice of a layer differs from the replayed one, on this rank.
+    """Counts of the differences between live and replayed choices of a layer, on this rank.
 
     num_tokens: tokens with a replayed expert.
     num_tokens_that_differ: tokens of these with an expert that the router did not choose.
@@ -146,7 +146,7 @@ def record_routes(
 
     Local.   Host sync: none.
     Raises:
-        ConfigError: no MoE layer, blocks without an index of their own, or over 32,768 experts.
+        ConfigError: no MoE layer, blocks without a separate index, or over 32,768 experts.
     """
     gates, num_layers = _gates_by_layer("record_routes", model, layers)
     recorded = [_RecordedLayer(index) for index in gates]
@@ -162,7 +162,7 @@ class RouteReplay:
         self._layers = layers
 
     def disagreement(self) -> dict[int, ReplayCounts]:
-        """Return by layer how often the live choice differs so far, on this rank.
+        """Return the ReplayCounts of each layer so far, on this rank.
 
         Local.   Host sync: yes.
         """
@@ -256,7 +256,7 @@ class _ReplayedLayer:
         self._end = 0
         self._begin_number = call_number()
         self._thread = threading.get_ident()
-        # The last repeated call, and how many its node has repeated before it.
+        # The last repeated call, and the number of calls that its node has repeated before it.
         self._last_repeat: Repeat | None = None
         self._num_repeated = 0
 
@@ -303,14 +303,14 @@ class _ReplayedLayer:
             )
         if len(self._calls) > len(self.last._calls):
             raise HandleError(
-                f"replay_routes: layer {self.index} is called again, but the forward before ended "
-                f"before layer {self.last.index} ({self._gate.calls.names.where}); begin a new "
-                "context after a forward that failed"
+                f"replay_routes: layer {self.index} is called again, but the previous forward "
+                f"ended before layer {self.last.index} ({self._gate.calls.names.where}); begin a "
+                "new context after a forward that failed"
             )
         if threading.get_ident() != self._thread:
             raise ConfigError(
-                f"replay_routes: layer {self.index} is called in another thread than that of the "
-                f"context ({self._gate.calls.names.where}); enter a context in each thread"
+                f"replay_routes: layer {self.index} is called in a different thread from that of "
+                f"the context ({self._gate.calls.names.where}); enter a context in each thread"
             )
         self._calls.append(
             _Call(start=start, num_tokens=num_tokens, checkpoint=checkpoint_of_call())
@@ -379,7 +379,7 @@ def _gates_by_layer(
     if is_bad or None in indices.values() or len(set(indices.values())) < len(gates):
         raise ConfigError(
             f"{caller}: the layers of the blocks are {dict(indices if layers is None else layers)}"
-            f", expected an index of its own for each of {list(gates)}; pass layers={{name: index}}"
+            f", expected a separate index for each of {list(gates)}; pass layers={{name: index}}"
         )
     found = {index: gates[name] for name, index in indices.items() if index is not None}
     most = max(gate.num_experts for gate in gates.values())

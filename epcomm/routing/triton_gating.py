@@ -30,7 +30,7 @@ _WITH_DATA = (Tensor, torch.nn.Parameter)
 
 
 def triton_gate_lacks(device: torch.device) -> tuple[str, ...]:
-    """Return why no gate runs on this device; empty if one does. Local."""
+    """Return the reasons why no gate kernel runs on this device; empty if one does. Local."""
     missing = tuple(triton_reasons(this_machine()))
     # torch for ROCm names its GPUs cuda too.
     if missing or device.type == "cuda":

@@ -118,7 +118,7 @@ class ExpertRunner(ABC):
     def supports(cls, weights: ExpertTensors, machine: Machine | None = None) -> Availability:
         """Return whether the runner can compute these experts. Local; pure.
 
-        machine: the one that would hold them; None: this one.
+        machine: the machine that would hold the experts; None: this machine.
         """
         if isinstance(weights, cls.kinds):
             reasons = cls._reasons(weights, machine or this_machine())
@@ -134,7 +134,7 @@ class ExpertRunner(ABC):
 
     @classmethod
     def is_candidate(cls, weights: ExpertTensors) -> bool:
-        """Return whether a plan that names no runner should ask this one, by default by kind.
+        """Return whether plans that name no runner should ask this one, by default by kind.
 
         Local; pure.
         """
@@ -302,7 +302,7 @@ def _as_rows(masked: MaskedDispatchOutput) -> RowsDispatchOutput:
 
 
 def size_reasons(weights: ExpertTensors, *, multiple: int) -> list[str]:
-    """Return why kernels refuse experts whose sizes are no multiples of this; empty if they are."""
+    """Return why kernels refuse experts whose sizes are not multiples; empty if they are."""
     return [
         f"{name} is {size}, expected a multiple of {multiple}"
         for name, size in weights.sizes.items()
@@ -334,8 +334,8 @@ def slot_weights_to_apply(dispatched: DispatchOutput, caller: str) -> torch.Tens
         came = "None" if found is None else list(found.shape)
         raise ShapeError(
             f"{caller}: slot_weights is {came}, expected {list(expected)}, because "
-            f"weights_applied_by is {WeightsAppliedBy.RUNNER.value}; pass a weight a slot, or let "
-            "combine apply them"
+            f"weights_applied_by is {WeightsAppliedBy.RUNNER.value}; pass one weight per slot, "
+            "or let combine apply them"
         )
     return found
 

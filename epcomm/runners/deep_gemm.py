@@ -140,7 +140,7 @@ class DeepGemmRunner(ExpertRunner):
                 f"{alignment}; dispatch with a plan made for runner deep_gemm"
             )
         counts = dispatched.num_tokens_per_expert
-        # Chooses the tiles.
+        # This number chooses the tiles.
         expected = min(capacity, dispatched.mean_tokens_per_expert or capacity)
 
         def multiply(operand: _Operand, matrices: _Operand, out: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Share the products of eight-bit experts, and the checks of experts, among the GPU runners."""
+"""The products and checks of eight-bit experts that the GPU runners share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class GpuSlotsRunner(ExpertRunner):
 def first_product(
     dispatched: RowsDispatchOutput, weights: EightBitWeights, profile: Int8Profile
 ) -> Product:
-    """Return rows and gate_up matrices; rows that came unquantised are quantised here."""
+    """Return rows and gate_up matrices; unquantised rows are quantised here."""
     rows, index = dispatched.hidden_states, dispatched.index
     if not rows.format.dtype.is_quantized:
         quantize = quantizer_for(rows.data.device)

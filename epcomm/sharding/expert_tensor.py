@@ -102,8 +102,8 @@ class ExpertTensor(ShareTensor, DTensor):
       Norms and maxima of such lists are taken over the pieces of all ranks: collective.
     - Elementwise operators accept ordinary tensors together with an ExpertTensor. Each rank uses
       its own piece of an ordinary tensor that spans all experts.
-    - Every rank draws random numbers for all experts and keeps those of its own: ranks with equal
-      seeds get the values of one process that draws expert by expert.
+    - Every rank draws random numbers for all experts and keeps its share: ranks with equal seeds
+      get the values of one process that draws expert by expert.
     - A result that is no longer a piece of each rank, such as a sum, is an ordinary tensor:
       collective.
     - torch.distributed's functions work on the local piece if all of their ranks hold the same
@@ -222,7 +222,7 @@ class ExpertTensor(ShareTensor, DTensor):
                 args[0]._local_tensor.share_memory_()
                 return args[0]
             if name == "__getitem__":
-                # A mask; backward reads it without __torch_function__().
+                # The tensor is a mask, which backward reads without __torch_function__().
                 args = (args[0], tree_map(_whole_of, args[1]))
             elif some is not None and len(args) > 1 and name != "__set__":
                 # An in-place function writes to its first argument, which is not wrapped.
@@ -497,7 +497,7 @@ def _written(op: Operation) -> object:
 def _run_as_dtensor(op: Operation) -> object:
     """Run an operator as torch does for DTensors, of all physical experts [P, ...].
 
-    Collective: where the result is no tensor of experts.
+    Collective: where the result is not a tensor of experts.
     Raises:
         ShapeError: torch refuses it, or it writes to several placed experts in one call.
     """

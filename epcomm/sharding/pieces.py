@@ -59,7 +59,7 @@ class Operation:
         return next(tensor for tensor in self.tensors if is_expert_tensor(tensor))
 
     def run(self, change: Callable[[Any], object]) -> Any:  # noqa: ANN401
-        """Return what the operator returns for changed arguments."""
+        """Call the operator with changed arguments, and return its result."""
         args, kwargs = tree_map(change, (self.args, dict(self.kwargs)))
         return self.func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""The experts that a rank holds: cut shares from whole tensors, and join them again."""
+"""The experts that a rank holds: cut shares from whole tensors, and join them."""
 
 from __future__ import annotations
 

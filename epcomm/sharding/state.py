@@ -41,7 +41,7 @@ _METADATA = "epcomm_share"
 def note_share(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]
 ) -> None:
-    """Mark the tensors of a state_dict with the share that they hold. Local.
+    """Attach to the tensors of a state_dict the share that they hold. Local.
 
     Metadata mark ordinary tensors. Where the group has a DeviceMesh, tensors of parameters become
     ExpertTensors, which share their memory.
@@ -215,8 +215,8 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if experts and num_others and isinstance(optimizer, LBFGS):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step: its parameters are {len(experts)} expert "
-                f"parameters and {num_others} others ({experts[0].position}), of which it makes "
-                "one vector, but no rank holds all; give it "
+                f"parameters and {num_others} others ({experts[0].position}), which it joins into "
+                "one vector, but no rank holds all experts; give it "
                 "epcomm.sharding.shards.replicated_parameters(model), and "
                 "sharded_parameters(model) to another optimizer"
             )

@@ -215,7 +215,7 @@ BATCH_SPECS: Mapping[str, BatchSpec] = MappingProxyType(
         "uneven": BatchSpec(tokens_of_rank=uneven, choose_ids=random_ids, top_k=3),
         "empty_rank": BatchSpec(tokens_of_rank=none_on_rank_1, choose_ids=random_ids),
         "all_empty": BatchSpec(tokens_of_rank=none, choose_ids=random_ids),
-        # On 2 ranks, both receive it.
+        # With 2 ranks, both receive the token.
         "one_token": BatchSpec(tokens_of_rank=one_in_total, choose_ids=random_ids, seed=3),
         "one_expert": BatchSpec(tokens_of_rank=uneven, choose_ids=last_expert_ids),
         "holes": BatchSpec(tokens_of_rank=uneven, choose_ids=holed_ids, top_k=4),
@@ -268,7 +268,7 @@ class _Trial:
         raises: bool = False,
         **changes: int,
     ) -> _Trial:
-        """Open a buffer whose experts have aligned slots; raises: a bad call does on all ranks."""
+        """Open a buffer whose experts have aligned slots; raises: bad calls raise on all ranks."""
         spec = env.adapted(spec)
         changes = {"expert_alignment": alignment, **changes}
         if raises and not env.caps.reports_faults:
@@ -578,7 +578,8 @@ def _in_wider_rows(rows: Tensor) -> Tensor:
 
 def check_operations_stand_alone(env: BufferEnv) -> None:
     """Check batches that are not combined, combined in any order, and combined repeatedly."""
-    # With masked entries, because on two ranks three of four experts would send each token to both.
+    # Use masked entries, because with two ranks three of four experts would send each token to
+    # both.
     spec, most = BATCH_SPECS["holes"], env.caps.batches_in_flight
     if most is not None:
         _check_batches_in_flight(_Trial.open(env, spec), most)

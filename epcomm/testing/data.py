@@ -153,7 +153,7 @@ def last_expert_ids(
 
 
 def only_id(expert: int) -> ChooseIds:
-    """Return what chooses this id in all entries of all tokens."""
+    """Return a function that chooses this id in all entries of all tokens."""
     return lambda num_tokens, top_k, *_: torch.full((num_tokens, top_k), expert, device="cpu")
 
 

@@ -73,21 +73,22 @@ def load_balancing_loss(
     """Return E * sum over experts of (share of the entries) * (mean probability).
 
     An even routing gives 1. The loss of Switch and GShard for K experts a token, as Megatron-LM and
-    DeepSeek have it; load_balancing_loss_func of transformers is K times as much, and takes several
-    layers as one: for that, concatenate what their gates saw.
+    DeepSeek have it; load_balancing_loss_func of transformers is K times as much, and treats
+    several layers as one: for that, concatenate the probabilities and ids of the layers.
 
     Args:
         probabilities: [T, E], as router_probabilities() returns them; T = 0 is legal.
         topk_ids: [T, K], integer, logical experts; -1 is counted nowhere.
-        group: the ranks with tokens of their own, whose tokens count too; None: this rank's alone.
+        group: the ranks whose tokens count; None: only this rank's tokens.
         mask: [T], bool, False for padding, which has no part in the loss; None: no padding.
 
     Returns:
         A scalar of the dtype of sums (float64, else float32): with a group this rank's part of the
         loss. 0 without tokens. Differentiable in the probabilities.
 
-    Collective: with a group, one all-gather of E + 1 integers: every rank calls it as often, also
-        with T = 0; not inside what activation checkpointing repeats.   Host sync: as the transport.
+    Collective: with a group, one all-gather of E + 1 integers: all ranks make the same number of
+        calls, also with T = 0, and none inside a checkpointed function.   Host sync: as the
+        transport.
     Raises:
         ShapeError: shapes or dtypes that do not fit, on this rank, before the exchange.
     Source: "Switch Transformers" (arXiv 2101.03961), eq. 4 to 6.
@@ -112,9 +113,8 @@ def sequence_balancing_loss(
     Args:
         probabilities: [B, S, E], of B whole sequences; B = 0 is legal.
         topk_ids: [B, S, K], integer, logical experts; -1 is counted nowhere.
-        group: the ranks with sequences of their own, over which the mean is taken; None: this
-            rank's alone.
-        mask: [B, S], bool, False for padding; a sequence of padding alone is none.
+        group: the ranks over whose sequences the mean is taken; None: only this rank.
+        mask: [B, S], bool, False for padding; a sequence that is only padding does not count.
 
     Returns, Raises: see load_balancing_loss().
     Collective: with a group, as load_balancing_loss(), of one integer.
@@ -190,7 +190,7 @@ def _check(
         names = "[B, S, E]" if num_dimensions == 3 else "[T, E]"
         raise ShapeError(
             f"{caller}: the scores are {values.dtype} {list(values.shape)}, expected floating "
-            f"point {names}; view what the gate saw so"
+            f"point {names}; reshape the output of the gate"
         )
     shape = list(values.shape[:-1])
     if topk_ids is not None:

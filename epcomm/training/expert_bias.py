@@ -14,22 +14,23 @@ def update_expert_bias(bias: Tensor, load: Tensor, group: EPGroup, *, rate: floa
     """Raise the bias of experts with less than the mean load of all ranks, and lower the others'.
 
     bias += rate * sign(mean(load) - load), with the load of all ranks. Call it once a step, between
-    the optimizer's steps, with what was counted since the last time: the table's count less that of
-    then. Only a table that no LoadRecorder reads may be zeroed instead.
+    the optimizer's steps, with the counts since the last call: the table minus its values then.
+    Only a table that no LoadRecorder reads may be zeroed instead.
 
     Args:
-        bias: [E], floating point, equal on all ranks, what routing adds to scores where it selects;
+        bias: [E], floating point, equal on all ranks, which routing adds to scores for the
+            selection;
             written in place. It should be float32: in bfloat16 small steps are lost.
         load: [E] or [N, E], integer, on the device of the group: how many tokens of this rank chose
             each logical expert, in any of N rows.
-        group: the ranks with tokens of their own.
+        group: the ranks whose tokens count.
         rate: the step, in units of the scores; DeepSeek-V3 trained with 1e-3.
 
     Collective: yes, one all-gather of E counts.   Host sync: as the transport.
     Deterministic: yes; equal on all ranks to the bit.
     Raises:
         ShapeError: other shapes or dtypes, on this rank, before the exchange.
-        ConfigError: rate is no finite number above 0, on this rank, before the exchange.
+        ConfigError: rate is not a finite number above 0, on this rank, before the exchange.
     Source: "Auxiliary-Loss-Free Load Balancing" (DeepSeek), as in Megatron's expert bias.
     """
     if bias.dim() != 1 or not bias.is_floating_point():

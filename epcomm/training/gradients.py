@@ -130,8 +130,8 @@ def _sum_over_copies(layer: ExpertParallelExperts, placement: ExpertPlacement) -
     held = placement.experts_of_rank(layer.group.rank)
     copied = [place for place, expert in enumerate(held) if len(placement.replicas[expert]) > 1]
     copied.sort(key=held.__getitem__)
-    # By rank, the local experts of which it has copies too, in the order of logical ids: what
-    # is sent there, and what is received from there.
+    # For each rank, the local experts of which it also has copies, in the order of logical ids.
+    # Their gradients are sent to the rank and received from it.
     shared = [
         [place for place in copied if held[place] in placement.experts_of_rank(rank)]
         for rank in range(placement.num_ranks)
@@ -188,7 +188,7 @@ def clip_grad_norm(model: nn.Module, group: EPGroup | None, max_norm: float) -> 
 
 
 def _square_of(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Sum the squares of gradients, of DTensors that are no ExpertTensors over all ranks."""
+    """Sum the squares of gradients, of DTensors that are not ExpertTensors over all ranks."""
     total = torch.zeros((), dtype=torch.float32, device=device)
     for parameter in parameters:
         gradient = parameter.grad

@@ -1,4 +1,4 @@
-"""Run steps on a rank without data, so that the other ranks can go on."""
+"""Run steps on a rank without data, so that the other ranks can continue."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def idle_step(
     Collective: yes, instead of one forward, and its backward.   Host sync: as the layers.
     Raises:
         ConfigError: the model has no expert-parallel layer; or the model is inside FSDP or DDP and
-            does not say that it takes input_ids, raised on this rank alone; or backward is wanted
-            and run_token returned no tensor that requires grad, though layers returned one. The
-            last is raised after backward through these layers, so that other ranks do not wait. In
-            a model loaded by transformers other ranks do wait, and only an output without any
-            floating-point tensor is refused.
+            does not say that it takes input_ids, raised on this rank alone; or backward is
+            requested and run_token returned no tensor that requires grad, though layers returned
+            one. The last is raised after backward through these layers, so that other ranks do not
+            wait. In a model loaded by transformers other ranks do wait, and only an output without
+            any floating-point tensor is refused.
     """
     layers = expert_parallel_layers(model)
     if not layers:
@@ -54,7 +54,7 @@ def idle_step(
             "ExpertParallelMoE, or load it with ep_implementation='epcomm'"
         )
     backward = torch.is_grad_enabled() if backward is None else backward
-    # A token of its own is no token of the routes that are recorded or replayed.
+    # The additional token is not part of the routes that are recorded or replayed.
     with torch.set_grad_enabled(backward), unobserved(named_gates(model).values()):
         if run_token is None:
             output, of_layers = _run_idle(model, layers), []

@@ -1,4 +1,4 @@
-"""Convert a layer's parameters, whatever replaced them, to the tensors that kernels read."""
+"""Convert a layer's parameters, or tensors that replaced them, to the tensors that kernels read."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalExperts:
 
         Args:
             held: tensors in the order of the roles.
-            computed: the indices of tensors that are no parameters, which the factor leaves alone.
+            computed: the indices of tensors that are not parameters, which the factor leaves alone.
         """
         if not (torch.is_grad_enabled() and _need_gradients(held)):
             return self._record
@@ -63,13 +63,13 @@ class LocalExperts:
         return True
 
     def read(self, held: Sequence[Tensor]) -> None:
-        """Read the tensors that the next calls of of() get. Local."""
+        """Read the tensors for the next calls of of(). Local."""
         pieces = [piece_of(tensor) for tensor in held]
         owned = {
             role: self._own(piece, role) for role, piece in zip(self._roles, pieces, strict=True)
         }
         self._record = self._kind.with_tensors(owned)
-        # Tensors that are no parameters were computed for this call, and copies of placed experts
+        # Tensors that are not parameters were computed for this call, and copies of placed experts
         # do not follow writes to the parameter: neither may be kept.
         are_kept = all(isinstance(tensor, nn.Parameter) for tensor in held) and all(
             owned[role].untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()

@@ -1,4 +1,4 @@
-"""Expert weights in eight bits: FP8 in blocks (DeepSeek checkpoints) and INT8 a channel (W8A8)."""
+"""Expert weights in eight bits: FP8 in blocks (DeepSeek checkpoints), INT8 per channel (W8A8)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class EightBitWeights(ExpertTensors):
 
     gate_up_proj: [E, 2I, H].   down_proj: [E, H, I].   Scales: see the subclasses.
 
-    All contiguous, on one device: kernels take them as pointers. H and I are at least 1.
+    All tensors are contiguous and on one device, because kernels take pointers. H and I are at
+    least 1.
     hidden_dtype: of the hidden states that the experts take and return.
     """
 

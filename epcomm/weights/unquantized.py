@@ -76,7 +76,7 @@ class ExpertTensors(ABC):
     format: ExpertFormat
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are there, by field name; the first dimension of each is E."""
+        """Return the tensors that are not None, by field name; the first dimension of each is E."""
         return {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:

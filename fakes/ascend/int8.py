@@ -10,7 +10,7 @@ from fakes.ascend.undefined import UNDEFINED_INT8
 
 
 def quantize_rows(rows: Tensor, profile: Int8Profile) -> tuple[Tensor, Tensor]:
-    """Codes and scales of rows, by the profile of the operator.
+    """Return codes and scales of rows, by the profile of the operator.
 
     A row of zeros has the scale 0 and undefined codes, because the device casts 0 / 0 to an
     integer. Such a row dequantises to 0 whatever its codes.
@@ -24,6 +24,6 @@ def quantize_rows(rows: Tensor, profile: Int8Profile) -> tuple[Tensor, Tensor]:
     """
     wire = quantize(rows, INT8_PER_TOKEN, profile=profile)
     assert wire.scales is not None, "int8 has scales"
-    # Also for a scale of NaN, which is not above 0.
+    # This includes a scale of NaN, which is not above 0.
     is_undefined = ~(wire.scales > 0)
     return wire.data.masked_fill(is_undefined, UNDEFINED_INT8), wire.scales.squeeze(-1)

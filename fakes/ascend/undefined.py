@@ -7,7 +7,7 @@ from torch import Tensor
 
 # Far from all ids, counts and positions of tests; adding one does not overflow int32.
 UNDEFINED_INT = -0x5EAD_5EAD
-# In the middle of the range, which clamping and rounding do not return.
+# A value in the middle of the range, which clamping and rounding do not return.
 UNDEFINED_INT8 = 77
 
 

@@ -1,8 +1,8 @@
 """Stand in for the packages that install as `deep_ep`: the same calls, over processes on CPUs.
 
 A stand-in returns what the real package returns, bit for bit where that is defined, and NaN or
-nonsense where the real one leaves memory unwritten. It refuses what the real one refuses
-(limits.py). Those of V1 and V2 are epcomm.integrations.deep_ep with these limits on top.
+arbitrary values where the real package leaves memory unwritten. It refuses what the real package
+refuses (limits.py). Those of V1 and V2 are epcomm.integrations.deep_ep with these limits on top.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ _SUBMODULES = MappingProxyType({"ascend": ("buffer",), "ascend_flags": ("buffer"
 
 @contextmanager
 def install(kind: str) -> Iterator[ModuleType]:
-    """While open, `import deep_ep` gives the fake of this kind: v1, v2, ascend, or
-    ascend_flags, its newer signatures.
+    """While open, `import deep_ep` imports the fake of this kind.
 
     `importlib.util.find_spec("deep_ep")` finds the fake's folder, so that code that reads the
     sources of the package recognises it. The earlier deep_ep is restored.

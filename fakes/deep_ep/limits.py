@@ -1,4 +1,4 @@
-"""Refuse calls: rules of use always, limits of sizes unless they are switched off."""
+"""Refuse calls that break rules of use, and limits of sizes unless these are switched off."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LIMITS_ARE_ON: ContextVar[bool] = ContextVar("limits_are_on", default=True)
 
 @contextmanager
 def limits_off() -> Iterator[None]:
-    """While open, sizes that the real package was not compiled for, or has no memory for, pass.
+    """While open, accept sizes for which the real package is not compiled or has no memory.
 
     For suites with small sizes. Rules that hold at any size (dtypes, contiguity, T <= M) stay.
     """

@@ -1,4 +1,4 @@
-"""The sentence at the end of a run, from medians that are written down here."""
+"""The sentence at the end of a run, computed from the medians of this file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on two ranks, in this process and as the command; what is wrong is found, and not timed."""
+"""A run on two ranks, in this process and as the command; wrong contenders are not timed."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
         config = EPConfig(max_tokens_per_rank=3, measurements=path)
         chosen = plan(config, OPTIONS.moe_spec(), group)
     assert chosen.decode is not None
-    # In decode of auto, collective has exact sizes on a CPU, those of mode normal.
+    # On a CPU, collective serves decode of mode auto with exact sizes, like mode normal.
     decode = {"collective": "normal", "shared_memory": "low_latency"}
     for phase, tokens, modes in ((chosen.prefill, 8, {}), (chosen.decode, 3, decode)):
         medians = {
@@ -135,7 +135,7 @@ def test_rows_in_eight_bits_are_held_to_their_roundings(
 
 
 class Recorded:
-    """Stands for a device graph: made by one call, and every replay makes it again."""
+    """An imitation of a device graph, which records a call and repeats it in every replay."""
 
     def __init__(self, call: Callable[[], object], *, warm_up: bool = True) -> None:
         for _ in range(1 + warm_up):
@@ -145,7 +145,7 @@ class Recorded:
 
 @pytest.mark.ranks(2)
 def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for the graphs themselves."""
+    """The test runs the code for GPUs, with imitated graphs."""
     for module in (turns, layer):
         monkeypatch.setattr(module, "captured", Recorded)
     for module in (turns, run, layer):
@@ -167,7 +167,7 @@ def test_what_can_be_captured_is_replayed(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.ranks(2)
 def test_what_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One element, on one rank alone, of one backend, of torch alone, and of the layers."""
+    """Change one element on one rank, of one backend, of plain torch, and of the layers."""
     is_wrong = dist.get_rank() == 1
 
     def spoil(kind: type, name: str, when: Callable[[Any], bool]) -> None:

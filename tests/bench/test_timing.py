@@ -23,7 +23,7 @@ def spans(dispatch: float, combine: float) -> dict[str, float]:
 
 def test_an_iteration_takes_as_long_as_its_slowest_rank() -> None:
     ranks = [[spans(2.0, 5.0), spans(10.0, 1.0)], [spans(6.0, 3.0), spans(2.0, 1.0)]]
-    # 9 in the first iteration, not 6 + 5: the halves of one rank belong together.
+    # The time is 9 in the first iteration, not 6 + 5, because both halves must be of the same rank.
     assert slowest_rank(ranks) == {"dispatch": [6.0, 10.0], "pair": [9.0, 11.0]}
 
 

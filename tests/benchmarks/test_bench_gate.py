@@ -39,14 +39,14 @@ def test_a_wrong_router_gets_no_number() -> None:
     def found(ids: torch.Tensor, weights: torch.Tensor) -> TopKOutput:
         return TopKOutput(topk_ids=ids, topk_weights=weights)
 
-    with pytest.raises(CheckError, match="weights differ by 1"):
+    with pytest.raises(CheckError, match="weights have a relative error of 1"):
         check(lambda: found(ids, weights * 1.1), lambda: found(ids, weights), 4)
     calls = {
         "reference": lambda: found(ids, weights),
         "gate": lambda: found(ids + 1, weights),
     }
     finding = measure("gate", SHAPES[0], calls, 3, 1)
-    assert finding.fault == "3 of 3 tokens have other experts"
+    assert finding.fault == "3 of 3 tokens have different experts"
     times = Percentiles(p50=1.0, p95=1.0, p99=2.0)
     timed = Finding(router="gate", shape="qwen3", tokens=3, us=times)
     assert line_of(finding).endswith(finding.fault)

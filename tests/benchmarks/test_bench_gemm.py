@@ -1,4 +1,4 @@
-"""What can be tested of bench_gemm without a GPU: how rows are spread, and what is checked."""
+"""The parts of bench_gemm that run without a GPU: the distribution of rows, and the checks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_check_passes_right_results_and_refuses_others(format: Format) -> None:
     check(results, dispatched, experts)
     wrong = results.clone()
     wrong[-3:] *= 1.05
-    with pytest.raises(CheckError, match="expert 7 is off by"):
+    with pytest.raises(CheckError, match="expert 7 has an error of"):
         check(wrong, dispatched, experts)
-    with pytest.raises(CheckError, match="expert 0 is off by nan"):
+    with pytest.raises(CheckError, match="expert 0 has an error of nan"):
         check(results * float("nan"), dispatched, experts)

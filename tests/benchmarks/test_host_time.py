@@ -1,4 +1,4 @@
-"""Rows of host time: what a call runs is counted, and waiting for counts is no time of its own."""
+"""Rows of host time: functions that a call runs are counted, and waiting for counts is excluded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_rows_count_work_and_leave_waiting_out(monkeypatch: pytest.MonkeyPatch) 
     row = eager_row(call, torch.device("cpu"), rounds=2, burst=3)
     assert Totals.wait is wait, "what was replaced is put back"
     assert row.torch_operators == 2
-    # Under a default device a torch function mode is active, whose functions count too.
+    # With a default device a torch function mode is active, whose functions are counted too.
     if torch._C._len_torch_function_stack() == 0:
         assert row.python_calls == 2, "call() and wait()"
     assert row.waited_us >= 3_900

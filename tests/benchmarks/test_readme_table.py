@@ -37,7 +37,7 @@ def test_a_marker_without_a_result_is_an_error() -> None:
 
 
 def test_results_beside_copies_say_how_near_they_are() -> None:
-    """No page has a result of this program yet."""
+    """The test uses a made-up result, because no page has one of this program."""
     result = json.loads((RESULTS / "h200x2_bench.json").read_text("utf-8"))
     older = json.loads((RESULTS / "cpu_shared_memory.json").read_text("utf-8"))
     text = render({**result, "benchmark": "memory", "copies": older["copies"]})

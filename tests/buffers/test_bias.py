@@ -41,7 +41,7 @@ def expected_y(bias: Tensor, x: Tensor, topk_ids: Tensor, num_ranks: int) -> Ten
 
 def call_of(group: EPGroup) -> DispatchCall:
     generator = torch.Generator().manual_seed(7 + group.rank)
-    # For ranks with different numbers of tokens.
+    # Batches in which ranks have different numbers of tokens.
     num_tokens = NUM_TOKENS - group.rank
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16)
     scores = torch.rand(num_tokens, NUM_LOCAL * group.world_size, generator=generator)

@@ -38,7 +38,7 @@ FP32 = WireFormat.of(torch.float32)
 
 
 class RowsWereSentError(Exception):
-    """The header was accepted."""
+    """The header was accepted, although a word was wrong."""
 
 
 class Paper(FailureBoard):
@@ -100,7 +100,7 @@ BUFFERS: dict[str, type[Buffer]] = {
     "gathered": AllGatherBuffer,
     "replicated": ReplicatedBuffer,
 }
-# Words with counts after the header: the slots of these experts are read.
+# The words after the header are counts: the slots of these experts are read.
 COUNTED = ("exact", "gathered")
 L = 4
 

@@ -41,10 +41,10 @@ WRONG_HANDLE = "a batch combined twice, by another dispatcher, or after close() 
 class Bad:
     """A mistake of rank 1.
 
-    call: what rank 1 does.   others: what the other ranks do meanwhile.
+    call: the call of rank 1.   others: the calls of the other ranks meanwhile.
     own: part of the message on rank 1.   told: part of it on the others.   error: on all ranks.
-    raised: what rank 1 raises, where that is an error of its own.
-    trains: only where there are gradients.   reads_ids: the host reads ids to say what is wrong,
+    raised: the error of rank 1, if it differs from that of the others.
+    trains: only where there are gradients.   reads_ids: the host reads ids for the message,
         so on a static buffer rank 1 gets the message of the others.
     """
 

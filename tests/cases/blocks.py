@@ -27,7 +27,7 @@ class BlockKind:
     values: Mapping[str, object] = field(default_factory=dict)
 
     def make(self, **changes: object) -> nn.Module:
-        """Make a block with seeded weights; changes are of the configuration."""
+        """Make a block with seeded weights and changes of the configuration."""
         return seeded(self.build({**SIZES, **self.values, **changes}))
 
     def build(self, values: Mapping[str, object]) -> nn.Module:
@@ -77,7 +77,7 @@ KINDS = [
             # More than the number of groups; otherwise the best experts are always in the selected
             # groups.
             "num_experts_per_tok": 3,
-            "num_attention_heads": 2,  # must divide the hidden size
+            "num_attention_heads": 2,  # The number of heads must divide the hidden size.
         },
     ),
     BlockKind("deepseek_v3", "DeepseekV3MoE", "DeepseekV3Config", {**ROUTED_EXPERTS, **GROUPED}),

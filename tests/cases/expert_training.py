@@ -21,7 +21,8 @@ from epcomm.training.gradients import (
 from tests.cases.expert_models import NUM_EXPERTS, OverRanks, tokens
 from tests.cases.meshes import mesh_of
 
-# Relative, of losses after a checkpoint was loaded on other ranks: the promise of the library.
+# Relative difference of losses after a checkpoint was loaded on other ranks, as the library
+# documents it.
 LOSS_TOLERANCE = 1e-5
 
 

@@ -14,7 +14,7 @@ from fakes.ascend.formats import format_of
 
 @contextmanager
 def device_that_keeps(allows_nz: bool) -> Iterator[None]:
-    """Imitate a device that reports the format of a tensor, and may have made it row-major."""
+    """Imitate a device that reports the format of a tensor, and may convert it to row-major."""
     library = torch.library.Library("npu", "FRAGMENT")
 
     def get_npu_format(input: Tensor) -> int:

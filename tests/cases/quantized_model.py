@@ -1,9 +1,9 @@
 """A float64 model of 8-bit experts that shares only the stored codes with the library.
 
 The library computes in float32, and rounds the same numbers to codes as the model, or the next code
-where a number is within float32 rounding of the middle between two. How far it may be off is
-followed from step to step, so each result has a bound of its own: one code step, times weights, of
-those few activations, and hardly anything elsewhere.
+where a number is within float32 rounding of the middle between two. The error is bounded from step
+to step, so each result has a separate bound: one code step, times weights, of those few
+activations, and hardly anything elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from epcomm.testing.data import RankBatch
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 
 KINDS = {"fp8": Fp8BlockWeights, "int8": Int8ChannelWeights}
-# Other roundings: scales that are powers of two, and halves that go up.
+# Variants that round differently: scales that are powers of two, and halves that are rounded up.
 POWERS_OF_TWO, HALVES_UP = "fp8 by powers of two", "int8 halves up"
 # INT8 of A2 and A3: scales and results of the second product in bfloat16, or those of both products
 # and of the activation between them.
@@ -29,8 +29,9 @@ _LARGEST_FP8_STEP = 32.0
 _ROUNDING = 2.0**-24
 # A scale has one or two operations on a largest magnitude, and a code has one more.
 _SCALE_ROUNDINGS = 6
-# Roundings of silu(gate) * up: exp() is good to a few units, then a sum, a quotient and a product.
-# The argument of exp may be rounded on its way to a power of two: two more for each unit of |gate|.
+# Roundings of silu(gate) * up: a few for exp(), then one each for a sum, a quotient and a product.
+# exp() may round its argument when it is converted to a power of two: two more for each unit of
+# |gate|.
 _SWIGLU_ROUNDINGS = 16
 # The largest slope of silu.
 _SILU_SLOPE = 1.1
@@ -69,7 +70,7 @@ def nearest_fp8(values: Tensor) -> Tensor:
     numbers = codes.view(torch.float8_e4m3fn).double()
     distance = (values.abs().unsqueeze(-1) - numbers).abs()
     best = distance.min(dim=-1, keepdim=True).values
-    # Even codes come first, because of two equally near the even one is chosen.
+    # Even codes come first, because the even one of two equally near codes is chosen.
     is_best = distance == best
     order = torch.cat([torch.arange(0, 127, 2), torch.arange(1, 127, 2)])
     place = order[is_best[..., order].int().argmax(dim=-1)]
@@ -149,7 +150,7 @@ def stored(x: Bounded) -> Bounded:
 def expert_model(
     x: Tensor, weights: Fp8BlockWeights | Int8ChannelWeights, expert: int, rounding: str
 ) -> Bounded:
-    """Return unweighted results [N, H] of one expert for float64 rows [N, H], quantised here."""
+    """Return unweighted results [N, H] of one expert for float64 rows, which are quantised here."""
     names, tensors = _BFLOAT16_SCALES.get(rounding, ()), weights.tensors()
     scales = {name: tensors[name].bfloat16().float() for name in names}
     weights, is_stored = weights.with_tensors(tensors | scales), rounding == OF_BFLOAT16

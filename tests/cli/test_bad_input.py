@@ -17,13 +17,13 @@ from epcomm.types import MAX_RANKS
 LAYER = ["--hidden-size", "64", "--num-experts", "8", "--top-k", "2", "--ranks", "4"]
 PLAN = ["plan", *LAYER]
 BENCH = ["bench", "--ranks", "2"]
-# Lists in lists, of which every parser gives up.
+# Nested lists that are too deep for every parser.
 DEEP = "[" * 100_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class BadCall:
-    """A command and what it says.
+    """A command with bad input, and the line that it writes.
 
     arguments: FOLDER stands for the one with `files`, by name to text or bytes.
     """
@@ -34,7 +34,7 @@ class BadCall:
     files: Mapping[str, str | bytes] = field(default_factory=dict)
 
 
-# Of plan, doctor and bench alike: what typer reads.
+# Errors that typer finds in the same manner for plan, doctor and bench.
 OPTIONS = [
     BadCall(
         id=f"{command}: {' '.join(text)}",
@@ -118,7 +118,11 @@ WORDS = [
             "--device is 'h2o', expected one of ['h100', 'h200', 'b200', 'cpu']",
         ),
         (PLAN, "--hosts 3", "--ranks is 4, expected a multiple of --hosts 3"),
-        (["bench"], "", "there are no ranks; pass --ranks 4 to start some on the CPU, or start it"),
+        (
+            ["bench"],
+            "",
+            "no ranks are running; pass --ranks 4 to start some on the CPU, or start it",
+        ),
         (["bench"], "--ranks 3", "--experts is 32, expected a multiple of the 3 ranks"),
         (
             BENCH,
@@ -161,7 +165,7 @@ FILES = [
         ("--config", "ep.toml", "tokens = 1\n", "ep.toml has unknown fields ['tokens']"),
         ("--config", "ep.ini", "mode=normal", "does not end in one of .toml, .json, .yaml, .yml"),
         ("--model", "no.json", None, "does not exist"),
-        ("--model", "model.json", "{", "is no JSON ("),
+        ("--model", "model.json", "{", "is not JSON ("),
         ("--model", "model.json", "[1]", "holds a list, expected an object"),
         ("--model", "model.json", DEEP, "model.json is nested too deeply; pass the config.json"),
         ("--model", "model.json", '{"hidden_size": 64}', "num_experts is in neither an option"),
@@ -238,7 +242,7 @@ def test_ranks_of_torchrun_are_not_started_again() -> None:
 
 
 def test_a_file_that_can_be_written_is_left_alone(tmp_path: Path) -> None:
-    """The run fails later, on purpose."""
+    """The file must be kept if the run fails later, as it does here on purpose."""
     old, new = tmp_path / "old.json", tmp_path / "new.json"
     old.write_text("kept")
     refused(*BENCH, "--output", str(old), "--plot", str(new))

@@ -15,7 +15,7 @@ from epcomm.cli import app
 from epcomm.platforms.assumed import DEVICES
 from tests.planning.test_measurements import write
 
-# Wide enough that no cell is wrapped.
+# A terminal wide enough that no cell is wrapped.
 WIDE = {"COLUMNS": "240"}
 LAYER = ["--hidden-size", "64", "--num-experts", "8", "--top-k", "2", "--ranks", "4"]
 # DeepSeek-V3 in W8A8.
@@ -171,7 +171,7 @@ def test_plan_for_ranks_that_are_not_here_marks_what_it_assumes() -> None:
     assert result.exit_code == 0, result.output
     assert "\nassumed: 4 ranks on 1 host of h200, at most 4 a host\n" in result.stdout
     assert ["backend", "nvlink"] in rows(result.stdout)
-    # A backend that is built from source is there if it is asked for.
+    # A backend that is built from source is assumed to be installed if the user names it.
     named = run("plan", *LAYER, "--device", "h200", "--mode", "normal", "--backend", "deep_ep_v1")
     assert ["backend", "deep_ep_v1"] in rows(named.stdout)
 

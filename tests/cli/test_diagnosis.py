@@ -1,4 +1,4 @@
-"""doctor() tells every deep_ep apart, says what is missing, and imports nothing of a vendor."""
+"""doctor() distinguishes deep_ep packages, reports missing parts, and imports no vendor's."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def machine(
     answers: Mapping[str, Answer] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Machine:
-    """Imitate a machine with these packages, which answers a program by a word in it."""
+    """Imitate a machine with these packages; a word in a program selects its answer."""
     known = {"torch.distributed": Answer(values=TORCH_ON_CPU), **(answers or {})}
 
     def run_program(program: str) -> Answer:
@@ -130,7 +130,7 @@ def test_bare_machine_lacks_packages_and_says_what_they_are_for() -> None:
     assert all(finding.advice for finding in report.packages)
 
 
-# What torch reports of a machine, and the beginnings of the first steps there.
+# The facts that torch reports of a machine, and the beginnings of the first steps there.
 STEPS: dict[str, tuple[dict[str, object], list[str]]] = {
     "laptop": (
         TORCH_ON_CPU,
@@ -171,7 +171,7 @@ def test_next_steps_begin_with_what_needs_attention(name: str) -> None:
 
 
 def test_next_steps_bring_what_auto_would_take_and_no_more() -> None:
-    """Over GPUs with NVLink nobody needs deep_ep; FP8 experts have two runners before deep_gemm."""
+    """GPUs with NVLink do not need deep_ep, and FP8 experts have two runners before deep_gemm."""
     answers = {"torch.distributed": Answer(values=TORCH_ON_GPU)}
     run_program = machine(answers=answers).run_program
     gpus = replace(DEVICES["h200"].machine(), run_program=run_program)

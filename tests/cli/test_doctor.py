@@ -1,4 +1,4 @@
-"""`epcomm doctor`: tables, exit codes, JSON, and what would bring what is not here."""
+"""`epcomm doctor`: tables, exit codes, JSON, and the remedies for missing parts."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_without_verbose_20_lines_say_what_works_and_what_to_do_next() -> None:
     ]
 
 
-# As `python -m epcomm doctor`, with one look at the machine.
+# Run the command as `python -m epcomm doctor` does, with one survey of the machine.
 PROGRAM = """
 import json, runpy, sys
 import epcomm.cli.diagnosis, epcomm.cli.doctor
@@ -173,7 +173,7 @@ def test_a_machine_that_serves_nothing_has_exit_code_1(
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """What would bring a part to a machine."""
+    """The command that would install a part, or the hardware that it needs."""
 
     name: str
     on: str

@@ -1,4 +1,4 @@
-"""`epcomm load`: a table of layers, a heatmap, and one line for what cannot be read."""
+"""`epcomm load`: a table of layers, a heatmap, and one line for an unreadable file."""
 
 from __future__ import annotations
 

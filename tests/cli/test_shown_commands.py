@@ -1,8 +1,8 @@
 """Commands that README.md, CONTRIBUTING.md and docs/ show exist, and configurations are read.
 
-Plans run, unless they read a file that only a reader has. Of what installs, looks at the machine or
-starts ranks, and of commands in sentences, the words are checked: options of epcomm, targets of
-make, modules, files. tests/test_wheel.py runs the README's.
+Plans run, unless they read a file that only a reader has. Of commands that install, inspect the
+machine or start ranks, and of commands in sentences, only the words are checked: options of epcomm,
+targets of make, modules, files. tests/test_wheel.py runs the README's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGES = ("README.md", "CONTRIBUTING.md", "examples/README.md")
 PAGES += tuple(sorted(str(path.relative_to(REPO)) for path in (REPO / "docs").rglob("*.md")))
 BLOCK = re.compile(r"^```(?P<kind>.*)\n(?P<text>(?s:.*?))^```$", re.MULTILINE)
 CONFIGURATIONS = ("toml", "yaml", "json")
-# A file that the reader has and the repository has not.
+# A file that the reader has but the repository does not.
 OF_THE_READER = re.compile(r" (\w+\.(?:json|yaml|toml))\b")
 # Commands within a sentence; what is in capitals, as FILE, stands for a word of the reader's.
 IN_WORDS = re.compile(
@@ -79,7 +79,7 @@ def check_python(words: Sequence[str]) -> None:
 
 
 def check_files(words: Sequence[str]) -> None:
-    """Files that are named are there, but for those in folders that begin with a dot."""
+    """Check that the files of a command exist, except in folders that begin with a dot."""
     names = [word for word in words if "/" in word and word[0] not in ".-"]
     missing = [name for name in names if not (REPO / name).exists()]
     assert not missing

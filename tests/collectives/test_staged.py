@@ -34,7 +34,7 @@ def test_rows_and_records_travel_through_the_host() -> None:
 
 @pytest.mark.ranks(2)
 def test_waits_of_the_host_last_as_long_and_name_the_ranks_of_the_whole() -> None:
-    # A new process group, because a timeout stays on the board of a process group.
+    # Use a new process group, because a timeout stays on the board of a process group.
     process_group = dist.new_group()
     assert isinstance(process_group, dist.ProcessGroup)
     over = TorchDistCollectives(process_group)

@@ -185,7 +185,7 @@ def test_fault_of_one_rank_is_told_to_all_hosts(play_on_hosts: Play, bad: Bad) -
 
 
 def backward_of_block(play: Play, fault: str) -> None:
-    """Train the block; on rank 1 nothing trains, or it runs under no_grad()."""
+    """Train the block; on rank 1 no parameter is trained, or the call runs under no_grad()."""
     play.block.requires_grad_(not play.is_faulty or fault != "frozen")
     try:
         with torch.set_grad_enabled(not play.is_faulty or fault != "no_grad"):

@@ -42,7 +42,8 @@ def check_rows(rows: Mapping[str, list[str]]) -> None:
     assert list(rows) == list(PATHS)
     for name, cells in rows.items():
         to_bf16, to_w8a8 = map(float, cells[:2])
-        # Both errors exist: rounding of activations, and in addition of weights.
+        # Both errors exist: that of rounded activations, and the larger one of rounded activations
+        # and weights.
         assert 0.005 < to_w8a8 < to_bf16, name
         # MAX_ERROR of the example.
         assert to_w8a8 <= 0.0245, name

@@ -1,4 +1,4 @@
-"""Training with experts that move every 10 steps: the losses without, and less load of a rank."""
+"""Training with experts that move every 10 steps has the same losses and a more even load."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_losses_are_those_without_moves_and_the_load_of_a_rank_falls() -> None:
     moves = re.findall(r"^ +(\d+) +(\S+) +(\S+) +(\S+)$", table, re.MULTILINE)
     assert [step for step, *_ in moves] == ["10", "20"]
     for _, in_order, before, after in moves:
-        # The second time, `before` is the load of tokens that no placement has seen before.
+        # The second time, `before` is the load of tokens that were not used to compute a placement.
         assert 1 <= float(after) < float(before) < float(in_order)
     assert float(moves[0][1]) > 1.5
     assert float(moves[0][3]) < 1.1

@@ -1,4 +1,4 @@
-"""Both programs of the example run, and replay changes what it promises to change."""
+"""Both programs of the example run, and replay reduces the difference of log-probabilities."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_steps_and_decoded_text_agree_with_one_process() -> None:
     assert [row[0] for row in rows] == ["1", "2", "3"]
     for row in rows:
         loss, expected_loss, loss_difference, norm_difference = map(float, row[3:7])
-        assert loss == pytest.approx(expected_loss, abs=1.1e-4)  # four digits are shown
+        assert loss == pytest.approx(expected_loss, abs=1.1e-4)  # The output has four digits.
         assert loss_difference < 1e-5
         assert norm_difference < 1e-5
     assert re.search(r"in 3 steps; in [1-3] of them a rank had no data$", output, re.MULTILINE)

@@ -131,7 +131,7 @@ def _meet_fault(scenario: Scenario, folder: Path) -> None:
             assert time.monotonic() < end_s, "the others never gave up"
             time.sleep(0.02)
     else:
-        # Neither returns, because a stopped rank is never continued.
+        # Neither call returns, because a stopped rank is never continued.
         os.kill(os.getpid(), signal.SIGKILL if scenario.fault == "killed" else signal.SIGSTOP)
 
 

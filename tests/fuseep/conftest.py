@@ -1,4 +1,4 @@
-"""torch.ops.npu on a CPU, so that weights are cast as on a device, and chips for whole layers."""
+"""Fixtures: torch.ops.npu on a CPU, so that weights are cast as on a device, and chips."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ def test_gradients_are_refused_on_the_rank_that_needs_them(checks: bool) -> None
                     text = f"{operator} has no gradients, but some are needed (rank 1 of 2)"
                     expect(ConfigError, text, call)
                     if not all_raise:
-                        # It is recorded on the device too, like the faults of all bad calls.
+                        # The fault is recorded on the device too, like the faults of all bad calls.
                         expect(ConfigError, text, layer.check)
                 elif all_raise:
                     text = "gradients or decode in a mode without them on rank 1"
@@ -244,7 +244,7 @@ def test_paths_refuse_other_plans_closed_groups_and_other_packings() -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_what_one_rank_lacks_all_ranks_hear(operator: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A variable, the chip, a parameter of the package, and weights that stay row-major."""
+    """Each rank lacks one of: a variable, the chip, a parameter of the package, NZ weights."""
 
     class Older(Buffer):
         """A release with one operator."""

@@ -32,7 +32,7 @@ SPEC = BufferSpec(
     top_k=8,
     max_tokens_per_rank=128,
 )
-# Mode 1 needs 8 * 128 * 16 * 2048 * 4 B = 128 MiB of the 200 that are there without a variable.
+# Mode 1 needs 8 * 128 * 16 * 2048 * 4 B = 128 MiB of the 200 MiB that are the default.
 NOTHING: Mapping[str, str] = {}
 LARGE_WINDOW = {"HCCL_BUFFSIZE": "9000"}
 
@@ -115,7 +115,7 @@ def test_windows_by_hand() -> None:
 
 
 def test_a_budget_that_would_lose_rows_is_refused() -> None:
-    """Two experts a rank: 128 tokens * 8 ranks * 2 rows at most, although K is 8."""
+    """With two experts per rank, at most 128 tokens * 8 ranks * 2 rows arrive, although K is 8."""
     spec = replace(SPEC, num_local_experts=2)
     assert reasons_of("mode 2", replace(spec, max_recv_slots=2048)) == []
     # 128 is what another framework passes for the tokens of a rank.

@@ -115,7 +115,7 @@ TOLERANCE = 0.01
 def test_layer_equals_the_reference(
     call_tokens: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in calls of 3 tokens, of which rank 0 has none in the second one."""
+    """Some batches take two calls of 3 tokens, and rank 0 has no tokens in the second."""
     if call_tokens is not None:
         few = replace(MegaMoE.limits, max_tokens=call_tokens)
         monkeypatch.setattr(fused_class("MegaMoE"), "limits", few)

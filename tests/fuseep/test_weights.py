@@ -57,7 +57,7 @@ def random_weights(num_experts: int, hidden: int, inner: int, seed: int = 0) -> 
         return torch.randint(-128, 128, shape, generator=generator).to(torch.int8)
 
     def scales(*shape: int) -> Tensor:
-        # Any bits: subnormal, negative and NaN among them.
+        # Any bits, including subnormal numbers, negative numbers and NaN.
         bits = torch.randint(-(2**31), 2**31, shape, generator=generator)
         return bits.to(torch.int32).view(torch.float32)
 
@@ -70,7 +70,7 @@ def random_weights(num_experts: int, hidden: int, inner: int, seed: int = 0) -> 
 
 
 def bytes_of(weights: Int8ChannelWeights | Packed) -> list[Tensor]:
-    """Every tensor, byte by byte; NaN equals itself there."""
+    """Return every tensor as bytes, so that NaN equals itself."""
     tensors = [getattr(weights, name) for name in GOLDEN_NAMES.values()]
     return [tensor.contiguous().view(torch.uint8).clone() for tensor in tensors]
 
@@ -128,7 +128,7 @@ def test_dtypes_shapes_and_formats_are_those_of_each_mode() -> None:
 @given(
     kind=st.sampled_from(KINDS),
     experts=st.integers(1, 3),
-    # Not all of them are whole tiles; 1 and 64 make transposes and tiles trivial.
+    # Not all sizes are whole tiles; 1 and 64 make transposes and tiles trivial.
     hidden=st.sampled_from([1, 16, 32, 50]),
     inner=st.sampled_from([64, 128, 192]),
     seed=st.integers(0, 5),
@@ -178,7 +178,7 @@ def test_bits_are_the_golden_ones(case: dict[str, Any]) -> None:
     bits = bits_of_scales(torch.tensor([scale]))
     assert bits.dtype == torch.int64
     assert bits.tolist() == [case["int64"]]
-    # The bits that the device reads.
+    # Compare the bits that the device reads.
     upper = (bits & 0xFFFFE000).to(torch.int32).view(torch.float32)
     assert struct.pack(">f", upper.item()).hex() == case["top_19_bits"]
     assert upper.item() == pytest.approx(case["top_19_bits_value"], rel=1e-8, abs=0)

@@ -79,7 +79,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """The class, and the changes."""
+        """The class name with the changes."""
         changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
         return self.block.__name__ + (f" ({changes})" if changes else "")
 
@@ -126,7 +126,7 @@ CHANGES: Mapping[str, tuple[Mapping[str, object], ...]] = {
 
 
 def find_variants() -> list[Variant]:
-    """All classes of transformers that keep experts, by model."""
+    """Return all classes of transformers that hold experts, by model."""
     root = Path(inspect.getfile(import_module("transformers"))).parent / "models"
     found = []
     for path in sorted(root.glob("*/modeling_*.py")):
@@ -175,7 +175,7 @@ def _config_classes(block: type[nn.Module]) -> list[type]:
 
 
 def _tiny(config: object, changes: Mapping[str, object]) -> object:
-    # For configurations whose layers may differ: all are alike here.
+    # Configurations may have a list of layer types; here all layers have the same type.
     vars(config)["allow_global_per_layer_attribute_access"] = True
     for name, value in {**TINY, **changes}.items():
         if name in changes or hasattr(config, name):
@@ -185,7 +185,8 @@ def _tiny(config: object, changes: Mapping[str, object]) -> object:
 
 def try_block(variant: Variant, group: EPGroup) -> Row:
     """Serve a block on the ranks of a group, and compare y and every gradient. Collective."""
-    # Routers that draw experts draw others for a longer batch, so only one rank compares training.
+    # Routers that draw experts at random draw different ones for a longer batch, so only one rank
+    # compares training.
     is_training = group.world_size == 1
     block, served = (make_block(variant).train(is_training) for _ in range(2))
     try:
@@ -224,7 +225,7 @@ def _run(module: nn.Module, x: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
     x.requires_grad_()
     takes_ids = "input_ids" in inspect.signature(type(module).forward).parameters
     torch.manual_seed(2)
-    # A copy, because some blocks change their input.
+    # The block gets a copy, because some blocks change their input.
     result = module(x.clone(), **({"input_ids": input_ids} if takes_ids else {}))
     outputs = result if isinstance(result, tuple) else (result,)
     torch.stack([output.square().sum() for output in outputs]).sum().backward()
@@ -240,7 +241,8 @@ def _local(gradient: Tensor | None) -> Tensor | None:
 
 def _error(found: Tensor | None, expected: Tensor | None) -> float:
     if found is None or expected is None:
-        # An expert tensor without a token has zeros here and nothing there, or neither has any.
+        # The gradient of an expert without tokens is zero here and None in the reference, or both
+        # are None.
         there = expected if found is None else found
         return 0.0 if there is None else float(there.abs().max())
     return float(relative_error(found, expected))

@@ -1,4 +1,4 @@
-"""The page transformers_blocks.md is true: each block is served like one process, or refused so."""
+"""The page transformers_blocks.md is correct: each block equals one process, or is refused."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.gradients import clip_grad_norm
 
-# transformers must not look for a network.
+# transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 NUM_RANKS, NUM_BATCHES, NUM_TOKENS, VOCABULARY = 2, 4, 9, 64
@@ -44,7 +44,7 @@ TINY = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelKind:
-    """A family, by the names of its folder and classes, and what its tiny configuration adds."""
+    """A family: the names of its folder and classes, and changes of the tiny configuration."""
 
     folder: str
     prefix: str
@@ -85,7 +85,8 @@ KINDS = {
     ),
     "gpt_oss": ModelKind(folder="gpt_oss", prefix="GptOss", changes={"num_local_experts": 8}),
 }
-# Who holds which batch: each rank its own, all ranks one, or pairs of ranks.
+# The batches of ranks: a different one on each rank, the same on all ranks, or the same on pairs of
+# ranks.
 LAYOUTS = ("own_batches", "one_batch", "batch_of_two_ranks")
 # In one_batch auto is standard with replicated tokens; normal shares the batch in slices.
 CASES = [
@@ -109,7 +110,7 @@ def sizes(layout: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all ranks, that of rank 0."""
+    """Return one folder for all ranks, that of rank 0."""
     names = [str(tmp_path_factory.mktemp("models"))]
     dist.broadcast_object_list(names, src=0)
     return Path(names[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-# transformers must not look for a network.
+# transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from peft import LoraConfig, get_peft_model
@@ -71,7 +71,7 @@ def assert_whole(folder: str, source: PreTrainedModel) -> None:
 def test_save_pretrained_writes_the_experts_of_all_ranks() -> None:
     with EPGroup() as group, tempfile.TemporaryDirectory() as folder:
         spread(qwen3_moe(), group).save_pretrained(folder)
-        # transformers lets the first rank write.
+        # In transformers the first rank writes.
         if group.rank == 0:
             assert_whole(folder, qwen3_moe())
 
@@ -89,7 +89,7 @@ def test_save_pretrained_of_experts_in_one_tensor_wants_a_gathered_state() -> No
 
 
 def with_adapters(model: PreTrainedModel) -> nn.Module:
-    """Adapters of the experts and of a layer that every rank has, filled from a seed."""
+    """Add adapters of the experts and of a replicated layer, filled from a seed."""
     config = LoraConfig(
         r=2,
         target_modules=["q_proj"],

@@ -1,4 +1,4 @@
-"""What is seen from outside: ranges in a profiler, lines in a log, numbers for Prometheus."""
+"""Observability: ranges in a profiler, lines in a log, numbers for Prometheus."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ def test_range_is_of_nvtx_where_only_that_may_listen(monkeypatch: pytest.MonkeyP
         return number // by
 
     assert divide(6, by=2) == 3
-    # A range that stays open would shift all that follow.
+    # A range that stays open would enclose all later ranges.
     with pytest.raises(ZeroDivisionError):
         divide(6, by=0)
     assert said == ["epcomm::phase", "inside", "end"] * 2
     with torch.profiler.profile() as profiler:
         divide(6, by=2)
-    # Not twice: emit_nvtx() makes an NVTX range of each record_function.
+    # The range must not appear twice: emit_nvtx() makes an NVTX range of each record_function.
     assert said[6:] == ["inside"]
     assert "epcomm::phase" in {event.key for event in profiler.key_averages()}
 
@@ -99,7 +99,7 @@ def test_log_tells_choices_once_and_growth(caplog: pytest.LogCaptureFixture) -> 
         for _ in range(3):
             same(tokens(group)).sum().backward()
         assert not caplog.records
-    # A library says nothing by itself.
+    # A library prints nothing unless logging is configured.
     assert not logging.getLogger("epcomm").handlers
 
 
@@ -140,7 +140,7 @@ def test_prometheus_reads_what_stats_say() -> None:
                 "epcomm_max_slots": [stats.max_slots],
                 "epcomm_sent_bytes": [],
             }
-        # One buffer serves both layers: its bytes are there once.
+        # One buffer serves both layers, so its bytes are counted once.
         sent = {
             sample.labels["direction"]: sample.value
             for sample in families["epcomm_sent_bytes"].samples

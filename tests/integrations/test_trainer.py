@@ -1,6 +1,6 @@
-"""Training stacks as witnesses: transformers' Trainer with accelerate below it, and FSDP.
+"""Training with other libraries: transformers' Trainer over accelerate, and FSDP.
 
-A model with its experts over ranks trains, is saved, and goes on from its checkpoint like the whole
+A model with its experts over ranks trains, is saved, and resumes from its checkpoint like the whole
 model in one process.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-# transformers must not look for a network.
+# transformers must not access the network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from transformers import (
@@ -51,7 +51,7 @@ from tests.placement.layers import any_placement, expect_copies_of
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
 STEP_BATCH = NUM_RANKS * NUM_MICRO_BATCHES
 LEARNING_RATE, MAX_NORM = 0.01, 0.1
-# Relative, of losses: the promise of the library.
+# Relative difference of losses, as the library documents it.
 LOSS_TOLERANCE = 1e-5
 
 SIZES: dict[str, Any] = {
@@ -105,7 +105,7 @@ def expert_layers(model: nn.Module) -> list[ExpertParallelExperts]:
 
 
 def samples() -> list[dict[str, Tensor]]:
-    """One a rank and micro-batch, in the order in which they are taken."""
+    """Return one sample per rank and micro-batch, in the order in which they are used."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, 32, (NUM_STEPS * STEP_BATCH, 9), generator=generator)
     return [{"input_ids": row, "labels": row} for row in ids]
@@ -164,7 +164,7 @@ def test_trainer_trains_saves_and_resumes_like_one_process() -> None:
         prepare_trainer(resumed)
         resumed.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVED_STEP}"))
         assert losses_of(resumed) == pytest.approx(expected, rel=LOSS_TOLERANCE)
-        # What Trainer itself has written is the whole model.
+        # The file that Trainer itself has written holds the whole model.
         saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
         for name, tensor in gather_state_dict(model, group).items():
             assert torch.equal(saved[name], tensor), name
@@ -193,7 +193,7 @@ def test_trainer_trains_copies_of_experts_that_move_like_one_process() -> None:
         saved = Qwen3MoeForCausalLM.from_pretrained(folder / f"checkpoint-{NUM_STEPS}").state_dict()
         for name, tensor in whole.items():
             assert torch.equal(saved[name], tensor), name
-        # Without copies, and with others.
+        # Load without copies of experts, and with different copies.
         for config in (None, EPConfig(redundant_experts=8)):
             resumed = trainer_of(spread_model(group, config), folder)
             prepare_trainer(resumed)

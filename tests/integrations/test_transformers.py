@@ -45,7 +45,7 @@ def run(module: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def run_one_process(block: nn.Module, inputs: list[Tensor]) -> list[tuple[Tensor, ...]]:
-    """Return the outputs of each rank, from one batch: for no token a block gives no graph."""
+    """Return the outputs of each rank from one batch; a block without tokens has no graph."""
     outputs = run(block, torch.cat(inputs, dim=1))
     counts = [x.shape[1] for x in inputs]
     return list(zip(*(output.split(counts) for output in outputs), strict=True))
@@ -63,7 +63,7 @@ def shard(group: EPGroup) -> ExpertShard:
 
 
 def check(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> None:
-    """Every pair agrees, or neither is there."""
+    """Check that both values of every pair agree, or are both None."""
     errors = {}
     for name, (actual, expected) in pairs.items():
         assert (actual is None) == (expected is None), name
@@ -78,7 +78,7 @@ def check_outputs(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 
 
 def summed_gradient(parameter: Tensor) -> Tensor | None:
-    """Over ranks for replicated parameters, whose loss is over each rank's own tokens."""
+    """Sum a gradient over ranks for replicated parameters, whose loss is of each rank's tokens."""
     if is_expert_tensor(parameter) or parameter.grad is None:
         return parameter.grad
     total = parameter.grad.clone()
@@ -154,7 +154,7 @@ def test_low_latency_output_equals_that_of_one_process(kind: str) -> None:
         moe = ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
         inputs = [tokens(rank, group.device) for rank in range(group.world_size)]
         expected = run_one_process(block, inputs)
-        # Twice: the second batch must not remember the first.
+        # Run two batches, because the second must not depend on the first.
         for _ in range(2):
             check_outputs(run(moe, inputs[group.rank]), expected[group.rank])
 
@@ -170,7 +170,7 @@ MODEL = {
     "num_experts_per_tok": 2,
     "pad_token_id": 0,
 }
-# The layers of one take a tuple apart, the router of the other wants a batch.
+# The layers of one model unpack a tuple, and the router of the other needs a batch dimension.
 MODELS = {
     "GptOss": {**MODEL, "num_local_experts": NUM_EXPERTS},
     "Afmoe": {
@@ -216,7 +216,7 @@ def add_identity_expert(block: nn.Module) -> None:
 
 
 def with_other_code(module: nn.Module) -> None:
-    """A block that uses the same parts under the same names otherwise."""
+    """Return a block that uses the same parts under the same names in a different computation."""
     kind = type(module)
 
     class Doubled(kind):
@@ -228,7 +228,7 @@ def with_other_code(module: nn.Module) -> None:
 
 
 def with_detached_tokens(block: nn.Module) -> None:
-    """A block with the same outputs and other gradients."""
+    """Return a block with the same outputs and different gradients."""
 
     class Detached(type(block)):
         def forward(self, hidden_states: Tensor) -> Tensor:
@@ -243,7 +243,7 @@ def drop_shared_experts(block: nn.Module) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """A block that epcomm would compute differently, and what the error says."""
+    """A block that epcomm would compute differently, and the error message."""
 
     kind: str
     message: str
@@ -287,7 +287,7 @@ REFUSALS = {
         change=lambda block: setattr(block, "experts", None),
         message="MixtralSparseMoeBlock has no experts",
     ),
-    # What no name tells.
+    # Facts that names do not show.
     "code": Refusal(
         kind="qwen2_moe",
         change=with_other_code,
@@ -332,7 +332,7 @@ def test_refusal_of_one_rank_reaches_the_others() -> None:
 
 
 class CubedRouter(nn.Module):
-    """Weights that no RoutingSpec describes, under an attribute that nobody knows."""
+    """A router with weights that no RoutingSpec describes, under an unknown attribute."""
 
     def __init__(self, gate: nn.Module) -> None:
         super().__init__()

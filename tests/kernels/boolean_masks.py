@@ -15,7 +15,7 @@ def boolean_masks() -> Iterator[None]:
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     with pytest.MonkeyPatch.context() as patch:
-        # The place of the mask among the arguments.
+        # The index of the mask among the arguments.
         for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
             patch.setattr(builder, name, _checked(getattr(builder, name), place))
         yield

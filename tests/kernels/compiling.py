@@ -1,4 +1,4 @@
-"""Run a program that compiles kernels for a GPU that is not here, and read what it prints."""
+"""Run a program that compiles kernels for a GPU that need not exist, and read its output."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Arguments(Structure):
 def test_a_thread_without_a_context_takes_that_of_the_kernel(
     is_cooperative: bool, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver in an autograd thread in which torch has not called CUDA."""
+    """Imitate the driver in an autograd thread in which torch has not called CUDA."""
     current: list[int | None] = [None]
     launched: list[int | None] = []
 
@@ -37,7 +37,7 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel(
         current[0] = context.value
         return 0
 
-    # Blocks that wait for one another are launched in no other way.
+    # Blocks that wait for one another must be launched cooperatively.
     driver = SimpleNamespace(cuCtxSetCurrent=set_context, **{called: launch})
     monkeypatch.setattr(cuda_jit, "driver", lambda: driver)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):

@@ -1,4 +1,4 @@
-"""Activations equal their formulas in float64, values and gradients, in either storage order."""
+"""Values and gradients of activations equal their float64 formulas, in either storage order."""
 
 from __future__ import annotations
 

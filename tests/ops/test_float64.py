@@ -54,8 +54,8 @@ TINY = BatchSpec(
 # Step of central differences: small compared with values of order 1, and large compared with their
 # rounding.
 STEP = 1e-5
-# They are off by STEP**2 times a third derivative of order 1, and by the digits of the loss, a sum
-# of at most 100 values of order 1, over STEP.
+# The error of central differences: STEP**2 times a third derivative of order 1, and the rounding of
+# the loss, a sum of at most 100 values of order 1, over STEP.
 SLOPE_TOLERANCE = 10 * STEP**2 + 100 * torch.finfo(FP64).eps / STEP
 # Tolerance of gradcheck, whose steps are 1e-6: the digits of y, at most 10, over a step, four times
 # that for sums. Gradients that were float32 anywhere are off by six times as much where they are of
@@ -164,7 +164,7 @@ def _slope(tensor: Tensor, loss: Callable[[], Tensor], direction: Tensor) -> Ten
 
 @pytest.mark.ranks(1)
 def test_gradcheck_of_a_whole_block() -> None:
-    """The router's logits, the routing and the experts are float64 all the way."""
+    """The router's logits, the routing and the experts are computed in float64."""
     with EPGroup() as group:
         block = ExpertParallelMoE.from_transformers(qwen3_moe().double(), group, EPConfig())
         generator = torch.Generator().manual_seed(0)

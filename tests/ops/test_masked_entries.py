@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 
 
-# On a busy machine a call may take as long as it likes.
+# On a busy machine a call may take any time.
 @settings(deadline=None)
 @given(
     num_tokens=st.integers(0, 9),

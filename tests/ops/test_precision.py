@@ -108,7 +108,7 @@ CASES = {
 
 
 class Spy:
-    """Notes the dtype in which experts compute, and that of the rows which they are given."""
+    """A runner that records the dtypes in which experts compute and of the rows that they get."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.computed: set[torch.dtype] = set()
@@ -124,7 +124,7 @@ class Spy:
         return note
 
     def watch(self, runner: ExpertRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Note the rows of every batch that `runner` computes."""
+        """Record the rows of every batch that `runner` computes."""
         run = runner.run
 
         def note(dispatched: object, weights: object) -> object:
@@ -165,7 +165,7 @@ def check_layer(
     for name, tensor in found.items():
         assert tensor is not None, name
         error = relative_error(tensor, wanted[name])
-        assert error <= allowed, f"{name} is off by {error:.3g}, allowed {allowed:.3g}"
+        assert error <= allowed, f"{name} has an error of {error:.3g}, allowed {allowed:.3g}"
     assert x.grad is not None
     assert x.grad.dtype is x.dtype
 
@@ -177,7 +177,7 @@ def test_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = replace(SPEC, dtype=case.experts)
     with EPGroup() as group:
         weights = make_weights(spec, NUM_RANKS, device=group.device)
-        # Tokens with all digits of the wider dtype, then as the caller has them.
+        # Tokens with all digits of the wider dtype, then in the caller's dtype.
         wide = replace(SPEC, dtype=FP64 if case.rows is FP64 else FP32)
         batches = [
             rounded(make_batch(wide, rank, NUM_RANKS).to(group.device), case.rows)
@@ -199,7 +199,7 @@ def test_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
             spy.computed.clear()
             layer.idle(torch.zeros((), device=group.device))
         assert spy.travelled == {case.travels}
-        # A rank without data computes the rows of others as its experts are held.
+        # A rank without data computes the rows of others in the dtype of its experts.
         assert spy.computed == {case.held}
         assert f"combine {WireDtype.from_torch(case.travels)}" in layer.explain()
 
@@ -278,7 +278,7 @@ WRAPPERS = {"one unit": whole_model, "each layer": each_layer, "autocast": None}
 def test_float32_experts_train_beside_layers_in_bfloat16(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """FSDP2's param_dtype, and autocast with a linear layer before: y and expert gradients."""
+    """Check y and expert gradients under FSDP2's param_dtype, and autocast after a linear layer."""
     with EPGroup() as group:
         weights = make_weights(SPEC, NUM_RANKS, device=group.device)
         batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
@@ -341,7 +341,7 @@ def test_dispatcher_casts_rows_weights_and_results() -> None:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_experts_that_a_cast_widens_are_noticed_without_a_mesh() -> None:
-    """Their parameters are plain tensors, which a cast writes and does not exchange."""
+    """Without a mesh, parameters are plain tensors, which a cast writes in place."""
     assert dist.group.WORLD is not None
     with EPGroup(TorchDistCollectives(dist.group.WORLD)) as group, torch.no_grad():
         weights = make_weights(replace(SPEC, dtype=FP32), NUM_RANKS, device=group.device)

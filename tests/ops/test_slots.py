@@ -1,4 +1,4 @@
-"""Slots: the order of the index, gathers that read no gap, sums in float32 over members only."""
+"""Slots: the order of the index, gathers that read no gaps, float32 sums over members only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_no_row_gives_no_slot() -> None:
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[list[list[int]], int, int]:
-    """Local ids of at least one row, distinct within it; number of experts; alignment."""
+    """Draw local ids of some rows, distinct in a row, the number of experts, and alignment."""
     num_experts, top_k = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     row = st.permutations([*range(num_experts), *[-1] * top_k]).map(lambda ids: ids[:top_k])
     rows = draw(st.lists(row, min_size=1, max_size=12))
@@ -112,7 +112,7 @@ def test_index_and_sums_equal_plain_loops(routing: tuple[list[list[int]], int, i
 
 
 def without_last_gap(rows: Tensor) -> Tensor:
-    """Strided rows whose storage ends with the last element, as a slice of a larger message may."""
+    """Return strided rows whose storage ends with the last element, like a slice of a message."""
     num_rows, hidden_size = rows.shape
     flat = torch.full(((num_rows - 1) * (hidden_size + 3) + hidden_size,), NAN)
     view = flat.as_strided((num_rows, hidden_size), (hidden_size + 3, 1))

@@ -6,13 +6,13 @@ import random
 
 
 def uniform(num_experts: int, seed: int) -> list[float]:
-    """Independent loads of 0 to 1000."""
+    """Draw independent loads of 0 to 1000."""
     numbers = random.Random(seed)
     return [1000 * numbers.random() for _ in range(num_experts)]
 
 
 def zipf(num_experts: int, seed: int, exponent: float) -> list[float]:
-    """The load of the n-th expert of a random order is 1 / n ** exponent of the first's."""
+    """Return loads by a Zipf law: the n-th of a random order has 1 / n ** exponent of the first."""
     numbers = random.Random(seed)
     order = sorted(range(num_experts), key=lambda _: numbers.random())
     return [1e6 / (place + 1) ** exponent for place in order]

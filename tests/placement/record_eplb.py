@@ -1,6 +1,6 @@
 """Record the highest load of a rank under DeepSeek's EPLB, into tests/contracts/eplb_maxima.json.
 
-The algorithm is called, and nothing of it is kept. COMMAND runs from the root of the repository.
+The algorithm is called, but not copied. COMMAND runs from the root of the repository.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
                     "num_hosts": hosts,
                     "num_groups": groups,
                     "highest": parts.view(ranks, -1).sum(1).max().item(),
-                    # tests/placement/loads.py makes the loads of the others.
+                    # The loads of the other cases are made by tests/placement/loads.py.
                     "values": [int(each) for each in load] if name == "text" else None,
                 }
             )

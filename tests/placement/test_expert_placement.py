@@ -1,4 +1,4 @@
-"""Placements locate the copies of each expert, survive JSON, and refuse what cannot be."""
+"""Placements locate the copies of each expert, survive JSON, and refuse impossible sizes."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_what_is_no_placement_is_refused(change: dict[str, object], message: str
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is no JSON"),
+        ("{", "is not JSON"),
         ("[1]", "a list"),
         ('{"num_experts": 3}', "num_experts"),
         ('{"num_experts":1,"num_ranks":1,"num_hosts":1,"physical_to_logical":"0"}', "is text"),

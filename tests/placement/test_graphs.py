@@ -31,7 +31,7 @@ TOLERANCE = 5 * 2**-8
 
 
 def needs_gpus(test: Callable[..., None]) -> Callable[..., None] | None:
-    """Without GPUs there is no such test."""
+    """Skip a test without GPUs."""
     return test if os.environ.get(BACKEND_ENV) in GPU_BACKENDS else None
 
 
@@ -67,7 +67,7 @@ def test_a_layer_captured_before_its_experts_move_computes_rightly_after() -> No
 @pytest.mark.ranks(2, 4)
 def test_a_captured_block_goes_on_to_choose_copies_and_to_count() -> None:
     with EPGroup() as group, torch.no_grad():
-        # Importing it takes seconds, which CPU ranks need not wait.
+        # The import takes seconds, and CPU ranks do not need it.
         from tests.cases.blocks import NUM_EXPERTS, qwen3_moe
 
         block = qwen3_moe(hidden_size=SPEC.hidden_size, moe_intermediate_size=128)
@@ -83,7 +83,7 @@ def test_a_captured_block_goes_on_to_choose_copies_and_to_count() -> None:
             before = moe.load_table.sum(0)
             y.fill_(torch.nan)
             replay()
-            # Rounded as often as it is.
+            # The reference is rounded as often as y.
             assert relative_error(y, block(x)) <= 2 * TOLERANCE
             ids = moe.route(x)[1].topk_ids
             counted = ids.flatten().bincount(minlength=NUM_EXPERTS) * CALLS
@@ -100,7 +100,7 @@ def config_for(group: EPGroup) -> EPConfig:
 
 
 def captured_calls(call: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-    """Return what replays CALLS calls, and the result of the last."""
+    """Return a function that replays CALLS calls, and the result of the last."""
     results: list[Tensor] = []
     graph = captured(lambda: results.extend(call() for _ in range(CALLS)))
     return graph.replay, results[-1]

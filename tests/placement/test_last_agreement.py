@@ -23,7 +23,7 @@ TIMEOUT_S = 4.0
 
 
 def never() -> Step:
-    """Begin an exchange in which the message of the lost rank does not come."""
+    """Begin an exchange in which the message of the lost rank does not arrive."""
 
     def step(seconds: float) -> bool:
         time.sleep(seconds)

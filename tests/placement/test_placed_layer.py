@@ -48,7 +48,7 @@ def test_outputs_are_those_without_copies(name: str) -> None:
         assert placed.layer.num_experts == placed.weights.num_experts + group.world_size
         expect_copies_of(placed.layer, placed.weights.tensors())
         expected = placed.expected().y[group.rank]
-        # Two calls, which take other copies.
+        # Two calls, which take different copies.
         for _ in range(2):
             assert relative_error(placed.forward(), expected) <= FP32_TOLERANCE
 
@@ -94,7 +94,7 @@ def test_gradients_of_copies_add_up_to_those_without(name: str) -> None:
             assert relative_error(total, expected[role]) <= FP32_TOLERANCE
 
 
-# The one left out drives dispatchers itself, which take physical ids.
+# The scenario that is left out uses dispatchers directly, which take physical ids.
 SCENARIOS = [name for name in layer_suite.SCENARIOS if name != "interleaved"]
 
 
@@ -180,7 +180,7 @@ def test_the_gate_of_a_block_chooses_the_copies_itself(monkeypatch: pytest.Monke
 
 
 def calls_of_block(group: EPGroup, router: str) -> list[Tensor]:
-    """Return the ids that experts get in three calls, of which one finds them moved, and the load.
+    """Return the expert ids of three calls, one of them after a move, and the load.
 
     Every call must return the result of the plain block.
     """

@@ -191,7 +191,7 @@ def test_average_of_a_layer_is_refused_until_it_has_moved_too(averages: str) -> 
 
 
 @pytest.mark.ranks(2)
-# Two exchanges of rows, one a parameter; then ranks agree that all rows are there.
+# Two exchanges of rows, one for each parameter; then ranks agree that all rows have arrived.
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_failure_on_the_way_leaves_the_old_placement(
     after: int, monkeypatch: pytest.MonkeyPatch

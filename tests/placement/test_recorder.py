@@ -1,4 +1,4 @@
-"""The recorder: what layers count, cut into windows and added up over the ranks."""
+"""The recorder: counts of layers, cut into windows and added up over the ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_windows_of_all_ranks_hold_what_was_routed(router: str) -> None:
             expected.append(tuple(counts[expert] for expert in range(NUM_EXPERTS)))
         moe(tokens(group.rank, 3, group.device))
         load = recorder.gather(group.calls)
-        # The first window has made way, and the last has not ended.
+        # The first window was dropped, and the last has not ended.
         assert load == ExpertLoad(
             num_ranks=NUM_RANKS, windows_by_layer={"block": tuple(expected[1:])}
         )

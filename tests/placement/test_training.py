@@ -1,4 +1,4 @@
-"""Training with copies of experts, moved between steps, gives what one process gives."""
+"""Training with copies of experts that move between steps equals training in one process."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_fsdp_cuts_the_rest_of_a_model_whose_experts_move() -> None:
             expect_equal_copies(model)
         states = get_state_dict(model, optimizer)
         save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder)
-        # Without FSDP, in two groups of two ranks, with other copies.
+        # Load without FSDP, in two groups of two ranks, with different copies.
         training = Training(2, 2)
         training.model.experts.rebalance(training.place(5))
         training.load(folder)

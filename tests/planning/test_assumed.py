@@ -1,4 +1,4 @@
-"""Plans for machines that are not this one: what they choose, and what they say they assume."""
+"""Plans for other machines: their choices, and the assumptions that they report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks plan alike: what one of them lacks, or got wrong, every rank hears of in one exchange."""
+"""Ranks make equal plans: one exchange reports what a rank lacks, or its mistake, to all."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lacking(*reasons: str) -> Availability:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_backend_that_a_rank_lacks_is_rejected_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reason of all ranks names none of them."""
+    """A reason that holds on all ranks names none of them."""
     with EPGroup() as group:
         reasons = ("no cable", "no driver") if group.rank == 1 else ()
         for found, named in ((reasons, "rank 1: no cable"), (("no cable",), "no cable")):
@@ -77,7 +77,7 @@ def test_a_plan_and_its_buffer_take_one_exchange_each(monkeypatch: pytest.Monkey
         config = EPConfig(mode="normal", backend="collective", max_tokens_per_rank=8)
         chosen = plan(config, SPEC, group, weights=weights())
         group.open_buffer(chosen.prefill.buffer, chosen.prefill.buffer_spec)
-    # Behind the header that every call begins with.
+    # The record follows the header with which every call begins.
     assert phases == ["plan, records", "open_buffer, records"]
 
 
@@ -96,7 +96,8 @@ def test_hosts_of_ranks_are_found_where_they_differ(
         assert {phase.buffer_spec.hosts for phase in chosen.phases().values()} == {expected}
         lacks = "hosts have one rank each" if expected else "needs ranks on several hosts"
         assert f"rejected hierarchical: {lacks}" in chosen.explain()
-        # All rows go between two hosts of one rank each, and no plan says so of one host.
+        # All rows go between two hosts with one rank each; plans for one host predict no bytes
+        # between hosts.
         per_token = sum(chosen.prefill.max_bytes_per_token().values())
         between = None if expected is None else per_token
         assert chosen.prefill.max_bytes_between_hosts() == between
@@ -130,7 +131,7 @@ def test_ranks_that_compute_other_bits_cannot_promise_equal_sums() -> None:
         assert "2 threads on rank 1" in str(caught.value)
 
 
-# One other value for every field, so that a new field cannot be forgotten.
+# A different value for every field, so that a new field cannot be forgotten.
 OTHER_CONFIG = {
     "dispatch_dtype": "bf16",
     "dispatch_scales": "float32",
@@ -227,7 +228,7 @@ def test_other_experts_on_one_rank_are_named_on_every_rank() -> None:
 
 
 def expect_works(group: EPGroup) -> None:
-    """One correct batch on the same group; identity experts of weight 1 / K."""
+    """Check one correct batch on the same group, with identity experts of weight 1 / K."""
     dispatcher = DeepEPNormalDispatcher(group, SPEC)
     x = torch.full((3, SPEC.hidden_size), group.rank + 1.0, device=group.device)
     topk_ids = torch.tensor([[0, 7], [3, 4], [6, 1]], device=group.device)

@@ -1,4 +1,4 @@
-"""`auto` by measurements: which file, phase and limit choose what, and who hears of a bad file."""
+"""`auto` by measurements: choices by file, phase and limit, and reports of a bad file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from epcomm.planning.measurements import read_measurements
 from epcomm.spec import Availability
 
 SPEC = MoESpec(hidden_size=16, num_experts=4, top_k=2)
-# By mode, T and backend: the microseconds of a pair. shared_memory comes first by rules.
+# Microseconds of a pair by mode, T and backend. Without measurements, shared_memory would be chosen
+# first.
 TIMES = {
     ("normal", 8): {"collective": 50.0, "shared_memory": 40.0},
     ("normal", 1024): {"collective": 500.0, "shared_memory": 900.0},
@@ -66,7 +67,7 @@ def test_nearest_tokens_by_ratio_decide(
 
 @pytest.mark.ranks(2)
 def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
-    """Every rank reads a copy of its own, in another place."""
+    """Every rank reads its own copy of the file, at a different path."""
     path = write(tmp_path / "bench.json")
     with EPGroup() as group:
         by_rules = plan(EPConfig(max_tokens_per_rank=8), SPEC, group)
@@ -79,8 +80,8 @@ def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
     assert chosen.decode is not None
     assert many.decode is not None
     assert by_rules.prefill.backend == named.prefill.backend == "shared_memory"
-    # Prefill at the largest T; nvlink was fastest in decode, and does not serve here. collective
-    # serves decode with exact sizes on CPU ranks, and so in the times of mode normal.
+    # Prefill is decided at the largest T. nvlink was fastest in decode, but cannot be used here.
+    # collective serves decode with exact sizes on CPU ranks, so its times of mode normal count.
     assert (chosen.prefill.backend, chosen.decode.backend) == ("collective", "shared_memory")
     assert (many.prefill.backend, many.decode.backend) == ("collective", "collective")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
@@ -128,7 +129,7 @@ def test_a_bad_file_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
             assert message in str(caught.value)
         with pytest.raises(ConfigError, match=r"^EPConfig: measurements is .*; write one, or"):
             plan(EPConfig(measurements="/nowhere/bench.json"), SPEC, group)
-        # The group still works.
+        # The group remains usable.
         assert plan(EPConfig(measurements=paths[0]), SPEC, group).prefill.backend == "collective"
 
 

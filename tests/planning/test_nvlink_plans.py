@@ -1,4 +1,4 @@
-"""Plans take the NVLink buffer where NVLink joins the GPUs of all ranks, and else say why not."""
+"""Plans take the NVLink buffer if NVLink connects the GPUs of all ranks, else give a reason."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
 
 
 def told(*devices: str) -> list[PeerReach]:
-    """Return what ranks on these GPUs report."""
+    """Return the reports of ranks on these GPUs."""
     return [reach_in(PAIRS, device) for device in devices]
 
 
-# What ranks report, and why they cannot write one another's memory.
+# The reports of ranks, and the reasons why they cannot write one another's memory.
 RANKS: dict[str, tuple[list[PeerReach], list[str]]] = {
     "joined": (told("a", "b"), []),
     "two pairs": (
@@ -96,7 +96,7 @@ def test_decode_takes_it_where_it_can(
     for kind in (NVLinkHost, NVLinkNormal):
         monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
-        # As over nccl: tensors on a GPU, and collectives in which no host waits.
+        # Collectives like those over nccl: tensors are on a GPU, and no host waits.
         monkeypatch.setattr(group, "device", torch.device("cuda"))
         monkeypatch.setattr(group.collectives, "bounded", None)
         mine = reach_in(PAIRS, devices[group.rank])

@@ -1,4 +1,4 @@
-"""plan() without a group: what is chosen, what is rejected and why, bytes and limits."""
+"""plan() without a group: choices, rejected candidates with reasons, bytes and limits."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_choice_needs_no_group(
         # A backend of exact sizes is a candidate for decode on CPU ranks.
         is_exact_decode = phase is chosen.decode and phase is not chosen.prefill
         serving |= {"hierarchical"} if is_exact_decode else set()
-        # Nothing is rejected for another mode than this.
+        # No backend is rejected because of another mode.
         assert {rejection.name for rejection in phase.rejected} == serving - {phase.backend}
         assert all(rejection.reasons for rejection in phase.rejected)
 
@@ -251,7 +251,7 @@ class OneArithmetic(QuantizedReferenceRunner):
 
 
 class Columns(QuantizedReferenceRunner):
-    """Reads FP8 rows alone, in another layout."""
+    """A runner that reads only FP8 rows, in another layout."""
 
     @classmethod
     def readings(cls, weights: ExpertTensors, layout: Layout) -> tuple[RowReading, ...]:
@@ -497,5 +497,5 @@ def test_more_batches_in_flight_than_a_backend_keeps_are_refused() -> None:
     config = EPConfig(mode="low_latency", max_tokens_per_rank=4, batches_in_flight=3)
     rejected = {each.name: each.reasons for each in plan(config, SPEC).prefill.rejected}
     assert "keeps 2 batches in flight, not 3" in rejected["deep_ep_v1"]
-    # Whose slots may be more.
+    # The number of slots may be larger.
     assert not any("in flight" in reason for reason in rejected["nvlink"])

@@ -29,13 +29,13 @@ READS = {"environ", "getenv", "environment()"}
 VENDORS = {"deep_ep", "deep_ep_cpp", "deep_gemm", "nvshmem", "nvidia", "pynvml", "torch_npu", "acl"}
 # The names that each file may use, and why.
 EXEMPT = {
-    # Reads the environment for all others.
+    # This file reads the environment for all others.
     "config.py": {"environ", "environment()"},
-    # The rank set by torchrun.
+    # This file reads the rank that torchrun sets.
     "bench/ranks.py": {"environment()"},
-    # Imports modules of this package by chosen names.
+    # This file imports modules of this package by their names.
     "registry.py": {"import_module"},
-    # Becomes another program, with the variables of this one and a path more.
+    # This program replaces itself by another one, with its variables and one more path.
     "integrations/deep_ep/__main__.py": {"environment()"},
 }
 

@@ -25,7 +25,7 @@ ADAPTERS = [AscendNormalBuffer, AscendLowLatencyBuffer]
 
 
 class Package:
-    """One method of every kind."""
+    """A class with one method of every kind."""
 
     def __init__(self, group: object) -> None: ...
 

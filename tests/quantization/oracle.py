@@ -23,7 +23,7 @@ def e4m3_value(code: int) -> float:
     return sign * (8 + fraction) * 2.0 ** (exponent - 10)
 
 
-# Ascending, so that the place in the list is the code.
+# The values are ascending, so that the index in the list is the code.
 POSITIVE = [e4m3_value(code) for code in range(127)]
 
 
@@ -38,7 +38,7 @@ def e4m3_code(value: float) -> int:
 
 
 def half_ulp(magnitude: float) -> float:
-    """Half the distance between the two e4m3 numbers around a magnitude of at most 448."""
+    """Return half the distance between the two e4m3 numbers around a magnitude of at most 448."""
     exponent = max(math.frexp(magnitude)[1] - 1, -6) if magnitude else -6
     return 2.0 ** (exponent - 4)
 
@@ -52,7 +52,7 @@ def smallest_exponent(amax: float) -> int:
 
 
 def fp8_block(elements: NDArray[np.float32], *, is_power_of_two: bool) -> tuple[list[int], float]:
-    """Codes and scale of one block; NaN for anything that is not finite."""
+    """Return codes and scale of one block; NaN for a block that is not finite."""
     if not np.isfinite(elements).all():
         return [0x7F] * len(elements), math.nan
     amax = max(F32(np.abs(elements).max()), F32(1e-4))
@@ -66,14 +66,14 @@ def fp8_block(elements: NDArray[np.float32], *, is_power_of_two: bool) -> tuple[
 
 
 def float16_toward_zero(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """numpy rounds to nearest; step back where that went away from zero."""
+    """Truncate to float16: round as numpy does, and step back if that went away from zero."""
     nearest = values.astype(np.float16)
     is_beyond = np.abs(nearest.astype(np.float32)) > np.abs(values)
     return np.where(is_beyond, np.nextafter(nearest, np.float16(0)), nearest).astype(np.float32)
 
 
 def int8_row(elements: NDArray[np.float32], profile: str) -> tuple[list[int], float]:
-    """Codes and scale of one row whose scale is a normal number."""
+    """Return codes and scale of one row whose scale is a normal number."""
     amax = F32(np.abs(elements).max())
     if profile.startswith("rint127"):
         factor = F32(127) / (amax + F32(1e-12 if profile.endswith("eps") else 0))

@@ -1,4 +1,4 @@
-"""Rows that reach the corners of both formats, and tensors compared as bytes."""
+"""Rows that cover the edge cases of both formats, and comparison of tensors as bytes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def assert_same_bits(came: WireTensor, expected: WireTensor) -> None:
-    """Codes and scales, byte by byte."""
+    """Compare codes and scales, byte by byte."""
     assert came.format == expected.format
     assert came.scales is not None
     assert expected.scales is not None

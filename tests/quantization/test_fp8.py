@@ -1,5 +1,4 @@
-"""FP8: bits of a recording and of an oracle by table, error bounds, blocks with NaN and
-infinity."""
+"""FP8: bits of a recording and of a table, error bounds, blocks with NaN and infinity."""
 
 from __future__ import annotations
 
@@ -126,7 +125,7 @@ def test_a_block_that_is_no_number_is_nan_and_its_neighbours_are_not(
     assert restored[1, 128:256].isnan().all()
     assert restored[1, :128].isfinite().all()
     assert restored[1, 256:].isfinite().all()
-    # Without its scales, a row has NaN too.
+    # The codes of the row, without its scales, are NaN too.
     assert wire.data[1, 128:256].float().isnan().all()
     if wire_format is FP8_POWER_OF_TWO_SCALES:
         assert as_bytes(scales_of(wire))[1, 1].item() == 0xFF

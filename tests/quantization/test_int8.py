@@ -47,7 +47,7 @@ def test_golden_rows_are_bit_equal(profile: Int8Profile) -> None:
 
 def test_profiles_differ_where_it_is_recorded() -> None:
     wires = {each.value: quantize(X, INT8_PER_TOKEN, profile=each) for each in PROFILES}
-    # A row of zeros is undefined in most of them.
+    # Most profiles do not define a row of zeros.
     (zeros,) = [row for row in range(len(X)) if not X[row].any()]
     assert zeros == GOLDEN["zero_row"]["row"]
     rows = [row for row in range(len(X)) if row != zeros]

@@ -1,4 +1,4 @@
-"""Notes the operators that torch runs, and counts calls of the gating operator."""
+"""Record the operators that torch runs, and count calls of the gating operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operators(TorchDispatchMode):
-    """While open, notes the names of the operators that reach the dispatcher."""
+    """A mode that records the names of the operators that reach the dispatcher."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -11,11 +11,11 @@ from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
 from epcomm.routing.reference import _find_dropped, score_all
 
-# Units in the last place of float32: scores as close as this may change places, as exp and sums
-# round differently on each device, and weights may differ by so many.
+# Units in the last place of float32: scores this close may change places, because exp and sums
+# round differently on each device, and weights may differ by as many units.
 SCORE_UNITS, WEIGHT_UNITS = 4, 8
 # torch on a CPU rounds one tanh in 2000 to the other side, and one unit in the last place of a
-# logit of 16 is 16 units of its exp: so many more for each unit of the softcap.
+# logit of 16 is 16 units of its exp: the same number more for each unit of the softcap.
 UNITS_OF_SOFTCAP = 2
 
 

@@ -17,7 +17,7 @@ class OracleRow:
     """The routing of one token, best expert first.
 
     gap: smallest distance between two scores whose order decides something, honest ties apart.
-        Below the rounding of the tested dtype the order is a matter of luck.
+        Below the rounding of the tested dtype the order is arbitrary.
     tied: some honest tie was decided by the index.
     """
 
@@ -29,7 +29,7 @@ class OracleRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Something that is ranked: value decides, then index; equal origins make an honest tie."""
+    """A ranked expert or group: its value decides, then its index; equal origins make a tie."""
 
     index: int
     value: float
@@ -127,12 +127,12 @@ def rank(candidates: list[Candidate]) -> list[Candidate]:
 
 
 def is_tie(first: Candidate, second: Candidate) -> bool:
-    """Equal by origin and not by rounding; -inf has only one origin."""
+    """Return whether values are equal by origin and not by rounding; -inf has only one origin."""
     return first.origin == second.origin or first.value == second.value == -math.inf
 
 
 def weigh(scores: list[float | None], spec: RoutingSpec) -> list[float]:
-    """Weights of the selected scores; None is an expert that must weigh 0."""
+    """Return the weights of the selected scores; None is an expert whose weight must be 0."""
     if spec.softmax_order == "after_topk":
         weights = softmax([-math.inf if s is None else s for s in scores])
     else:

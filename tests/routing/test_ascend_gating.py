@@ -54,13 +54,13 @@ def random_logits() -> Tensor:
 
 
 def tied_logits() -> Tensor:
-    """Five values for 32 experts: every selection cuts through experts, and groups, that tie."""
+    """Make logits of five values for 32 experts, so that experts and groups always tie."""
     generator = torch.Generator().manual_seed(6)
     return torch.randint(-2, 3, (50, NUM_EXPERTS), generator=generator).float()
 
 
 def tied_bias(spec: RoutingSpec) -> Tensor | None:
-    """Two values whose sums with a score are exact in float32, so that ties remain."""
+    """Make a bias of two values, whose sums with a score are exact in float32 and still tie."""
     return None if bias_for(spec, 1) is None else torch.tensor([0.0, 0.125]).repeat(16)
 
 

@@ -1,4 +1,4 @@
-"""The choice of a router: from configuration, routing and device, with reasons to read."""
+"""The choice of a router by configuration, routing and device, with its reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes in the documented formats of vLLM and SGLang are read back, whatever is left out."""
+"""Routes in the documented formats of vLLM and SGLang are read, whichever tokens lack routes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_sglang_has_shared_experts_in_the_last_columns() -> None:
     expected[3, 2] = -1
     assert found.dtype is torch.int16
     assert torch.equal(found.long(), expected)
-    # 255 is an expert of a model with more.
+    # In a model with more than 255 experts, 255 is a valid id.
     found = routes_from_sglang(
         text, num_tokens=5, num_layers=NUM_LAYERS, top_k=TOP_K + 1, num_experts=256
     )
@@ -87,9 +87,9 @@ def test_padded_batch_has_no_routes_in_its_padding(side: str) -> None:
 
 def test_routes_of_another_sequence_are_refused() -> None:
     ids = drawn(5, 64)
-    with pytest.raises(ShapeError, match=r"\[5, 3, 2\] from token 2, expected .* but one of 6"):
+    with pytest.raises(ShapeError, match=r"\[5, 3, 2\] from token 2, expected .* the last of 6"):
         routes_from_vllm(ids, num_tokens=6, prompt_start=2)
-    with pytest.raises(ShapeError, match="and the tokens of the prompt left out"):
+    with pytest.raises(ShapeError, match="prompt tokens without routes"):
         routes_from_vllm(ids, num_tokens=8)
     with pytest.raises(ShapeError, match="expected at most 32767"):
         routes_from_vllm((ids + 40_000).astype(np.uint16), num_tokens=6)

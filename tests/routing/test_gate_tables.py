@@ -1,4 +1,4 @@
-"""Load and replicas by the gate kernel: an oracle in plain Python, and the reference's way."""
+"""Load and replicas by the gate kernel equal an oracle in plain Python, and the reference."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_scores_load_and_replicas_are_one_launch(monkeypatch: pytest.MonkeyPatch
     with Operators() as seen:
         choice.route(logits, correction_bias=None, hidden_states=logits, load=load, replicas=table)
     assert launches == [gate._route_tokens_kernel]
-    # The memory of ids and weights, and nothing else.
+    # The call allocates ids and weights, and nothing else.
     assert seen.names == ["aten.new_empty.default"] * 2
 
 

@@ -208,7 +208,7 @@ def test_preset_equals_the_router_of_the_block(family: Family) -> None:
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f.bias], ids=name_of)
 def test_bias_decides_in_the_comparison(family: Family) -> None:
-    """Otherwise a preset that forgot it would pass."""
+    """Without this check a preset that ignores the bias would pass."""
     routed = run_block(family, torch.float32)
 
     topk = route(routed.logits, family.spec, correction_bias=torch.zeros(NUM_EXPERTS))

@@ -77,7 +77,7 @@ def with_live(given: Sequence[int], ranked: Sequence[int]) -> list[int]:
 
 
 class Plain(nn.Module):
-    """Four layers, two of them MoE."""
+    """A plain model of four layers, two of them MoE."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Plain(nn.Module):
 
 
 class Model(nn.Module):
-    """The same layers, or some of them, with epcomm.
+    """A model with the layers of Plain, or some of them, on epcomm.
 
     repeats: the argument use_reentrant of checkpoint() around each layer; None: no checkpoint.
     """
@@ -224,7 +224,7 @@ def test_micro_batches_equal_one_process_with_forced_ids(repeats: bool | None, o
 
 
 class Same(torch.autograd.Function):
-    """Returns its input, and makes a node of autograd also under no_grad, as kernels do."""
+    """A Function that returns its input, and makes a node also under no_grad, as kernels do."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -258,7 +258,7 @@ def test_one_checkpoint_repeats_several_layers_and_calls(
             for y in outs if reentrant else reversed(outs):
                 y.square().sum().backward()
         check_gradients(model, expected, group.rank)
-        # After its end, whatever nodes forward made before the layer.
+        # Backward runs after the context has ended, whatever nodes forward made before the layer.
         with replay_routes(model, batches[0].routes):
             y = checkpoint(call, batches[0].x, use_reentrant=reentrant)
         with pytest.raises(HandleError, match="whose context has ended"):
@@ -525,7 +525,7 @@ def test_backward_that_repeats_calls_of_another_context_is_refused() -> None:
                 model.layers[1](batch.x)  # type: ignore[operator]
                 model(batch.x)
 
-        with pytest.raises(HandleError, match="layer 1 is called again, but the forward before"):
+        with pytest.raises(HandleError, match="layer 1 is called again, but the previous"):
             after_half_a_forward()
 
 
@@ -552,11 +552,11 @@ def test_blocks_without_an_index_of_their_own_are_refused_by_name() -> None:
         plain = Plain()
         moe = [moe_of(layer, group, None) for layer in plain.layers if isinstance(layer, PlainMoE)]
         model = nn.ModuleDict({"first": moe[0], "second": moe[1]})
-        with pytest.raises(ConfigError, match="expected an index of its own"), record_routes(model):
+        with pytest.raises(ConfigError, match="expected a separate index"), record_routes(model):
             pass
         for layers in ({"first": 1, "second": -1}, {"first": 1, "second": 2, "third": 3}):
             with (
-                pytest.raises(ConfigError, match="expected an index of its own for each of"),
+                pytest.raises(ConfigError, match="expected a separate index for each of"),
                 record_routes(model, layers=layers),
             ):
                 pass
@@ -572,7 +572,7 @@ def test_blocks_without_an_index_of_their_own_are_refused_by_name() -> None:
             pass
 
 
-# One process: the weights of given experts.
+# A single process returns the weights of the given experts.
 
 
 def call_of(spec: RoutingSpec, logits: Tensor, bias: Tensor | None) -> GateCall:

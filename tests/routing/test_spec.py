@@ -1,4 +1,4 @@
-"""RoutingSpec refuses what no router means, and survives a file."""
+"""RoutingSpec refuses combinations that no router has, and can be saved to a file."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_only_what_the_kernel_reads_is_taken() -> None:
 
 @pytest.mark.slow
 def test_random_routings_equal_the_reference() -> None:
-    """500 routings, and 200 tokens of each: some 100,000, of which 1 in 10,000 may be excused.
+    """Compare 200 tokens of each of 500 routings; 1 in 10,000 tokens may differ by rounding.
 
     Those that are have a softcap of half a unit, which presses logits of several units onto a few
     numbers: where torch's exp of one of these lies beside the middle of two float32, many tokens

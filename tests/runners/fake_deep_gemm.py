@@ -36,7 +36,7 @@ def install(
     """Make `import deep_gemm` import the imitation, and present a CPU as sm_<n>0.
 
     takes_ends: the layout may be the end of each expert, as since version 2.2; version 2.1 takes
-        the expert of each row alone.
+        only the expert of each row.
     """
     module = ModuleType("deep_gemm")
     module.__spec__ = ModuleSpec("deep_gemm", loader=None)
@@ -149,7 +149,7 @@ def multiply_masked(
 
 
 def check_segments(m_indices: list[int], num_experts: int, alignment: int) -> None:
-    """Each expert's rows come together, in order, from a multiple of the alignment on."""
+    """Check that each expert's rows are contiguous, and begin at a multiple of the alignment."""
     seen: list[int] = []
     for row, expert in enumerate(m_indices):
         assert -1 <= expert < num_experts

@@ -1,4 +1,4 @@
-"""Records of one rank for runners, in both layouts: what no slot uses is NaN, or the code 127."""
+"""Records of one rank for runners, in both layouts: unused memory is NaN, or the code 127."""
 
 from __future__ import annotations
 

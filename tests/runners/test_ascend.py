@@ -87,7 +87,7 @@ def make_runner(name: str) -> AscendRunner:
 
 
 def batch_index(tail: int = 0) -> SlotIndex:
-    """tail: slots after those of the last expert."""
+    """Make the index of a batch; tail: slots after those of the last expert."""
     index = index_of(make_batch(SPEC, 0, 1).topk_ids.tolist(), NUM_EXPERTS)
     assert index.row_of_slot is not None
     unused = index.row_of_slot.new_full((tail,), -1)
@@ -103,7 +103,7 @@ def record(
 
 
 def plain_record(index: SlotIndex, slot_weights: Tensor | None = None) -> RowsDispatchOutput:
-    """Rows without a slot are NaN."""
+    """Make an unquantised record; rows without a slot are NaN."""
     assert index.slots_of_row is not None
     rows = poison_rows(make_batch(SPEC, 0, 1).x, (index.slots_of_row >= 0).any(1))
     wire = WireTensor(data=rows, format=WireFormat.of(torch.bfloat16))
@@ -133,7 +133,7 @@ def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> No
 
 
 def bf16_model(x: Tensor, weights: ExpertWeights, expert: int) -> Tensor:
-    """One expert's [N, H] in float64, rounded where the operators store bfloat16."""
+    """Return one expert's [N, H] in float64, rounded where the operators store bfloat16."""
     gate_up = weights.gate_up_proj[expert].double()
     gate, up = (x.double() @ gate_up.T).bfloat16().double().chunk(2, dim=1)
     hidden = (gate / (1 + torch.exp(-gate)) * up).bfloat16().double()
@@ -166,7 +166,7 @@ Spy = Callable[[str], list[tuple[Any, ...]]]
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Follow the calls of an operator: their positional arguments."""
+    """Record the positional arguments of the calls of an operator."""
 
     def follow(operator: str) -> list[tuple[Any, ...]]:
         calls, original = [], getattr(torch.ops.npu, operator)
@@ -423,7 +423,7 @@ def test_a_package_that_makes_int8_rows_in_its_own_way_is_no_help(
         wanted = f"makes INT8 rows by {made}, but EPConfig.int8_profile is div"
         with pytest.raises(BackendUnavailable, match=wanted):
             plan(config, LARGE, world_size=2, weights=weights)
-        # Rows that travel in bfloat16 become codes in the runner.
+        # Rows that are sent in bfloat16 become codes in the runner.
         unquantised = replace(config, dispatch_dtype=WireDtype.BF16)
         chosen = plan(unquantised, LARGE, world_size=2, weights=weights)
         assert chosen.runner == "ascend_swiglu_quant"

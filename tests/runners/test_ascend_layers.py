@@ -30,7 +30,7 @@ from tests.cases.quantized_model import (
 )
 
 # The runners, and what their configuration must say. Two operators of Ascend's round as div, which
-# its dispatch does not, so rows travel unquantised there.
+# its dispatch does not, so rows are sent unquantised there.
 RUNNERS = {
     "ascend": EPConfig(mode="normal"),
     "ascend_swiglu": EPConfig(mode="normal"),
@@ -42,7 +42,7 @@ RUNNERS = {
 
 
 def check_w8a8_layer(group: EPGroup, config: EPConfig, hidden_size: int) -> None:
-    """y equals a float64 model, of the experts of construction and of those loaded later."""
+    """Check that y equals a float64 model, before and after other experts are loaded."""
     spec = replace(BATCH_SPECS["uneven"], hidden_size=hidden_size, dtype=torch.bfloat16)
     world_size = group.world_size
     old, new = (
@@ -96,7 +96,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
     def is_of_kind(cls: type[AscendRunner], weights: ExpertTensors) -> bool:
         return isinstance(weights, cls.kinds)
 
-    # The same setting as on an NPU.
+    # On an NPU the runner is a candidate for the same experts.
     monkeypatch.setattr(AscendRunner, "is_candidate", classmethod(is_of_kind))
     registry.register()
     spec = BatchSpec(

@@ -127,7 +127,7 @@ def make_index(expert_alignment: int = 128, ids: list[int] = IDS) -> SlotIndex:
 
 
 def record_of(case: Case, index: SlotIndex) -> RowsDispatchOutput:
-    """Row-major scales; rows without a slot are NaN."""
+    """Make a record with row-major scales; rows without a slot are NaN."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_ROWS, HIDDEN, generator=generator).bfloat16()
     assert index.slots_of_row is not None
@@ -200,7 +200,7 @@ def test_runner_equals_the_plain_one(
 def test_experts_do_not_overwrite_the_rows_of_the_next_one(
     capacity: int, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whole tiles are stored, and no expert is empty: a capacity of no whole tiles is refused."""
+    """Whole tiles are stored, so a capacity that is not a multiple of a tile is refused."""
     device, weights = package.prepare(monkeypatch), make_weights()
     index = make_index(ids=[0] * 130 + [1] * 7 + [2] * 13)
     record = as_masked(record_of(replace(PLAIN, layout=Layout.MASKED), index), capacity)
@@ -328,7 +328,7 @@ def test_the_mean_of_rows_chooses_tiles(
 def test_ends_of_experts_are_passed_where_the_package_takes_them(
     index_alignment: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It finds starts by its own alignment: in an index of another one, experts of rows are passed.
+    """With an alignment other than the package's, the expert of each row is passed instead.
 
     Results have the same bits either way.
     """
@@ -482,7 +482,7 @@ def test_plan_lays_scales_out_for_it(
 
 
 def test_package_without_nvcc_is_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compiles at the first call, which would end in an assertion of the package."""
+    """The package compiles at the first call, which would fail in an assertion without nvcc."""
     fake_deep_gemm.install(monkeypatch, has_nvcc=False)
     with pytest.raises(BackendUnavailable, match=r"nvcc is not installed.*set CUDA_HOME"):
         plan(ASKED, SPEC, weights=make_weights())

@@ -1,4 +1,4 @@
-"""Which experts and devices the runners of GPUs accept, asked without a GPU."""
+"""The experts and devices that the runners of GPUs accept, tested without a GPU."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def apart(num_rows: int, num_columns: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Rows with gaps between them."""
+    """Return the rows with gaps between them."""
     strides = (num_columns + 16, 1)
     return torch.empty_strided((num_rows, num_columns), strides, dtype=dtype, device="cuda")
 
@@ -161,7 +161,7 @@ OPERANDS = [
 
 
 def launch(product: str, operands: Mapping[str, Tensor]) -> None:
-    """Launch a product on its operands, of which a Product has some."""
+    """Launch a product on its operands; some of them are fields of a Product."""
     fields = {name for name in operands if name in Product.__dataclass_fields__}
     given = Product(**{name: operands[name] for name in fields})
     PRODUCTS[product][0](given, **{n: each for n, each in operands.items() if n not in fields})
@@ -212,7 +212,7 @@ def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, c
 def test_wgmma_launches_nothing_where_there_are_no_slots(
     product: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that receives nothing; the copy engine refuses a matrix of no rows."""
+    """Imitate a rank that receives nothing, because the copy engine refuses a matrix of no rows."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("no slots, no work")

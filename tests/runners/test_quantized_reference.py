@@ -44,7 +44,7 @@ from tests.cases.quantized_model import KINDS, assert_within, model
 from tests.ops.indices import index_of
 from tests.runners.records import as_masked, handle, rows_record
 
-# Neither is a multiple of the blocks of 128.
+# Neither size is a multiple of the blocks of 128.
 NUM_EXPERTS, HIDDEN, INNER = 3, 200, 144
 SPEC = BatchSpec(
     hidden_size=HIDDEN,
@@ -221,7 +221,7 @@ def test_int8_arithmetic_between_the_products_is_that_of_the_runner() -> None:
 
 
 def half_integers(num_rows: int, hidden_size: int) -> Tensor:
-    """Rows of which INT8 makes halves: the largest element is 127."""
+    """Make rows whose INT8 quotients are halves: the largest element is 127."""
     generator = torch.Generator().manual_seed(5)
     x = torch.randint(-4, 4, (num_rows, hidden_size), generator=generator) + 0.5
     x[:, 0] = 127

@@ -57,7 +57,7 @@ class Case:
         return ", ".join((self.runner, self.layout.value, who, self.activation, bias, self.padding))
 
 
-# Those that train. Operators of Ascend have no gradients: test_ascend.py has their runners.
+# The runners that train. Operators of Ascend have no gradients: test_ascend.py has their runners.
 UNQUANTIZED = [
     name
     for name in RUNNERS
@@ -86,7 +86,7 @@ CASES = [
 
 
 def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
-    """aligned: padding between experts.   tail: also slots after those of the last expert."""
+    """Make an index. aligned: padding between experts.   tail: slots after the last expert too."""
     index = index_of(topk_ids.tolist(), NUM_EXPERTS, 1 if padding == "dense" else 8)
     if padding != "tail":
         return index
@@ -98,7 +98,7 @@ def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
 def record_of(
     x: Tensor, index: SlotIndex, slot_weights: Tensor, who: WeightsAppliedBy
 ) -> RowsDispatchOutput:
-    """Rows without a slot, the gaps between rows and the weights of padding are NaN."""
+    """Make a record; rows without a slot, gaps between rows and weights of padding are NaN."""
     assert index.row_of_slot is not None
     assert index.slots_of_row is not None
     rows = poison_rows(x, (index.slots_of_row >= 0).any(1))

@@ -26,7 +26,7 @@ LAUNCHER = str(REPO / "scripts" / "launch_multi_rank.sh")
 # Far below the 60 s for which the other ranks would sit in their collective.
 WITHIN_SECONDS = 20
 
-# For the test that hangs; the others end in milliseconds, once torch is imported.
+# The limit is for the test that hangs; the others end in milliseconds after torch is imported.
 STALL_LIMIT_S = 30
 
 CONFTEST = """
@@ -302,7 +302,7 @@ def test_outer_run_reports_each_test_as_its_own_result(runs: dict[str, Future[Ru
         "test_passes[mpi2]": "PASSED",
         "test_one_rank_fails[ranks2]": "FAILED",
         "test_skipped_before_the_launch[ranks2]": "SKIPPED",
-        "test_after_the_failure[ranks2]": "PASSED",  # in a second launch
+        "test_after_the_failure[ranks2]": "PASSED",  # This test runs in a second launch.
         "test_hangs[ranks2]": "FAILED",
         "test_without_ranks": "PASSED",
     }, outer.output
@@ -351,7 +351,7 @@ def check_signal(folder: Path, transport: str) -> None:
     finally:
         launcher.send_signal(number)
     assert launcher.wait(WITHIN_SECONDS) != 0
-    # mpirun leaves before its ranks do, by up to two seconds.
+    # mpirun exits up to two seconds before its ranks.
     wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
 
 

@@ -32,7 +32,8 @@ def payload(rank: int, round_number: int, num_tokens: int) -> torch.Tensor:
 
 
 def batch(rank: int, round_number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Payload [T, H] and topk_ids [T, K], with masked entries, of any rank in any round."""
+    """Make the payload [T, H] and topk_ids [T, K], with masked entries, of any rank in any
+    round."""
     generator = torch.Generator().manual_seed(round_number * 64 + rank)
     num_tokens = int(torch.randint(0, MAX_TOKENS + 1, (), generator=generator))
     ids = torch.rand(num_tokens, NUM_EXPERTS, generator=generator).argsort(1)[:, :TOP_K]

@@ -1,4 +1,4 @@
-"""A few runs of `make soak`: programs that end regularly, and ranks that are killed."""
+"""A few runs of `make soak`: programs that end normally, and ranks that are killed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 600
 
 @pytest.mark.parametrize(
     ("what", "number", "at_once"),
-    # All together, so that their threads compete for the cores.
+    # Run all programs at the same time, so that their threads compete for the cores.
     [("exits", 3, 3), ("kills", 3, 1)],
 )
 def test_programs_end_well(what: str, number: int, at_once: int) -> None:

@@ -1,4 +1,4 @@
-"""DDP and FSDP over experts: what would train wrongly is refused."""
+"""DDP and FSDP over experts are refused where they would train incorrectly."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def reduce_over_experts(model: nn.Module) -> None:
             DistributedDataParallel,
             rf"^{GIVEN_TO_DDP}experts.gate_up_proj .* 1 / 2\), .*prepare_trainer",
         ),
-        # What holds no other parameters, which C++ code took for ordinary ones.
+        # A module that has only expert parameters, which C++ code of DDP treated as ordinary ones.
         (
             lambda model: DistributedDataParallel(model.get_submodule("experts")),
             rf"^{GIVEN_TO_DDP}gate_up_proj .* call .*ignore_experts_in_ddp",

@@ -242,7 +242,7 @@ def test_whatever_stands_in_place_of_parameters_is_used() -> None:
         model, x = OverRanks(group), tokens(group.rank)
         whole = gather_state_dict(model, group)
         doubled = {name: t * 2 if "down_proj" in name else t for name, t in whole.items()}
-        expected = model(x) * 4  # the loss is a mean of squares
+        expected = model(x) * 4  # The loss is a mean of squares.
         call = torch.func.functional_call
         # Whole tensors, pieces, ExpertTensors.
         pieces = {
@@ -258,7 +258,8 @@ def test_whatever_stands_in_place_of_parameters_is_used() -> None:
             model.experts.down_proj = nn.Parameter(pieces["experts.down_proj"])
         assert torch.equal(model(x), expected)
         assert len(sharded_parameters(model)) == 2
-        # A checkpoint would assume that it is equal on all ranks, and save that of one rank.
+        # A checkpoint would assume that the tensor is equal on all ranks, and save that of one
+        # rank.
         assert all(isinstance(p, ExpertTensor) for p in sharded_parameters(model))
         model.experts._parameters["down_proj"] = nn.Parameter(pieces["experts.down_proj"])
         assert isinstance(model.state_dict()["experts.down_proj"], ExpertTensor)

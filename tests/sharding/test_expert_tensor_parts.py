@@ -24,7 +24,7 @@ def some_parameter(group: EPGroup) -> nn.Parameter:
 
 
 def expected_values(parameter: nn.Parameter) -> torch.Tensor:
-    """Make values [P, ...], with another number in every element."""
+    """Make values [P, ...], with a different number in every element."""
     # In torch 2.11 the shape of a DTensor is a tuple.
     shape = torch.Size(parameter.shape)
     return torch.arange(shape.numel(), dtype=torch.float32).view(shape)
@@ -35,7 +35,7 @@ def own_part(whole: torch.Tensor, group: EPGroup) -> torch.Tensor:
 
 
 Parts = Callable[[torch.Tensor], Iterable[torch.Tensor]]
-# Cuts of all experts; what is copied to the parts has to reach the parameter.
+# Views that cut all experts; values copied to the parts must reach the parameter.
 WAYS: dict[str, Parts] = {
     "index": lambda p: (p[expert] for expert in range(-NUM_EXPERTS, 0)),
     "select": lambda p: (p.select(-3, expert) for expert in range(NUM_EXPERTS)),

@@ -1,4 +1,4 @@
-"""Expert parameters on many ranks: their names, their tags, and the whole state out and in."""
+"""Expert parameters on many ranks: names, marks, and saving and loading the whole state."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class CountsOneBlock(CollectiveBuffer):
 
 
 class WeightsOfOtherSlots(CollectiveBuffer):
-    """Leave the weights unsorted."""
+    """Leave the weights in the order of rows instead of slots."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
@@ -247,7 +247,7 @@ class KeepsFaultsQuiet(CollectiveBuffer):
 
 
 class NegativeIdsAreHoles(CollectiveBuffer):
-    """Take every negative id for -1."""
+    """Treat every negative id as -1."""
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         return super().dispatch(replace(call, topk_ids=call.topk_ids.clamp(min=-1)))
@@ -370,7 +370,7 @@ MUTANTS = {**BUFFERS, **LAYERS}
 
 @pytest.fixture(scope="module", autouse=True)
 def whole_layer() -> None:
-    """Run a layer without a fault: its imports take longer than ranks with a mutant wait."""
+    """Run a layer without a fault first, because its imports take longer than the timeout."""
     with EPGroup() as group:
         config = EPConfig(mode="normal", backend="collective")
         layer_suite.run_scenario("uneven", layer_suite.pipeline_env(group, config))

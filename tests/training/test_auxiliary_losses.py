@@ -1,4 +1,4 @@
-"""Auxiliary losses are what their papers say; over ranks, those of one process with all tokens."""
+"""Auxiliary losses equal the formulas of their papers, and over ranks those of one process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def logits_of(number: int, num_tokens: int) -> Tensor:
 
 
 def plain_balance(probabilities: Tensor, ids: Tensor) -> Tensor:
-    """Token by token, as eq. 4 to 6 of Switch Transformers read, for K experts a token."""
+    """Compute the loss token by token, by eq. 4 to 6 of Switch Transformers, for any K."""
     num_tokens, num_experts = probabilities.shape
     total = probabilities.new_zeros(())
     for expert in range(num_experts):

@@ -60,7 +60,7 @@ def test_whole_state_goes_out_and_in_by_torch() -> None:
     with EPGroup() as group:
         for broadcasts in (False, True):
             model = OverRanks(group)
-            # torch puts other tensors into the dictionary that it is given.
+            # torch replaces the tensors of the dictionary that it is given.
             given = {} if broadcasts and group.rank else dict(whole)
             options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcasts)
             set_model_state_dict(model, given, options=options)
@@ -72,7 +72,7 @@ def test_whole_state_goes_out_and_in_by_torch() -> None:
 
 
 def saved_and_loaded(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Through a file of torch, which reads tensors and nothing else."""
+    """Save to a file and load it with weights_only=True."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

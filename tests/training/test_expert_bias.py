@@ -52,7 +52,7 @@ def test_skewed_routing_becomes_even() -> None:
             highest.append(load.max().item() * 8 / load.sum().item())
             update_expert_bias(bias, load, group, rate=0.01)
     assert highest[0] > 1.8
-    # Steps of one size swing around the even load.
+    # Steps of constant size oscillate around the even load.
     assert max(highest[-10:]) < 1.2
 
 

@@ -37,7 +37,7 @@ from tests.cases.expert_models import tokens as expert_tokens
 from tests.cases.meshes import mesh_of
 
 NUM_RANKS = 2
-# The ranks of tests in which the order of sums counts, or several groups of experts.
+# Numbers of ranks for tests that depend on the order of sums, or on several groups of experts.
 MORE_RANKS = 4
 NUM_TOKENS = (5, 2, 3, 9)
 
@@ -88,7 +88,7 @@ def expected_gradients(ranks: range | list[int] = range(NUM_RANKS)) -> dict[str,
 
 
 def check(model: nn.Module, group: EPGroup, expected: dict[str, Tensor]) -> None:
-    """All gradients, this rank's experts against their part."""
+    """Check all gradients; those of this rank's experts are compared with their part."""
     errors = {}
     for name, parameter in model.named_parameters():
         name = name.removeprefix("module.")
@@ -259,9 +259,9 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts(num_ranks: int) -> 
         if config.record_load:
             load = moe.load_table.sum().item()
             compiled(x)
-            # Two calls have counted so far.
+            # Two calls have been counted so far.
             assert moe.load_table.sum().item() == load // 2 * 3
-        # One before the experts, which routes, and one after them.
+        # One layer before the experts, for the routing, and one after them.
         assert len(graphs) == 2
         y.sum().backward()
         gate = moe.get_parameter("gate.weight")

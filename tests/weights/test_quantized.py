@@ -1,4 +1,4 @@
-"""Records of eight-bit experts: what does not fit is refused with both sides named."""
+"""Records of eight-bit experts: tensors that do not fit are refused with both sides named."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain() -> ExpertWeights:
 
 
 def lying_transposed(tensor: Tensor) -> Tensor:
-    """Return the same elements, with the last two dimensions the other way round in memory."""
+    """Return the same elements, with the last two dimensions transposed in memory."""
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 

@@ -1,1 +1,1 @@
-"""Ways to move tokens to their experts and results back: backends of epcomm, and torch alone."""
+"""The contenders, which move tokens to experts and results back: epcomm and plain torch."""

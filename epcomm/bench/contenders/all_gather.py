@@ -1,4 +1,4 @@
-"""Send all tokens to every rank, and sum the results by a reduce-scatter, with torch alone.
+"""Send all tokens to every rank, and sum the results by a reduce-scatter, in plain torch.
 
 Rows are grouped by expert, by source rank and token within an expert. Every entry of topk_ids is an
 expert: -1 is not supported.
@@ -46,7 +46,7 @@ class AllGatherBatch:
 
 
 class AllGather(Contender[AllGatherBatch]):
-    """All tokens to all ranks, and a reduce-scatter of their sums."""
+    """The contender that gathers all tokens on all ranks, and reduce-scatters their sums."""
 
     name = backend = "all_gather"
 
@@ -54,7 +54,7 @@ class AllGather(Contender[AllGatherBatch]):
         """Keep the owners of the experts."""
         self._experts = experts
         self.source_order = range(experts.world_size)
-        # One on this rank, and one for each addition of the reduce-scatter.
+        # One rounding on this rank, and one for each addition of the reduce-scatter.
         self.num_roundings = experts.world_size
 
     def dispatch(self, batch: RankBatch) -> AllGatherBatch:
@@ -105,7 +105,7 @@ class AllGather(Contender[AllGatherBatch]):
         return y[: dispatched.num_tokens]
 
     def sent_bytes(self, batch: RankBatch) -> SentBytes:
-        """Count W - 1 blocks a rank, which a ring or a direct exchange sends."""
+        """Count W - 1 blocks per rank, as a ring or a direct exchange sends them."""
         num_blocks = self._experts.world_size - 1
         num_tokens = num_blocks * self.dispatch(batch).rows.shape[0] // self._experts.world_size
         row_bytes = batch.x.shape[1] * batch.x.element_size()

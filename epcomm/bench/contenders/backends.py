@@ -53,7 +53,8 @@ class Epcomm(Contender[DispatchOutput]):
         self.mode, self.backend = phase.mode.value, phase.backend
         self.name = f"{self.mode} {phase.backend}"
         self.is_capturable = phase.is_capturable
-        # The sum of a (token, rank) before it is sent, between hosts that of a host, and y.
+        # Roundings: the sum of a (token, rank) before it is sent, the sum of a host between hosts,
+        # and y.
         self.num_roundings = 2 if phase.buffer_spec.hosts is None else 3
         order = backend_class(phase.buffer).source_order(phase.buffer_spec, group.world_size)
         self.source_order = order if phase.caps.ordered else None

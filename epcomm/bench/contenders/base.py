@@ -27,7 +27,7 @@ INT_BYTES = 8
 class SentBytes:
     """The bytes that a rank sends to others in one call.
 
-    In dispatch, in combine, and as control: counts, headers.
+    The bytes of dispatch, of combine, and of control messages: counts, headers.
     """
 
     dispatch: int
@@ -80,14 +80,14 @@ class Grouped:
 
 
 class Contender(ABC, Generic[DispatchedT]):
-    """One way to move tokens to their experts and results back. Every call is collective.
+    """A method to send tokens to their experts and return results. Every call is collective.
 
-    name: of the contender in results.   mode: of epcomm; empty for what torch alone offers.
-    backend: of epcomm, or the name of what torch alone offers.
+    name: of the contender in results.   mode: of epcomm; empty for plain torch.
+    backend: of epcomm, or the name of the plain torch contender.
     num_roundings: how often a sum is cast to the dtype of the hidden states before it is y.
     source_order: the source ranks in the order in which the rows of an expert arrive, those of a
         rank by token; None: rows arrive in any order.
-    row_error: how far an element may be off on arrival, as a share of the largest of its row.
+    row_error: the largest error of a received element, as a share of the largest of its row.
     is_capturable: calls may be captured in a device graph.
     """
 

@@ -1,4 +1,4 @@
-"""Exchange one row for each (token, expert) pair, over all_to_all_single of torch alone.
+"""Exchange one row for each (token, expert) pair over all_to_all_single of torch.
 
 This is what an engineer would write with torch.distributed, without code of epcomm. Worked example,
 2 ranks with one expert each, on rank 0:
@@ -46,7 +46,7 @@ class ExpertRowsBatch:
 
 
 class ExpertRows(Contender[ExpertRowsBatch]):
-    """The usual alternative: a row for each (token, expert) over all_to_all_single."""
+    """The usual alternative to epcomm: a row for each (token, expert) over all_to_all_single."""
 
     name = backend = "expert_rows"
     num_roundings = 1
@@ -109,7 +109,7 @@ class ExpertRows(Contender[ExpertRowsBatch]):
         return sum_weighted(returned, dispatched.row_of_pair, weights.flatten(), offsets)
 
     def sent_bytes(self, batch: RankBatch) -> SentBytes:
-        """Count bare rows both ways, and a count for each expert."""
+        """Count rows without headers in both directions, and a count for each expert."""
         dispatched, rank = self.dispatch(batch), self._experts.rank
         row_bytes = batch.x.shape[1] * batch.x.element_size()
         return SentBytes(

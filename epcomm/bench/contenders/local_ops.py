@@ -1,6 +1,7 @@
 """Number rows and sum weighted rows in plain torch, for the alternatives.
 
-They share nothing with epcomm, and each is the fastest found: a slow baseline proves nothing.
+They share no code with epcomm, and each is the fastest method found, because a slow baseline proves
+nothing.
 """
 
 from __future__ import annotations

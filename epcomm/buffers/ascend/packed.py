@@ -448,7 +448,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
             topk_ids=sent.topk_ids,
             topk_weights=sent.topk_weights,
             slots_from_rank=slots_from_ranks(handle[1], self._world_size),
-            # After a fault y is NaN everywhere.
+            # After a fault all elements of y are NaN.
             is_empty=has_no_expert(ids) & ~has_failed,
             has_failed=has_failed,
         )

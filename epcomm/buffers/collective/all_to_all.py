@@ -706,7 +706,7 @@ class RowsBuffer(OverCollectives, AddsBias):
     ) -> tuple[Tensor, Tensor | None]:
         """Do the exchange of combine(); return the rows and scalars from all ranks, by rank."""
         if (overwritten := self._mover.find_overwritten(exchange_plan)) is not None:
-            # Announce, because ranks in grad mode own their rows and do not have this error.
+            # Announce the error, because ranks in grad mode own their rows and do not have it.
             self._announce(CallKind.COMBINE, exchange_plan.call, error=overwritten)
         make = exchange_plan.returned(rows, rows_per, slot_weights)
         if row_scalars is None:

@@ -75,7 +75,7 @@ class OverCollectives:
 
     name: ClassVar[str]
     sums_groups: ClassVar[bool] = True
-    # See Buffer.
+    # Documented in Buffer.
     counts_calls: bool
 
     @classmethod

@@ -3,7 +3,7 @@
 A token goes once to each rank that needs it. Dispatch returns rows with the ids of each, from which
 the expert-major index is built here. Combine sums rows without weights, which the runner applies,
 or the reduction of slots to rows. Backward goes along the handle. With max_recv_slots the host
-reads nothing: dispatch returns W * M rows, and ids of rows that nobody sent are -1.
+reads nothing: dispatch returns W * M rows, and ids of rows that no rank sent are -1.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
 from epcomm.types import Layout, RowsPer
 
 HandleT = TypeVar("HandleT")
-# Source: deep_ep, csrc: a lane of a warp for each of the K.
+# At most 32 experts a token. Source: deep_ep, csrc, where each has a lane of a warp.
 _MAX_TOP_K = 32
 
 
@@ -152,7 +152,7 @@ class DeepEPPackage(ABC, Generic[HandleT]):
     def combine(
         self, rows: Tensor, handle: HandleT, row_scalars: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Sum rows by token, and scalars too. Collective: yes.   Host sync: none."""
+        """Sum rows and scalars by token. Collective: yes.   Host sync: none."""
 
     def destroy(self) -> None:
         """Free the memory. Collective: yes."""

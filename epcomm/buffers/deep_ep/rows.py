@@ -1,4 +1,4 @@
-"""Rows as deep_ep takes and gives them: bfloat16, or FP8 codes with scales of four bytes."""
+"""Rows in the form that deep_ep takes and returns: bfloat16, or FP8 codes with 4-byte scales."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from epcomm.quantization.scale_layout import pack_scales, unpack_scales
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat, WireTensor, align_up
 
-# Bytes sent with the elements of a row for each of the K: an int64 id and a float32 weight.
+# Bytes sent with the elements of a row for each of its K experts: an int64 id and a float32 weight.
 _ENTRY_BYTES = 8 + 4
 
 # Low latency of V1: the bytes of a message before its elements, those of a scale, and its columns.
 MESSAGE_HEADER_BYTES, _SCALE_BYTES, _SCALE_BLOCK = 16, 4, 128
-# Buffers of V1 are multiples of it.
+# Sizes of buffers of V1 are multiples of this number.
 _ALIGNMENT_BYTES = 128
 
 Rows = Tensor | tuple[Tensor, Tensor]
@@ -26,7 +26,7 @@ LegacyHandle = tuple[Tensor, ...]
 
 
 class ElasticHandle(Protocol):
-    """The fields that are read of an elastic buffer's handle; counts are int32, on the device.
+    """The fields of an elastic buffer's handle that are read; counts are int32, on the device.
 
     psum_num_recv_tokens_per_scaleup_rank: where the rows of each rank of an NVLink domain end.
     psum_num_recv_tokens_per_expert: [L]; expanded: aligned rows of the experts before, own ones.
@@ -42,7 +42,7 @@ class ElasticHandle(Protocol):
 
 
 def as_argument(wire: WireTensor) -> Rows:
-    """Return rows as dispatch() of deep_ep takes them; power-of-two scales go four to an int32."""
+    """Return rows as dispatch() of deep_ep takes them; an int32 holds four power-of-two scales."""
     if wire.scales is None:
         return wire.data.contiguous()
     scales = wire.scales

@@ -1,7 +1,7 @@
 """Normal mode of deep_ep V1: rows by (source rank, token), over NVLink and RDMA.
 
-With static sizes it returns W * M rows, whose unused ones have ids of -1 (num_worst_tokens, which
-it has on one host only).
+With static sizes dispatch returns W * M rows, of which unused ones have ids of -1. Static sizes use
+num_worst_tokens, which the package has on one host only.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from epcomm.spec import BufferSpec, HostLayout
 
 # Numbers of ranks for which V1 has a table of chunk sizes.
 _WORLD_SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-# Ranks that NVLink joins; V1 needs RDMA for more.
+# The most ranks that NVLink connects; V1 needs RDMA for more.
 MAX_NVLINK_RANKS = 8
 # Source of the limits: deep_ep, csrc/kernels/legacy.
 _MAX_LOCAL_EXPERTS = 1024
 # Half a row of bfloat16 is copied 16 bytes at a time, in pieces of 8192 bytes less a word.
 _HIDDEN_MULTIPLE, _MAX_HIDDEN = 16, 8176
-# Entries of a handle of ranks that NVLink joins.
+# Number of entries of a handle if NVLink connects all ranks.
 _NVLINK_HANDLE = 6
 # Source of the NVLink memory: deep_ep, csrc/kernels/legacy, Config.get_nvl_buffer_size_hint, with
 # 20 SMs, 256 tokens a chunk, and capacity for 128 ids, weights and scales a token.

@@ -90,7 +90,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
     name: ClassVar[str] = "deep_ep_v1"
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
-    # The kernel quantises.
+    # The kernel of the package quantises.
     takes_wire_tensors: ClassVar[bool] = False
     # Each expert has capacity for one slot of each token.
     needs_distinct_ids: ClassVar[bool] = True
@@ -285,7 +285,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             expert_alignment=self._spec.expert_alignment,
         )
         sent = count_experts(ids, self._num_experts).view(self._world_size, -1).sum(1)
-        # layout_range, [L, W]: where the rows of a rank begin and how many they are.
+        # handle[1] is layout_range, [L, W]: the first row of each rank and the number of its rows.
         from_rank = (handle[1] & 0xFFFFFFFF).sum(0)
         exchange_plan = LowLatencyExchangePlan(
             num_tokens=ids.shape[0],
@@ -318,10 +318,10 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     def _check_in_flight(self, batch: _Batch, function: str) -> None:
         if batch.is_ended:
             raise HandleError(
-                f"{function}: the memory of batch {batch.number} was taken by batch "
-                f"{batch.number + _BATCHES_IN_FLIGHT}, as {_BATCHES_IN_FLIGHT} may be in flight "
-                f"(rank {self._rank} of {self._world_size}); combine a batch before the second "
-                "next dispatch"
+                f"{function}: the memory of batch {batch.number} was overwritten by batch "
+                f"{batch.number + _BATCHES_IN_FLIGHT}, because at most {_BATCHES_IN_FLIGHT} may be "
+                f"in flight (rank {self._rank} of {self._world_size}); combine a batch before the "
+                "second dispatch after it"
             )
 
     def _wire(self, received: Rows) -> WireTensor:

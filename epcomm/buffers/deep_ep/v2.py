@@ -53,7 +53,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             f"{found} {what}, at most {most}" for what, found, most in limits if found > most
         ]
         if spec.max_tokens_per_rank is None:
-            # In auto the limit is decode's, and a prefill of exact sizes has none.
+            # In mode auto the limit is for decode, and a prefill with exact sizes has none.
             reasons.insert(
                 0,
                 "allocates once; set max_tokens_per_rank, and in mode auto max_recv_slots too, or "
@@ -102,7 +102,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
             do_expand=self.expands,
         )
         if is_static and not self.expands:
-            # Ids after the last row that came are undefined.
+            # Ids after the last received row are undefined.
             is_received = _is_received(handle, local_ids.shape[0])
             local_ids = torch.where(is_received.unsqueeze(1), local_ids, -1)
         return ReceivedBatch(
@@ -132,7 +132,7 @@ class ElasticPackage(DeepEPPackage[ElasticHandle]):
         """
         tokens, max_tokens = handle.recv_src_metadata[:, 0].long(), self._spec.max_tokens_per_rank
         assert max_tokens is not None, "checked when it was opened"
-        # Tokens are numbered rank * M + t, and undefined after the last row that came.
+        # Tokens are numbered rank * M + t. Numbers after the last received row are undefined.
         is_received = _is_received(handle, tokens.shape[0])
         ranks = torch.where(is_received, tokens // max_tokens, self._world_size)
         counts = torch.zeros(self._world_size + 1, dtype=torch.int64, device=tokens.device)

@@ -38,7 +38,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPCalls, Buffer):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     package = ExpandingPackage
     is_static: ClassVar[bool] = True
-    # The same holds in normal mode.
+    # Normal mode has the same requirement.
     needs_distinct_ids: ClassVar[bool] = True
 
     @classmethod

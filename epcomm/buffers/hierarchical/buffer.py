@@ -371,7 +371,7 @@ class HierarchicalBuffer(Buffer):
         """Report a problem in the outer combine, unless it is an EPTimeout."""
         if not isinstance(problem, EPTimeout):
             error = _as_error(problem, "combine", self._collectives)
-            # The caller raises the problem.
+            # The caller raises the error that is returned.
             error.was_raised = True
             shape, dtype = (0, self._spec.hidden_size), self._spec.hidden_format.dtype.torch_dtype
             no_rows = torch.empty(shape, dtype=dtype, device=self._collectives.device)

@@ -1,7 +1,7 @@
 """The host's side of every buffer whose kernels write the memory of the GPUs of one host.
 
-The modes differ in the layout of a block and in the kernels; here are the block, the one order of
-calls, reports of kernels, ranks that are excluded, and the end.
+The modes differ in the layout of a block and in the kernels. This module has the common parts: the
+block, the order of calls, reports of kernels, excluded ranks, and closing.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     # interpreter takes 1.1 ms for one on a busy machine.
     polls_per_s: ClassVar[Mapping[str, int]] = MappingProxyType({"cuda": 954, "cpu": 1_000})
 
-    # Made when memory is opened.
+    # These are created when memory is opened.
     _layout: LayoutT
     _blocks: PeerBlocks[LayoutT]
     _living: LivingRanks
@@ -71,7 +71,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
 
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
-        # What its device reaches depends on the ranks, and planning asks it (needs_nvlink).
+        # Which peers the device reaches depends on the ranks; planning checks it (needs_nvlink).
         return Availability.judge(
             missing=[*triton_reasons(machine), *symmetric_memory_reasons(machine)],
             command="pip install --upgrade 'torch>=2.11' triton",
@@ -109,10 +109,11 @@ class NVLinkHost(ABC, Generic[LayoutT]):
     def exclude_ranks(self, ranks: Sequence[int]) -> None:
         """Continue without dead ranks: do not wait for them, and send nothing to them.
 
-        Entries of topk_ids for their experts count as -1, and sums leave them out. An EPTimeout has
-        named the missing ranks; every remaining rank must pass the same ranks. Unfinished calls are
-        lost, and recorded faults are cleared, the EPTimeout too. Captured graphs may be replayed
-        afterwards. An excluded rank stays excluded until a new buffer is opened.
+        Entries of topk_ids for experts of excluded ranks count as -1, and sums leave them out. An
+        EPTimeout has named the missing ranks; every remaining rank must pass the same ranks.
+        Unfinished calls are lost, and recorded faults are cleared, the EPTimeout too. Captured
+        graphs may be replayed afterwards. An excluded rank stays excluded until a new buffer is
+        opened.
 
         Args:
             ranks: the ranks to exclude; ranks excluded before stay excluded.
@@ -120,7 +121,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         Collective: yes, among the ranks that are left, at one point in the order of their calls.
         Host sync: yes.
         Raises:
-            ConfigError: ranks that are none of the group, or this one; before anything is done.
+            ConfigError: a rank is not in the group, or is this rank; before any change.
             EPTimeout: some other rank did not arrive; it may be excluded as well.
             HandleError: the buffer is closed.
         """
@@ -128,7 +129,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         wrong = [rank for rank in ranks if rank == self._rank or not 0 <= rank < self._world_size]
         if wrong:
             raise ConfigError(
-                f"exclude_ranks: ranks holds {wrong}, expected other ranks of 0 to "
+                f"exclude_ranks: ranks holds {wrong}, expected other ranks from 0 to "
                 f"{self._world_size - 1} (rank {self._rank} of {self._world_size}); pass those "
                 "that are missing"
             )
@@ -148,13 +149,13 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         missing = self._living.device_barrier(self._max_polls)
         if missing:
             raise EPTimeout(
-                f"exclude_ranks: {describe_ranks(missing)} did not come within "
+                f"exclude_ranks: {describe_ranks(missing)} did not arrive within "
                 f"{self._collectives.kernel_timeout_s:g} s (this is rank {self._rank} of "
                 f"{self._world_size}); exclude them as well, or make a new EPGroup"
             )
 
     def check(self) -> None:
-        """Raise a wait that timed out, or a fault since the last check; see Buffer.check."""
+        """Raise an error if a wait timed out, or a fault since the last check; see Buffer.check."""
         self._check_open()
         self._synchronize()
         self._report.check()
@@ -182,13 +183,13 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         """Close without waiting for other ranks."""
         if self._memory is None:
             return
-        # The error that this follows may be the device's own, which raises it again.
+        # The preceding error may be one of the device, which would raise it again here.
         with suppress(RuntimeError):
             self._synchronize()
         self._release()
 
     def _release(self) -> None:
-        """Forget every view of the memory."""
+        """Drop every view of the memory."""
         self._memory = None
 
     @property

@@ -1,7 +1,7 @@
-"""The barrier of ranks on their devices, and the ranks that are excluded from it: dead ones.
+"""The barrier of ranks on their devices, and the dead ranks that are excluded from it.
 
-Kernels read an int32 for each rank from this rank's own memory: not 0, and the rank is neither
-waited for nor sent to.
+Kernels read an int32 for each rank from this rank's own memory. If it is not 0, they neither wait
+for the rank nor send to it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 
 
 class LivingRanks:
-    """The ranks that take part, all but those that were excluded.
+    """The ranks that take part in a barrier: all but those that were excluded.
 
-    excluded: [W], int32, on the device: not 0: a rank that is dead.
+    excluded: [W], int32, on the device, not 0 for dead ranks.
     """
 
     def __init__(self, addresses: Sequence[int], rank: int, device: torch.device) -> None:

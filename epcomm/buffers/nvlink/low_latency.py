@@ -1,4 +1,4 @@
-"""Low latency between the GPUs of one host: kernels store rows where the experts' rank reads them.
+"""Low latency between the GPUs of one host: kernels store rows in the memory of the experts' rank.
 
 Static sizes, no host sync, two launches a phase, two receive buffers used in turn, router weights
 that are sent with the tokens, and one returned row for the sum of a rank's experts, or of each
@@ -61,7 +61,8 @@ from epcomm.types import (
     WireTensor,
 )
 
-# An interpreter runs the programs of a grid one after another: more of them only cost time.
+# An interpreter runs the programs of a grid one after another, so more programs only take more
+# time.
 _INTERPRETED_PROGRAMS = 2
 
 
@@ -79,7 +80,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     sums_groups: ClassVar[bool] = True
     _has_slot_budget: ClassVar[bool] = False
 
-    # ll_launchers, which prepare() imports.
+    # The module ll_launchers, which prepare() imports.
     _kernels: ModuleType
 
     @classmethod
@@ -143,7 +144,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         super().__init__(calls, spec, num_counters=4)
         self._receive_buffers: list[ReceiveBuffer] = []
         self._num_batches = 0
-        # The batch in the first receive buffer: a later one after exclude_ranks().
+        # The number of the batch in the first receive buffer; exclude_ranks() increases it.
         self._first_batch = 0
         wire = spec.dispatch_format
         self._plain_dtype = None if wire.dtype.is_quantized else wire.dtype.torch_dtype
@@ -153,7 +154,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._profile = "" if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127.value
 
     def prepare(self) -> None:
-        """Map the blocks of all ranks, and launch each kernel once where launching is slow.
+        """Map the blocks of all ranks, and on GPUs launch each kernel once to compile it.
 
         Collective: yes.   Host sync: yes.
         Raises:
@@ -214,7 +215,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         if receive_buffer.unfinished is not None:
             receive_buffer.unfinished()
         is_captured = self._is_captured()
-        # A capture ends no batch, and its replay ends an eager one by itself.
+        # A capture ends no batch. The kernels of its replay end an eager batch themselves.
         is_known = receive_buffer.was_captured == is_captured
         if receive_buffer.is_open if is_known else receive_buffer.was_captured:
             self._kernels.release_buffer(receive_buffer.exchange)
@@ -301,7 +302,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     ) -> tuple[Tensor, Tensor | None]:
         assert row_scalars is None, "without gradients there are none"
         if error is not None:
-            # Only its code is sent.
+            # Only the code of the error is sent.
             receive_buffer = self._find_batch(exchange_plan, error)
             code = FaultCode.of(error, in_combine=True)
             y = self._send_results(receive_buffer, rows, 0, per_row=True, code=code)
@@ -342,7 +343,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         """Return what receives the sums that other ranks have begun to send."""
         sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
 
-        # Done once: when it is waited for, or earlier if its receive buffer is needed.
+        # A batch is received once: in wait(), or earlier if its receive buffer is needed.
         @cache
         def receive() -> Tensor:
             if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
@@ -411,11 +412,11 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         code: FaultCode = FaultCode.NONE,
     ) -> Tensor:
         """Send sums, slots or a refusal; return memory for y: [T, H], not written yet."""
-        # to() takes host time where there is nothing to do.
+        # to() takes host time even if there is nothing to convert.
         rows = rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype)
         shape = (num_tokens, self._spec.hidden_size)
-        # Allocated now, because the receiving kernel may run beside kernels before this sender,
-        # whose inputs may be free by then, and could be the same memory.
+        # Allocate y now, because the receiving kernel may run together with kernels before this
+        # sender. Their inputs may be freed by then, and could be the same memory.
         y = rows.new_empty(shape) if out is None else out
         if out is not None:
             is_fit = out.shape == shape and out.dtype is self._sum_dtype and out.is_contiguous()
@@ -496,7 +497,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
     def _start_anew(self) -> None:
         block, layout = self._block, self._layout
-        # The abort flag.
+        # The abort flag is stored before the receive buffers.
         block[: layout.buffers_at].zero_()
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
@@ -528,7 +529,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             self._host_barrier()
             out = sent.wait()
             self._host_barrier()
-            # No row has a slot, so one is as good as C of them.
+            # No row has a slot, so a single row can stand for all C.
             if self._spec.returns_slots:
                 combining = self.combine_slots_async(
                     self._no_rows, out.exchange_plan, self._no_weights
@@ -551,9 +552,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def _raise_ended(self, batch: int) -> NoReturn:
         num_buffers = self._layout.num_buffers
         raise HandleError(
-            f"combine: batch {batch} of {self.name} was ended by dispatch {batch + num_buffers}, "
-            f"because {num_buffers} may be in flight (rank {self._rank} of {self._world_size}); "
-            "dispatch again, or set EPConfig.batches_in_flight"
+            f"combine: batch {batch} of {self.name} was overwritten by dispatch "
+            f"{batch + num_buffers}, because {num_buffers} may be in flight (rank {self._rank} of "
+            f"{self._world_size}); dispatch again, or set EPConfig.batches_in_flight"
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The layout MASKED of low latency over NVLink, for experts that read such rows alone.
+"""The layout MASKED of low latency over NVLink, for runners that read only this layout.
 
 Every expert has capacity for the rows of all ranks: [L, W * M, H], its first ones in the order of
 (source rank, token). Each row is sent once per rank and copied to their experts on arrival,
@@ -22,7 +22,7 @@ _WORD_BYTES = 4
 
 
 def scale_reasons(spec: BufferSpec) -> list[str]:
-    """Return why slabs cannot have the scale layout of a specification; none if they can."""
+    """Return the reasons why slabs cannot have the scale layout of a specification."""
     wire, layout = spec.dispatch_format, spec.scale_layout
     if layout == ROW_MAJOR:
         return []

@@ -125,7 +125,7 @@ class ReceiveBuffer:
 
     @property
     def batch_word(self) -> int:
-        """The number of the batch as kernels are given it."""
+        """The number of the batch as an argument of kernels."""
         return self.batch & _MAX_INT32
 
 

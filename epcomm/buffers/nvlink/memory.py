@@ -27,7 +27,7 @@ class SymmetricMemory:
 
     block: [num_bytes], uint8, of this rank; zero at first.
     addresses: [W], where the block of each rank begins, multiples of 16.
-    keeps: what must live as long as some rank may write.
+    keeps: objects that must be kept alive while some rank may write.
     """
 
     block: Tensor
@@ -61,7 +61,7 @@ def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
             f"{phase}: the EPGroup is not made of a torch.distributed process group "
             f"(rank {collectives.rank} of {collectives.world_size}); make it of one"
         )
-    # It is imported here, because CPU ranks have no use for it.
+    # The module is imported here, because CPU ranks do not need it.
     from torch.distributed import _symmetric_memory
 
     block, error = None, ""
@@ -73,7 +73,7 @@ def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
             block.zero_()
             torch.cuda.synchronize(collectives.device)
     except RuntimeError as own_error:
-        # The message of an allocator has many lines; the first one has the reason.
+        # The first of the many lines of an allocator's message has the reason.
         error = str(own_error).partition("\n")[0] or type(own_error).__name__
     agree_on_memory(calls, error, num_bytes, phase=phase)
     assert block is not None, "some rank would have raised"
@@ -96,7 +96,7 @@ def agree_on_memory(calls: Calls, error: str, num_bytes: int, *, phase: str) -> 
     faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(records) if each["error"]]
     if faults:
         raise BackendUnavailable(
-            f"{phase}: no block of {num_bytes} bytes, {'; '.join(faults)} (this is rank "
+            f"{phase}: cannot allocate {num_bytes} bytes, {'; '.join(faults)} (this is rank "
             f"{calls.collectives.rank} of {calls.world_size}); lower max_tokens_per_rank or free "
             "memory of the GPU"
         )
@@ -126,7 +126,7 @@ def received_rows(
 def as_words(rows: Tensor) -> Tensor:
     """View rows as [rows, words], the widest integers that fit, for kernels that only move them."""
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
-    # Where a row begins and ends; the first one may begin anywhere in a larger tensor.
+    # The bytes at which a row begins and ends; the first row may begin anywhere in a larger tensor.
     places = (rows.storage_offset(), rows.stride(0), rows.shape[1])
     return rows.view(_word_dtype(places, rows.itemsize))
 

@@ -1,7 +1,7 @@
 """Normal mode between the GPUs of one host: one copy of a token to each rank of its experts.
 
 Rows are used where peers have stored them, through an expert-major index; with gradients they are
-copied once into memory of their own. Signals, memory order and reuse: dispatch.cu and combine.cu in
+copied once into separate memory. Signals, memory order and reuse: dispatch.cu and combine.cu in
 epcomm/kernels/nvlink/normal. Operations are independent: a dispatch needs no combine, a combine no
 dispatch.
 
@@ -78,7 +78,7 @@ _logger = logging.getLogger(__name__)
 
 # Blocks of CPU ranks in tests: enough to wait for one another.
 _CPU_BLOCKS = 3
-# By which a buffer without a limit grows.
+# A buffer without a limit grows to a multiple of this number of tokens.
 _TOKEN_MULTIPLE = 128
 
 
@@ -147,9 +147,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, num_counters=5)
         self._num_dispatches = 0
-        # Memory for counts that no kernel will write any more.
+        # Memory for counts that no kernel writes any longer.
         self._spare_totals: Totals | None = None
-        # Dispatches before exclude_ranks().
+        # The number of dispatches before exclude_ranks().
         self._num_earlier = 0
         self._sum_dtype = spec.hidden_format.dtype.torch_dtype
         # Ranks that exclude_ranks() has excluded.
@@ -184,7 +184,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
                 totals = Totals(self._layout, self._device)
             else:
                 totals.begin()
-            # Kept: when this call has raised, a kernel may still write it.
+            # The memory is kept, because a kernel may still write it after this call has raised.
             self._totals = totals
             pushed = self._push(call, buffer_index, totals.entries)
             counts = self._read_counts(call)
@@ -230,7 +230,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._compare_combine(error)
         self._begin_call()
         if error is not None:
-            # Only its code is sent. Unless ranks compare their calls, y is NaN on the others.
+            # Only the code of the error is sent. Unless ranks compare their calls, y is NaN on the
+            # others.
             self._faults.note_own(error)
             exchange_plan = self._plan_memory.empty_exchange_plan()
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
@@ -270,11 +271,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
 
     def _start_anew(self) -> None:
         block, layout, exchange = self._block, self._layout, self._exchange
-        # All signals, which are stored before the returned sums.
+        # Zero all signals, which are stored before the returned sums.
         block[: layout.offsets["returned"]].zero_()
         for tensor in (exchange.state, exchange.counted, exchange.peers.faults):
             tensor.zero_()
-        # Ranks may have reached different numbers.
+        # The ranks may have counted different numbers of dispatches.
         self._num_earlier += self._num_dispatches
         self._num_dispatches = 0
         self._excluded_ranks = self._living.dead()
@@ -339,7 +340,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         if totals is None:
             raise EPTimeout(
                 f"{self.name}: no counts within {timeout_s:g} s (rank {self._rank} of "
-                f"{self._world_size}): work before this dispatch did not end; close the group and "
+                f"{self._world_size}): earlier work on the stream did not end; close the group and "
                 "make a new one"
             )
         self._spare_totals = self._totals
@@ -390,7 +391,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     def _copied(
         self, rows: WireTensor, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int
     ) -> WireTensor:
-        """Copy rows and scales to new memory, [R, columns], once all are there."""
+        """Copy rows and scales to new memory, [R, columns], after all have arrived."""
         num_rows, scales = exchange_plan.num_rows, rows.scales
         data = rows.data.new_empty(num_rows, self._spec.hidden_size)
         if scales is not None:
@@ -430,13 +431,13 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             return
         where = f"rank {self._rank} of {self._world_size}"
         error = overwritten_error(self.name, exchange_plan.batch, num_buffers, where)
-        # Ranks that run with gradients own their rows and go on.
+        # Ranks that run with gradients own their rows and do not raise.
         self.combine(rows[:0], None, rows_per=RowsPer.ROW, error=error)
         raise error
 
     def _open(self, max_tokens: int | None = None) -> None:
         """Open memory for M tokens of each rank, with signals of 0."""
-        # It may be of another length.
+        # The spare memory for counts may have the wrong length for the new layout.
         self._spare_totals = None
         layout = self.layout_for(self._spec, self._world_size, max_tokens)
         self._load_kernels(layout)
@@ -444,7 +445,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         self._exchange = NormalExchange.of(self._blocks)
         self._rows = self.received_rows()
         num_rows = self._layout.max_tokens if self.has_row_budget else self._layout.num_rows
-        # These sizes serve until the host knows what arrives; with a budget it never does.
+        # These sizes are used until the host knows the counts; with a budget it never does.
         self._most_sizes = IndexSizes(
             num_rows=num_rows,
             num_slots=self._max_slots_of(self._spec, num_rows),
@@ -488,7 +489,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
                 f"{describe_ranks(self._excluded_ranks)} (this is rank {self._rank} of "
                 f"{self._world_size}); pass max_tokens_per_rank to EPConfig, or make a new EPGroup"
             )
-        # Nobody stores to the old blocks any more; views of this rank keep them.
+        # No rank stores to the old blocks any longer; views of this rank keep them alive.
         self._host_barrier()
         wanted = max(num_tokens, 2 * self._layout.max_tokens)
         self._open(align_up(wanted, _TOKEN_MULTIPLE))

@@ -1,4 +1,4 @@
-"""Counts of a dispatch of normal mode over NVLink, which a kernel writes where its host reads."""
+"""Counts of a dispatch of normal mode over NVLink, which a kernel writes and its host reads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class IndexSizes:
 class NormalCounts:
     """The counts of a dispatch that the host reads.
 
-    most_tokens: T of the rank that has most.   num_rows: that arrive.
+    most_tokens: T of the rank that has most.   num_rows: received rows.
     tokens_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
     """
 
@@ -101,7 +101,7 @@ class NormalCounts:
         size = layout.world_size
         headers = [unpack_status(status) for status in totals[:size]]
         for other in dead:
-            # They agree with everybody.
+            # The flags of excluded ranks never differ from the others.
             headers[other] = FaultCode.NONE, call.flags
         codes, flags = zip(*headers, strict=True)
         words = list(map(fault_word_of_byte, codes, names.numbers))
@@ -114,7 +114,8 @@ class Totals:
 
     entries: [3 * W + L], int32, negative until a kernel has written them, see push_rows().
 
-    Used again once a kernel has written all of them. After a timeout its kernel may still write.
+    The memory is reused after a kernel has written all entries. After a timeout the kernel may
+    still write.
     """
 
     def __init__(self, layout: NormalLayout, device: torch.device) -> None:
@@ -124,7 +125,7 @@ class Totals:
         self.entries = torch.empty(
             num_entries, dtype=torch.int32, device="cpu", pin_memory=is_pinned
         )
-        # The same memory, without the host time of a tensor's operators.
+        # A view of the same memory for ctypes, because operators of tensors take more host time.
         self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
         self.begin()
 

@@ -40,7 +40,7 @@ class NVLinkNormalExchangePlan(ExchangePlan):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExchangePlanMemory:
-    """Allocates what kernels write an exchange plan to; nothing is written yet."""
+    """Allocates the memory to which kernels write an exchange plan; nothing is written yet."""
 
     spec: BufferSpec
     world_size: int

@@ -19,7 +19,7 @@ class NVLinkRowBudgetBuffer(NVLinkNormal, Buffer):
     max_tokens_per_rank is both the most tokens that a rank dispatches and the most rows that it
     receives from all ranks together: for callers who know the sum, and not how it is spread. More
     rows on one rank are a fault on all. Rows after these have no slot and are undefined.
-    Rows are always in memory of their own, so one receive buffer suffices.
+    Rows are always in separate memory, so one receive buffer suffices.
     """
 
     name: ClassVar[str] = "nvlink"
@@ -45,7 +45,7 @@ class NVLinkRowBudgetBuffer(NVLinkNormal, Buffer):
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
         assert spec.max_tokens_per_rank is not None, "sizes are static"
-        # More slots are no fault that a budget of rows could name.
+        # A budget of rows has no fault for too many slots.
         return most_slots_of(spec, spec.max_tokens_per_rank)
 
     def _raise_faults(self) -> None:

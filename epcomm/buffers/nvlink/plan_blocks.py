@@ -85,7 +85,7 @@ class PlanBlockParts:
 class PlanBlock:
     """The memory of one call, int32, and the arguments of a kernel for it.
 
-    What is not used stays allocated: 24 * K bytes at most for each of W * M rows.
+    Unused memory stays allocated: at most 24 * K bytes for each of W * M rows.
     """
 
     spec: BufferSpec

@@ -1,4 +1,4 @@
-"""Bytes of the NVLink buffers, as `plan` predicts them; numbers alone, no tensors."""
+"""Bytes of the NVLink buffers, as `plan` predicts them from numbers alone."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ _TEXTS = {
 class WaitReport:
     """The report of the wait that this rank could not end.
 
-    entries: [REPORT_MISSING + W], int32, zero at first, which the host reads any time.
+    entries: [REPORT_MISSING + W], int32, zero at first; the host may read them at any time.
     """
 
     def __init__(self, collectives: Collectives, backend: str) -> None:
@@ -45,11 +45,11 @@ class WaitReport:
             device="cpu",
             pin_memory=collectives.device.type == "cuda",
         )
-        # The same memory: every call reads it, and a list of a tensor takes 2 us.
+        # A view of the same memory: every call reads it, and tolist() of a tensor takes 2 us.
         self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
 
     def check(self) -> None:
-        """Raise what a kernel has reported. Local; no device is waited for.
+        """Raise the error that a kernel has reported. Local; does not wait for a device.
 
         Raises:
             EPTimeout: a kernel of this rank, or of one that set the abort flags, timed out.

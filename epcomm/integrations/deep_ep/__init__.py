@@ -1,8 +1,8 @@
 """The drop-in for deep_ep: programs written for DeepEP run on epcomm's buffers.
 
-`install()` puts it in the place of `deep_ep`, and `python -m epcomm.integrations.deep_ep PROGRAM`
-runs a program with it. The names here are those of the package; docs/migrating_from_deepep.md says
-what differs, and which calls of epcomm's own API do the same.
+`install()` installs it as `deep_ep`, and `python -m epcomm.integrations.deep_ep PROGRAM`
+runs a program with it. The names here are those of the package; docs/migrating_from_deepep.md
+describes the differences, and the equivalent calls of epcomm's own API.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Run a program with the drop-in in the place of deep_ep, and all processes that it starts.
+"""Run a program, and all processes that it starts, with the drop-in in place of deep_ep.
 
     python -m epcomm.integrations.deep_ep serve.py --port 8000
     python -m epcomm.integrations.deep_ep -m vllm.entrypoints.openai.api_server --model ...
     python -m epcomm.integrations.deep_ep torchrun --nproc-per-node 8 train.py
 
---replace before the program takes the place of a real deep_ep.
+With --replace before the program, the drop-in replaces an installed deep_ep.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
     """Return the command that runs a file of Python, `-m MODULE`, or a command.
 
     Raises:
-        ConfigError: no program is named, or there is none of that name.
+        ConfigError: no program is named, or it does not exist.
     """
     if not arguments:
         raise ConfigError(f"deep_ep: no program is named; {_USAGE}")
@@ -36,7 +36,7 @@ def command_of(arguments: Sequence[str]) -> list[str]:
         return [sys.executable, *arguments]
     found = shutil.which(program)
     if found is None:
-        raise ConfigError(f"deep_ep: {program} is no file and no command; {_USAGE}")
+        raise ConfigError(f"deep_ep: {program} is neither a file nor a command; {_USAGE}")
     return [found, *arguments[1:]]
 
 

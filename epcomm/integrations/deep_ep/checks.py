@@ -54,7 +54,7 @@ class Check:
 
     def tensor(self, name: str, tensor: object, shape: Shape, dtypes: Dtypes) -> None:
         """Require a tensor of one of these dtypes on the device; shape: None for any size."""
-        # Right calls first: decoding counts microseconds of the host.
+        # Correct calls return first, because decoding counts microseconds of the host.
         if (
             isinstance(tensor, Tensor)
             and tensor.dtype in dtypes
@@ -103,7 +103,7 @@ class Check:
         return 0
 
     def ids(self, topk_ids: Tensor, num_experts: int) -> None:
-        """Require at least one id a token: -1 or experts, where the host reads ids, on CPUs."""
+        """Require at least one id per token; on CPUs the host also checks each id."""
         if topk_ids.shape[1] == 0:
             fault = f"topk_idx is {list(topk_ids.shape)}, expected at least one expert a token"
             raise self.error(ShapeError, fault)
@@ -175,7 +175,7 @@ class Check:
         for name, value in given.items():
             if value is not None and value is not False:
                 argument = f"{name}=True" if value is True else name
-                fault = f"{argument} is not there in epcomm.integrations.deep_ep"
+                fault = f"{argument} is not available in epcomm.integrations.deep_ep"
                 remedy = "leave it out, and see docs/migrating_from_deepep.md for what to use"
                 raise self.error(MissingArgumentError, fault, remedy)
 
@@ -194,7 +194,7 @@ def _fits(found: torch.Size, shape: Shape) -> bool:
 class Absent:
     """A method of deep_ep that the drop-in does not have: it refuses any arguments.
 
-    use: what to use in its place.
+    use: the replacement, for the message.
     """
 
     def __init__(self, use: str) -> None:
@@ -205,6 +205,6 @@ class Absent:
 
     def __call__(self, *arguments: object, **named: object) -> NoReturn:
         raise NotImplementedError(
-            f"{self._name} is not there in epcomm.integrations.deep_ep, which moves tokens to "
+            f"{self._name} is not available in epcomm.integrations.deep_ep, which moves tokens to "
             f"experts within one host; {self._use}"
         )

@@ -1,4 +1,4 @@
-"""Events and the communication stream of deep_ep, which also work where there is no CUDA.
+"""Events and the communication stream of deep_ep, which also work without CUDA.
 
 On a CPU a call has ended when it returns, so its event has nothing to wait for.
 """
@@ -30,7 +30,7 @@ class EventHandle:
 
 
 class EventOverlap:
-    """An event, and the tensors that must live until it; `with event:` waits at the end."""
+    """An event, and the tensors to keep alive until then; `with event:` waits at the end."""
 
     def __init__(
         self,
@@ -143,6 +143,7 @@ class CommStream:
 
     def _on_gpu(self, device: torch.device) -> torch.cuda.Stream:
         if self._stream is None:
-            # As in DeepEP the stream has priority; its programs would wait for those of a product.
+            # As in DeepEP, the stream has priority; otherwise its kernels would wait for those of a
+            # product.
             self._stream = torch.cuda.Stream(device, priority=-1)
         return self._stream

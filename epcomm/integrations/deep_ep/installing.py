@@ -1,4 +1,4 @@
-"""Install the drop-in as deep_ep: a folder with such a package, first in the path.
+"""Install the drop-in as deep_ep: put a folder with a package of this name first in the path.
 
 An entry of sys.modules does not suffice, because programs ask importlib for the package and for its
 version before they import it, and spawned processes inherit the path.
@@ -17,23 +17,23 @@ from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 SHIM = Path(__file__).parent / "shim"
 _NAME = "deep_ep"
 # Modules of Megatron, SGLang, vLLM and torchtitan that look for deep_ep when they are imported, and
-# keep what they found. A name with `deep_ep` in it may be anything.
+# remember the result.
 _CLIENT = re.compile(r"(^|[._])(deepep|fused_a2a)([._]|$)")
 _COMMAND = "python -m epcomm.integrations.deep_ep PROGRAM"
 
 
 def install(*, replace: bool = False) -> None:
-    """Make `import deep_ep` give the drop-in, here and in processes that this one spawns.
+    """Make `import deep_ep` import the drop-in, here and in processes that this one spawns.
 
     Programs that are started later, such as workers of a cluster, need PYTHONPATH: run the program
     by `python -m epcomm.integrations.deep_ep PROGRAM`.
 
-    replace: take the place of a real deep_ep, if one is installed.
+    replace: replace a real deep_ep, if one is installed.
 
     Process-wide. Local, idempotent.
     Raises:
         ConfigError: a real deep_ep is installed and replace is not set; or deep_ep, or a module
-            that looks for it at its import, was imported already.
+            that looks for it at import, is already imported.
     """
     loaded = sys.modules.get(_NAME)
     if loaded is not None:

@@ -41,7 +41,7 @@ def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> TokenLayout
             topk_ids, layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank
         )
         return layout
-    # Ids that name no expert fall into a last column, which is cut off.
+    # Ids that name no expert are counted in an extra last column, which is removed.
     is_expert = (topk_ids >= 0) & (topk_ids < num_experts)
     experts = torch.where(is_expert, topk_ids, num_experts).long()
     ones = torch.ones_like(experts, dtype=torch.int32).flatten()

@@ -1,13 +1,13 @@
-"""Normal mode on epcomm's buffers, as both kinds of deep_ep buffers translate to it.
+"""Normal mode on epcomm's buffers, to which the buffers of deep_ep V1 and V2 translate their calls.
 
 Rows are in the order of (source rank, token), once for each rank that owns an expert of the token,
-and belong to the caller. What deep_ep calls a handle is here a `RowExchange`: it lives as long as
-it is held, and rows are sent along it any number of times, in both directions.
+and belong to the caller. A handle of deep_ep corresponds to a `RowExchange`: it may be kept for any
+time, and rows are sent along it any number of times, in both directions.
 
-A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and where
-buffers open, every rank raises the error, whichever call it makes. Over NVLink no host reads what
-other ranks report. There a rank that refuses takes part in the kernels of the call without rows,
-and the others receive NaN.
+A rank refuses a call so that the others, which make it, learn of the error. On CPUs, and when
+buffers are opened, every rank raises the error, whichever call it makes. Over NVLink no host reads
+what other ranks report. There a rank that refuses takes part in the kernels of the call without
+rows, and the others receive NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsSlots, RowTopkDispatched
 from epcomm.calls.call import DispatchCall, RowTopkCall
-from epcomm.errors import EPError
+from epcomm.errors import EPError, HandleError
 from epcomm.integrations.deep_ep.ranks import OpenBuffer, Ranks, Record, Service
 from epcomm.ops.slots import row_topk
 from epcomm.protocol import BatchFlags
@@ -33,7 +33,7 @@ from epcomm.types import RowsPer, WireDtype, WireFormat, WireTensor, align_up
 
 XTensors = Tensor | tuple[Tensor, Tensor]
 
-# The copy engine of a GPU moves multiples of it.
+# The copy engine of a GPU moves multiples of 16 bytes.
 _VECTOR_BYTES = 16
 _VECTOR_WORDS = _VECTOR_BYTES // 4
 
@@ -54,24 +54,24 @@ class Rows:
     @classmethod
     def of(cls, x: XTensors) -> Rows:
         """Read the argument `x` of deep_ep."""
-        # The checks of the call report other types.
+        # If x has another type, the checks of the call report it.
         x, scales = x if isinstance(x, tuple) and len(x) == 2 else (cast("Tensor", x), None)
         return cls(x=x, scales=scales)
 
     @property
     def form(self) -> tuple[torch.dtype, int, int | None]:
-        """Dtype, H, and the number of scales of a row."""
+        """The dtype, H, and the number of scales of a row."""
         num_scales = None if self.scales is None else self.scales.shape[1]
         return self.x.dtype, self.x.shape[1], num_scales
 
     def as_given(self) -> XTensors:
-        """Return them in the form of deep_ep."""
+        """Return the rows in the form of deep_ep."""
         return self.x if self.scales is None else (self.x, self.scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowExchange:
-    """The exchange plan of one dispatch, and its buffer, for which a handle of deep_ep stands.
+    """The exchange plan of one dispatch and its buffer; a handle of deep_ep stands for them.
 
     ranks: of the Buffer that made it.   spec: of the buffer.   num_tokens: T of this rank.
     num_rows: R, rows that this rank received; max_rows: the length of the tensors of the caller.
@@ -87,7 +87,7 @@ class RowExchange:
 
     @property
     def row_bytes(self) -> int:
-        """The most bytes of a row, for which there is memory."""
+        """The most bytes of a row that the memory of the buffer allows."""
         return align_up(self.spec.hidden_format.data_bytes(self.spec.hidden_size), _VECTOR_BYTES)
 
     @property
@@ -190,7 +190,7 @@ def dispatch_rows(
     ranks.announce("dispatch", {"service": service, **shape, **options}, over_nvlink=over_nvlink)
     buffer, sent = ranks.open(service, spec), detached(rows.x)
     if rows.scales is not None:
-        # Four bytes of scale are sent as a float32, whatever they are.
+        # A scale of four bytes of any dtype is sent as a float32.
         scales = _as_dtype(detached(rows.scales), torch.float32)
         sent = WireTensor(data=sent, format=spec.dispatch_format, scales=scales)
     topk_ids, topk_weights = topk
@@ -233,12 +233,20 @@ def dispatch_rows(
     )
 
 
+def refuse_copy(handle: object) -> NoReturn:
+    """Refuse to pickle or copy a handle."""
+    raise HandleError(
+        f"{type(handle).__name__} cannot be pickled or copied: it belongs to the memory of one "
+        "Buffer; pass the handle itself"
+    )
+
+
 def announce_along(
     ranks: Ranks, exchange: RowExchange, function: str, x: Tensor, *, has_weights: bool = False
 ) -> None:
     """Compare a call along an exchange on all ranks, on CPUs: x, and whether weights are sent.
 
-    Collective: on CPU ranks.   Host sync: likewise.
+    Collective: on CPU ranks.   Host sync: on CPU ranks.
     """
     if exchange.buffer.needs_nvlink:
         return
@@ -260,13 +268,11 @@ def send_along(
     """
     has_weights = topk_weights is not None
     announce_along(ranks, exchange, "dispatch along a handle", rows.x, has_weights=has_weights)
-    weights = None
-    if topk_weights is not None:
-        words = send_words(exchange, detached(topk_weights).contiguous().view(torch.int32))
-        weights = words[:, : exchange.spec.top_k].contiguous().view(torch.float32)
+    weights = None if topk_weights is None else send_words(exchange, topk_weights)
     if rows.scales is None:
         return Rows(x=_dense(_send_columns(exchange, rows.x))), weights
-    # Side by side as bytes: a cached dispatch carries one tensor.
+    # Elements and scales are sent as bytes of one tensor, because a cached dispatch carries only
+    # one.
     x, scales = rows.x.view(torch.uint8), rows.scales.contiguous().view(torch.uint8)
     width, end = x.shape[1], x.shape[1] + scales.shape[1]
     gap = x.new_empty(x.shape[0], -end % _VECTOR_BYTES)
@@ -277,12 +283,15 @@ def send_along(
 
 
 def send_words(exchange: RowExchange, words: Tensor) -> Tensor:
-    """Send [T, N], int32, along an exchange, in whole vectors, which every buffer carries.
+    """Send words [T, N] of four bytes, such as weights, along an exchange.
 
-    Returns: [R, N + gap], which the caller owns.
+    Returns: [R, N], contiguous, which the caller owns.
     Collective: yes.   Host sync: none.
     """
-    return _send_columns(exchange, F.pad(words, (0, -words.shape[1] % _VECTOR_WORDS)))
+    num_words = words.shape[1]
+    # Every buffer carries whole vectors.
+    vectors = F.pad(detached(words), (0, -num_words % _VECTOR_WORDS))
+    return _send_columns(exchange, vectors)[:, :num_words].contiguous()
 
 
 def _send_columns(exchange: RowExchange, columns: Tensor) -> Tensor:
@@ -311,7 +320,7 @@ def return_rows(
     if rows_per is RowsPer.ROW:
         x = x[: exchange.num_rows]
     weights = None if topk_weights is None else detached(topk_weights)[: exchange.num_rows]
-    # As all buffers of normal mode.
+    # All buffers of normal mode implement AddsBias.
     buffer, plan = cast("AddsBias", exchange.buffer), exchange.exchange_plan
     y, scalars = buffer.combine(x, plan, rows_per=rows_per, row_scalars=weights, bias=bias)
     return _dense(y), None if scalars is None else _dense(scalars)
@@ -331,7 +340,7 @@ def refuse_dispatch(
     error: EPError,
     spec: BufferSpec | None = None,
     *,
-    has_words: bool = False,
+    has_weights: bool = False,
     sums_each_k: bool = False,
 ) -> NoReturn:
     """Refuse a dispatch on new routes.
@@ -344,7 +353,7 @@ def refuse_dispatch(
         ranks: of the buffer.   service: of the dispatch.   error: the reason.
         spec: of the call, see Check.spec: the others may open such a buffer now. None: that of the
             last call.
-        has_words, sums_each_k: with static sizes, whether the others send words along the dispatch,
+        has_weights, sums_each_k: with static sizes, whether the others send weights after the rows,
             and make K combines instead of one.
 
     Collective: in place of a dispatch, and of what follows it.
@@ -377,9 +386,9 @@ def refuse_dispatch(
     elif service.is_static and ranks.reads_faults:
         buffer.check()
     elif service.is_static:
-        if has_words:
-            words = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
-            buffer.cached_dispatch(words, out.exchange_plan)
+        if has_weights:
+            no_weights = torch.zeros(0, _VECTOR_BYTES, dtype=torch.uint8, device=ranks.device)
+            buffer.cached_dispatch(no_weights, out.exchange_plan)
         for _ in range(spec.top_k if sums_each_k else 1):
             _combine_without_rows(ranks, ranks.last[service], error)
     raise error
@@ -422,7 +431,8 @@ def refuse_along(
         _combine_without_rows(ranks, opened, error, exchange.exchange_plan)
     if not num_combines:
         weight_bytes = [align_up(4 * exchange.spec.top_k, _VECTOR_BYTES)] if has_weights else []
-        # Rows as wide as those of any other rank. All bits set are NaN, in codes and scales too.
+        # The rows must be as wide as those of any other rank. Bytes of 0xFF are NaN, in codes and
+        # scales too.
         for num_bytes in (*weight_bytes, exchange.row_bytes):
             shape = (exchange.num_tokens, num_bytes)
             nans = torch.full(shape, 0xFF, dtype=torch.uint8, device=ranks.device)

@@ -4,8 +4,8 @@ A Buffer of deep_ep learns H, K, E and the type of elements from its calls, so a
 opened at the first call that needs it. No rank decides by its own T.
 
 On CPU ranks each call begins with an exchange of its name and of the arguments that all ranks have
-in common. So a call that one rank makes otherwise, or refuses, is an error on every rank before
-rows travel. Over NVLink ranks compare only where a buffer opens.
+in common. So a call that differs on one rank, or that it refuses, is an error on every rank before
+rows are sent. Over NVLink ranks compare only when a buffer is opened.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Ranks:
         self.device, self.where = self._group.device, self._group.where
         self._opened: dict[tuple[Service, BufferSpec], Buffer] = {}
         self._classes: dict[Service, type[Buffer]] = {}
-        # The buffers of the last calls.
+        # The buffer of the last call of each service.
         self.last: dict[Service, OpenBuffer] = {}
 
     @property
@@ -128,14 +128,14 @@ class Ranks:
     def open(self, service: Service, spec: BufferSpec) -> Buffer:
         """Return the epcomm buffer for rows of `spec`, opened if no call had its shape before.
 
-        Collective: for a new shape.   Host sync: likewise.
+        Collective: for a new shape.   Host sync: for a new shape.
         Raises:
             BackendUnavailable: no class here provides the service; on every rank.
             ConfigError: ranks ask for other shapes; on every rank.
             HandleError: the shape is new, and the stream is being captured; or after close().
         """
         last = self.last.get(service)
-        # Calls of one shape bring one object, and comparing shapes takes 5 us.
+        # Calls of one shape pass the same object, and comparing shapes takes 5 us.
         if last is not None and last.spec is spec:
             return last.buffer
         key = service, spec
@@ -156,7 +156,8 @@ class Ranks:
     def with_open_top_k(self, service: Service, spec: BufferSpec) -> BufferSpec:
         """Return the specification of a buffer that is open for any K, if K of `spec` is 0. Local.
 
-        Without one the shape is new: opening it is an error on every rank, as ranks disagree on K.
+        Without such a buffer the shape is new, and opening it is an error on every rank, because
+        ranks disagree on K.
         """
         specs = [each for kind, each in self._opened if kind is service]
         return next((each for each in reversed(specs) if replace(each, top_k=0) == spec), spec)
@@ -173,12 +174,12 @@ class Ranks:
     def announce(
         self, function: str, arguments: Record, error: EPError | None = None, *, over_nvlink: bool
     ) -> None:
-        """Compare a call on all ranks before rows travel, unless kernels alone wait for peers.
+        """Compare a call on all ranks before rows are sent, unless only kernels wait for peers.
 
         arguments: those that all ranks have in common.
         error: the reason why this rank refuses the call; then it returns only over NVLink.
 
-        Collective: on CPU ranks.   Host sync: likewise.
+        Collective: on CPU ranks.   Host sync: on CPU ranks.
         Raises:
             EPError: this rank or another refuses its call.
             ConfigError: the arguments differ.   HandleError: the functions differ.
@@ -188,7 +189,7 @@ class Ranks:
         calls = self._group.calls
         if not calls.waits:
             if error is not None:
-                # Hosts compare nothing, but choose a class before the first call.
+                # Hosts compare no calls, but they choose a class before the first one.
                 self.gather(_CHOICE, {}, error)
             return
         everyone = self.gather(function, arguments, error)

@@ -6,8 +6,8 @@
 
 The path of a token: the model's own router chooses experts and weights, dispatch sends one copy to
 each rank that owns one of them, the slots are packed by expert, the model's own experts compute
-them, one slot a row, and combine brings the sum back. So every kind of experts in transformers is
-served, with its own kernels, biases and activations.
+them, one row per slot, and combine returns the sum. So every kind of experts in transformers is
+supported, with its own kernels, biases and activations.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ExpertsCall = Callable[[Tensor, Tensor, Tensor], Tensor]
 def register_expert_parallel(
     config: EPConfig | None = None, *, name: str = "epcomm"
 ) -> ExpertParallelRegistration:
-    """Make epcomm known to transformers under `name`, for DistributedConfig.ep_implementation.
+    """Register epcomm in transformers under `name`, for DistributedConfig.ep_implementation.
 
     Args:
         config: the user's choices, for every model loaded afterwards under this name. Where the
@@ -61,8 +61,9 @@ def register_expert_parallel(
 
     Local; imports transformers.
     Raises:
-        ConfigError: a router is asked for, where the model's own routes; or redundant experts,
-            where transformers cuts, loads and saves one copy of each in the order of their ids.
+        ConfigError: config.router is set, but the model's own router is used; or
+            config.redundant_experts is set, but transformers cuts, loads and saves one copy of each
+            expert in the order of their ids.
     """
     config = config or EPConfig()
     if config.router is not Router.AUTO:
@@ -85,7 +86,7 @@ def register_expert_parallel(
     registration = ExpertParallelRegistration(config)
 
     class EpcommEP(EPImplementation):
-        """One layer's experts, reached through epcomm."""
+        """The expert parallelism of transformers for one layer, computed through epcomm."""
 
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
@@ -116,7 +117,7 @@ class ExpertParallelRegistration:
         self._is_closed = False
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync; see Dispatcher.check."""
+        """Raise the faults recorded on the device. Local; host sync; see Dispatcher.check."""
         for bridge in self._bridges:
             bridge.check()
 
@@ -127,12 +128,13 @@ class ExpertParallelRegistration:
     def load_tables(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tokens that chose each expert, [N, E], int64, by layer, for LoadRecorder.
 
-        They are counted where EPConfig.record_load is set, on the device, but not in the calls that
+        Tokens are counted if EPConfig.record_load is set, on the device, but not in calls that
         backward repeats. Ranks that hold one batch as replicated tokens all count it.
 
         Local.   Host sync: none.
         Raises:
-            ConfigError: EPConfig.record_load is not set, or no layer is of this registration.
+            ConfigError: EPConfig.record_load is not set, or the model has no layer of this
+                registration.
         """
         layers = named_expert_parallel_layers(model).items()
         bridges = {n: e for n, e in layers if isinstance(e, ExpertsBridge) and e in self._bridges}
@@ -169,7 +171,7 @@ class ExpertParallelRegistration:
 
 
 class ExpertsBridge:
-    """Brings the tokens of a batch to the experts of one layer, and the results back.
+    """Sends the tokens of a batch to the experts of one layer, and returns the results.
 
     load_table: see ExpertParallelRegistration.load_tables(); None: nothing is counted.
     """
@@ -249,7 +251,7 @@ class ExpertsBridge:
         return self._gate
 
     def check(self) -> None:
-        """Raise the faults that wait on the device. Local; host sync."""
+        """Raise the faults recorded on the device. Local; host sync."""
         for phases in self._phases.values():
             phases.check()
 
@@ -297,7 +299,7 @@ class ExpertsBridge:
         return (logits, weights, chosen.topk_ids.to(ids.dtype), *further)
 
     def _compute(self, hidden_states: Tensor, topk: TopKOutput) -> Tensor:
-        # A call that backward repeats was counted.
+        # A call that backward repeats has already been counted.
         if self.load_table is not None and torch._C._current_graph_task_id() == -1:
             count_load(topk.topk_ids, self.load_table)
         phases = self._phases_for(hidden_states, topk)

@@ -1,13 +1,12 @@
-"""Check that a block computes what its names propose, by running it on a few random tokens.
+"""Check, by a run on a few random tokens, that a block computes what its names suggest.
 
-Names do not say whether a softmax runs before or after top-k, or where a block multiplies by its
-scale; only code does. So a reading of names is never taken on trust: a copy of the block and the
-layer that was read from it must agree, in outputs and in all gradients, in training and in
-evaluation.
+Names do not show whether a softmax runs before or after top-k, or where a block multiplies by its
+scale; only code does. So a reading of names is always verified: a copy of the block and the layer
+that was read from it must agree, in outputs and in all gradients, in training and in evaluation.
 
 The copy has random float32 values on the CPU, because zeros would hide a correction bias, and a
 block on the meta device has no values. Experts and shared experts are replaced by cheap functions;
-probing_experts.py tries the experts by themselves, on small matrices. A probe is local, reads no
+probing_experts.py runs the experts separately, on small matrices. A probe is local, reads no
 weight and takes 20 ms of a CPU for a small block, 0.7 s for a block of DeepSeek-V3.
 """
 
@@ -68,7 +67,7 @@ class BlockProbe:
             self._block = copy_with(block, large)
 
     def trace(self) -> tuple[BlockLayout, int]:
-        """Run the block once; return the layout with what was observed, and K.
+        """Run the block once; return the layout with the observed router inputs, and K.
 
         Raises:
             ConfigError: the block cannot be run on tokens alone, gives its router other inputs, or
@@ -120,7 +119,7 @@ class BlockProbe:
         tensors = {"x": x} | {n: p for n, p in self._block.named_parameters() if p.requires_grad}
 
         def outcome(call: Callable[[], tuple[Tensor, ...]]) -> dict[str, Tensor | None]:
-            torch.manual_seed(0)  # for routers that draw experts in training
+            torch.manual_seed(0)  # For routers that draw experts at random in training.
             outputs = call()
             factors = [
                 torch.linspace(-1, 1, each.numel(), dtype=torch.float32).view(each.shape)
@@ -239,7 +238,7 @@ class _StubOfLayer(nn.Module):
         super().__init__()
         self.slopes = slopes
         self.num_logical_experts, self.top_k = len(slopes), top_k
-        self.hidden_size = self.replica_table = None  # any size; experts are not placed
+        self.hidden_size = self.replica_table = None  # any size works: experts are not placed
         self.config = EPConfig(router=Router.REFERENCE)
         self.group = SimpleNamespace(device=torch.device("cpu"), where="in a probe", calls=None)
 

@@ -1,4 +1,4 @@
-"""Check on small matrices that experts compute what their names propose; see probing.py."""
+"""Check on small matrices that experts compute what their names suggest; see probing.py."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def copy_with(block: nn.Module, large: Mapping[str, nn.Module]) -> nn.Module:
-    """Copy the block with other modules of these names, and with tensors of its own."""
+    """Copy the block with other modules of these names, and with new tensors."""
     memo: dict[int, object] = {id(config): config for config in configs_in(block)}
     memo |= {id(block.get_submodule(name)): module for name, module in large.items()}
     for name, module in block.named_modules():

@@ -1,12 +1,12 @@
 """Build an ExpertParallelMoE that computes the same as a transformers MoE block.
 
-A block is read by structure, whatever its class is called: structure.py says what the names of its
-parts, tensors and attributes mean, and refuses unknown names; routings.py says which presets its
-router may be; probing.py runs the block itself, on a few random tokens. Where no preset agrees with
-the router, the router goes on choosing experts by its own code. All of this is local and reads no
-weight, so a block may be on the meta device.
+A block is read by structure, whatever its class is called: structure.py defines the meanings of the
+names of parts, tensors and attributes, and refuses unknown names; routings.py lists the presets
+that may describe its router; probing.py runs the block itself, on a few random tokens. If no preset
+agrees with the router, the router continues to choose experts by its own code. All of this is local
+and reads no weight, so a block may be on the meta device.
 
-A block that computes something else than its parts propose is refused before its experts are
+A block that computes something other than its names suggest is refused before its experts are
 copied, on all ranks.
 """
 
@@ -76,7 +76,7 @@ def read_block(block: nn.Module) -> BlockReading:
     Local; reads no weight.
     Raises:
         ConfigError: a part, a tensor or an attribute that structure.py does not list, or a block
-            that computes something else than its parts propose.
+            that computes something other than its names suggest.
     """
     kind = type(block).__name__
     read_layout(block)

@@ -1,6 +1,7 @@
 """List the names of parts of MoE blocks with their meanings; any other name is refused.
 
-A name proposes what its part does; probing.py finds out whether the block uses the part so.
+A name suggests the function of its part; probing.py checks that the block uses the part in this
+way.
 Source: the blocks of transformers 5.23.
 """
 
@@ -33,7 +34,7 @@ _PARTS: Mapping[str, str] = MappingProxyType(
         "post_mlp_layernorm": "output_norm",
     }
 )
-# What to do about a block that is not read, and about one that no part of epcomm serves.
+# Remedies for a block whose structure is not recognised, and for one that no part of epcomm serves.
 REMEDY = (
     "assemble ExpertParallelMoE from its parts, or try register_expert_parallel on the whole model"
 )
@@ -119,7 +120,7 @@ _ACT_FN_NAMES: Mapping[Activation, tuple[str, ...]] = MappingProxyType(
 
 
 def read_layout(block: nn.Module) -> BlockLayout:
-    """Return the layout that a block's names propose; router_inputs are left to the probe.
+    """Return the layout that a block's names suggest; the probe finds router_inputs.
 
     Raises:
         ConfigError: a part or an attribute that this file does not list, or a value of an attribute
@@ -209,7 +210,7 @@ def _read_format(experts: nn.Module, *, has_gate: bool) -> ExpertFormat:
 def router_settings(router: nn.Module) -> dict[str, object]:
     """Return the attributes that decide how a router routes, and its children without tensors.
 
-    Sizes do not decide. Children with tensors make the logits, and so do the tensors of the router
+    Sizes are left out. Children with tensors make the logits, and so do the tensors of the router
     itself.
     """
     has_tensors = {name.partition(".")[0] for name in router.state_dict(keep_vars=True)}
@@ -243,7 +244,7 @@ def _settings(module: nn.Module, known: Iterable[str]) -> dict[str, object]:
     known = set(known)
     found = _attributes(module)
     for name, value in found.items():
-        # Other blocks of the kind have this part, and this block does not.
+        # Other blocks of this class have the part, and this block does not.
         is_absent = value is None and name in _PARTS
         if name not in known and not is_absent:
             raise refusal(

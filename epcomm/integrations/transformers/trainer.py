@@ -1,6 +1,6 @@
 """Train models whose blocks are ExpertParallelMoEs with transformers' Trainer.
 
-Trainer would wrap such a model in DDP, which refuses experts; the first rank alone would save, and
+Trainer would wrap such a model in DDP, which refuses experts; only the first rank would save, and
 the optimizer of that rank would be saved for all. So the model takes Trainer's path for models that
 transformers has cut itself: Trainer takes the mean of the gradients of parameters that every rank
 holds, and saves on all ranks. On that path Trainer does not resume, so a callback loads the
@@ -113,7 +113,7 @@ def _state_callback(trainer: Trainer) -> TrainerCallback:
     class ExpertParallelState(TrainerCallback):
         def on_save(self, *_: object, **__: object) -> None:
             folder = _checkpoint_folder(trainer)
-            # Trainer itself reads these files on resuming.
+            # Trainer itself reads these files when it resumes.
             trainer._save_rng_state(str(folder))
             trainer._save_scaler(str(folder))
             save(_state_of(trainer), checkpoint_id=folder / STATE_FOLDER)

@@ -2,7 +2,7 @@
 
 A program takes the gate and the up columns of one block of I, so each element is read once and the
 scale of a block needs no second pass. Tiles are found from the counts on the device, and programs
-take one tile after another: the work follows the rows that are in use, and not the capacity.
+compute one tile after another, so the work depends on the rows in use, not on the capacity.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ def hidden_fp8(
     Args:
         gate_up: [C, 2I], or [L, C, 2I] where each expert has capacity for C slots; contiguous.
         counts: [L], int32.
-        first_slot: [L + 1], int32; None of [L, C, 2I].
+        first_slot: [L + 1], int32; None for gate_up [L, C, 2I].
         slot_weights: one for each slot, float32, contiguous; they multiply the scales, and with
             them the results of the product that follows. None: nothing multiplies.
         out_codes: [..., I], float8_e4m3fn, contiguous.
         out_scales: [..., I / 128], float32, or [..., ceil(I / 512)], int32, four exponents a word,
-            zeroed where I is no multiple of 512 and without slot_weights; either in columns.
+            zeroed where I is not a multiple of 512 and without slot_weights; either in columns.
         is_power_of_two: scales are rounded up to powers of two, as int32 ones always are.
 
     Allocates nothing.   Host sync: none.   Deterministic: yes.   Compiled for each I and L.

@@ -56,8 +56,6 @@ struct Rows {
     int num_columns;  // rows of one matrix
 };
 
-// ---- shared memory, barriers, copies --------------------------------------------------------
-
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
 }
@@ -136,8 +134,6 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// ---- tiles ----------------------------------------------------------------------------------
-
 struct Tile {
     int expert;
     int num_rows;  // 1 to TILE_ROWS
@@ -189,8 +185,6 @@ __device__ void find_starts(const Rows& rows, int num_column_tiles, int* starts)
         total += __shfl_sync(~0u, sum, 31);
     }
 }
-
-// ---- the producer ---------------------------------------------------------------------------
 
 struct Shared {
     uint32 stages;
@@ -256,7 +250,7 @@ __device__ void produce(const Rows& rows, const TensorMap* rows_map, const Tenso
         RowReader reader(rows, tile);
         const int matrix_row = tile.expert * rows.num_columns
                                + tile.column * Epilogue::COLUMNS_PER_TILE;
-        // Unrolled, the addresses of several stages would not fit into its registers.
+        // If the loop were unrolled, the addresses of several stages would not fit into registers.
 #pragma unroll 1
         for (int k = 0; k < rows.k_blocks; ++k) {
             barrier_wait(shared.empty_of(stage), parity);
@@ -290,8 +284,6 @@ __device__ void produce(const Rows& rows, const TensorMap* rows_map, const Tenso
         barrier_arrive(shared.full_of((stage + NUM_STAGES - behind) % NUM_STAGES));
     }
 }
-
-// ---- products -------------------------------------------------------------------------------
 
 // The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
 // the same for all. The address is in units of 16 bytes.
@@ -359,8 +351,6 @@ __device__ __forceinline__ float load_shared(uint32 address) {
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
     return value;
 }
-
-// ---- what is done with totals ---------------------------------------------------------------
 
 // Transposes words among the four threads that share a row: word i of thread t becomes word t of
 // thread i.
@@ -543,8 +533,6 @@ struct Down {
     }
 };
 
-// ---- the consumers --------------------------------------------------------------------------
-
 // The compiler computes a word again wherever it is used, between two products too, unless it is
 // the result of a shuffle.
 __device__ __forceinline__ uint32 keep(uint32 word) {
@@ -592,7 +580,7 @@ __device__ void consume(const Rows& rows, Tiles tiles, const Shared& shared,
             const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
             const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
             start(sums, a, a_tile + TILE_BYTES / 16);
-            // What follows until finish() costs no time.
+            // The code until finish() runs while the product does, and costs no time.
             const float scale = load_shared(scales + stage * SCALES_BYTES);
             const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
             const float by_first = scale * next_first, by_first_8 = scale_8 * next_first;

@@ -133,10 +133,10 @@ def _check_operands(kernel: str, forms: tuple[tuple | None, ...], num_slots: int
         "first_slot": (_INT32, (num_experts + 1,)),
         "matrices": (_CODES, (num_experts, num_columns, k)),
         "matrix_scales": (_FLOAT32, (num_experts, num_blocks, k // BLOCK)),
-        # Those of gate_up_fp8().
+        # The operands of gate_up_fp8().
         "out_codes": (_CODES, (num_slots, inner_size)),
         "out_scales": (_FLOAT32, (num_slots, inner_size // BLOCK)),
-        # Those of down_fp8().
+        # The operands of down_fp8().
         "slot_weights": (_FLOAT32, (num_slots,)),
         "out": (HIDDEN_DTYPES, (num_slots, num_columns)),
     }
@@ -231,7 +231,7 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
     )
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, BLOCK, inner_size)
-        # Blocks take one tile after another.
+        # Each block computes one tile after another.
         blocks = min(num_tiles, kernels.num_sms)
         packed = _packed_codes(codes, given.row_of_slot, num_slots, rows, kernels)
         if packed is None:
@@ -252,7 +252,7 @@ def _packed_codes(
     """
     hidden_size = codes.shape[1]
     if row_of_slot is None:
-        # The copy engine takes no rows that overlap.
+        # The copy engine does not accept rows that overlap.
         return codes if codes.stride(0) >= hidden_size else None
     if num_slots < PACKED_SLOTS_PER_EXPERT * rows.num_experts:
         return None
@@ -274,7 +274,7 @@ def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> Non
     num_experts, hidden_size, inner_size = matrices.shape
     num_slots = codes.shape[0]
     _check_operands("down", _forms_of(given, slot_weights, out), num_slots)
-    # The copy engine refuses a matrix of zero rows.
+    # The copy engine does not accept a matrix of zero rows.
     if num_slots == 0:
         return
     rows = _rows(given)

@@ -272,7 +272,7 @@ def down_int8(given: Product, *, slot_weights: Tensor | None, is_packed: bool, o
     """
     num_experts, hidden_size, inner_size = given.matrices.shape
     tile_rows = tile_rows_for(len(out), num_experts, is_packed=is_packed)
-    # 256 columns give a large tile as many sums as gate and up have.
+    # With 256 columns a large tile has as many sums as gate and up together.
     columns = 256 if tile_rows == _LARGE_TILE else BLOCK
     launch_product(
         _down_int8_kernel,

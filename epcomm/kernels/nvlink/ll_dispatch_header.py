@@ -26,7 +26,7 @@ from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REP
 PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 
 _PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
-# Bits of what is wrong with an entry; an id that is no expert counts more.
+# Bits of what is wrong with an entry; an id that is not an expert counts more.
 _REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
 _EAGER_EPOCH = tl.constexpr(EAGER_EPOCH)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
@@ -38,8 +38,8 @@ _PART_LINES = tl.constexpr(PART_LINES)
 def dispatch_epoch(peers: Peers, is_captured: tl.tensor) -> tl.tensor:
     """Return the epoch of a dispatch, in its sender and in its receiver.
 
-    A host releases the receive buffer first if its batch was not combined. The host of a replay
-    does not know: if an eager batch 5 is there, which has no combine, a captured dispatch is 6.
+    A host releases the receive buffer first if its batch was not combined. The host does not learn
+    of a replay: if the buffer holds an eager batch 5 without a combine, a captured dispatch is 6.
     """
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state, volatile=True)
@@ -54,8 +54,8 @@ def begin_dispatch(
 ) -> tl.tensor:
     """Note the batch that the receive buffer holds from now on; return its epoch.
 
-    No program meets the update of its own kernel: combine writes the word that all of them read,
-    and a captured dispatch does not write that of eager ones.
+    No program reads a word that its own kernel updates: combine writes the word that all programs
+    read, and a captured dispatch does not write that of eager ones.
     """
     epoch = dispatch_epoch(peers, is_captured)
     if tl.program_id(0) == 0:
@@ -158,8 +158,8 @@ def peer_in_turn(
 ) -> tl.tensor:
     """Return the rank to which this rank sends a token after `turn` others: 2 0 1 for 1 + 1 of 3.
 
-    For each token every rank begins with another one. If all began with rank 0, the rows of all
-    would queue for one GPU after another.
+    For each token every rank begins with a different peer. If all began with rank 0, the rows of
+    all would queue for one GPU after another.
     """
     peer = (peers.rank + token) % c.W + turn
     return tl.where(peer < c.W, peer, peer - c.W)

@@ -48,7 +48,7 @@ def pack_rows(
     slots_of_row_ptr: [W * M, K], which this program has written.
     slabs: `data` is [C, words of a row]; of `scales` see scales_at().
     """
-    # What other threads of this program have stored is loaded below.
+    # The data that other threads of this program have stored is loaded below.
     tl.debug_barrier()
     WORDS: tl.constexpr = c.DATA_BYTES // 4
     word = tl.arange(0, index.WORD_LANES)

@@ -1,8 +1,9 @@
 """Low-latency dispatch over NVLink, its receiver: an expert-major index over rows.
 
-It reads metadata and no rows, and indexes them while they are on the wire; it ends once they have
-come. A header, which always travels in lines, tells of each source whether its tokens do: then
-other programs copy its rows to where they would be otherwise, see lines/dispatch_unpack.py.
+The receiver reads metadata and no rows, indexes rows while they are on the wire, and ends after
+they have arrived. The header of each source, which is always sent in lines, contains whether its
+tokens are sent in lines too. Then other programs copy its rows to their usual positions, see
+lines/dispatch_unpack.py.
 
 Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
 """

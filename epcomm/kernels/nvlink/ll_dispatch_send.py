@@ -4,7 +4,7 @@ Some programs send metadata: of each token its experts, positions and weights, a
 the receiver's experts. Others send rows: they quantise each token once and store one row a rank.
 The last program of either kind to arrive sets, releasing, a signal of each peer, so a receiver
 makes its index of the metadata while rows are still on the wire. A receive buffer is written again
-only after the lines of combine say that every rank has read its last batch. Nothing is cleared.
+only after the lines of combine report that every rank has read its last batch. Nothing is cleared.
 Few tokens are sent by the kernel of lines/dispatch_send.py instead.
 
 Memory order: signals.py.
@@ -138,10 +138,10 @@ def _wire_form(
     rows: constexprs.SentRows,
 ) -> tl.tuple:
     """Return a row as it is sent, and its scales, if any, their lanes, and which of them exist."""
-    # Triton 3.6 returns no None.
+    # Functions of Triton 3.6 cannot return None.
     scales, lane, is_scale = 0, 0, 0
     if rows.KIND == _PLAIN:
-        # Bits, whatever they mean: an interpreter need not know the dtype.
+        # Rows are copied as bits, so that an interpreter need not know the dtype.
         row = elements
         if x_scales_ptr is not None:
             lane = tl.arange(0, rows.SCALE_LANES)

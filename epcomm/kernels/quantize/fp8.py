@@ -89,7 +89,7 @@ def quantize_blocks(
         amax = amax_bits.to(tl.float32, bitcast=True)
         scale_bits = (amax * _RECIPROCAL_OF_MAX).to(tl.int32, bitcast=True)
         scale = tl.where(is_finite, scale_bits, _NAN_BITS).to(tl.float32, bitcast=True)
-        # `/` would be approximate.
+        # div_rn rounds correctly; `/` would be approximate.
         factor = tl.math.div_rn(tl.zeros_like(amax) + _E4M3_MAX, amax)
 
     # A factor of NaN makes all codes of the block NaN, at no cost an element.

@@ -4,7 +4,7 @@ On a GPU they are those of its library, by which torch computes too, so that sco
 there are equal here. (Triton's own exp multiplies by log2(e) in one rounding, which at -20 is five
 units in the last place of the result.) The interpreter has no such library: there exp is a
 polynomial that interpolates at Chebyshev nodes, within 1.1 units of the exact value, and the others
-are taken in float64, for torch on a CPU is within 0.6 units.
+are computed in float64, because torch on a CPU is within 0.6 units.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 # product with any n is exact; the second is what remains.
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
-# exp(x) below this is 0 in float32, and 2**n has to be a number.
+# Below this value exp(x) is 0 in float32; the limit keeps 2**n finite.
 _LOWEST = tl.constexpr(-110.0)
 # A little below this exp(x) is subnormal, where the GPU's library, as Triton links it, gives 0; so
 # it computes exp(x + 40), an exact sum, and the result is multiplied by exp(-40).
@@ -29,7 +29,7 @@ _NEARLY_SUBNORMAL, _SHIFT = tl.constexpr(-87.0), tl.constexpr(40.0)
 _EXP_OF_MINUS_SHIFT = tl.constexpr(4.248354255291589e-18)
 # The largest float32, to which +inf is lowered: a softmax of two infinities would be NaN.
 _MAX = tl.constexpr(3.4028234663852886e38)
-# Nearer to 0 tanh(x) is x, to a tenth of a unit in the last place.
+# Below this magnitude tanh(x) is x, to a tenth of a unit in the last place.
 _TANH_BY_EXP = tl.constexpr(1e-4)
 # Beyond 20 log1p(exp(x)) is x, and below -20 it is exp(x), as in the reference.
 _SOFTPLUS_END = tl.constexpr(20.0)
@@ -48,7 +48,7 @@ def exp_up_to_20(x: tl.tensor) -> tl.tensor:
     p = 0.0013926392421126366 * r + 0.008363345637917519
     p = (p * r + 0.04166655242443085) * r + 0.16666576266288757
     p = 1.0 + (r + r * r * (p * r + 0.5))
-    # The product is made in two steps, because 2**-150 is no float32.
+    # The product is made in two steps, because 2**-150 is not a float32.
     power = n.to(tl.int32)
     half = power >> 1
     p *= ((half + 127) << 23).to(tl.float32, bitcast=True)

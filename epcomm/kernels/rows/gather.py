@@ -56,7 +56,7 @@ def gather_rows(rows: Tensor, row_of_slot: Tensor, out: Tensor) -> None:
     Allocates nothing.   Compiled for each dtype, H and strides.
     Host sync: none.   Graph capture: after one call.   Deterministic: yes.
     Raises:
-        ShapeError: no GPU tensors, or columns apart.
+        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
     """
     check_rows("gather_rows", rows=rows, out=out)
     num_slots, hidden_size = out.shape

@@ -1,4 +1,4 @@
-"""Launch kernels; Triton's Python sees each form of their arguments once."""
+"""Launch kernels; Triton's Python runs only once for each form of their arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def launch(
     _prepared(kernel, device, (dtypes, tuple(constants.items())))(grid, *arguments)
 
 
-# A layer in training has some ten forms.
+# A layer in training calls a kernel in about ten forms.
 @lru_cache(maxsize=256)
 def _prepared(kernel: object, device: torch.device, form: Form) -> PreparedLaunch:
     dtypes, constants = form

@@ -103,7 +103,8 @@ def _count_sends_kernel(
         tl.store(word_ptr + 5, zeros + number, mask=is_rank)
         tl.store(word_ptr + 6, zeros + size, mask=is_rank)
         tl.store(word_ptr + FLAGS_AT, zeros + flags, mask=is_rank)
-        # Otherwise the word stays zero, or a program that finds a wrong id writes it.
+        # If all ids are valid, the word stays zero; otherwise a program that finds a wrong id
+        # writes it.
         tl.store(word_ptr + FAULT_AT, zeros + fault, mask=both(is_rank, fault != 0))
     has_wrong = tl.max(tl.max(is_wrong.to(tl.int32), 1), 0) > 0
     is_reported = both((lane < W) & has_wrong, fault == 0)

@@ -43,7 +43,7 @@ def device_name() -> str | None:
 
 
 def is_torch_npu_imported() -> bool:
-    """Return whether torch_npu is imported, which the caller does, because it loads the toolkit."""
+    """Return whether torch_npu is imported. Users import it, because it loads the toolkit."""
     return "torch_npu" in sys.modules
 
 

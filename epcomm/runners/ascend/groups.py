@@ -15,7 +15,7 @@ from torch import Tensor
 
 # Arguments of npu_grouped_matmul: groups are ranges of rows, and the result is one tensor.
 _CUT_ROWS, _ONE_TENSOR = 0, 2
-# Its group_list_type: counts 3 0 4 are the cumulative sums 3 3 7.
+# group_list_type of npu_grouped_matmul: counts 3 0 4 are the cumulative sums 3 3 7.
 _CUMULATIVE, _COUNTS = 0, 1
 # quant_mode of npu_dequant_swiglu_quant: it returns codes and a scale for each row.
 _DYNAMIC = 1

@@ -73,17 +73,17 @@ class Buffer:
 
     @staticmethod
     def get_dispatch_config(num_ranks: int) -> Config:
-        """Ignored wherever it is passed."""
+        """Return a Config, which is ignored wherever it is passed."""
         return Config(num_ranks)
 
     @staticmethod
     def get_combine_config(num_ranks: int) -> Config:
-        """Ignored wherever it is passed."""
+        """Return a Config, which is ignored wherever it is passed."""
         return Config(num_ranks)
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Set it for all buffers of the process; it is not read."""
+        """Set the number for all buffers of the process; it is not read."""
         Buffer.num_sms = new_num_sms
 
     @staticmethod
@@ -116,7 +116,7 @@ class Buffer:
         return layout.per_rank, None, layout.per_expert, layout.is_in_rank, EventOverlap()
 
     def get_notify_send_data(self) -> Tensor:
-        """An internal value of the operators, not set here."""
+        """Return an internal value of the operators, which is not set here."""
         return undefined([1], torch.int32)
 
     def clean_low_latency_buffer(

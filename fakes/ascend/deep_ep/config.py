@@ -10,7 +10,7 @@ from epcomm.config import environment
 from fakes.ascend.limits import Soc, current_machine, require, require_modelled
 
 _NAME = "deep_ep.Buffer"
-# The first that is set is used.
+# The first of these variables that is set is used.
 WINDOW_VARIABLES = ("DEEPEP_HCCL_BUFFSIZE", "HCCL_BUFFSIZE")
 # Tokens of one round of normal mode, and of all rounds together.
 TOKENS_PER_ROUND = 8192
@@ -32,14 +32,14 @@ class FuseMode(IntEnum):
 
 
 class NormalStrategy(Enum):
-    """The way in which normal mode communicates."""
+    """The strategy by which normal mode communicates."""
 
     DEFAULT = "default"
     ALLTOALL = "alltoall"
 
 
 class LowLatencyStrategy(Enum):
-    """The way in which low latency communicates."""
+    """The strategy by which low latency communicates."""
 
     DEFAULT = "default"
     OPS = "ops"

@@ -1,4 +1,4 @@
-"""Move rows from tokens to experts and back, over ranks that are processes on CPUs.
+"""Send rows from tokens to experts and back, over ranks that are processes on CPUs.
 
 One row is sent for each (token, k) whose id is not -1. Received rows are ordered by (local expert,
 source rank, token), which is part of the contract, because GEMMs read them in place.
@@ -72,7 +72,7 @@ def pairs_of(ids: Tensor, num_experts: int) -> Pairs:
 
 
 def require_ids(operator: str, ids: Tensor, num_experts: int, *, allow_none: bool) -> None:
-    """Check that ids are valid; with others the device writes to wrong memory.
+    """Check that ids are valid; with invalid ids the device would write to wrong memory.
 
     Raises:
         RuntimeError: an id is out of range, -1 is not allowed, or an id occurs twice in a row.

@@ -20,7 +20,7 @@ NAME = "deep_ep.Buffer.fused_deep_moe"
 
 @dataclass(frozen=True, kw_only=True)
 class FusedCall:
-    """Arguments of one rank.
+    """The arguments of one rank.
 
     x: bfloat16 [T, H].
     ids: int32 or int64 [T, K].
@@ -50,7 +50,7 @@ class Experts(Protocol):
     """The two products of one expert."""
 
     def hidden(self, expert: int, codes: Tensor, scales: Tensor) -> Int8Rows:
-        """First GEMM and SwiGLU, of codes [N, H] and float32 scales [N]: [N, I]."""
+        """Compute the first GEMM and SwiGLU of codes [N, H] and float32 scales [N]: [N, I]."""
         ...
 
     def output(self, expert: int, hidden: Int8Rows) -> Tensor:
@@ -60,10 +60,10 @@ class Experts(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FusedOperator:
-    """One of the two.
+    """One of the two fused operators.
 
-    check: refuse what it refuses, with RuntimeError; local.
-    profile: how it quantises x.
+    check: raises RuntimeError for arguments that the operator refuses; local.
+    profile: the arithmetic by which the operator quantises x.
     experts: its arithmetic.
     counts: its counts, from the rows received by (expert, source), int64 [L, W].
     limits_rows: whether `limit` bounds what a rank receives; else it bounds T.

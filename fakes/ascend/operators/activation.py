@@ -62,7 +62,7 @@ def _scales(amax: Tensor) -> Tensor:
 def int8_codes(quotients: Tensor) -> Tensor:
     """Round to nearest even, at most 127; NaN gets an undefined code."""
     codes = torch.round(quotients).clamp(-128, INT8_MAX)
-    # Before the cast, because NaN has no integer value.
+    # Replace NaN before the cast, because it has no integer value.
     return codes.nan_to_num(UNDEFINED_INT8).to(torch.int8)
 
 
@@ -105,7 +105,7 @@ def dequant_swiglu_quant(
         activate_left: silu of the left half times the right half; otherwise, and by default, silu
             of the right half times the left half.
         quant_mode: 1, a scale a token; 0, which is the default, is refused as not simulated.
-        clamp_limit, glu_alpha, glu_bias: ignored; swiglu_mode 1 alone reads them.
+        clamp_limit, glu_alpha, glu_bias: ignored; only swiglu_mode 1 reads them.
 
     Returns:
         codes [M, I], int8; scales [M], float32.

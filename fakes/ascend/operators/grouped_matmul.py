@@ -82,11 +82,11 @@ def grouped_matmul(
     Args:
         x: one [M, K], int8, bfloat16, float16 or float32.
         weight: one [E, K, N], the dtype of x; ND or NZ.
-        scale: one [E, N], for int8 x. On A2 and A3 bfloat16 beside a bfloat16 result and float32
-            beside a float16 one; on A5 beside a bfloat16 one also float32, or its bits in int64.
-        per_token_scale: one [M], float32, beside scale.
+        scale: one [E, N], for int8 x. On A2 and A3: bfloat16 for a bfloat16 result, float32 for a
+            float16 result; on A5 a bfloat16 result also allows float32, or its bits in int64.
+        per_token_scale: one [M], float32, in addition to scale.
         group_list: int64, see GroupListType; rows after the last group are undefined. A single
-            group comes as type 0.
+            group has type 0.
         split_item: 2 or 3, one tensor.
         group_type: 0, which cuts M.
         tuning_config: ignored; it changes no number.

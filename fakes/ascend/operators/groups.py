@@ -44,7 +44,7 @@ def groups_of(
 
     Raises:
         RuntimeError: the list reaches past the rows or the experts, or goes backwards: the device
-            would read memory that is not there. If one type is mistaken for another and the numbers
+            would read memory beyond the tensor. If one type is mistaken for another and the numbers
             are valid, nothing is raised: the device computes wrong results, and so does this
             imitation.
     """

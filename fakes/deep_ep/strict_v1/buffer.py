@@ -77,7 +77,7 @@ class Buffer(drop_in.Buffer):
         self._deferred = DeferredWork()
         self._state = LowLatencyState(group, num_rdma_bytes)
         self._queue_depth = queue_depth()
-        # The real one exchanges handles, so a rank that does not come is missed here.
+        # The real package exchanges handles here, so it waits for every rank.
         dist.barrier(group=group)
 
     def destroy(self) -> None:
@@ -300,7 +300,7 @@ class Buffer(drop_in.Buffer):
             return_recv_hook=True,
         )
         assert hook is not None, "asked for"
-        # `out` may share memory with x, which has left.
+        # `out` may share memory with x, which has already been sent.
         result = poisoned_like(combined) if out is None else poison(out)
 
         def receive() -> None:

@@ -1,8 +1,8 @@
 """With async_finish, results are undefined until a wait.
 
-A CPU has no streams. What a call with async_finish computes is kept aside, and its tensors are
-poisoned, until somebody waits for its event or the next call on the same buffer, which the real
-stream would run after it.
+A CPU has no streams. The results of a call with async_finish are stored separately, and its tensors
+are poisoned, until a wait for its event or the next call on the same buffer, which the real stream
+would run after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Wait(EventHandle):
 
 
 class DeferredWork:
-    """Work that was launched and whose results nobody has waited for, in order."""
+    """Launched work whose results have not been waited for, in order."""
 
     def __init__(self) -> None:
         self._pending: list[Callable[[], None]] = []
@@ -50,7 +50,7 @@ class DeferredWork:
             event.current_stream_wait()
 
     def launch(self, work: Callable[[], None]) -> EventHandle:
-        """Put `work` on the stream; the event's wait runs it and what came before."""
+        """Add `work` to the stream; the event's wait runs it and all earlier work."""
         self._pending.append(work)
 
         def wait() -> None:

@@ -1,4 +1,4 @@
-"""Low latency as the real package has it: two results at most, in an order of each call alone.
+"""Low latency like that of the real package: at most two results, whose rows are shuffled per call.
 
 Rows of one source lie together, and sources and their rows come in any order. So rows that the
 drop-in received are shuffled into tensors that were poisoned before, and back before they return.
@@ -20,7 +20,7 @@ from fakes.deep_ep.strict_v1.undefined import poison, undefined
 
 # Results that may wait for their combine: the real package has two buffers.
 _MAX_RESULTS = 2
-# Two bytes each, in the strides of the buffer for zero_copy.
+# Elements take two bytes each, in the strides of the buffer for zero_copy.
 _BF16_BYTES = 2
 # Bits of a layout range below its beginning.
 _COUNT_BITS = 32
@@ -38,10 +38,10 @@ class Sizes:
 
 
 class StrictHandle(tuple[Tensor, Tensor, int, int, int]):
-    """A handle of shuffled rows: that of the drop-in, and where its rows went."""
+    """A handle of shuffled rows: the handle of the drop-in, and the positions of its rows."""
 
     behind: Handle
-    # Of each expert, the rows of the drop-in in the order of the shuffled ones.
+    # For each expert, the rows of the drop-in in the order of the shuffled rows.
     orders: list[Tensor]
 
     @classmethod
@@ -51,7 +51,7 @@ class StrictHandle(tuple[Tensor, Tensor, int, int, int]):
         return handle
 
     def require_written(self) -> None:
-        """Require that the rows were received, and that no later result took their place."""
+        """Require that the rows were received, and that no later result overwrote them."""
         num_rows = self[0].shape[1]
         first, count = self[1] >> _COUNT_BITS, self[1] & ((1 << _COUNT_BITS) - 1)
         written = bool(((first >= 0) & (first + count <= num_rows)).all())
@@ -68,7 +68,7 @@ class Result:
     handle: StrictHandle
 
     def poison(self) -> None:
-        """Nobody has written it yet, or another result has taken its place."""
+        """Poison the tensors, which are not yet written or were overwritten by another result."""
         for tensor in (self.x, self.scales, self.count, self.handle[0], self.handle[1]):
             if tensor is not None:
                 poison(tensor)
@@ -81,7 +81,7 @@ class Result:
         for expert, packed in enumerate(layout_range.tolist()):
             order = _shuffled(packed, generator)
             num_rows = order.shape[0]
-            # Bytes: no dtype is left out.
+            # Rows are compared as bytes, so that every dtype is covered.
             _rows(self.x[expert])[:num_rows] = _rows(received.x[expert])[order]
             if self.scales is not None and received.scales is not None:
                 self.scales[expert, :num_rows] = received.scales[expert, order]
@@ -96,7 +96,7 @@ class Result:
 
 
 class LowLatencyState:
-    """What the real buffer remembers between low-latency calls."""
+    """The state of the real buffer between low-latency calls."""
 
     def __init__(self, group: dist.ProcessGroup, num_rdma_bytes: int) -> None:
         self._group = group
@@ -106,12 +106,12 @@ class LowLatencyState:
         self._results: list[Result] = []
         # A call was sent whose receive step has not run.
         self.is_unreceived = False
-        # Calls so far; the last bit says which of the two buffers the next one takes.
+        # Number of calls; its last bit selects the buffer of the next call.
         self._num_calls = 0
         self._combine_buffers: list[Tensor | None] = [None, None]
 
     def soil(self) -> None:
-        """Note that normal kernels have used the buffer."""
+        """Record that normal kernels have used the buffer."""
         self._is_dirty = True
 
     def clean(self, sizes: Sizes) -> None:
@@ -121,7 +121,7 @@ class LowLatencyState:
         self._is_dirty = False
 
     def begin(self, sizes: Sizes) -> torch.Generator:
-        """Begin a dispatch or combine, after its checks; return what decides its order."""
+        """Begin a dispatch or combine, after its checks; return the seed of its order."""
         # A send clears the counts of the other of two buffers, for the call after it: those of the
         # call before it, which then waits for ever. Source: csrc/kernels, internode_ll, next_clean.
         require(not self.is_unreceived, "the call before is not received")
@@ -143,13 +143,13 @@ class LowLatencyState:
         return torch.Generator().manual_seed(seed)
 
     def keep(self, result: Result) -> None:
-        """Keep a result, which takes the place of the last but one."""
+        """Keep a result, which overwrites the last but one."""
         while len(self._results) >= _MAX_RESULTS:
             self._results.pop(0).poison()
         self._results.append(result)
 
     def forget(self, handle: StrictHandle) -> None:
-        """Free the place of a result that is combined."""
+        """Free the memory of a result that is combined."""
         self._results = [result for result in self._results if result.handle is not handle]
 
     def next_combine_buffer(self, handle: Handle) -> Tensor:
@@ -179,7 +179,7 @@ def poisoned_like(tensor: Tensor) -> Tensor:
 
 
 def unshuffled(rows: Tensor, handle: StrictHandle) -> Tensor:
-    """Return rows [L, W * M, H] in the order of the drop-in, NaN where nobody wrote."""
+    """Return rows [L, W * M, H] in the order of the drop-in, NaN where none was written."""
     back = undefined(tuple(rows.shape), rows.dtype, rows.device)
     for expert, order in enumerate(handle.orders):
         back[expert, order] = rows[expert, : order.shape[0]]

@@ -82,7 +82,7 @@ def check_combine(
 def check_stats(
     expert_stats: Tensor | None, wait_stats: Tensor | None, num_experts: int, num_ranks: int
 ) -> None:
-    """Statistics: int32 [L] of rows, int64 [W] of waiting.
+    """Check the statistics: int32 [L] of rows, int64 [W] of waiting.
 
     Raises:
         RuntimeError: others.

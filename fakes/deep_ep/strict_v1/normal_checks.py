@@ -31,7 +31,7 @@ class Sent:
     topk_weights: Tensor | None = None
 
     def columns(self) -> list[Tensor]:
-        """Return the tensors that travel, in this order."""
+        """Return the tensors that are sent, in this order."""
         tensors = (self.x, self.scales, self.topk_idx, self.topk_weights)
         return [tensor for tensor in tensors if tensor is not None]
 
@@ -91,7 +91,7 @@ def check_sent(sent: Sent, is_in_rank: Tensor, ranks: Ranks) -> None:
 
 def _check_scales(sent: Sent) -> None:
     scales = sent.scales
-    # The real one would take FP8 without scales for a tensor; nobody could read it.
+    # The real package would accept FP8 without scales, which no expert could read.
     require((scales is not None) == (sent.x.element_size() == 1), "x.element_size() == 1")
     if scales is not None:
         require(scales.dtype in (torch.float32, torch.int32), "x_scales is float32 or int")
@@ -177,7 +177,7 @@ def check_combined(
 
 
 def check_handle(handle: tuple[Tensor, ...], ranks: Ranks) -> None:
-    """Check a handle that comes back.
+    """Check a handle that a caller passes.
 
     Raises:
         RuntimeError: it belongs to other ranks or another Config, or was never written.

@@ -37,7 +37,7 @@ def check_buffer(
 
 
 def queue_depth() -> int:
-    """Entries of a send queue. The real constructor also writes NVSHMEM_* for the whole process."""
+    """Return the entries of a send queue. The real constructor also writes NVSHMEM_* variables."""
     return int(environment().get("NVSHMEM_QP_DEPTH", "1024"))
 
 
@@ -55,6 +55,6 @@ def require_nvl_bytes(config: Config, num_ranks: int, token_bytes: int, num_nvl_
 
 
 def require_ids(topk_idx: Tensor, num_experts: int) -> None:
-    """Expert ids as the kernels read them; a wrong one would make the real ones write anywhere."""
+    """Require valid expert ids; with others the real kernels would write to arbitrary memory."""
     require(topk_idx.dtype == torch.int64, "topk_idx.scalar_type() == topk_idx_t")
     require(bool((topk_idx < num_experts).all()), "topk_idx < num_experts")

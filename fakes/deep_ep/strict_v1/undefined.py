@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# In an integer of any width no count, index or id of a test; in e4m3 a NaN.
+# As an integer of any width, this is no count, index or id of a test; as e4m3 it is NaN.
 UNDEFINED_BYTE = 0x7F
 
 
 def poison(tensor: Tensor) -> Tensor:
-    """Fill `tensor`, of any strides, with what cannot pass for a result; returns it."""
+    """Fill `tensor`, of any strides, with values that cannot pass for a result; return it."""
     if tensor.dtype == torch.bool:
         return tensor.fill_(True)
     if tensor.dtype in (torch.float8_e4m3fn, torch.uint8):

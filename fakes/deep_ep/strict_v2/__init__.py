@@ -1,7 +1,7 @@
 """The drop-in for deep_ep V2, held to what the real package refuses and leaves undefined.
 
-What moves rows is epcomm.integrations.deep_ep. Here the limits of the real package come on top,
-poison where it leaves memory unwritten, and other orders of rows where it leaves them open.
+epcomm.integrations.deep_ep moves the rows. This package adds the limits of the real package, poison
+where it leaves memory unwritten, and varying orders of rows where it defines none.
 Source: values recorded from the real package on GPUs.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 from epcomm.integrations.deep_ep import EPHandle, EventHandle, EventOverlap, topk_idx_t
 from fakes.deep_ep.strict_v2.buffer import ElasticBuffer
 
-# Tells a caller that tensors and ranks are on CPUs, where the package would want GPUs.
+# Callers read from this attribute that tensors and ranks are on CPUs; the real package needs GPUs.
 CPU_RANKS = True
 
 __version__ = "2.1.0"

@@ -19,7 +19,7 @@ from fakes.deep_ep.strict_v2.limits import MAX_RANKS, MAX_SCALEUP_RANKS, limit
 class ElasticBuffer(OpenOrders):
     """The drop-in, with what only the real package has: limits, poison, open orders.
 
-    Ranks that call with sizes of their own are found. Refusals are local, as there.
+    Calls whose sizes differ between ranks are detected. Refusals are local, as there.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as the drop-in
@@ -83,8 +83,8 @@ class ElasticBuffer(OpenOrders):
 
     def _check_dispatch(self, given: dict[str, Any], handle: EPHandle | None) -> None:
         routes = given["topk_idx"] if handle is None else handle.topk_idx
-        # The package looks at num_experts before it looks into the handle: of cached routes it
-        # knows it only if the caller repeats it, and fails unless num_sms is given.
+        # The package reads num_experts before the handle. For cached routes it has the number only
+        # if the caller repeats it; otherwise it fails unless num_sms is given.
         num_sms = given["num_sms"]
         if not num_sms:
             num_sms = self.get_theoretical_num_sms(given["num_experts"], routes.shape[1])

@@ -22,7 +22,7 @@ _NUM_SOURCE_COLUMNS = 2
 
 
 class LateEvent(EventHandle):
-    """An event that lets the results of its call land, which are poison before."""
+    """An event that writes the results of its call, which are poison before."""
 
     def __init__(self, results: Sequence[Tensor | None]) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class OpenOrders(deep_ep.ElasticBuffer):
 
     def __init__(self, *args: Any, **options: Any) -> None:  # noqa: ANN401 - as the drop-in
         super().__init__(*args, **options)
-        # Seeded, so that a failure can be repeated; each call draws on.
+        # The generator is seeded, so that a failure can be repeated; all calls draw from it.
         self._generator = torch.Generator().manual_seed(11 + self.rank_idx)
         self._in_flight: list[LateEvent] = []
 
@@ -131,7 +131,8 @@ class OpenOrders(deep_ep.ElasticBuffer):
 
 
 def _row_keys(handle: EPHandle) -> tuple[Tensor, Tensor]:
-    """Rows of one source rank are neighbours, in any order; rows that did not come are last."""
+    """Rows of one source rank are neighbours, in any order; rows that were not received are
+    last."""
     ranks = (handle.sources // handle.num_max_tokens_per_rank).double()
     if handle.is_row is not None:
         num_ranks = len(handle.psum_num_recv_tokens_per_scaleup_rank)

@@ -36,7 +36,7 @@ SCALE_WORD_BYTES = 4
 
 
 def require(condition: bool, text: str) -> None:
-    """Throw as the package does, whatever the limits.
+    """Check a rule that holds at any size, as the package does.
 
     Raises:
         RuntimeError: the condition does not hold.
@@ -46,7 +46,7 @@ def require(condition: bool, text: str) -> None:
 
 
 def limit(condition: bool, text: str) -> None:
-    """Check an assertion that only devices have; see limits_off()."""
+    """Check an assertion of the device code; see limits_off()."""
     require(condition or not is_enforced(), text)
 
 
@@ -62,12 +62,12 @@ def check_buffer_bytes(num_bytes: int, num_cpu_bytes: int) -> None:
 
 
 def check_sizing(max_tokens: int, hidden: int) -> None:
-    """Refuse sizes from which no buffer follows."""
+    """Refuse sizes from which no buffer can be made."""
     require(max_tokens > 0 and hidden > 0, "num_max_tokens_per_rank > 0 and hidden > 0")
 
 
 def check_events(given: Mapping[str, Any]) -> None:
-    """Refuse what is no event, and memory of results that computation may still use."""
+    """Refuse objects that are not events, and memory of results that computation may still use."""
     for name in ("previous_event", "previous_event_before_epilogue"):
         event = given[name]
         if event is not None and not isinstance(event, EventHandle):
@@ -84,7 +84,7 @@ def check_sms(num_sms: int) -> None:
 
 
 def check_handle(given: Mapping[str, Any], handle: EPHandle) -> None:
-    """Refuse what a cached dispatch may not ask for.
+    """Refuse arguments that a cached dispatch does not take.
 
     Raises:
         AssertionError: as the package's Python does.
@@ -209,7 +209,7 @@ def _check_routes(given: Mapping[str, Any], num_tokens: int, num_ranks: int) -> 
     require(num_experts % num_ranks == 0, "num_experts % num_ranks == 0")
     limit(num_experts <= MAX_EXPERTS, "num_experts <= kNumMaxExperts")
     limit(num_local_experts <= MAX_LOCAL_EXPERTS, "num_local_experts <= 256")
-    # The package would write to the memory of nobody.
+    # The package would write beyond the memory of all ranks.
     require(bool((topk_idx < num_experts).all()), "topk_idx < num_experts")
     if weights is not None:
         require(weights.shape == topk_idx.shape, "topk_weights and topk_idx have one shape")

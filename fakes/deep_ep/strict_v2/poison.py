@@ -12,7 +12,7 @@ GARBAGE_BYTE = 0x7F
 
 
 def fill_with_poison(tensor: Tensor) -> None:
-    """NaN in floating elements, 0x7F in every byte of others and in one-byte elements."""
+    """Write NaN to floating elements, and 0x7F to every byte of others and of one-byte elements."""
     if tensor.dtype.is_floating_point and tensor.element_size() > 1:
         tensor.fill_(float("nan"))
     elif tensor.element_size() == 1:
@@ -24,7 +24,7 @@ def fill_with_poison(tensor: Tensor) -> None:
 def garbage_integers(
     shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator
 ) -> Tensor:
-    """Integers as found in used memory: some far out of range, some that look valid.
+    """Return integers as found in used memory: some far out of range, some that look valid.
 
     Recorded garbage shows both, so that a filter by range must not pass for a count.
     """

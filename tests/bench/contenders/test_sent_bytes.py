@@ -40,7 +40,7 @@ def test_every_contender_counts_what_was_counted_by_hand() -> None:
         dispatch=pairs[rank] * ROW_BYTES, combine=pairs[1 - rank] * ROW_BYTES, control=2 * 8
     )
     assert sent["all_gather"] == SentBytes(dispatch=3 * (16 + 24), combine=3 * 16, control=8)
-    # A row of 16 B takes its 2 ids and 2 weights along, 16 B more, and comes back without them.
+    # A row of 16 B is sent with its 2 ids and 2 weights, 16 B more, and is returned without them.
     assert (counted.dispatch, counted.combine) == (2 * 32, 2 * 16)
     assert counted == SentBytes(
         dispatch=planned.dispatch_bytes,

@@ -48,7 +48,7 @@ CASES = {
 }
 HIDDEN, SMALL_HIDDEN = 1024, 64
 WIRES = {"bf16": None, "int8": INT8_PER_TOKEN}
-# Rows are of one size and bfloat16 here, and packed.
+# The rows of this backend have one size, are bfloat16, and are packed.
 SCENARIOS = [
     name
     for name in buffer_suite.SCENARIOS
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @contextmanager
 def hidden_size_of(group: EPGroup) -> Iterator[int]:
-    """H of a size that kernels take on 2 ranks; on more, where oracles take long, any size goes."""
+    """Return H: a size that kernels take on 2 ranks, and a smaller one on more, to save time."""
     if group.world_size == 2:
         yield HIDDEN
         return
@@ -168,7 +168,7 @@ def test_w8a8_experts_equal_a_float64_model(backend: str) -> None:
         assert "wire: dispatch int8/0" in layer.explain()
         y = layer(batch.x, topk)
         layer.check()
-        # Others return single slots.
+        # The other buffers return single slots.
         num_parts = group.world_size if backend == "AscendStandardBuffer" else 1
         assert_within(y, stored_model(batch, weights, OF_ASCEND, num_parts=num_parts))
 

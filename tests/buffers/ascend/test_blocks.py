@@ -29,7 +29,7 @@ BF16_ROUNDING = 2.0**-8
 
 
 def make_block(name: str, hidden_size: int) -> nn.Module:
-    """One that keeps its activations of order one at this size."""
+    """Return a block that keeps its activations of order one at this size."""
     block = BLOCKS[name](
         hidden_size=hidden_size, moe_intermediate_size=INNER, intermediate_size=INNER
     )
@@ -42,7 +42,7 @@ def make_block(name: str, hidden_size: int) -> nn.Module:
 
 def tokens_of(rank: int, hidden_size: int) -> Tensor:
     generator = torch.Generator().manual_seed(31 + rank)
-    # One of the ranks has none.
+    # One of the ranks has no tokens.
     return torch.randn(5 * rank, hidden_size, generator=generator).to(torch.bfloat16)
 
 
@@ -78,7 +78,7 @@ def int8_weights(block: nn.Module) -> Int8ChannelWeights:
 
 
 def int8_model(x: Tensor, topk: TopKOutput, weights: Int8ChannelWeights) -> Bounded:
-    """Routed experts in float64, with what steps of codes and bfloat16 may change."""
+    """Return routed experts in float64, with the error that codes and bfloat16 may cause."""
     values = torch.zeros(x.shape, dtype=torch.float64)
     error = torch.zeros_like(values)
     for expert in range(weights.num_experts):

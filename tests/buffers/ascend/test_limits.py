@@ -199,7 +199,7 @@ def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
     assert chosen.prefill.buffer == NORMAL
     assert chosen.decode is not None
     assert chosen.decode.buffer == LOW_LATENCY
-    # Prefill has no limit of the configuration, and still one.
+    # Prefill has no limit from the configuration, but the package has one.
     assert chosen.prefill.limits()["tokens a rank"] == "at most 8192"
     assert chosen.decode.limits()["tokens a rank"] == "at most 512"
 
@@ -214,7 +214,7 @@ SPECS = {
     )
 }
 SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
-# Variables of one rank, and the message on all ranks.
+# Environment variables of one rank, and the message on all ranks.
 SET_ON_RANK_1 = [
     (BOTH, {"DEEP_USE_MODE": "ops"}, "rank 1: DEEP_USE_MODE is ops, expected default; unset it"),
     (BOTH, {"MOE_EXPERT_TOKEN_NUMS_TYPE": "0"}, "rank 1: MOE_EXPERT_TOKEN_NUMS_TYPE is 0"),
@@ -246,7 +246,7 @@ def test_buffers_opened_without_a_plan_look_at_the_variables_too() -> None:
                     group.open_buffer(backend, spec)
             assert wanted in str(caught.value)
             assert f"this is rank {group.rank} of 2" in str(caught.value)
-            # Nothing was opened, and the group is as it was.
+            # Nothing was opened, and the group is unchanged.
             group.open_buffer(backend, spec)
 
 
@@ -257,7 +257,7 @@ def test_a_package_without_a_parameter_is_refused_on_all_ranks(
     package: Any = sys.modules["deep_ep"]
 
     class Older(package.Buffer):
-        """A release that knows neither quant_mode nor flags."""
+        """A release without quant_mode and flags."""
 
         def dispatch(self, x: object, **others: object) -> object:
             return super().dispatch(x, **others)
@@ -299,7 +299,7 @@ def test_an_installed_package_needs_torch_npu_and_no_cuda(tmp_path: Path) -> Non
     write_package(tmp_path / "deep_ep", {"__init__.py": REAL})
     npu = SimpleNamespace(is_available=lambda: True, get_device_name=lambda: "Ascend910_9392")
     with pytest.MonkeyPatch.context() as patch, EPGroup() as group:
-        # Instead of the imitation.
+        # The test installs this module instead of the imitation.
         patch.delitem(sys.modules, "deep_ep")
         patch.delitem(sys.modules, "deep_ep.buffer")
         patch.syspath_prepend(tmp_path)
@@ -348,7 +348,7 @@ def test_more_tokens_than_the_rounds_hold_are_refused(
             # Rank 1 took part without tokens, so it sent one dummy token to its own experts.
             out = dispatcher.dispatch(rows(many), topk)
             assert out.index.host_num_tokens_per_expert == (32, 0, 0, 0)
-        # Exactly the capacity of the rounds.
+        # The number of tokens is exactly the capacity of the rounds.
         out = dispatcher.dispatch(rows(32), topk_of([[0, 5]] * 32))
         y = dispatcher.combine(out.combine_input(out.hidden_states.data))
         assert torch.equal(y, rows(32))
@@ -404,7 +404,7 @@ def record_calls(
 @pytest.mark.ranks(2)
 def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each dispatcher has its own format, which every call passes; calls interleave."""
-    # The package's defaults, and the other package's name of the flag, mean INT8.
+    # The default of the package, and the flag's name in the other package, mean INT8.
     monkeypatch.setenv("DEEP_NORMAL_MODE_USE_INT8_QUANT", "0")
     for backend, make in (
         (NORMAL, DeepEPNormalDispatcher),
@@ -424,7 +424,8 @@ def test_a_bf16_draft_beside_an_int8_model_on_one_group(monkeypatch: pytest.Monk
             for layer, out in zip(layers, outs, strict=True):
                 data = dequantize(out.hidden_states, torch.bfloat16)
                 y = layer.combine(out.combine_input(data))
-                # Experts that do nothing: weights of 0.5 twice. Squared, it would be a half.
+                # The experts are the identity, with weights of 0.5 twice. If weights were applied
+                # twice, y would be a half of x.
                 assert torch.equal(y, rows(3))
         formats = [arguments["quant_mode"] for _, arguments in seen if "quant_mode" in arguments]
         assert formats == ["int8", "bf16"]
@@ -459,7 +460,7 @@ def test_a_rank_without_tokens_sends_one_to_itself() -> None:
                 outs.append(dispatcher.dispatch(rows(len(topk.topk_ids)), topk))
                 if topk is empty:
                     sent_before = dispatcher._buffer.traffic().dispatch_bytes
-            # Of each rank, its own token for its first two experts is among them.
+            # The tokens include that of each rank for its own first two experts.
             counts = [out.num_tokens_per_expert.tolist() for out in outs]
             wanted = ([[1, 0, 1, 0], [1, 2, 0, 0]], [[1, 3, 0, 0], [0, 0, 1, 0]])
             assert counts == wanted[group.rank]

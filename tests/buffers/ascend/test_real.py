@@ -26,7 +26,7 @@ from tests.runners.test_ascend_layers import RUNNERS, check_w8a8_layer
 
 
 def why_not() -> str:
-    """Return what keeps the tests from running here; empty if nothing does."""
+    """Return the reason why the tests cannot run here; empty if they can."""
     if os.environ.get(BACKEND_ENV) != "hccl":
         return f"{BACKEND_ENV} is not hccl"
     if find_spec("torch_npu") is None:
@@ -34,7 +34,7 @@ def why_not() -> str:
     npu = import_module("torch_npu").npu
     if not npu.is_available():
         return "there is no NPU"
-    # For ascend_nz; it holds for the process.
+    # ascend_nz needs this setting, which applies to the process.
     npu.config.allow_internal_format = True
     return "; ".join(buffer_class("AscendNormalBuffer").probe(this_machine()).reasons)
 

@@ -50,7 +50,7 @@ def machine() -> Iterator[None]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Operators called, none of them with an empty tensor."""
+    """Return the operators that were called, none of them with an empty tensor."""
     seen: list[str] = []
 
     def noting(name: str, original: Callable[..., object]) -> Callable[..., object]:
@@ -133,7 +133,7 @@ def of_inference(rows: Tensor) -> Tensor:
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("wire", [None, WireDtype.INT8])
 def test_results_are_read_and_stay_as_they_are(wire: WireDtype | None, calls: list[str]) -> None:
-    """Experts that do nothing, two batches in flight, some ranks with fewer tokens."""
+    """Use identity experts, two batches in flight, and ranks with fewer tokens."""
     with install("ascend"), EPGroup() as group, torch.no_grad():
         dispatcher = StandardDispatcher(group, LAYER, replace(CONFIG, dispatch_dtype=wire))
         topk = topk_of([[0, 7], [5, -1], [-1, -1], [3, 4]][: 4 - group.rank])
@@ -153,7 +153,7 @@ def test_results_are_read_and_stay_as_they_are(wire: WireDtype | None, calls: li
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_no_operator_sees_an_empty_tensor(is_int8: bool, calls: list[str]) -> None:
-    """No tokens, tokens without experts, and tokens for only one rank."""
+    """Send no tokens, tokens without experts, and tokens for only one rank."""
     spec = BatchSpec(
         hidden_size=LAYER.hidden_size,
         num_local_experts=4,

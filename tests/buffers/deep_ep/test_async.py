@@ -131,7 +131,7 @@ def test_a_send_receives_the_call_before_it(order: tuple[int, int], receipts: li
     with opened() as (group, dispatcher):
         batches = [make_batch(group, number) for number in range(2)]
         pending = [dispatcher.dispatch_async(each.x, each.topk) for each in batches]
-        # deep_ep clears the counts of the first while it sends the second.
+        # deep_ep clears the counts of the first batch while it sends the second.
         assert receipts == ["dispatch 1"]
         outs = {place: pending[place].wait() for place in order}
         assert receipts == ["dispatch 1", "dispatch 2"], "each is received once"
@@ -162,7 +162,7 @@ def test_batch_that_the_third_dispatch_ended_names_the_remedy(waits: bool) -> No
         first = pending[0].wait() if waits else None
         pending += [dispatcher.dispatch_async(each.x, each.topk) for each in batches[1:]]
         # The send of the third dispatch overwrites the memory, before any wait().
-        with pytest.raises(HandleError, match="combine a batch before the second next dispatch"):
+        with pytest.raises(HandleError, match="before the second dispatch after it"):
             pending[0].wait() if first is None else dispatcher.combine(identity(first))
         for batch, each in zip(batches[1:], pending[1:], strict=True):
             assert torch.equal(dispatcher.combine(identity(each.wait())), batch.y)

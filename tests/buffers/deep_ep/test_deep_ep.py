@@ -68,7 +68,7 @@ CASES = {
     )
 }
 WIRES = {"bf16": None, "fp8": FP8_FLOAT32_SCALES, "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES}
-# Rows have one size and are bfloat16 here, in all batches.
+# The rows of this backend have one size and are bfloat16, in all batches.
 SCENARIOS = [name for name in buffer_suite.SCENARIOS if name not in ("fp16", "bf16", "odd_hidden")]
 
 
@@ -209,7 +209,7 @@ def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(backend: str
 
 @pytest.mark.ranks(2)
 def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
-    """Rows of FP8 are half as long as those of bfloat16 that go the same way in backward."""
+    """Rows of FP8 are half as long as the bfloat16 gradients that are sent along the same plan."""
     wire = WireFormat.of(torch.bfloat16)
     spec = BufferSpec(
         hidden_size=7168,

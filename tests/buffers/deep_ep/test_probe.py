@@ -308,7 +308,7 @@ def test_group_on_mpi_is_refused(ep_ranks: MPI.Comm) -> None:
 @pytest.mark.parametrize("backend", CASES)
 def test_group_on_another_device_is_refused(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with install(CASES[backend].package) as module, EPGroup() as group:
-        # The same as in the real package, with a GPU that this group does not use.
+        # The reason is the same as in the real package, with a GPU that this group does not use.
         monkeypatch.setattr(module, "CPU_RANKS", False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))

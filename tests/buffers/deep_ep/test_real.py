@@ -31,7 +31,7 @@ from tests.multi_rank import BACKEND_ENV
 
 
 def why_not() -> str:
-    """Return what keeps the tests from running here; empty if nothing does."""
+    """Return the reason why the tests cannot run here; empty if they can."""
     if os.environ.get(BACKEND_ENV) != "nccl":
         return f"{BACKEND_ENV} is not nccl"
     if not torch.cuda.is_available():
@@ -44,8 +44,7 @@ def why_not() -> str:
 
 
 REASON = why_not()
-# A skip under the launcher is a failure, so that what another kind of deep_ep would serve is left
-# out there.
+# A skip under the launcher is a failure, so the cases for another kind of deep_ep are left out.
 SERVED = tuple(name for name in CASES if buffer_class(name).probe(this_machine()).ok)
 BACKENDS = tuple(CASES) if REASON else SERVED
 TRAINABLE = tuple(name for name in BACKENDS if buffer_class(name).caps(CASES[name].mode).trainable)

@@ -26,7 +26,7 @@ LAYOUTS = MappingProxyType(
 
 
 def env_of(group: EPGroup, layout: str) -> buffer_suite.BufferEnv:
-    # Between GPUs, NVLink supports no other rows inside a host.
+    # Between GPUs of a host, the kernels for NVLink support no other rows.
     dtype = torch.bfloat16 if group.device.type == "cuda" else None
     return buffer_suite.BufferEnv(
         group=group,
@@ -85,7 +85,7 @@ def test_the_largest_call_sends_the_bytes_that_are_predicted(layout: str) -> Non
         buffer.combine(out.rows.data, out.exchange_plan, rows_per=RowsPer.ROW)
         call = CallShape.most(3, 4, group.world_size, env.hosts)
         predicted = type(buffer).wire_bytes(env.buffer_spec(spec), call)
-        # For 3 tokens, one row to the other host, and its sum back.
+        # For 3 tokens, one row is sent to the other host, and its sum is returned.
         row = RowBytes.of(env.buffer_spec(spec))
         assert predicted.bytes_between == 3 * (row.dispatch + row.combine)
         assert buffer.traffic() == predicted

@@ -46,5 +46,5 @@ def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: o
 def test_nvlink_needs_joined_gpus_and_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(monkeypatch, ["b"], object()) is NVLinkBuffer
     assert chosen(monkeypatch, [], object()) is CollectiveBuffer
-    # With gloo, whose parts are not torch process groups.
+    # Use gloo, whose parts are not torch process groups.
     assert chosen(monkeypatch, ["b"], None) is CollectiveBuffer

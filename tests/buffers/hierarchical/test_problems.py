@@ -44,7 +44,8 @@ def test_a_rank_without_memory_is_no_reason_to_wait(exchange: str, function: str
             with pytest.raises((RuntimeError, EPError), match="out of memory"):
                 step()
         elif (exchange, function) == ("_outer", "combine") and group.rank != 0:
-            # Its host has combined, so ranks with another place exchange nothing more with it.
+            # The host of the faulty rank has combined, so ranks with another index exchange nothing
+            # more with it.
             assert step().eq(2).all()
         else:
             with pytest.raises(EPError, match="rank 2"):

@@ -1,4 +1,4 @@
-"""Let ranks of tests share GPUs: what users are refused because it is slow is right all the same.
+"""Let ranks of tests share GPUs, which users cannot do, because it is slow.
 
 A kernel that waits for a rank of its own GPU waits for that rank's slice of time.
 """
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
 
 
 def let_ranks_share_gpus(device: torch.device) -> None:
-    """Make EPGroup() one of `device` beside gloo, and count all GPUs as joined by NVLink."""
+    """Make EPGroup() use `device` beside gloo, and report all GPUs as connected by NVLink."""
     from epcomm import EPGroup
     from epcomm.buffers.hierarchical import parts
     from epcomm.planning import candidates
     from epcomm.platforms.nvlink import PeerReach
 
-    # Else torch maps no memory between two ranks of one GPU.
+    # Otherwise torch maps no memory between two ranks of one GPU.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     defaults = EPGroup.__init__.__kwdefaults__
     assert defaults is not None, "device is given by its name alone"

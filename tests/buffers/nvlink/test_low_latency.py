@@ -83,14 +83,15 @@ def env_of(
     )
 
 
-# The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
+# The most tokens that a rank sends in lines: with 2, some ranks of a batch send in lines and others
+# in bulk.
 IN_LINES, MIXED, IN_BULK = 8, 2, 0
 ON_GPUS = (("refusals", IN_BULK), ("shapes", IN_BULK), ("alone", IN_LINES), ("alone", IN_BULK))
 
 
 @pytest.fixture(autouse=True)
 def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bulk, unless a test says otherwise: an interpreter takes twice as long for lines."""
+    """Send in bulk unless a test changes it: an interpreter takes twice as long for lines."""
     if launch.IS_INTERPRETED and request.node.get_closest_marker("slow") is None:
         monkeypatch.setattr(NVLinkLowLatency, "line_tokens", IN_BULK)
 
@@ -107,7 +108,7 @@ def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
         pytest.param("faults", IN_LINES, marks=pytest.mark.slow),
         pytest.param("refusals", MIXED, marks=pytest.mark.slow),
-        # What these hold, MIXED holds of either half; a GPU takes no time for them.
+        # MIXED covers the same cases; on a GPU these take no time.
         *(() if launch.IS_INTERPRETED else ON_GPUS),
     ],
 )
@@ -166,14 +167,15 @@ def test_rows_that_are_quantised_already_travel_as_they_are(
 ) -> None:
     monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     with EPGroup() as group:
-        # Several blocks, the last one short; rows that are whole words, and rows that are not.
+        # Several blocks with a short last one; rows of whole words, and rows with an incomplete
+        # last word.
         for hidden_size in (300, 37):
             env = env_of(group, backend, wire=QUANTIZED[wire], hidden_size=hidden_size)
             buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
 
 
 def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans take the buffer for CPU ranks too."""
+    """Let plans take the buffer for CPU ranks too."""
     caps = NVLinkLowLatencyBuffer.caps(Mode.LOW_LATENCY)
     monkeypatch.setattr(NVLinkLowLatencyBuffer, "probe", lambda machine: Availability(ok=True))
     monkeypatch.setattr(
@@ -185,18 +187,19 @@ def serve_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
     serve_any_device(monkeypatch)
     spec = MoESpec(hidden_size=64, num_experts=4, top_k=1)
-    # Halves, which profiles round apart, with a scale of 1, and a row that 1e-12 changes.
+    # Halves, which profiles round differently, with a scale of 1, and a row whose codes depend on
+    # an epsilon of 1e-12.
     row = torch.arange(64) - 31.5
     row[-1] = 127
     tokens = torch.stack([row, row * 2.0**-40])
     with EPGroup() as group:
-        # Of ranks 0 and 1; the first token goes to rank 0 and the second one to rank 1.
+        # The ids of ranks 0 and 1; the first token goes to rank 0 and the second one to rank 1.
         theirs = torch.stack([tokens, -tokens]).to(group.device, torch.bfloat16)
         x = theirs[group.rank]
         ids = torch.tensor([[0], [2]], device=group.device)
         topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(2, 1, device=group.device))
         seen = set()
-        # All but that of the other tests.
+        # All profiles but that of the other tests.
         for profile in sorted({*Int8Profile} - {Int8Profile.RINT127}):
             config = EPConfig(
                 backend="nvlink",
@@ -209,7 +212,7 @@ def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.Monkey
             assert isinstance(out, RowsDispatchOutput)
             assert out.index.row_of_slot is not None
             assert out.hidden_states.scales is not None
-            # From rank 0 and from rank 1.
+            # The rows from rank 0 and from rank 1.
             rows = out.index.row_of_slot[:2].tolist()
             wanted = quantize(theirs[:, group.rank], INT8_PER_TOKEN, profile=profile)
             assert wanted.scales is not None
@@ -220,25 +223,25 @@ def test_int8_rows_are_made_as_the_configuration_says(monkeypatch: pytest.Monkey
 
 
 class SingleReceiveBuffer(NVLinkLowLatencyBuffer):
-    """Every dispatch takes the memory of the last: faults of reuse show."""
+    """A buffer in which every dispatch reuses the same memory, so that faults of reuse show."""
 
     num_buffers: ClassVar[int] = 1
 
 
 class MixedSingleBuffer(SingleReceiveBuffer):
-    """Likewise, and one rank sends in lines while the other sends in bulk."""
+    """A single receive buffer; one rank sends in lines while the other sends in bulk."""
 
     line_tokens: ClassVar[int] = 1
 
 
 class BulkSingleBuffer(SingleReceiveBuffer):
-    """Likewise, and no rank sends in lines."""
+    """A single receive buffer; no rank sends in lines."""
 
     line_tokens: ClassVar[int] = 0
 
 
 class ImpatientBuffer(NVLinkLowLatencyBuffer):
-    """Gives up after 200 polls, a fifth of a second of a GPU."""
+    """A buffer whose kernels give up after 200 polls, a fifth of a second of a GPU."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 2}
 
@@ -262,9 +265,9 @@ def spec_of() -> BufferSpec:
 def call_of(
     number: int, rank: int, world_size: int, device: torch.device | None = None
 ) -> DispatchCall:
-    """Odd numbers of eight bits, to random experts, some to none; near batches share none."""
+    """Return a call of odd 8-bit numbers to random experts; near batches share no number."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
-    # 1 3, 0 2, 3 1, 2 0 tokens on two ranks, and then the same.
+    # Two ranks have 1 and 3, 0 and 2, 3 and 1, 2 and 0 tokens, and then the same numbers again.
     num_tokens = (3 * number + 2 * rank + 1) % (MAX_TOKENS + 1)
     scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
     ids = scores.argsort(dim=1)[:, :TOP_K].clone()
@@ -281,12 +284,12 @@ def call_of(
 
 
 def factor_of(expert: int) -> int:
-    """What an expert multiplies by; exact in bfloat16."""
+    """Return the factor of an expert, which is exact in bfloat16."""
     return expert % 2 + 1
 
 
 def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
-    """y to the bit: each rank's part in k order, cast, then the parts in rank order, cast."""
+    """Return y to the bit: parts of ranks in k order, cast, and added in rank order, cast."""
     x, ids, weights = call.unquantized.float(), call.topk_ids, call.topk_weights
     y = torch.zeros_like(x)
     for rank in range(world_size):
@@ -300,7 +303,7 @@ def expected_sums(call: DispatchCall, world_size: int) -> Tensor:
 
 
 def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None:
-    """Each row with a slot is that of its source and token."""
+    """Check that each row with a slot is that of its source and token."""
     slots_of_row = out.index.slots_of_row
     assert slots_of_row is not None
     for row, slots in enumerate(slots_of_row.tolist()):
@@ -311,7 +314,7 @@ def check_rows(out: Dispatched, number: int, rank: int, world_size: int) -> None
 
 
 def compute(out: Dispatched, rank: int) -> Tensor:
-    """[C, H]: what the experts of a rank make of their slots, NaN elsewhere."""
+    """Return the results of a rank's experts for their slots, [C, H], NaN elsewhere."""
     row_of_slot = out.index.row_of_slot
     assert row_of_slot is not None
     results = out.rows.data.new_full((row_of_slot.numel(), HIDDEN), float("nan"))
@@ -324,7 +327,7 @@ def compute(out: Dispatched, rank: int) -> Tensor:
 
 
 def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) -> None:
-    """Dispatch, compute, combine; every fifth batch is left uncombined, on every rank."""
+    """Dispatch, compute and combine; every rank leaves every fifth batch uncombined."""
     rank, world_size = group.rank, group.world_size
     for number in rounds:
         call = call_of(number, rank, world_size, group.device)
@@ -365,7 +368,7 @@ def test_slots_are_used_again_and_again(kind: type[NVLinkLowLatencyBuffer]) -> N
 
 
 def start_at(buffer: NVLinkLowLatencyBuffer, epoch: int) -> None:
-    """Go on as if the epochs before `epoch` had been, of which no region but the credit tells."""
+    """Continue at `epoch`: of the earlier epochs, memory holds only the credit."""
     signed = (epoch + 2**31) % 2**32 - 2**31
     for number, receive_buffer in enumerate(buffer._receive_buffers):
         receive_buffer.exchange.state[0] = signed
@@ -373,7 +376,7 @@ def start_at(buffer: NVLinkLowLatencyBuffer, epoch: int) -> None:
         begin = layout.buffer_offset(number) + layout.offsets["combined_lines"]
         lines = buffer._block[begin : begin + layout.regions["combined_lines"]].view(torch.int64)
         lines.fill_((signed - 1) << 32)
-    # Before anybody sends.
+    # This runs before any rank sends.
     buffer._host_barrier()
 
 
@@ -447,7 +450,7 @@ def test_rounds_that_load_all_kernels_leave_the_buffer_as_it_was() -> None:
     with EPGroup() as group:
         buffer = SingleReceiveBuffer(group.calls, spec_of())
         buffer.prepare()
-        # As prepare() does on a GPU: in bulk, then in lines.
+        # Warm up as prepare() does on a GPU: in bulk, then in lines.
         buffer._warm_up()
         run_rounds(buffer, range(3), group)
         buffer.close()
@@ -461,7 +464,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
         call = call_of(1, group.rank, group.world_size, group.device)
         sent = buffer.dispatch_async(call) if group.rank == 0 else None
         if sent is not None:
-            # Rank 1 does not come: nothing is counted.
+            # Rank 1 does not arrive, so nothing is counted.
             assert sent.wait().index.num_tokens_per_expert.tolist() == [0] * NUM_LOCAL
             # A GPU has been warmed up by two rounds.
             number = 1 if group.device.type == "cpu" else 3
@@ -471,18 +474,18 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
                 buffer.check()
         group.calls.gather_records({}, phase="rank 0 gave up")
         if sent is None:
-            # Its kernels return at once, and its host hears of it.
+            # The kernels of this rank return immediately, and its host learns of the timeout.
             out = buffer.dispatch(call)
             assert out.index.num_tokens_per_expert.tolist() == [0] * NUM_LOCAL
             with pytest.raises(EPTimeout, match="this rank came too late: rank 0 gave up"):
                 buffer.dispatch(call)
-            # A graph goes on, for its host does not look.
+            # Clear the report, as if a graph were replayed, whose host reads no report.
             buffer._report.entries.zero_()
             rows = compute(out, group.rank)
             y, _ = buffer.combine(rows, out.exchange_plan, rows_per=RowsPer.SLOT)
             assert y.numel() > 0
             assert y.isnan().all()
-        # The process lives on, and so does the group.
+        # The process and the group continue.
         with pytest.raises(EPTimeout):
             buffer.dispatch(call)
         buffer.close()
@@ -520,13 +523,13 @@ def test_end_does_not_wait_for_a_rank_that_is_gone(way: str) -> None:
 
 
 class HastyBuffer(NVLinkLowLatencyBuffer):
-    """Gives up after 3000 polls, some three seconds, or 400 of a GPU, 0.4 s."""
+    """A buffer whose kernels give up after 3000 polls, 3 s, or 400 of a GPU, 0.4 s."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 30, "cuda": 4}
 
 
 def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group: EPGroup) -> None:
-    """As run_rounds() among the ranks that are left: what the dead one owns counts as -1."""
+    """Run rounds among the remaining ranks; ids of experts of the dead rank count as -1."""
     rank, world_size = group.rank, group.world_size
     for number in rounds:
         call = call_of(number, rank, world_size, group.device)
@@ -557,7 +560,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
     with EPGroup() as group:
         buffer = HastyBuffer(group.calls, spec_of())
         buffer.prepare()
-        # A batch of all, which leaves the rows and words of the dead rank behind.
+        # All ranks take part in this batch, which leaves rows and words of the dead rank in memory.
         run_rounds(buffer, range(1), group)
         is_dead = group.rank == dead
         call = call_of(2, group.rank, num_ranks, group.device)
@@ -566,7 +569,7 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
             exchange_plan = buffer.dispatch(call).exchange_plan
             with pytest.raises(EPTimeout, match="rank 1 did not arrive"):
                 buffer.check()
-            with pytest.raises(ConfigError, match="expected other ranks of 0 to"):
+            with pytest.raises(ConfigError, match="expected other ranks from 0 to"):
                 buffer.exclude_ranks([group.rank])
         group.calls.gather_records({}, phase="the living have given up")
         if exchange_plan is not None:
@@ -579,7 +582,8 @@ def test_living_ranks_go_on_without_a_dead_one(num_ranks: int) -> None:
             assert buffer.traffic().control_bytes > before.control_bytes
         group.calls.gather_records({}, phase="the living have gone on")
         if is_dead:
-            # It comes late, hears of it, and disturbs nobody.
+            # The excluded rank arrives late, learns that it is excluded, and disturbs no other
+            # rank.
             buffer.dispatch(call)
             with pytest.raises(EPTimeout, match="gave up waiting"):
                 buffer.check()
@@ -601,7 +605,7 @@ def test_receiver_waits_for_a_late_sender_and_calls_may_be_finished_late() -> No
             sent = buffer.dispatch_async(call)
             out = sent.wait()
             rows = compute(out, group.rank)
-            # The third dispatch needs the slot whose sums nobody has asked for.
+            # The third dispatch needs the receive buffer whose sums no rank has received.
             homes.append(
                 buffer.combine_async(
                     rows, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights

@@ -40,20 +40,20 @@ AnyBuffer = NVLinkLowLatencyBuffer | NVLinkMaskedBuffer
 
 
 class MixedMaskedBuffer(NVLinkMaskedBuffer):
-    """One receive buffer; one rank sends in lines while the other sends in bulk."""
+    """A single receive buffer; one rank sends in lines while the other sends in bulk."""
 
     num_buffers: ClassVar[int] = 1
     line_tokens: ClassVar[int] = 1
 
 
 class BulkMaskedBuffer(MixedMaskedBuffer):
-    """Likewise, and no rank sends in lines."""
+    """A single receive buffer; no rank sends in lines."""
 
     line_tokens: ClassVar[int] = 0
 
 
 def compute(out: Dispatched, factors: Tensor, results: Tensor) -> None:
-    """Write what experts make of their slots to [C, H], NaN elsewhere; the host reads nothing."""
+    """Write the results of experts to their slots [C, H], NaN elsewhere; the host reads nothing."""
     counts, first = out.index.num_tokens_per_expert, out.index.first_slot
     slot = torch.arange(len(results), device=results.device)
     if out.index.row_of_slot is None:
@@ -67,7 +67,7 @@ def compute(out: Dispatched, factors: Tensor, results: Tensor) -> None:
 
 @dataclass(kw_only=True)
 class Run:
-    """One rank's calls to a buffer; `perform` records what is no kernel of it in a capture."""
+    """One rank's calls to a buffer; `perform` records the operations of tests in a capture."""
 
     buffer: AnyBuffer
     results: Tensor
@@ -98,7 +98,7 @@ class Run:
         return self.combine(call, out)
 
     def capture(self, call: DispatchCall) -> tuple[Callable[[], None], Tensor]:
-        """Return what replays a batch, and its y; nothing is run."""
+        """Return a function that replays a batch, and its y; nothing is run."""
         if self.results.is_cuda:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -126,7 +126,7 @@ class Run:
 
 
 def expected_of(call: DispatchCall, world_size: int, *, returns_slots: bool) -> Tensor:
-    """y to the bit: slots that come home apart are added in k order, and cast once."""
+    """Return y to the bit: slots that return separately are added in k order, and cast once."""
     if not returns_slots:
         return expected_sums(call, world_size)
     x, ids, weights = call.unquantized.float(), call.topk_ids, call.topk_weights
@@ -142,7 +142,7 @@ def check_refused(run: Run, y: Tensor) -> None:
     assert y.isnan().all()
     with pytest.raises(HandleError, match="on ranks 0, 1"):
         run.buffer.check()
-    # Once.
+    # check() raises the fault only once.
     run.buffer.check()
 
 
@@ -175,13 +175,13 @@ def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
                 device=device,
             ),
         )
-        # What one of these sends in lines the other sends in bulk.
+        # One of these batches is sent in lines and the other in bulk.
         call, captured = (call_of(number, rank, world_size, device) for number in (2, 0))
         wanted = expected_of(call, world_size, returns_slots=returns_slots)
         captured_wanted = expected_of(captured, world_size, returns_slots=returns_slots)
         assert torch.equal(run.whole(captured), captured_wanted)
 
-        # A capture runs nothing: the eager batch before it is still to be released.
+        # A capture runs no kernel, so the eager batch before it is not yet released.
         buffer.dispatch(call)
         replay, y = run.capture(captured)
         assert torch.equal(run.whole(call), wanted)
@@ -195,13 +195,13 @@ def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
         replay()
         assert torch.equal(y, captured_wanted)
         check_refused(run, run.combine(call, out))
-        # Now the host takes it for one that is combined again.
+        # Now the host treats the batch as one that is combined again.
         check_refused(run, run.combine(call, out))
         replay()
         assert torch.equal(y, captured_wanted)
         assert torch.equal(run.whole(call), wanted)
 
-        # Likewise between the halves of a dispatch, and of a combine.
+        # The replay also runs between the halves of a dispatch, and of a combine.
         sent = buffer.dispatch_async(call)
         replay()
         check_refused(run, run.combine(call, sent.wait()))
@@ -212,7 +212,7 @@ def test_a_batch_whose_memory_a_replay_has_taken_is_not_combined(
         check_refused(run, sums.wait())
         assert torch.equal(y, captured_wanted)
 
-        # Nobody combines this one.
+        # No rank combines this batch.
         buffer.dispatch(call)
         replay()
         assert torch.equal(run.whole(call), wanted)

@@ -1,4 +1,4 @@
-"""Ranks without memory, in one process that plays what the others tell."""
+"""Ranks without memory, in one process that imitates the reports of the others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPEC = BufferSpec(
 
 
 def calls_beside(other_error: str) -> Calls:
-    """Rank 0 of 2; rank 1 tells this."""
+    """Return the calls of rank 0 of 2; rank 1 reports `told`."""
 
     def gather_records(record: Mapping[str, Scalar], *, phase: str) -> list[Mapping[str, Scalar]]:
         return [record, {"error": other_error}]
@@ -109,7 +109,7 @@ def test_memory_is_that_of_the_device_of_the_group(monkeypatch: pytest.MonkeyPat
 
 
 class InProcess(Collectives):
-    """The collectives of ranks that never meet."""
+    """The collectives of ranks that never communicate."""
 
     def __init__(self, world_size: int) -> None:
         self.rank, self.world_size, self.device = 0, world_size, torch.device("cpu")
@@ -118,7 +118,7 @@ class InProcess(Collectives):
 
 
 class FakeStream:
-    """Notes which streams it waits for."""
+    """A stream that records the streams for which it waits."""
 
     def __init__(self, number: int) -> None:
         self.number, self.waited_for = number, []
@@ -135,7 +135,7 @@ def test_calls_of_all_buffers_of_a_group_have_one_order(monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[current[0]])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    # Whose calls are on one device: those of a part of the ranks, too.
+    # Groups whose calls share a device, including a part of the ranks.
     whole, part = InProcess(2), InProcess(1)
     part.streams = whole.streams
     buffers = []

@@ -44,7 +44,7 @@ ON_CPUS = {
     "NVLinkBuffer": ("empty_rank", "more_in_flight", "traffic", "repeated_ids"),
     "NVLinkStaticBuffer": ("holes", "faults", "budget", "repeated_ids"),
 }
-# Slow on CPUs, or the host runs the code that the scenarios above run.
+# These scenarios are slow on CPUs, or run the same host code as those above.
 SLOW = ("odd_hidden", "aligned_holes", "stand_alone", "ids_out_of_range", "combine_faults")
 WIRES = {"plain": None, "fp8": FP8_FLOAT32_SCALES, "int8": INT8_PER_TOKEN}
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
@@ -116,25 +116,25 @@ def test_rows_that_are_quantised_already_travel_as_they_are() -> None:
 
 
 class SingleReceiveBuffer(NVLinkBuffer):
-    """Every dispatch takes the memory of the last: faults of reuse show."""
+    """A buffer in which every dispatch reuses the same memory, so that faults of reuse show."""
 
     num_buffers: ClassVar[int] = 1
 
 
 class SingleReceiveBufferStatic(NVLinkStaticBuffer):
-    """The same without a host that waits in between."""
+    """The same buffer with static sizes, so that no host waits in between."""
 
     num_buffers: ClassVar[int] = 1
 
 
 class ImpatientBuffer(NVLinkBuffer):
-    """Gives up after 200 polls, a fifth of a second of a GPU."""
+    """A buffer whose kernels give up after 200 polls, a fifth of a second of a GPU."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 2, "cuda": 2}
 
 
 def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
-    """Dispatch, compute, combine, one rank late now and then; no combine, two, or one later."""
+    """Dispatch, compute and combine 0 to 2 times; some rank is late at times."""
     rank, world_size = group.rank, group.world_size
     for number in rounds:
         call = call_of(number, rank, world_size, group.device)
@@ -142,10 +142,10 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
             time.sleep(0.02)
         out = buffer.dispatch(call)
         if number % 3 != rank:
-            # Another rank may be at its next call, which must not write here yet.
+            # Another rank may be in its next call, which must not write here yet.
             time.sleep(0.02)
         results = compute(out, rank)
-        # By turns: no combine, one, and two.
+        # Batches have no combine, one, and two, in turn.
         for _ in range(number % 3):
             y = buffer.combine(
                 results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
@@ -174,7 +174,7 @@ def test_rows_that_a_replay_has_overwritten_are_not_combined() -> None:
         out = buffer.dispatch(call)
         results = compute(out, group.rank)
         assert torch.equal(combine(buffer, out, results), expected_sums(call, group.world_size))
-        # A replay takes the receive buffer, of which no host knows.
+        # A replay takes the receive buffer, which no host learns.
         before = buffer._num_dispatches
         buffer.dispatch(call_of(3, group.rank, group.world_size, group.device))
         buffer._num_dispatches = before
@@ -194,7 +194,7 @@ def test_epochs_may_wrap(epoch: int) -> None:
         buffer.prepare()
         exchange, layout = buffer._exchange, buffer._layout
         words = buffer._block.view(torch.int32)
-        # As if the epochs before had been, of which no item of sums tells.
+        # The state is as after earlier epochs, in which no item of sums was signalled.
         for name, amount in (
             ("dispatch_begin", 1),
             ("combine_begin", 1),
@@ -221,7 +221,7 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
         call = call_of(2, group.rank, group.world_size, group.device)
         early = buffer.dispatch(call)
         results = compute(early, group.rank)
-        # Only the last rank has so many.
+        # Only the last rank has this many tokens.
         num_tokens = world_tokens if group.rank == group.world_size - 1 else 1
         ids = torch.zeros(num_tokens, TOP_K, dtype=torch.int64, device=group.device)
         ids[:, 1] = NUM_LOCAL * group.world_size - 1
@@ -261,7 +261,7 @@ def test_missing_rank_ends_the_wait_on_all_ranks() -> None:
             with pytest.raises(EPTimeout, match="rank 0 gave up"):
                 buffer.dispatch(call)
         buffer.close()
-        # The process lives on, and so does the group.
+        # The process and the group continue.
         again = NVLinkBuffer(group.calls, spec_of())
         again.prepare()
         run_rounds(again, range(1, 2), group)
@@ -290,13 +290,13 @@ def test_rank_that_misses_a_combine_is_named() -> None:
 
 
 class HastyBuffer(NVLinkBuffer):
-    """Gives up after 1000 polls, about a second, or 400 of a GPU, 0.4 s."""
+    """A buffer whose kernels give up after 1000 polls, about a second, or 400 of a GPU, 0.4 s."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = {"cpu": 10, "cuda": 4}
 
 
 class HastyStaticBuffer(NVLinkStaticBuffer):
-    """The same."""
+    """The same buffer with static sizes."""
 
     polls_per_s: ClassVar[Mapping[str, int]] = HastyBuffer.polls_per_s
 
@@ -305,7 +305,7 @@ DEAD = 1
 
 
 def without_the_dead(call: DispatchCall) -> DispatchCall:
-    """What the dead rank owns counts as -1."""
+    """Replace the ids of experts of the dead rank by -1."""
     is_lost = call.topk_ids // NUM_LOCAL == DEAD
     return replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
 
@@ -317,7 +317,7 @@ def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
 
 
 def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Dispatched) -> None:
-    """An operation that some rank does not come to, and the check that tells."""
+    """Run an operation in which some rank is missing, and the check that reports it."""
     if operation == "dispatch":
         buffer.dispatch(call)
     else:
@@ -326,7 +326,7 @@ def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Disp
 
 
 def rows_of_the_dead(buffer: NVLinkBuffer | NVLinkStaticBuffer) -> Tensor:
-    """A copy of the bytes that the dead rank may write, in all receive buffers."""
+    """Return a copy of the bytes that the dead rank may write, in all receive buffers."""
     data = torch.stack([each.data for each in buffer.received_rows()])
     return data[:, DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS].view(torch.uint8)
 
@@ -334,7 +334,7 @@ def rows_of_the_dead(buffer: NVLinkBuffer | NVLinkStaticBuffer) -> Tensor:
 def check_new_exchange_plans(buffer: Buffer, rounds: range, group: EPGroup) -> None:
     for number in rounds:
         call = call_of(number, group.rank, group.world_size, group.device)
-        # What the dead rank said of gradients was something else.
+        # The dead rank had other flags about gradients.
         out = buffer.dispatch(replace(call, flags=TRAINS))
         assert isinstance(out.exchange_plan, NVLinkNormalExchangePlan)
         assert out.exchange_plan.arrivals.rows_from[DEAD] == 0
@@ -346,12 +346,12 @@ def check_new_exchange_plans(buffer: Buffer, rounds: range, group: EPGroup) -> N
 def check_cached_exchange_plan(
     buffer: NVLinkBuffer | NVLinkStaticBuffer, early: Dispatched, call: DispatchCall
 ) -> None:
-    """Rows go out and sums and scalars come back as if the dead rank had never owned a thing."""
+    """Check that rows are sent and sums returned as if the dead rank had never owned an expert."""
     exchange_plan = early.exchange_plan
     assert isinstance(exchange_plan, NVLinkNormalExchangePlan)
     if exchange_plan.owns_rows:
         for received in buffer.received_rows():
-            # Stores that were under way when it was masked.
+            # Stores of the rank that were in flight when it was excluded.
             received.data[DEAD * MAX_TOKENS : (DEAD + 1) * MAX_TOKENS] = 7
     rows = buffer.cached_dispatch(call.unquantized, exchange_plan)
     first, count = (
@@ -378,17 +378,17 @@ def go_on_without_the_dead(
         buffer = kind(group.calls, spec_of())
         buffer.prepare()
         call = call_of(2, group.rank, num_ranks, group.device)
-        # A batch of all, whose exchange plan names the dead rank.
+        # All ranks take part in this batch, whose exchange plan names the dead rank.
         early = buffer.dispatch(replace(call, flags=flags))
         results = compute(early, group.rank)
         scalars = torch.ones(early.rows.data.shape[0], TOP_K, device=group.device)
-        # Leaves sums and scalars of the dead rank behind.
+        # This combine leaves sums and scalars of the dead rank in memory.
         buffer.combine(
             early.rows.data, early.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars
         )
         group.calls.gather_records({}, phase="all have combined")
         if group.rank == 0:
-            # The other living ones are told, and have come to other numbers.
+            # The other remaining ranks call exclude_ranks(), and have reached different numbers.
             with pytest.raises(EPTimeout, match=r"ranks? 1.* did not arrive"):
                 call_in_vain(buffer, missed, call, early)
         group.calls.gather_records({}, phase="rank 0 has given up")
@@ -406,7 +406,8 @@ def go_on_without_the_dead(
         left = rows_of_the_dead(buffer)
         group.calls.gather_records({}, phase="the living have gone on")
         if group.rank == DEAD:
-            # It comes late, hears of it, and disturbs nobody.
+            # The excluded rank arrives late, learns that it is excluded, and disturbs no other
+            # rank.
             with pytest.raises(EPTimeout, match="gave up waiting"):
                 call_in_vain(buffer, "dispatch", call, early)
         else:
@@ -440,7 +441,7 @@ def test_living_ranks_go_on_without_one_that_missed_a_combine(num_ranks: int) ->
 
 
 def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
-    """y, and the gradients of hidden states and router weights; experts multiply."""
+    """Return y, and the gradients of hidden states and router weights."""
     x = call.unquantized.clone().requires_grad_()
     weights = call.topk_weights.clone().requires_grad_()
     call = replace(call, hidden_states=x, topk_weights=weights, flags=TRAINS)
@@ -485,7 +486,7 @@ def test_gradients_are_those_of_the_collective_buffer(backend: str) -> None:
 def test_calls_of_one_buffer_take_as_many_sms_as_they_say(backend: str) -> None:
     with EPGroup() as group:
         buffer = group.open_buffer(backend, spec_of())
-        # Ranks may differ; 200 is more than there are.
+        # Ranks may have different limits; 200 is more than the number of SMs.
         results = [
             gradients(
                 buffer,
@@ -514,7 +515,7 @@ def test_experts_of_rows_come_with_them_as_the_index_has_them(backend: str) -> N
             assert isinstance(out, RowTopkDispatched)
             assert out.slot_weights is not None
             wanted = row_topk(out.index, out.slot_weights)
-            # Rows that did not come have no experts in either, where there are such.
+            # Rows that were not received, if any, have no experts in either result.
             for found, each in zip(out.row_topk, wanted, strict=True):
                 assert torch.equal(found, each)
         buffer.check()

@@ -1,4 +1,4 @@
-"""Low latency over NVLink whose router weights come with combine: slots come home apart."""
+"""Low latency over NVLink whose router weights come with combine: each slot is returned."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TOKENS = ((5, 2), (0, 3), (1, 5), (4, 0), (2, 2))
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """One rank's batch: a call, and the weights that come later, NaN where no expert is."""
+    """One rank's batch: a call, and the weights of its combine, NaN where there is no expert."""
 
     call: DispatchCall
     topk_weights: Tensor
@@ -65,14 +65,14 @@ class Batch:
         call = DispatchCall(
             hidden_states=quantize(rows, wire) if wire.dtype.is_quantized else rows,
             topk_ids=ids.to(group.device),
-            # Not read.
+            # These weights are not read.
             topk_weights=torch.empty(0, device=group.device),
             flags=BatchFlags.NONE,
         )
         return cls(call=call, topk_weights=weights.to(group.device))
 
     def expected_y(self, wire: WireFormat) -> Tensor:
-        """Sum in float32, in order of k, what experts return that multiply by their number + 1."""
+        """Sum in float32, in order of k, results of experts that multiply by their number + 1."""
         x = dequantize(wire_tensor_of(self.call, wire), torch.float32)
         total = torch.zeros(x.shape, device=x.device)
         for k in range(K):
@@ -97,7 +97,7 @@ def spec_of(wire: WireFormat = BF16, scale_layout: ScaleLayout = ROW_MAJOR) -> B
 
 
 def results_of(out: Dispatched, rank: int) -> Tensor:
-    """Return what experts make of their slots, NaN for all others: [C, H]."""
+    """Return the results of experts for their slots, [C, H], NaN elsewhere."""
     first = out.index.first_slot.tolist()
     rows = out.rows
     if out.index.row_of_slot is None:
@@ -112,7 +112,7 @@ def results_of(out: Dispatched, rank: int) -> Tensor:
 
 
 def check_sources(group: EPGroup, out: Dispatched, number: int, tokens: tuple[int, ...]) -> None:
-    """Compare where slots came from with loops over all ranks' ids."""
+    """Compare the sources of slots with loops over all ranks' ids."""
     exchange_plan = out.exchange_plan
     assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan)
     sources = exchange_plan.sources
@@ -226,7 +226,7 @@ def test_slots_count_as_bytes_of_combine() -> None:
         buffer, tokens = open_slots(group, ROWS, spec_of()), (4, 3)
         batches = [Batch.of(group, 0, tokens[r], rank=r).call for r in range(2)]
         mine, theirs = (batches[group.rank], batches[1 - group.rank])
-        # Where launching is slow, empty batches have come before.
+        # On devices with slow launches, empty batches precede this one.
         before = buffer.traffic()
         out = buffer.dispatch(mine)
         weights = torch.zeros(tokens[group.rank], K, device=group.device)

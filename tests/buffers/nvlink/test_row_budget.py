@@ -1,4 +1,4 @@
-"""Static sizes over NVLink with a budget of rows: what comes has no gaps, and too much is told."""
+"""Static sizes over NVLink with a budget of rows: no gaps, and an error if rows exceed it."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from epcomm.types import RowsPer, WireFormat
 
 BF16 = WireFormat.of(torch.bfloat16)
 HIDDEN, TOP_K, NUM_LOCAL = 24, 3, 2
-# Rows that fit into a rank. Of two ranks, one may send all of them.
+# Rows that a rank can receive. One of two ranks may send all of them.
 BUDGET = 6
 
 
 def call_of(ids: list[list[int]], rank: int, device: torch.device) -> DispatchCall:
-    """Tokens of this rank: rows of numbers of the rank and the token."""
+    """Return a call whose rows hold the numbers of the rank and the token."""
     topk_ids = torch.tensor(ids, dtype=torch.int64, device=device).view(-1, TOP_K)
     tokens = torch.arange(topk_ids.shape[0], device=device)
     x = (10.0 * rank + tokens).unsqueeze(1).repeat(1, HIDDEN).to(torch.bfloat16)
     weights = (1.0 + torch.arange(topk_ids.numel(), device=device)).view(topk_ids.shape)
-    # Rows are in memory of their own with gradients and without.
+    # Rows are in separate memory with gradients and without.
     flags = BatchFlags.GRAD_ENABLED if len(ids) % 2 else BatchFlags.NONE
     return RowTopkCall(
         hidden_states=x,
@@ -41,7 +41,7 @@ def call_of(ids: list[list[int]], rank: int, device: torch.device) -> DispatchCa
 
 
 def check_full(buffer: Buffer, group: EPGroup) -> Tensor:
-    """Rank 0 gets two rows of itself and four of rank 1, which is all that fits; rank 1 one."""
+    """Check a full batch: rank 0 gets two of its rows and four of rank 1; rank 1 gets one."""
     ids_of_rank = [
         [[0, 2, 1], [-1, 1, -1]],
         [[0, -1, -1], [1, 0, -1], [-1, -1, 0], [1, -1, -1]],
@@ -73,7 +73,7 @@ def check_full(buffer: Buffer, group: EPGroup) -> Tensor:
 def test_rows_have_no_gaps_and_one_more_than_fits_is_heard_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # Its host reads nothing.
+    # The host of this rank reads nothing.
     monkeypatch.setattr(NVLinkNormal, "_read_counts", None)
     with EPGroup() as group:
         spec = BufferSpec(

@@ -132,7 +132,7 @@ def many_tokens(rank: int, world_size: int) -> int:
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_calls_of_any_size_follow_one_another() -> None:
-    """Need 1 MiB in the first call, and 5000 rows of 256 B from each rank in the second."""
+    """The first call needs 1 MiB, and the second 5000 rows of 256 B from each rank."""
     with EPGroup() as group:
         env = env_of(group)
         few = BatchSpec(tokens_of_rank=some_tokens, choose_ids=random_ids, hidden_size=64)
@@ -181,7 +181,7 @@ def test_sums_made_in_parts_are_the_same(part_bytes: int, monkeypatch: pytest.Mo
 
 @pytest.mark.ranks(NUM_RANKS)
 def test_overwritten_rows_are_refused_on_all_ranks_that_hold_views_and_told_to_the_others() -> None:
-    """Rank 1 is in grad mode and no tensor needs gradients: its rows are copies."""
+    """Rank 1 is in grad mode, but no tensor needs gradients, so its rows are copies."""
     x, y = torch.arange(8 * 16.0).view(8, 16), []
     ids = torch.arange(16).view(8, 2) % 8
     topk = TopKOutput(topk_ids=ids, topk_weights=torch.ones(8, 2))

@@ -1,4 +1,4 @@
-"""Operators registered, on a chip of this name without limits of sizes."""
+"""Fixtures: registered operators, on a chip without limits of sizes."""
 
 from __future__ import annotations
 

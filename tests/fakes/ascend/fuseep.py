@@ -17,12 +17,12 @@ NUM_TOKENS = (5, 3)
 
 
 def grid(*sizes: int) -> tuple[Tensor, ...]:
-    """Index of each dimension, int64."""
+    """Return the index of each dimension, int64."""
     return torch.meshgrid(*(torch.arange(size) for size in sizes), indexing="ij")
 
 
 def digest(tensor: Tensor) -> str:
-    """sha256 of the bytes, row-major."""
+    """Return the sha256 of the bytes, row-major."""
     return hashlib.sha256(
         bytes(tensor.contiguous().view(torch.uint8).flatten().tolist())
     ).hexdigest()
@@ -43,7 +43,7 @@ def topk(rank: int) -> tuple[Tensor, Tensor]:
 
 
 def weights() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """w13 int8 [E, 2I, H], w2 int8 [E, H, I], s13 [E, 2I], s2 [E, H], as in a checkpoint."""
+    """Make w13 int8 [E, 2I, H], w2 int8 [E, H, I], s13 [E, 2I], s2 [E, H], as in a checkpoint."""
     e, i, h = grid(E, 2 * I, H)
     w13 = ((7 * i + 14 * h + 29 * e + (i * h) % 23) % 31) - 15
     e, h, i = grid(E, H, I)

@@ -36,7 +36,7 @@ def optional_tensor(recorded: dict[str, Any] | None) -> Tensor | None:
 
 
 def defined(recorded: dict[str, Any]) -> Tensor:
-    """bool, the shape of the tensor: where its values are defined."""
+    """Return where the values of the tensor are defined, bool, in its shape."""
     values = _map(recorded["values"], lambda value: value is not None)
     listed = torch.tensor(values, dtype=torch.bool).reshape(_listed_shape(recorded))
     found = torch.zeros(recorded["shape"], dtype=torch.bool)
@@ -54,7 +54,7 @@ def is_poison(tensor: Tensor) -> bool:
 def assert_equals(
     found: Tensor, recorded: dict[str, Any], *, rtol: float = 0.0, poisoned: bool = True
 ) -> None:
-    """Shape, dtype and the defined values, to the bit without rtol; others are poison if asked."""
+    """Compare shape, dtype and defined values, to the bit without rtol; others may be poison."""
     assert str(found.dtype) == f"torch.{recorded['dtype']}"
     assert list(found.shape) == recorded["shape"]
     is_defined = defined(recorded)

@@ -53,7 +53,7 @@ def nd(weight: Tensor) -> Tensor:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Relative L2 over all ranks."""
+    """Return the relative L2 distance over all ranks."""
     squares = torch.stack(
         [(found.double() - expected.double()).square().sum(), expected.double().square().sum()]
     )

@@ -44,7 +44,7 @@ def small_sizes() -> Iterator[None]:
 
 
 def inputs_of(recorded: dict[str, Any]) -> Inputs:
-    """Fresh tensors of one rank of a case."""
+    """Return new tensors of one rank of a case."""
     names = ("x", "topk_idx", "topk_weights")
     x, ids, weights = (tensor_of(recorded[name]) for name in names)
     return Inputs(x, ids, weights)
@@ -129,7 +129,7 @@ def test_normal_mode_equals_the_golden_values(
     y = combine_x(case, rows, data.shape)
     if "combine_x" in recorded:
         assert_equals(y, recorded["combine_x"])
-    # Weights of the argument are not read: those of dispatch count.
+    # Combine does not read the weights argument; it uses those of dispatch.
     wrong = torch.full_like(inputs.weights, float("nan"))
     combined, no_weights, _ = buffer.combine(y, handle, topk_weights=wrong)
     assert_equals(combined, recorded["combined_x"])
@@ -155,7 +155,7 @@ def test_low_latency_equals_the_golden_values(
     )
     data, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
     rows = recorded["rows"]
-    # The hook does nothing: results are there before it.
+    # The hook does nothing, because the results are already complete.
     assert_equals(data, recorded["recv_x"])
     hook()
     event.current_stream_wait()
@@ -193,7 +193,7 @@ def normal_buffer() -> Buffer:
 
 
 MUST_RAISE = LOW_LATENCY["must_raise"]
-# In the order of the file.
+# The rows are in the order of the file.
 RULES = ["less than 3 tokens", "ids of a row differ", "ids are below 4", NEG_ONE]
 
 

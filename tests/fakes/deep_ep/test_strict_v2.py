@@ -1,5 +1,4 @@
-"""The strict drop-in for deep_ep V2 has the checks of the real package, and poisons undefined
-memory."""
+"""The strict drop-in for deep_ep V2 has the package's checks, and poisons undefined memory."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def make_buffer() -> Iterator[BufferMaker]:
         yield make
 
 
-# Other orders of rows, with the same content.
+# Cases whose rows have the same content in any order.
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("uneven")])
 def test_recorded_case_in_any_order(name: str, make_buffer: BufferMaker) -> None:
@@ -53,7 +52,7 @@ def test_rows_past_the_count_are_poison_without_cpu_sync(make_buffer: BufferMake
     assert weights[count:].isnan().all()
     assert not recv_x[:count].isnan().any()
     garbage = handle.recv_src_metadata[count:]
-    # Both are far out of range and look valid.
+    # One value is far out of range, and the other looks valid.
     assert garbage.unique().tolist() == [0, 0x7F7F7F7F]
     assert recv_idx[count:].unique().tolist() == [0, 0x7F7F7F7F7F7F7F7F]
     # Reduction columns of rows that are not expanded are never written.

@@ -1,4 +1,4 @@
-"""What tests of wrong calls of V1 and V2 share: one rank is wrong, and all raise in a second."""
+"""Shared by tests of wrong calls of V1 and V2: one rank is wrong, and all raise in a second."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Arguments = dict[str, Any]
 # what its message says: argument, received and expected.
 Case = tuple[Mapping[str, object], type[Exception], str]
 
-# What no tensor argument may be.
+# Values that no tensor argument may have.
 _SPOILT: Mapping[str, Callable[[Tensor], object]] = {
     "none": lambda tensor: None,
     "list": Tensor.tolist,
@@ -130,7 +130,7 @@ def cases_of_dispatch(num_tokens: int, hidden_size: int) -> dict[str, Case]:
 
 
 def check_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
-    """Make a call that is wrong on one rank, and look at the errors of both."""
+    """Make a call that is wrong on one rank, and check the errors of both ranks."""
     is_faulty = dist.get_rank() == FAULTY
     dist.barrier()
     began = time.perf_counter()
@@ -143,7 +143,7 @@ def check_refused(call: Callable[[], object], error: type[Exception], words: str
 
 
 def check_case(call: Callable[..., object], right: Arguments, case: Case) -> None:
-    """Make a call of which one rank changes the right arguments as the case says."""
+    """Make a call in which one rank changes the correct arguments according to the case."""
     changes, error, words = case
     arguments = dict(right)
     if dist.get_rank() == FAULTY:
@@ -158,7 +158,7 @@ def check_cases(
     call: Callable[..., object],
     serves: Callable[[], None],
 ) -> None:
-    """Check all cases one after the other, and after each that right calls serve."""
+    """Check all cases one after another, and after each case that correct calls work."""
     for name, case in cases.items():
         try:
             check_case(call, make(), case)

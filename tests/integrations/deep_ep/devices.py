@@ -1,4 +1,4 @@
-"""Where the tests of the drop-in make their tensors: on the GPU of the rank, if ranks have one.
+"""The device of tensors in tests of the drop-in: the GPU of the rank, if it has one.
 
     MULTI_RANK_BACKEND=gloo_on_gpus scripts/launch_multi_rank.sh 4 tests/integrations/deep_ep
 

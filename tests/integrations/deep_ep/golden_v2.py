@@ -1,4 +1,4 @@
-"""Recorded values of deep_ep V2, and what of them does not depend on the order of rows."""
+"""Recorded values of deep_ep V2, and the part that does not depend on the order of rows."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ EXACT_TENSORS = (
 def recorded(entry: dict[str, Any]) -> Tensor:
     """Return the tensor of an entry; its first columns, where only those are listed."""
     values = torch.tensor(entry["values"], dtype=getattr(torch, entry["dtype"]))
-    # A rank with nothing to list has no columns either.
+    # The recording of a rank without rows has no columns either.
     return values if values.numel() else values.reshape(0, *entry["shape"][1:2])
 
 
 def inputs_of(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Tensor]:
-    """x, topk_idx and topk_weights of a rank, as the file describes them."""
+    """Return x, topk_idx and topk_weights of a rank, as the file describes them."""
     inputs = case["inputs"]
     num_tokens = inputs["T"]
     tokens = torch.arange(num_tokens)
@@ -64,7 +64,7 @@ def inputs_of(case: dict[str, Any], rank: int) -> tuple[Tensor, Tensor, Tensor]:
 def rows_by_source(
     x: Tensor, topk_idx: Tensor, weights: Tensor, metadata: Tensor, num_rows: int
 ) -> list[tuple[float, ...]]:
-    """Unexpanded rows by their source token, which the metadata names first."""
+    """Return unexpanded rows by their source token, which the metadata names first."""
     columns = [metadata[:num_rows, :2], x[:num_rows, :3], topk_idx[:num_rows], weights[:num_rows]]
     return sorted(map(tuple, torch.cat([column.double() for column in columns], dim=1).tolist()))
 
@@ -89,5 +89,5 @@ def recorded_handle(entry: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def num_messages(handle: EPHandle) -> int:
-    """Messages that came, also where the host did not wait for the number."""
+    """Return the number of received messages, also if the host did not wait for it."""
     return int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])

@@ -1,4 +1,4 @@
-"""Programs find the drop-in where they look for deep_ep, in processes that they start as well."""
+"""Programs that look for deep_ep find the drop-in, also in processes that they start."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_commands_are_files_modules_or_programs(tmp_path: Path) -> None:
     assert command_of([str(program), "-x"]) == [sys.executable, str(program), "-x"]
     assert command_of(["-m", "serve"]) == [sys.executable, "-m", "serve"]
     assert command_of(["env", "-u"])[1:] == ["-u"]
-    with pytest.raises(ConfigError, match="no file and no command"):
+    with pytest.raises(ConfigError, match="is neither a file nor a command"):
         command_of(["no-such-program"])
 
 

@@ -1,4 +1,4 @@
-"""What only GPUs have: graphs of low latency, replayed with other tokens, weights and routing.
+"""Features of GPUs only: graphs of low latency, replayed with other tokens and routing.
 
     MULTI_RANK_BACKEND=nccl scripts/launch_multi_rank.sh 2 tests/integrations/deep_ep/test_real.py
 
@@ -34,7 +34,7 @@ class Batch:
 
     @classmethod
     def of(cls, num_tokens: int) -> Batch:
-        """Make room for tokens; they go nowhere."""
+        """Allocate tokens that go to no expert."""
         shape = (num_tokens, TOP_K)
         return cls(
             x=torch.zeros(num_tokens, HIDDEN, dtype=torch.bfloat16, device=here()),
@@ -43,12 +43,12 @@ class Batch:
         )
 
     def draw(self, seed: int) -> None:
-        """Draw others, which differ from rank to rank."""
+        """Draw other tokens, which differ between ranks."""
         seeded = torch.Generator().manual_seed(100 * seed + world().rank())
         num_tokens = len(self.x)
         powers = torch.tensor([-4.0, -2.0, -1.0, 0.0, 1.0, 2.0, 4.0])
         x = powers[torch.randint(0, len(powers), self.x.shape, generator=seeded)]
-        # So that each block has one scale, with which codes of powers of two are exact.
+        # This gives each block one scale, with which codes of powers of two are exact.
         x[:, ::BLOCK] = 4
         self.x.copy_(x)
         num_experts = NUM_LOCAL * world().size()
@@ -64,7 +64,7 @@ class Batch:
 
 
 def experts(slabs: Tensor | tuple[Tensor, Tensor], counts: Tensor) -> Tensor:
-    """Return slabs times 1 + expert, and NaN where no row came."""
+    """Return slabs times 1 + expert, and NaN where no row was received."""
     if isinstance(slabs, tuple):
         codes, scales = slabs
         rows = codes.float() * scales.repeat_interleave(BLOCK, dim=2)
@@ -123,7 +123,7 @@ def run_beside(buffer: Buffer, batches: list[Batch], *, use_fp8: bool) -> list[T
     return found
 
 
-# Few tokens travel in lines, others in bulk.
+# Few tokens are sent in lines, others in bulk.
 in_all_forms = pytest.mark.parametrize(
     ("num_tokens", "use_fp8"), [(4, True), (4, False), (64, True)]
 )

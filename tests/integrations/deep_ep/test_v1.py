@@ -1,4 +1,4 @@
-"""The drop-in of deep_ep V1 looks like the real one: signatures, exports, sizes, strict mode."""
+"""The drop-in has the interface of deep_ep V1: signatures, exports, sizes, strict mode."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integrations.deep_ep.v1_ranks import CASES, CONTRACTS, LL_H, E, H, M
 
 SIGNATURES = json.loads((CONTRACTS / "deep_ep_v1_signatures.json").read_text("utf-8"))
 STRICT = (StrictBuffer, ElasticBuffer)
-# These refuse any arguments.
+# These methods refuse any arguments.
 ABSENT = {"internode_dispatch", "internode_combine"}
 
 
@@ -34,7 +34,7 @@ def test_signatures_equal_the_real_ones(name: str, kind: type[Buffer]) -> None:
     found = [
         (parameter.name, None if parameter.default is parameter.empty else str(parameter.default))
         for parameter in inspect.signature(getattr(kind, name)).parameters.values()
-        # Arguments of branches of DeepEP, by name alone, are not those of the contract.
+        # Keyword-only arguments, which are of branches of DeepEP, are not in the contract.
         if parameter.kind is not parameter.KEYWORD_ONLY
     ]
     assert found == [(entry["name"], entry.get("default")) for entry in expected["parameters"]]

@@ -185,7 +185,7 @@ LOW_LATENCY_COMBINE: dict[str, Case] = {
     "event_and_hook": BOTH,
     "logfmt": ({"use_logfmt": True}, NotImplementedError, "use_logfmt=True is not there"),
 }
-# Function -> its right arguments, and wrong ones.
+# Function -> its correct arguments, and wrong ones.
 CALLS: dict[str, tuple[Callable[[Buffer], Arguments], dict[str, Case]]] = {
     "dispatch": (dispatch_arguments, DISPATCH),
     "combine": (combine_arguments, COMBINE),
@@ -203,7 +203,7 @@ FIRST = [
 
 
 def check_serves(buffer: Buffer) -> None:
-    """Check that the next right calls of both modes give what they should."""
+    """Check that the next correct calls of both modes return the correct results."""
     x = inputs()[0]
     num_ranks = dispatch_arguments(buffer)["is_token_in_rank"].sum(1, keepdim=True)
     assert torch.equal(buffer.combine(**combine_arguments(buffer))[0], x * num_ranks)

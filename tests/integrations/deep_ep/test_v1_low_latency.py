@@ -148,7 +148,7 @@ def test_a_send_waits_for_nobody_and_a_hook_for_the_late_rank() -> None:
     dispatch_low_latency(buffer, inputs, **BF16)
     store, rank = world().get_group_store(), dist.get_rank()
     if rank == 0:
-        # Without end if a dispatch of the others waited for this rank.
+        # This loop would not end if a dispatch of the others waited for this rank.
         store.wait([f"has sent {other}" for other in (1, 2, 3)])
     received = dispatch_low_latency(buffer, inputs, use_fp8=False, return_recv_hook=True)
     store.set(f"has sent {rank}", "1")

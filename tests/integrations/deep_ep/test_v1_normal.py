@@ -95,7 +95,7 @@ def test_worst_case_rows_are_undefined_but_for_their_ids(case: str) -> None:
     combined_x, _, _ = buffer.combine(received.x, received.handle)
     assert combined_x.isfinite().all()
     if not on_gpus():
-        # There the host waits for nobody: test_v1_nvlink.py.
+        # On GPUs the host does not wait for other ranks; test_v1_nvlink.py has these cases.
         with refused("num_worst_tokens = 5"):
             dispatch_normal(buffer, inputs, num_worst_tokens=5)
 

@@ -195,7 +195,7 @@ def test_more_than_the_worst_case_is_reported_everywhere(
 ) -> None:
     inputs, buffer = inputs_of("normal_uneven", H), Buffer(world())
     few = Inputs(inputs.x[:1], inputs.ids[:1], inputs.weights[:1])
-    # Opened by calls for which these sizes, or others, suffice.
+    # This call opens buffers for these sizes or for others.
     dispatch_normal(buffer, few, num_worst_tokens=6 if is_new else too_small)
     if reads_faults:
         with pytest.raises(CapacityError):
@@ -208,7 +208,7 @@ def test_more_than_the_worst_case_is_reported_everywhere(
     else:
         with pytest.raises(CapacityError, match="expected at most num_worst_tokens"):
             dispatch_normal(buffer, inputs, num_worst_tokens=too_small)
-    # The next call would let the others go on that wait for a rank in this one.
+    # The next call would release the other ranks that wait in this one.
     dist.barrier()
     received = dispatch_normal(buffer, few, num_worst_tokens=too_small)
     combined_x, _, _ = buffer.combine(received.x, received.handle)
@@ -241,11 +241,11 @@ def test_a_masked_rank_is_left_out() -> None:
     chosen = [e for r in left for row in CASES[UNEVEN][r]["inputs"]["topk_idx"] for e in row]
     of_left = inputs.weights.masked_fill(inputs.ids // 2 == LOST, 0) * (1 + inputs.ids)
     expected = inputs.x.float() * of_left.masked_fill(inputs.ids < 0, 0).sum(1, keepdim=True)
-    # An interpreter takes half a minute for one.
+    # One test takes an interpreter half a minute.
     for _ in range(5 if on_gpus() else 1):
         counts, y = there_and_back(buffer, inputs)
         assert counts.tolist() == [chosen.count(2 * rank), chosen.count(2 * rank + 1)]
-        # Of one rounding to bfloat16.
+        # The error of one rounding to bfloat16.
         torch.testing.assert_close(y.float(), expected, rtol=2**-8, atol=0)
     with pytest.raises(NotImplementedError, match=r"cannot be taken back; make a new Buffer"):
         buffer.low_latency_clean_mask_buffer()

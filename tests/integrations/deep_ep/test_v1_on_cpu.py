@@ -1,4 +1,4 @@
-"""What holds of a Buffer of V1 on CPU ranks alone: MPI, and its files."""
+"""Properties of a Buffer of V1 on CPU ranks only: MPI, and its files."""
 
 from __future__ import annotations
 

@@ -1,10 +1,13 @@
-"""The drop-in for deep_ep V2 gives what the real package gave on GPUs."""
+"""The drop-in for deep_ep V2 returns what the real package returned on GPUs."""
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import json
+import pickle
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +18,7 @@ from torch import Tensor
 from epcomm.errors import CapacityError, HandleError, ShapeError
 from epcomm.integrations.deep_ep import ElasticBuffer, EventHandle
 from epcomm.integrations.deep_ep.checks import Absent
-from epcomm.integrations.deep_ep.normal import RowExchange, send_words
-from epcomm.integrations.deep_ep.v2 import handle as handles
+from tests.integrations.deep_ep.counting import counted_exchanges
 from tests.integrations.deep_ep.devices import here, on_gpus
 from tests.integrations.deep_ep.golden_v2 import (
     CASES,
@@ -126,7 +128,8 @@ def test_cached_routes_keep_every_row(
         )
         assert again is handle
         assert weights is None
-        # Behind the rows that came, and in expanded layouts of static sizes, is anything.
+        # Rows after the received ones are undefined, as is padding in expanded layouts of static
+        # sizes.
         count = (
             int(handle.psum_num_recv_tokens_per_expert[-1]) if do_expand else num_messages(handle)
         )
@@ -139,7 +142,7 @@ def test_cached_routes_keep_every_row(
 
 
 def other_weights(rank: int) -> Tensor:
-    """Return weights [T, K] of a rank that tell rank, token and k."""
+    """Return weights [T, K] of a rank that identify rank, token and k."""
     topk_idx = inputs_here(UNEVEN[rank], rank)[1]
     numbers = torch.arange(topk_idx.numel(), dtype=torch.float32, device=here())
     return 100.0 * (rank + 1) + numbers.view(topk_idx.shape)
@@ -171,7 +174,7 @@ def test_weights_travel_along_an_expanded_handle_and_back(
     assert weights is not None
     assert first_weights is not None
     assert weights.shape == first_weights.shape == (handle.num_expanded_tokens,)
-    # Before anybody reads the metadata, and after.
+    # Combine before the metadata is read, and after.
     for _ in range(2):
         y, back, _ = buffer.combine(rows, handle, topk_weights=weights)
         assert back is not None
@@ -187,7 +190,7 @@ def test_weights_travel_along_an_expanded_handle_and_back(
                 assert weights[slot] == other_weights(src_rank)[token, k]
                 assert torch.equal(rows[slot], first_x[slot] * 2)
                 seen[slot] = True
-    # Padding.
+    # The other positions are padding.
     assert not weights[~seen].any()
     assert not rows[~seen].any()
 
@@ -230,7 +233,7 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
     handle.recv_src_metadata = metadata
     expected = x * ranks_of_tokens(topk_idx)
     assert torch.equal(buffer.combine(by_token, handle)[0], expected)
-    # In place, in another order, and with no line after the received tokens.
+    # Write in place, in another order, and without lines after the received tokens.
     count = num_messages(handle)
     handle.recv_src_metadata = metadata[:count]
     handle.recv_src_metadata[:, 2] = torch.arange(count, device=here()).flip(0)
@@ -238,36 +241,51 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
     y, back, _ = buffer.combine(by_token[:count].flip(0), handle, topk_weights=weights)
     assert torch.equal(y, expected)
     assert back is not None
-    # Rank r brings 0.5 + r for the first k, whichever expert of its tokens it is.
+    # Rank r returns 0.5 + r for the first k, whichever expert of its tokens it is.
     assert torch.equal(back[:, 1:], torch.zeros_like(back[:, 1:]))
     is_first = topk_idx[:, 0] >= 0
     assert torch.equal(back[is_first, 0], 0.5 + topk_idx[is_first, 0].div(2, rounding_mode="floor"))
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize(("do_expand", "has_weights"), [(True, True), (False, False)])
-def test_sources_are_sent_when_they_are_read(
-    do_expand: bool, has_weights: bool, make_buffer: BufferMaker, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("do_cpu_sync", [False, True])
+@pytest.mark.parametrize("has_weights", [False, True])
+@pytest.mark.parametrize("do_expand", [False, True])
+def test_a_rank_alone_reads_compares_and_saves_a_handle(
+    do_expand: bool, has_weights: bool, do_cpu_sync: bool, make_buffer: BufferMaker
 ) -> None:
-    sent: list[int] = []
-
-    def counted(exchange_of_rows: RowExchange, words: Tensor) -> Tensor:
-        sent.append(words.shape[1])
-        return send_words(exchange_of_rows, words)
-
-    monkeypatch.setattr(handles, "send_words", counted)
     buffer = make_buffer()
-    no_weights = {} if has_weights else {"topk_weights": None}
-    *_, handle, _ = dispatch(buffer, do_expand=do_expand, **no_weights)
-    per_rank = handle.psum_num_recv_tokens_per_scaleup_rank.diff(prepend=torch.zeros(1).to(here()))
-    assert not sent
-    sources = handle.recv_src_metadata[: num_messages(handle), 0] // MAX_TOKENS
-    assert len(sent) == 1
-    assert handle.recv_src_metadata is handle.recv_src_metadata
-    assert len(sent) == 1
-    assert torch.equal(sources.bincount(minlength=4), per_rank.long())
-    dispatch(buffer)
-    assert len(sent) == 2
+    x, topk_idx, weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
+    recv_x, _, _, handle, _ = dispatch(
+        buffer,
+        topk_weights=weights if has_weights else None,
+        do_expand=do_expand,
+        do_cpu_sync=do_cpu_sync,
+    )
+    # If a read communicated, rank 0 would wait, or meet the combine of the others.
+    if buffer.rank_idx == 0:
+        with counted_exchanges(handle.exchange) as exchanges:
+            for name in dir(handle):
+                getattr(handle, name)
+            assert repr(handle) == str(handle)
+            assert handle == handle
+            for use in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(HandleError, match="cannot be pickled or copied"):
+                    use(handle)
+        assert exchanges == []
+    y, _, _ = buffer.combine(recv_x, handle)
+    count = num_messages(handle)
+    by_rank = handle.psum_num_recv_tokens_per_scaleup_rank.diff(prepend=torch.zeros(1).to(here()))
+    metadata = handle.recv_src_metadata[:count].tolist()
+    assert Counter(line[0] // MAX_TOKENS for line in metadata) == Counter(
+        {rank: int(number) for rank, number in enumerate(by_rank) if number}
+    )
+    for position, (source, _, *slots) in enumerate(metadata):
+        sent = torch.tensor(divmod(source, MAX_TOKENS), dtype=torch.bfloat16)
+        for row in [slot for slot in slots if slot >= 0] if do_expand else [position]:
+            assert torch.equal(recv_x[row, :2].cpu(), sent)
+    times = (topk_idx >= 0).sum(1, keepdim=True) if do_expand else ranks_of_tokens(topk_idx)
+    assert torch.equal(y, x * times)
 
 
 @pytest.mark.ranks(4)
@@ -277,7 +295,7 @@ def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
     recv_x, recv_idx, recv_weights, handle, _ = dispatch(buffer)
     assert recv_idx is not None
     assert recv_weights is not None
-    # Only the rank of an expert has a say about its weight.
+    # Only the rank of an expert returns its weight.
     own = torch.where(recv_idx >= 0, recv_weights, float("nan"))
     bias = torch.full_like(x, 3.0)
     combined, back, _ = buffer.combine(recv_x, handle, topk_weights=own, bias=(bias, bias))
@@ -303,7 +321,7 @@ def test_biases_are_the_beginning_of_sums_that_are_rounded_once(
     rows = recv_x * (2**-9 if buffer.rank_idx else 0.5 if do_expand else 1.0)
     biases = torch.full_like(x, 2**-9), torch.full_like(x, 2**-9 - 2**-17)
     combined, _, _ = buffer.combine(rows, handle, bias=biases)
-    # 1 + 2**-9 + 2**-8 lies above the middle; with a rounding in between there would be 1.
+    # 1 + 2**-9 + 2**-8 is above the midpoint; with an intermediate rounding the result would be 1.
     assert combined.unique().tolist() == [1 + 2**-7]
 
 
@@ -365,7 +383,7 @@ def test_ranks_without_tokens_and_tokens_without_experts(make_buffer: BufferMake
 def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMaker) -> None:
     buffer = make_buffer()
     x, _, own_weights = inputs_here(UNEVEN[buffer.rank_idx], buffer.rank_idx)
-    # Of one rank alone, as where another is frozen.
+    # Only one rank needs gradients, as if the others were frozen.
     x, own_weights = (each.requires_grad_(buffer.rank_idx == 0) for each in (x, own_weights))
     recv_x, _, weights, handle, _ = dispatch(
         buffer, x, topk_weights=own_weights, do_expand=do_expand
@@ -433,7 +451,7 @@ def test_bad_input_of_one_rank_is_an_error_on_every_rank(make_buffer: BufferMake
             else:
                 recv_x, _, _, handle, _ = dispatch(buffer, **given)
                 assert buffer.combine(recv_x, handle)[0].isnan().all()
-    # The buffer serves on.
+    # The buffer stays usable.
     recv_x, _, _, handle, _ = dispatch(buffer)
     combined, _, _ = buffer.combine(recv_x, handle)
     num_ranks = ranks_of_tokens(topk_idx)

@@ -1,4 +1,4 @@
-"""What the tests of the drop-in for deep_ep V1 share: the recording, its inputs, typed calls."""
+"""Shared by the tests of the drop-in for deep_ep V1: the recording, its inputs, typed calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integrations.deep_ep.devices import here, world
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 CASES = json.loads((CONTRACTS / "deep_ep_v1_recording.json").read_text("utf-8"))["cases"]
 
-# Of the recording: experts, top-k, tokens at most, hidden sizes, SMs.
+# Sizes of the recording: experts, top-k, most tokens, hidden sizes, SMs.
 E, K, M, H, LL_H = 8, 3, 16, 256, 2048
 NUM_SMS = 8
 # Enough for normal mode with NUM_SMS on 4 ranks.
@@ -78,7 +78,7 @@ def inputs_of(case: str, hidden_size: int) -> Inputs:
 
 
 def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
-    """Shape, strides, dtype and values, of the columns that are recorded."""
+    """Return whether shape, strides, dtype and the recorded columns agree."""
     assert tensor is not None
     assert str(tensor.dtype) == f"torch.{recorded['dtype']}"
     assert list(tensor.shape) == recorded["shape"]
@@ -86,7 +86,7 @@ def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
     values = tensor.float() if tensor.dtype.is_floating_point else tensor
     columns = recorded.get("first_columns")
     if columns is not None:
-        # The inputs make all further columns equal to the last that is listed.
+        # In these inputs, all columns after the last listed one are equal to it.
         assert torch.equal(values[:, columns:], values[:, columns - 1 : -1])
         values = values[:, :columns]
     assert values.tolist() == recorded["values"]
@@ -125,7 +125,7 @@ def dispatch_normal(
     x: Tensor | tuple[Tensor, Tensor] | None = None,
     **options: Unpack[NormalOptions],
 ) -> NormalResult:
-    """Layout and dispatch of `inputs`, or of another x with their ids."""
+    """Make the layout and the dispatch of `inputs`, or of another x with their ids."""
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, E)
     recv_x, ids, weights, counts, handle, event = buffer.dispatch(
         inputs.x if x is None else x,
@@ -174,7 +174,7 @@ class LowLatencyResult:
     hook: Callable[[], None] | None
 
     def receive(self) -> None:
-        """Call the hook, which there must be."""
+        """Call the hook, which must exist."""
         assert self.hook is not None
         self.hook()
 
@@ -193,13 +193,13 @@ def dispatch_low_latency(
 
 
 def by_source(ranges: list[list[int]], *columns: list[Any]) -> list[list[str]]:
-    """Rows of an expert, columns joined, sorted within each source: all that has an order."""
+    """Return the rows of an expert, sorted within each source, whose order is undefined."""
     rows = [str(row) for row in zip(*columns, strict=True)]
     return [sorted(rows[first : first + count]) for first, count in ranges]
 
 
 def check_slabs(received: LowLatencyResult, recorded: dict[str, Any]) -> None:
-    """Compare a low-latency dispatch with the recording, but for the order within a source."""
+    """Compare a low-latency dispatch with the recording, except for the order within a source."""
     assert list(received.x.shape) == recorded["recv_shape"]
     assert str(received.x.dtype) == recorded["recv_dtype"]
     assert received.count.dtype == torch.int32
@@ -223,6 +223,6 @@ def check_slabs(received: LowLatencyResult, recorded: dict[str, Any]) -> None:
 
 
 def experts(recv_x: Tensor) -> Tensor:
-    """Rows times 1 + global expert, as in the recording."""
+    """Return the rows times 1 + the global expert, as in the recording."""
     factors = 1 + 2 * dist.get_rank() + torch.arange(2, device=recv_x.device).view(2, 1, 1)
     return (recv_x * factors).to(torch.bfloat16)

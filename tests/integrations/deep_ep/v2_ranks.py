@@ -1,4 +1,4 @@
-"""What tests of V2 share: buffers, inputs, one dispatch, and comparison with the recording."""
+"""Shared by tests of V2: buffers, inputs, one dispatch, and comparison with the recording."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def dispatch(
 
 
 def run_recorded_case(name: str, make_buffer: BufferMaker) -> None:
-    """Compare a dispatch, and the combine of twice its rows, with what was recorded on GPUs."""
+    """Compare a dispatch, and the combine of twice its rows, with the recording from GPUs."""
     buffer = make_buffer()
     rank = buffer.rank_idx
     case = CASES[name][rank]

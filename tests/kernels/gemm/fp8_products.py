@@ -1,4 +1,4 @@
-"""Check what both implementations of the FP8 products must leave alone."""
+"""Check memory that both implementations of the FP8 products must not write."""
 
 from __future__ import annotations
 

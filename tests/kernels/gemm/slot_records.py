@@ -21,7 +21,7 @@ from tests.runners.records import as_masked, handle, rows_record
 NUM_EXPERTS, NUM_ROWS = 3, 90
 # Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
 IDS = [0] * 70 + [2] * 15 + [-1] * 5
-# Enough for starts at multiples of 8.
+# Enough slots for starts at multiples of 8.
 NUM_SLOTS = 90
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -64,7 +64,7 @@ CASES = [
 def make_weights(
     hidden_size: int, inner_size: int, device: torch.device, num_experts: int = NUM_EXPERTS
 ) -> ExpertWeights:
-    """Seeded, so that rows of order one give results of order one."""
+    """Make seeded experts, whose results are of order one for rows of order one."""
     generator = torch.Generator().manual_seed(1)
     gate_up = torch.randn(num_experts, 2 * inner_size, hidden_size, generator=generator)
     down = torch.randn(num_experts, hidden_size, inner_size, generator=generator)
@@ -99,7 +99,7 @@ def apart(tensor: Tensor) -> Tensor:
 def make_rows(
     case: Case, index: SlotIndex, hidden_size: int, quantized: WireFormat, device: torch.device
 ) -> WireTensor:
-    """Rows without a slot are NaN."""
+    """Make rows; those without a slot are NaN."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(NUM_ROWS, hidden_size, generator=generator).to(device, case.dtype)
     assert index.slots_of_row is not None
@@ -114,7 +114,7 @@ def make_rows(
 def record(
     case: Case, hidden_size: int, quantized: WireFormat, device: torch.device
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
-    """One batch in the layout of the case; quantized: the format of quantised rows."""
+    """Make one batch in the layout of the case; quantized: the format of quantised rows."""
     index = make_index(device, case.expert_alignment)
     rows = make_rows(case, index, hidden_size, quantized, device)
     weights = torch.rand(NUM_SLOTS, generator=torch.Generator().manual_seed(4)).to(device)
@@ -150,7 +150,7 @@ def empty_record(
 
 
 def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.device) -> None:
-    """A rank without rows gets no results, of either layout, quantised on arrival or before."""
+    """Check that a rank without rows gets no results, in either layout and format."""
     x = torch.empty(0, weights.hidden_size, dtype=weights.dtype, device=device)
     for layout in Layout:
         for wire_format in (weights.wire_format, WireFormat.of(weights.dtype)):
@@ -174,14 +174,14 @@ def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     return entered
 
 
-# Slots of both experts that have any, with a value that is put into the row of each.
+# Slots of the two experts that have slots, with a value that is written to the row of each.
 POISON = {3: float("nan"), 40: float("inf"), 75: float("-inf")}
 
 
 def check_poison_stays_in_its_rows(
     runner: ExpertRunner, weights: ExpertTensors, device: torch.device
 ) -> None:
-    """Results of rows with NaN or infinity are NaN, and all others the bits they were."""
+    """Check that results of rows with NaN or infinity are NaN, and all others unchanged."""
     case = Case(
         layout=Layout.ROWS,
         who=WeightsAppliedBy.RUNNER,

@@ -1,4 +1,4 @@
-"""The FP8 runner of GPUs, interpreted where there is none: equal to the plain one."""
+"""The FP8 runner of GPUs, interpreted without a GPU, equals the reference runner."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == 
 
 
 def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
-    """Without a GPU of compute capability 9.0 there is no such test."""
+    """Skip a test without a GPU of compute capability 9.0."""
     return test if is_hopper else None
 
 
@@ -68,7 +68,7 @@ def machine_code(tmp_path: Path) -> dict[str, str]:
 def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
     assert set(machine_code) == {*PRODUCTS, "pack_rows"}
     for code in map(machine_code.__getitem__, PRODUCTS):
-        # Two products of 128 of K, in steps of 32.
+        # Two products over 128 columns of K, in steps of 32.
         assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 8
         # A wait after each step instead of each product is how the compiler serialises them.
         assert len(re.findall(r"QGMMA.*gsb0", code)) == 2
@@ -92,7 +92,7 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """Replaces the kernels, and one of them; records the blocks of each launch."""
+    """A replacement of the kernels, which records the blocks of each launch."""
 
     blocks: list[int] = field(default_factory=list)
 
@@ -115,7 +115,7 @@ def test_rows_are_copied_only_where_many_lie_in_another_order() -> None:
         return fp8_hopper._packed_codes(codes, row_of_slot, num_slots, rows, launches)  # type: ignore[arg-type]
 
     assert packed(codes, None, num_slots) is codes
-    # The copy engine would refuse them.
+    # The copy engine does not accept such rows.
     assert packed(codes[:1].expand(num_slots, 16), None, num_slots) is None
     assert packed(codes, row_of_slot[1:], num_slots - 1) is None
     assert not launches.blocks
@@ -193,12 +193,12 @@ ROWS_CASE = Case(
 def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     dtype: torch.dtype, is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
+    """Use experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
     hidden, inner, counts = 1152, 640, [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     num_row_tiles = sum(-(-count // fp8_hopper.TILE_ROWS) for count in counts)
-    # Tiles are a block of I wide, or two of H.
+    # A tile has the width of one block of I, or of two blocks of H.
     assert num_row_tiles * min(inner // 128, -(-hidden // 256)) > num_sms
     weights = make_weights(dtype, device, hidden, inner, num_experts=len(counts))
     generator = torch.Generator().manual_seed(8)
@@ -224,7 +224,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
 def test_packed_rows_give_the_bits_of_rows_through_the_index(
     case: Case, hidden: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With padding between experts, rows with gaps, and rows that no slot uses."""
+    """Use padding between experts, rows with gaps, and rows that no slot uses."""
     weights = make_weights(case.dtype, device, hidden)
     dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
     found = []
@@ -265,7 +265,7 @@ def test_a_captured_graph_follows_new_rows_and_counts(device: torch.device) -> N
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         result = runner.run(dispatched, weights).hidden_states
-    # Other signs: rows that no slot uses stay NaN.
+    # The rows have other signs; rows that no slot uses stay NaN.
     dispatched.hidden_states.data.view(torch.uint8).bitwise_xor_(0x80)
     dispatched.num_tokens_per_expert[0] -= 7
     graph.replay()

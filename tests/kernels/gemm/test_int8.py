@@ -1,4 +1,4 @@
-"""The INT8 kernels and runner of GPUs, interpreted where there is none: the bits of plain torch."""
+"""The INT8 kernels and runner of GPUs, interpreted without a GPU, give the bits of plain torch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from epcomm.kernels.rows.launch import _prepared
 # The interpreter divides by zero where the kernel then discards the quotient.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 
-# Multiples of 16, and neither of the blocks of 128.
+# Sizes that are multiples of 16, but not of the blocks of 128.
 HIDDEN, INNER = 208, 144
 # Relative error of a stored result: the interpreter truncates to bfloat16 instead of rounding.
 STORED = {torch.float32: 0.0, torch.bfloat16: 2.0**-7 if IS_INTERPRETED else 2.0**-8}
@@ -149,7 +149,7 @@ by_step_case = pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Operands:
-    """Codes of all values with one scale each; what no slot uses is NaN or leads nowhere.
+    """Codes of all values with one scale each; unused entries are NaN or invalid indices.
 
     row_of_slot: [C], or None.   rows: [C], the row of each used slot, 0 for others.
     """
@@ -265,7 +265,7 @@ def test_hidden_rows_get_the_bits_of_quantize(
 
 
 def stored(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 as the kernel stores it; the interpreter cuts bfloat16."""
+    """Return float32 values as the kernel stores them; the interpreter truncates to bfloat16."""
     if dtype is torch.bfloat16 and IS_INTERPRETED:
         values = (values.view(torch.int32) & ~0xFFFF).view(torch.float32)
     return values.to(dtype)
@@ -384,7 +384,7 @@ def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> N
 
 
 def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
-    """Three rows 2**30 + 16 elements apart, in memory that is hardly touched."""
+    """Use three rows that are 2**30 + 16 elements apart, in mostly untouched memory."""
     stride = 2**30 + 16
     try:
         memory = torch.empty(2 * stride + HIDDEN, dtype=torch.int8, device=device)

@@ -1,7 +1,7 @@
 """Run the kernels of normal mode on CPU ranks: their CUDA C++, compiled by the host's compiler.
 
-tests/conftest.py calls install() where there is no GPU. What is compiled is kept in build/, by what
-it is made of.
+tests/conftest.py calls install() where there is no GPU. Compiled libraries are kept in build/,
+named by a hash of their sources.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ extern "C" void launch(const void* arguments, u32 blocks, u32 threads, u32 share
               shared_bytes, seed);
 }
 """
-# A CPU is slow, and a look at its clock is where it lets others run.
+# A CPU is slow, and yields to other threads when it reads the clock.
 _LOOKS_PER_TICK = 16
 
 
@@ -46,7 +46,7 @@ def compiler() -> str | None:
 class HostKernel:
     """A kernel that runs to its end in each launch, weakly ordered by `seed` unless that is 0.
 
-    options: of the compiler, for the runtime.
+    options: those of the compiler of the runtime.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ def build(source: str, *options: str) -> Path:
         return path
     _BUILD.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
-        # Ranks want the same at the same time.
+        # All ranks compile the same program at the same time.
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             new = path.with_suffix(f".{os.getpid()}")

@@ -1,4 +1,4 @@
-"""A model of low latency with lines, in random schedules: it passes, and fails without any rule.
+"""A model of low latency with lines, in random schedules: it fails if any rule is left out.
 
 A line is a word of data and the epoch that wrote it, stored and loaded as one. The way of a token
 of a rank that sends in lines: its words go to the rank of its experts as lines, which that rank
@@ -9,15 +9,15 @@ tokens, which other programs send than the header line. What tells the two apart
 which every rank sends to every rank in both phases; that of combine is also the credit.
 
 Why memory may be written again, with one receive buffer. A stores lines of batch e on B once B's
-header line of combine e - 1 (or of a release) has come: B sent it in a kernel behind all that read
-batch e - 1, save B's own sums, which may read rows where they lie. Those rows are B's copies if A
-sent lines, and B writes them again itself; if A sent in bulk, A has awaited B's signal. B stores
-sums of e on A once A's header line of dispatch e has come, which A sent behind all that read sums
-of e - 1. A later credit may already be there when a slow program of A looks, for its rank sent
-lines to B without it: so a credit is compared by order, all else for equality.
+header line of combine e - 1 (or of a release) has come: B sent it in a kernel after all that read
+batch e - 1, except B's own sums, which may read rows in place. Those rows are B's copies if A sent
+lines, and B writes them again itself; if A sent in bulk, A has awaited B's signal. B stores sums of
+e on A once A's header line of dispatch e has come, which A sent after all that read sums of e - 1.
+A later credit may already have arrived when a slow program of A looks, because its rank sent lines
+to B without it: so a credit is compared by order, all other lines for equality.
 
-Here the stores of a rank come in any order, those to one place excepted, until a release; programs
-of a kernel run in any order; receiving kernels begin beside the sending ones.
+In this model the stores of a rank arrive in any order until a release, except those to one place;
+programs of a kernel run in any order; receiving kernels begin beside the sending ones.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CHUNK_TOKENS = 2
 # A row: parts of it may come apart.
 WORDS = 2
 
-# Looks in vain, one after another, before all programs are looked at.
+# Consecutive unsuccessful looks after which all programs are checked for a deadlock.
 _PATIENCE = 50
 
-# What each step of a program says: whether it found what it was looking for.
+# The result of each step of a program: whether it found what it waits for.
 Program = Generator[bool]
 Place = tuple[Hashable, ...]
 
@@ -73,18 +73,18 @@ class Batch:
         return len(self.targets[rank]) <= LINE_TOKENS
 
     def is_silent(self, rank: int, peer: int) -> bool:
-        """Neither has rows for the other."""
+        """Return whether neither rank has rows for the other."""
         pairs = ((rank, peer), (peer, rank))
         return not any(to in ranks for source, to in pairs for ranks in self.targets[source])
 
 
 class BrokenError(Exception):
-    """Something was read that was not written for this batch, or nobody can go on."""
+    """A program read data that was not written for this batch, or no program can continue."""
 
 
 @dataclass(kw_only=True)
 class World:
-    """The memory of all ranks, and stores under way: of each (rank, place), in order."""
+    """The memory of all ranks, and stores in flight: of each (rank, place), in order."""
 
     size: int
     rules: Rules
@@ -107,7 +107,7 @@ class World:
                     self.arrive(key)
 
     def line(self, place: Place, epoch: int) -> object:
-        """What a line holds, None before it has come."""
+        """Return the content of a line, None before it has arrived."""
         data, flag = self.memory.get(place, (None, 0))  # pyright: ignore[reportGeneralTypeIssues]
         is_there = flag == epoch if self.rules.compares_flags else flag != 0
         return data if is_there else None
@@ -143,7 +143,7 @@ class Rank:
         return range(self.world.size)
 
     def place(self, rank: int, name: str, batch: Batch, *at: int) -> Place:
-        """A place in a receive buffer of a rank."""
+        """Return a place in a receive buffer of a rank."""
         return (rank, name, batch.buffer, *at)
 
     def store_line(self, to: int, name: str, batch: Batch, *at: int, data: object) -> None:
@@ -154,7 +154,7 @@ class Rank:
         return self.world.line(self.place(self.number, name, batch, *at), batch.epoch)
 
     def await_line(self, name: str, batch: Batch, *at: int) -> Generator[bool, None, object]:
-        """Return what a line holds once it has come, of the look that found it."""
+        """Return the content of a line after its arrival, from the look that found it."""
         while (data := self.line(name, batch, *at)) is None:
             yield False
         yield True
@@ -166,7 +166,7 @@ class Rank:
             return list(self.all_ranks)
         return [rank for rank in self.all_ranks if not batch.is_silent(self.number, rank)]
 
-    # Kernels. ------------------------------------------------------------------------------------
+    # The methods below are the kernels of the model.
 
     def send_dispatch(self, batch: Batch) -> list[Program]:
         targets, arrivals = batch.targets[self.number], [0]
@@ -268,7 +268,7 @@ class Rank:
             data = self.line("row line", batch, *where)
             if self.world.rules.polls_every_line or not word:
                 data = yield from self.await_line("row line", batch, *where)
-            # Its own memory: there at once.
+            # Data in its own memory is present immediately.
             self.world.memory[self.place(self.number, "row", batch, *where)] = data
             yield True
 
@@ -370,7 +370,7 @@ class Rank:
 
 
 def make_batches(chance: random.Random, size: int, count: int, num_buffers: int) -> list[Batch]:
-    """Ranks with no tokens, few and many, each token to any ranks."""
+    """Make batches of ranks with no, few and many tokens, each sent to any ranks."""
 
     def tokens() -> tuple[frozenset[int], ...]:
         number = chance.choice((0, 0, 1, LINE_TOKENS, LINE_TOKENS + 1, LINE_TOKENS + 2))
@@ -394,7 +394,7 @@ def run(seed: int, rules: Rules) -> None:
     """Run batches to the end in one schedule.
 
     Raises:
-        BrokenError: a rank reads what is not of its batch, or nobody can go on.
+        BrokenError: a rank reads data of another batch, or no program can continue.
     """
     chance = random.Random(seed)
     size, num_buffers = chance.choice((2, 2, 3, 4)), chance.choice((1, 1, 2))
@@ -402,7 +402,7 @@ def run(seed: int, rules: Rules) -> None:
     world = World(size=size, rules=rules)
     streams = [Rank(world=world, number=n).kernels(batches, num_buffers) for n in range(size)]
     following = [next(stream, None) for stream in streams]
-    # Programs under way of each rank, and how likely each is chosen: some are very slow.
+    # Running programs of each rank, and the probability that each is chosen: some are very slow.
     running: list[list[tuple[Program, float]]] = [[] for _ in range(size)]
     delay, num_idle = chance.choice((0.05, 0.5, 0.9)), 0
     while any(running) or any(following):
@@ -424,7 +424,7 @@ def run(seed: int, rules: Rules) -> None:
 
 
 def advance(running: list[tuple[Program, float]], place: int, program: Program) -> bool:
-    """Run a program for a step, and tell whether it looked in vain."""
+    """Run a program for a step, and return whether its look found nothing."""
     found = next(program, None)
     if found is None:
         running.pop(place)
@@ -434,7 +434,7 @@ def advance(running: list[tuple[Program, float]], place: int, program: Program) 
 def look_at_all(
     world: World, running: list[list[tuple[Program, float]]], following: list[Kernel | None]
 ) -> None:
-    """Find out whether anybody can go on."""
+    """Find out whether any program can continue."""
     can_go_on = bool(world.under_way)
     for programs, kernel in zip(running, following, strict=True):
         can_go_on |= kernel is not None and not programs
@@ -445,7 +445,7 @@ def look_at_all(
 
 
 RULES = Rules()
-# Without one rule each.
+# Variants of the protocol that each lack one rule.
 FAULTY = {
     "flags of any batch": replace(RULES, compares_flags=False),
     "no credit": replace(RULES, awaits_credit=False),

@@ -1,6 +1,6 @@
 """The kernels of lines in one process, by the worked examples of their docstrings.
 
-A process plays all ranks, one after another: every line is there before it is waited for.
+A process plays all ranks, one after another: every line is stored before it is waited for.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def received_rows(rank: Rank) -> Tensor:
 def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     x = send_lines(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
-    # No token, and still a header for each rank.
+    # Without tokens, a header is still sent to each rank.
     send_lines(ranks[0], [], [])
     # Two tokens in lines; none in lines.
     assert [rank.lines("header_lines")[:4:2] for rank in ranks] == [[(1, 1), (5, 1)]] * 2
@@ -94,7 +94,7 @@ def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None
     assert index.counts.tolist() == [0, 2]
     assert index.slots_of_row.tolist() == [[-1, -1], [-1, -1], [-1, 0], [1, -1]]
     assert torch.equal(received_rows(ranks[1])[2:], x)
-    # Rank 0 has no expert of the second token, whose row did not travel.
+    # Rank 0 has no expert of the second token, whose row was not sent to it.
     index = receive(ranks[0])
     assert (index.slots_of_row[2].tolist(), index.counts.tolist()) == ([0, -1], [1, 0])
     assert torch.equal(received_rows(ranks[0])[2], x[0])
@@ -102,7 +102,7 @@ def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None
     assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
     # One row, two records and a header to the other rank.
     assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
-    # For combine.
+    # Combine reads this state.
     assert ranks[0].exchange.state[SOURCES_AT:].tolist() == [1, 5]
 
 
@@ -145,7 +145,7 @@ def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
     ranks = make_ranks(2, device)
     send_lines(ranks[1], [[0, 3]], [[0.6, 0.4]])
     send_lines(ranks[0], [], [])
-    # The second line of the row, of the last batch.
+    # The second line of the row is from the last batch.
     layout = ranks[0].layout
     lines = ranks[0].region("row_lines", torch.int64).view(-1, LINE_BYTES // 8)
     place = layout.line_tokens * layout.row_lines + layout.data_lines_at + 1
@@ -160,7 +160,8 @@ def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
 def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
     ranks = make_ranks(3, device)
     for rank in ranks:
-        # As if rank 1 had sent two tokens in lines, the second to ranks 0 and 2, the others none.
+        # The memory is as if rank 1 had sent two tokens in lines, the second to ranks 0 and 2, and
+        # the other ranks none.
         rank.exchange.state[:2] = torch.tensor([2, 1], device=device)
         rank.exchange.state[SOURCES_AT:] = torch.tensor([1, 5, 1], device=device)
     ranks[1].is_sent[1] = torch.tensor([1, 0, 1], device=device)

@@ -1,6 +1,6 @@
 """The NVLink kernels in one process, by the worked examples of their docstrings.
 
-A process plays all ranks, one after another: every word is there before it is waited for.
+A process plays all ranks, one after another: every word is stored before it is waited for.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Rank:
         return self.block[begin : begin + self.layout.regions[name]].view(dtype)
 
     def lines(self, name: str) -> list[tuple[int, int]]:
-        """Words and epochs."""
+        """Return the words and the epochs of lines."""
         words = self.region(name, torch.int32).view(-1, 2).tolist()
         return [(word, epoch) for word, epoch in words]
 
@@ -72,7 +72,7 @@ class Rank:
         return (words[:, :5:2] if launch.IS_INTERPRETED else words[:, :3]).T.flatten()
 
     def record(self, row: int) -> list[list[float]]:
-        """Experts, positions and weights of the K entries of a row."""
+        """Return experts, positions and weights of the K entries of a row."""
         top_k, words = self.layout.top_k, self.layout.metadata_words
         begin = row * 3 * words
         parts = self.region("metadata", torch.int32)[begin : begin + 3 * words].view(3, words)
@@ -103,7 +103,8 @@ def make_ranks(
 ) -> list[Rank]:
     spec = replace(spec_of(top_k, max_tokens), returns_slots=returns_slots)
     layout = low_latency_layout(spec, world_size, 1, line_tokens)
-    # Shared, because an interpreter computes in int32 with addresses below 2**31, as of a heap.
+    # Memory is shared, because an interpreter computes in int32 with addresses below 2**31, such as
+    # those of a heap.
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device).share_memory_()
         for _ in range(world_size)
@@ -127,7 +128,7 @@ def make_ranks(
 def send(
     rank: Rank, ids: list[list[int]], weights: list[list[float]], *, in_lines: bool = False
 ) -> Tensor:
-    """Tokens of distinct elements; returns them."""
+    """Send tokens of distinct elements, and return them."""
     device = rank.block.device
     begin = 1 + 100 * rank.exchange.peers.rank
     x = torch.arange(begin, begin + len(ids) * HIDDEN, device=device).view(-1, HIDDEN)
@@ -159,7 +160,7 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
     received = [rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN) for rank in ranks]
     assert torch.equal(received[0][2], x[0])
     assert torch.equal(received[1][2:], x)
-    # Not sent, and so not written: rank 0 has no expert of the second token.
+    # The second row is not written, because rank 0 has no expert of the second token.
     assert not received[0][3].any()
     assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
     assert [rank.lines("count_lines")[2:4] for rank in ranks] == [
@@ -176,7 +177,7 @@ def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.de
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
-    """What a receiver writes, 77 where it writes nothing; `memory` of row_of_slot has a guard."""
+    """The index that a receiver writes, 77 elsewhere; `memory` of row_of_slot has a guard."""
 
     memory: Tensor
     slots_of_row: Tensor
@@ -259,7 +260,7 @@ def say_that_sums_have_come(rank: Rank, epoch: int = 1) -> None:
 
 
 def arrivals_of(rank: Rank) -> list[int]:
-    """Those of metadata, rows and sums that have not been told of."""
+    """Return the counters of metadata, rows and sums that are not yet signalled."""
     return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
 
 
@@ -281,7 +282,7 @@ def test_ranks_begin_each_token_with_different_peers(
     for rank in ranks:
         orders.append([])
         send(rank, [[0, 3], [3, 5]], [[1, 1], [1, 1]], in_lines=in_lines)
-    # Of metadata and of rows; programs that send headers in lines look at all ranks too.
+    # Programs of metadata and of rows; those that send headers in lines look at all ranks too.
     turns = [torch.tensor(order).view(-1, 3) for order in orders]
     assert all(torch.equal(each.sort().values, torch.arange(3).expand_as(each)) for each in turns)
     firsts = torch.stack(turns)[:, 3 if in_lines else 0 :, 0]
@@ -303,7 +304,7 @@ def test_signals_are_set_by_as_many_senders_as_have_something(
 def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None:
     ranks = make_ranks(2, device, num_programs=5)
     sender = ranks[0]
-    # As if rank 0 had sent two tokens in bulk and rank 1 one in lines, in epoch 1.
+    # The memory is as if rank 0 had sent two tokens in bulk and rank 1 one in lines, in epoch 1.
     sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 3], device=device)
     sender.exchange.state[1] = 1
     slots_of_row = torch.full((4, 2), -1, dtype=torch.int32, device=device)
@@ -371,7 +372,7 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
     home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
     home.fill_(float("nan"))
     combine(sender, rows, slots_of_row)
-    # Those of token 1 of rank 1, from rank 0.
+    # The sums of token 1 of rank 1, from rank 0.
     assert torch.equal(home[[3, 5]], rows[[5, 2]])
     assert home[[0, 1, 2, 4]].isnan().all()
     assert sender.exchange.peers.counters[3] == 2
@@ -386,8 +387,8 @@ def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None
 def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
     ranks = make_ranks(2, device, top_k=3)
     sender = ranks[0]
-    # As if both sources had sent two tokens in bulk, of which one had slots here; their headers are
-    # those of the next batch already.
+    # The memory is as if both sources had sent two tokens in bulk, of which one had slots here;
+    # their headers are already those of the next batch.
     sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
     sender.exchange.state[1] = 1
     slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
@@ -432,7 +433,7 @@ def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """Counts what is allocated."""
+    """A mode that counts allocations."""
 
     count = 0
 
@@ -470,7 +471,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         received = WireTensor(data=rows, format=BF16)
         receive_buffer = ReceiveBuffer.of(rank.exchange.peers, 0, received, 8, 1)
-        # As a caller may give them: a column of something.
+        # A caller may pass a column of a larger tensor.
         weights = torch.zeros(8, 2, device=device)[:, 0]
         before = seen.count
         y = buffer._send_results(receive_buffer, rows, 3, slot_weights=weights)
@@ -489,7 +490,7 @@ def test_wait_in_vain_is_reported_and_told_to_all(device: torch.device) -> None:
     assert index.counts.tolist() == [0, 0]
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
     assert decode_abort(513) == (0, [1])
-    # Rank 1 only notes who gave up on whom, and sends nothing.
+    # Rank 1 only records which rank gave up and which ranks were missing, and sends nothing.
     send(ranks[1], [[0, 1]], [[1, 1]])
     assert ranks[1].exchange.peers.report.tolist() == [0, 0, 513, 0, 0, 0]
     assert ranks[0].region("arrived_rows", torch.int32)[:2].tolist() == [1, 0]
@@ -502,7 +503,7 @@ def test_nothing_is_handed_out_where_one_program_alone_has_timed_out(
     ranks, abort_if_late = make_ranks(2, device, line_tokens=0), ll_dispatch_recv.abort_if_late
     for rank in ranks:
         send(rank, [[0, 1]], [[1, 1]])
-    # Program 1 has not seen the lines of rank 0 in time; program 0, which counts, has.
+    # Program 1 did not see the lines of rank 0 before the timeout; program 0, which counts, did.
     monkeypatch.setattr(
         ll_dispatch_recv,
         "abort_if_late",
@@ -515,9 +516,9 @@ def test_nothing_is_handed_out_where_one_program_alone_has_timed_out(
 
 
 def test_words_that_were_never_written_are_not_taken_for_arrived(device: torch.device) -> None:
-    # Both ranks: who gives up writes into the blocks of all.
+    # Check both ranks, because the rank that gives up writes into the blocks of all.
     receiver, _other = make_ranks(2, device)
-    # Behind 2**31 combines, of which none sent a sum in bulk.
+    # The epoch is after 2**31 combines, none of which sent a sum in bulk.
     receiver.exchange.state[1] = -(2**31) + 1
     receiver.is_sent[0] = 1
     lines = receiver.region("combined_lines", torch.int32).view(-1, 2)
@@ -544,7 +545,7 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
     ranks = make_ranks(2, device)
     for rank in ranks:
         send(rank, [[0, 0], [0, 0]], [[1, 2], [3, 4]])
-    # Eight entries of one expert; the index has three slots, and behind it is a guard.
+    # Eight entries of one expert; the index has three slots, followed by a guard.
     num_slots = 3
     index = receive(ranks[0], num_slots=num_slots)
     for memory in (index.memory, index.weights):
@@ -552,7 +553,7 @@ def test_nothing_is_stored_beyond_an_index_that_is_too_small(device: torch.devic
     assert index.memory[:num_slots].tolist() == [-1] * num_slots
     assert index.slots_of_row.tolist() == [[-1] * 2] * 4
     assert index.counts.tolist() == index.first[:2].tolist() == [0, 0]
-    # Nobody knows of it yet; the combine of this rank says what it needs.
+    # The other ranks do not know of the fault yet; the combine of this rank reports what it needs.
     assert not ranks[0].exchange.peers.faults.any()
     rows = torch.zeros(num_slots, HIDDEN, dtype=torch.bfloat16, device=device)
     combine(ranks[0], rows, index.slots_of_row)

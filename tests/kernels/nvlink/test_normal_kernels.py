@@ -1,4 +1,4 @@
-"""Dispatch and combine of one rank, in a process that plays what the other rank has sent."""
+"""Dispatch and combine of one rank, in a process that writes the data of the other rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.kernels.nvlink.peers import peer_blocks
 
 BF16 = WireFormat.of(torch.bfloat16)
 WORLD_SIZE, MAX_TOKENS, NUM_BLOCKS = 2, 2, 2
-# Polls of a millisecond: more than this rank needs for itself, and few for one that does not come.
+# Polls of a millisecond: enough for this rank's own work, and few for a rank that does not arrive.
 PATIENT, IMPATIENT = 10_000, 3
 # One expert a rank, top-1.
 SPEC = BufferSpec(
@@ -60,7 +60,7 @@ class Rank0:
         self.words, self.theirs = [block.view(torch.int32) for block in blocks]
 
     def receive(self, region: str, values: list[int], *, at: int = 0) -> None:
-        """Store what rank 1 would store in a region, `at` words behind its beginning."""
+        """Store the words of rank 1 in a region, `at` words after its beginning."""
         begin = self.layout.offsets[region] // 4 + at
         if region in self.layout.buffer_sizes():
             begin += self.layout.buffers_at // 4
@@ -125,7 +125,8 @@ def test_gradients_may_differ_where_the_host_reads_headers(
     rank = Rank0(device, PATIENT)
     rank.receive_signals()
     rank.receive_header([pack_status(FaultCode.NONE, flags_of_rank_1), 1, 1, 0, 1, 0])
-    # Its only row is of expert 0, at position 0, with a weight of 1: zeros and the bits of 1.0.
+    # The only row of the rank is of expert 0, at position 0, with a weight of 1: zeros and the bits
+    # of 1.0.
     metadata_words = rank.layout.metadata_bytes // 4
     at = MAX_TOKENS * metadata_words + 2 * rank.layout.metadata_words
     rank.receive("metadata", [0x3F800000], at=at)
@@ -159,7 +160,7 @@ def test_index_is_emptied_where_rows_do_not_come(device: torch.device) -> None:
 def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: torch.device) -> None:
     rank = Rank0(device, PATIENT)
     rank.receive_signals()
-    # From rank 1 five rows, where it may send two, of an expert that this rank does not have.
+    # Rank 1 reports five rows, where it may send two, of an expert that this rank does not have.
     rank.receive_header([0, 5, 5, 0, 5, 0])
     num_words = WORLD_SIZE * MAX_TOKENS * rank.layout.metadata_bytes // 4
     rank.receive("metadata", [3] * num_words)
@@ -170,7 +171,7 @@ def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: tor
     assert values(parts.arrivals.rows_from) == [0, MAX_TOKENS]
 
 
-# Behind 2**31 combines, and the one whose number is 0.
+# Epochs after 2**31 combines, and the combine whose number is 0.
 @pytest.mark.parametrize("epoch", [-(2**31) + 1, 0])
 @pytest.mark.parametrize("is_there", [False, True])
 def test_sums_that_nobody_sent_are_not_taken_for_arrived(
@@ -180,19 +181,19 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     layout = rank.layout
     rank.exchange.state[COMBINE_EPOCH] = epoch - 1
     rank.receive("combine_begin", [epoch - 1, epoch])
-    # The only token of this rank went to rank 1, and nothing came here.
+    # The only token of this rank went to rank 1, and this rank received no row.
     numbers = torch.zeros(3, WORLD_SIZE, dtype=torch.int32, device=device)
     arrivals = Arrivals(rows_from=numbers[0], row_base=numbers[1], has_failed=numbers[2])
     places = torch.tensor([-1, 0], dtype=torch.int32, device=device)
     if is_there:
-        # As rank 1 would signal its first item.
+        # Set the signal of the first item as rank 1 would.
         rank.receive("sums_ready", [epoch or -(2**31)], at=layout.num_items)
     rows = torch.zeros(0, SPEC.hidden_size, dtype=torch.bfloat16, device=device)
     status = layout.offsets["combine_status"] // 4
     rank.theirs[status : status + 2 * WORLD_SIZE] = 77
     sends = Sends(places=places, positions=places[:1])
     y = combine_rows(rank.exchange, rows, sends, arrivals, None, 1)
-    # Its status, in the half of this epoch; of rank 1, in the block of which it is.
+    # The status of rank 1 is in the half of this epoch, in the block of the other rank.
     sent = rank.theirs[status : status + 2 * WORLD_SIZE].view(2, WORLD_SIZE)
     assert sent[epoch & 1].tolist() == [0, 77]
     assert (rank.peers.report[0] == 0) == is_there

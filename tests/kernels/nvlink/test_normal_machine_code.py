@@ -43,7 +43,7 @@ COMBINES: Mapping[str, Program] = {
         str(dtype): combine.program_of(normal_layout(), combine.SumForm(dtype, 7168))
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
     },
-    # Rows whose last vectors are not those of all lanes.
+    # Rows whose last vectors do not occupy all lanes.
     "odd sums": combine.program_of(
         normal_layout(hidden=2056, world=3), combine.SumForm(torch.bfloat16, 2056)
     ),
@@ -111,12 +111,12 @@ def test_signals_to_ranks_follow_a_fence_of_the_system(name: str, compiled: Code
     signals = {"REDG.E.ADD.STRONG.SYS"}
     assert signals <= set(found)
     if name in COMBINES:
-        # The signals of items. Such stores of dispatch are those to the host, volatile ones.
+        # The stores are signals of items. In dispatch such stores are volatile ones to the host.
         signals.add("STG.E.STRONG.SYS")
     for place, each in enumerate(found):
         if each in signals:
             assert "MEMBAR.ALL.SYS" in found[max(0, place - 3) : place]
-    # Loads behind an acquire do not hit what the L1 cache held before.
+    # Loads after an acquire do not read old data from the L1 cache.
     assert "CCTL.IVALL" in found
 
 
@@ -124,8 +124,8 @@ def test_signals_to_ranks_follow_a_fence_of_the_system(name: str, compiled: Code
 @pytest.mark.parametrize("name", PLANNED)
 def test_signals_among_blocks_follow_a_fence_of_the_gpu(name: str, compiled: Code) -> None:
     found = operations(compiled, name)
-    # What a block has counted, for later blocks; and the last block to arrive, with metadata and at
-    # the end, has acquired what all did.
+    # A block releases its counts to later blocks; the last block to arrive, after metadata and at
+    # the end, acquires the work of all blocks.
     for each in ("STG.E.STRONG.GPU", "ATOMG.E.ADD.S32.STRONG.GPU"):
         places = [place for place, other in enumerate(found) if other == each]
         assert places

@@ -1,4 +1,4 @@
-"""The protocol of normal mode in a weak memory: kernels keep it, and planted faults are found.
+"""The protocol of normal mode in a weak memory model: kernels obey it, and faults are found.
 
 Ranks are threads of this process, which run the kernels as the host's compiler makes them of their
 CUDA C++. host_cuda.h delays what is weakly ordered, and runs threads of blocks in random order.
@@ -44,7 +44,7 @@ WORLD_SIZE, MAX_TOKENS, TOP_K, NUM_LOCAL, NUM_BLOCKS = 2, 6, 2, 2, 2
 # Rows of two pieces in combine.
 HIDDEN = 1032
 BF16 = WireFormat.of(torch.bfloat16)
-# One receive buffer: each dispatch takes the memory of the last.
+# With one receive buffer, each dispatch reuses the memory of the last.
 SPEC = BufferSpec(
     hidden_size=HIDDEN,
     top_k=TOP_K,
@@ -54,13 +54,13 @@ SPEC = BufferSpec(
     max_tokens_per_rank=MAX_TOKENS,
     batches_in_flight=1,
 )
-# Of a wait, each of a millisecond.
+# The polls of a wait, each of a millisecond.
 POLLS = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A change of the source of a kernel, and from which number of dispatches and combines on."""
+    """A change of the source of a kernel, and the epoch at which rounds begin."""
 
     old: str
     new: str
@@ -99,7 +99,7 @@ FAULTS = {
     "signals of items are compared by order": Fault(
         old="EXACT ? (int)word != mark_of(epoch) :",
         new="EXACT ? (int)(word - (u32)mark_of(epoch)) < 0 :",
-        # Words of 0 look ahead of it.
+        # Compared with this epoch, words of 0 look newer.
         first_epoch=-(2**31) + 1,
     ),
 }
@@ -107,7 +107,7 @@ FAULTS = {
 
 @pytest.fixture
 def weak_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], None]]:
-    """Kernels of a faulty source in a weak memory, once the fault is given."""
+    """Run kernels of a faulty source in a weak memory model."""
     seeds = count(1)
 
     class WeakKernel(HostKernel):
@@ -134,7 +134,7 @@ def weak_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], 
 
 
 class Rank:
-    """A rank with memory of its own, which peers write."""
+    """A rank with separate memory, which peers write."""
 
     def __init__(self, rank: int, blocks: list[Tensor], first_epoch: int) -> None:
         self.rank = rank
@@ -179,7 +179,7 @@ class Rank:
         return True
 
     def run_round(self, number: int) -> bool:
-        """Dispatch, multiply, and combine or not; return whether rows and sums are right."""
+        """Dispatch, multiply, and optionally combine; return whether rows and sums are correct."""
         x, ids, weights = batch_of(number, self.rank)
         num_tokens = len(x)
         block = self.memory.block(
@@ -206,7 +206,7 @@ class Rank:
             (arrivals.row_base, self.layout.num_rows),
             (index.slots_of_row, self.sizes.num_slots),
         )
-        # Combine would access memory of others by a wrong index.
+        # With a wrong index, combine would access the memory of other ranks.
         has_rows = all(bool(((each >= -1) & (each < most)).all()) for each, most in limits)
         has_rows = has_rows and self._has_rows(number, arrivals)
         if number % 3 == 0 or not has_rows:
@@ -250,7 +250,7 @@ def factor_of(expert: Tensor | int) -> Tensor | int:
 
 
 def first_wrong_round(fault: Fault, num_rounds: int) -> int | None:
-    """Run rounds until one is wrong on some rank, and return its number; None if all are right."""
+    """Run rounds until one is wrong on some rank; return its number, or None."""
     num_bytes = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE).num_bytes
     blocks = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(WORLD_SIZE)]
 
@@ -259,7 +259,7 @@ def first_wrong_round(fault: Fault, num_rounds: int) -> int | None:
         begun.wait()
         for number in range(num_rounds):
             if not mine.run_round(number):
-                # Ends the waits of all ranks.
+                # This word ends the waits of all ranks.
                 for block in blocks:
                     block.view(torch.int32)[0] = rank + 1
                 return number

@@ -1,8 +1,8 @@
 """ThreadSanitizer finds no race in the kernels of normal mode, and finds one that is planted.
 
-Each thread of a block is a thread to it, and shuffles order nothing, as in CUDA. It does not model
-fences: kernels have one, of the system in peers.cu, which orders words that only the host reads.
-Stores of the copy engine end where they begin; test_normal_protocol.py delays them.
+ThreadSanitizer sees each thread of a block as a thread, and shuffles order nothing, as in CUDA. It
+does not model fences: kernels have one, of the system in peers.cu, which orders words that only the
+host reads. Stores of the copy engine end where they begin; test_normal_protocol.py delays them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.kernels.nvlink.host_cuda import compiler
 from tests.kernels.nvlink.test_normal_protocol import FAULTS
 
 REPOSITORY = Path(__file__).parents[3]
-# Its exit status if it has reported a race.
+# The exit status of ThreadSanitizer if it has reported a race.
 HAS_RACE = 66
 UNORDERED_RELEASE = FAULTS["helpers do not meet before counts are signalled"]
 
@@ -31,7 +31,7 @@ def sanitizer() -> Path | None:
     if (found := compiler()) is None:
         return None
     command = [found, "-print-file-name=libtsan.so"]
-    # A name without a folder if there is none.
+    # If the library is not found, the compiler returns its name without a folder.
     path = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     return path.resolve() if path.is_absolute() else None
 
@@ -44,7 +44,7 @@ pytestmark = [
 
 
 def run_watched(*fault: str) -> subprocess.CompletedProcess[str]:
-    """Run watch_races.py in a process of its own, before whose threads the library is loaded."""
+    """Run watch_races.py in a new process, which loads the library before it starts threads."""
     return subprocess.run(
         [sys.executable, "-m", "tests.kernels.nvlink.watch_races", *fault],
         env={

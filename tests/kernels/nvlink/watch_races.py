@@ -18,7 +18,7 @@ NUM_ROUNDS = 6
 
 
 def main(old: str = "", new: str = "") -> str | None:
-    """Run rounds with `new` in place of `old` in each source; return what is wrong."""
+    """Run rounds with `new` in place of `old` in each source; return the errors."""
 
     def load(made: Program, device: torch.device) -> LoadedKernel:
         source = source_of(made)

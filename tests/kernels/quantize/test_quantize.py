@@ -61,7 +61,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("hidden_size", "dtype"),
-    # Every size, and every dtype with a short last block.
+    # The cases cover every size, and every dtype with a short last block.
     [*((size, torch.bfloat16) for size in (1, 37, 128, 1536)), *((515, one) for one in DTYPES)],
     ids=str,
 )
@@ -140,7 +140,7 @@ def test_unquantised_formats_cast(device: torch.device) -> None:
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[5]], ids=lambda case: case.id)
 def test_rows_beyond_2_to_the_31_elements(case: Case, device: torch.device) -> None:
-    """Three rows 2**30 + 16 elements apart, in memory that is hardly touched."""
+    """Use three rows that are 2**30 + 16 elements apart, in mostly untouched memory."""
     stride = 2**30 + 16
     try:
         source = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device=device)

@@ -1,4 +1,4 @@
-"""The numbers of rows that leave and of slots that arrived: those of plain loops."""
+"""The numbers of sent rows and received slots equal those of plain loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from epcomm.kernels.rows import sends, slot_index
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
 
-# Place of the rows in a header, and of its first word of counts.
+# Index of the number of rows in a header, and of its first word of counts.
 ROWS, SLOTS = 9, 10
 WORDS = (2, 3, 1, 4, 7, 7, 8, 0, 5)
 WRONG_IDS = 6
@@ -21,7 +21,7 @@ WRONG_IDS = 6
 def slots_of(
     ids: Tensor, num_local: int, *, first_expert: int = 0, alignment: int = 1
 ) -> tuple[list[int], list[list[int]], list[int], list[int]]:
-    """row_of_slot, slots_of_row, counts and first slots, by loops."""
+    """Return row_of_slot, slots_of_row, counts and first slots, by loops."""
     lines = ids.tolist()
     row_of_slot: list[int] = []
     slots_of_row = [[-1] * len(line) for line in lines]
@@ -42,7 +42,7 @@ def slots_of(
 def check_slots(ids: Tensor, num_local: int, *, first_expert: int = 0, alignment: int = 1) -> None:
     expected = slots_of(ids, num_local, first_expert=first_expert, alignment=alignment)
     row_of_slot, slots_of_row, counts, first_slot = expected
-    # As in a message, where ids and weights follow one another with other data in between.
+    # Ids and weights have strides as in a message, with other data in between.
     message = torch.full((len(ids), 2 * ids.shape[1] + 3), -7, dtype=torch.int32, device=ids.device)
     message[:, : ids.shape[1]] = ids
     weights = message.view(torch.float32)[:, -ids.shape[1] :]

@@ -27,7 +27,7 @@ SHAPES = [
 def poisoned(
     num_rows: int, width: int, gap: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Rows of NaN with a gap between them."""
+    """Return rows of NaN with gaps between them."""
     whole = torch.full((num_rows, width + gap), NAN, dtype=dtype, device=device)
     return whole[:, :width]
 
@@ -39,7 +39,7 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.dev
 
 
 def gap_of(rows: Tensor) -> Tensor:
-    """The elements after each row."""
+    """Return the elements after each row."""
     stride, width = rows.stride(0), rows.shape[1]
     return rows.as_strided((rows.shape[0], stride - width), (stride, 1), width)
 
@@ -84,7 +84,7 @@ def test_worked_example_of_sums(device: torch.device) -> None:
 
 
 def sums_of(rows: Tensor, sources: Tensor, weights: Tensor | None) -> Tensor:
-    """The sums, term by term: each product and each sum is rounded."""
+    """Return the sums, term by term: each product and each sum is rounded."""
     wide = torch.float64 if rows.dtype is torch.float64 else torch.float32
     lines = []
     for line in sources.tolist():
@@ -131,7 +131,8 @@ def test_long_lines_are_summed_in_order_too(device: torch.device) -> None:
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_parts_are_summed_wherever_they_lie(hidden: int, device: torch.device) -> None:
-    # As in low latency, a header row before the tokens of each rank, and unused rows after them.
+    # The rows are as in low latency: a header row before the tokens of each rank, and unused rows
+    # after them.
     whole = torch.full((3, 8, hidden + 5), NAN, dtype=torch.bfloat16, device=device)
     parts = whole[:, 1:6, :hidden]
     parts.copy_(random_rows(15, hidden, torch.bfloat16, device).unflatten(0, (3, 5)))
@@ -192,7 +193,7 @@ def test_nothing_to_do(device: torch.device) -> None:
 
 
 def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
-    """Three rows 2**30 + 16 elements apart, in memory that is hardly touched."""
+    """Use three rows that are 2**30 + 16 elements apart, in mostly untouched memory."""
     stride = 2**30 + 16
     try:
         source, target = (

@@ -1,4 +1,4 @@
-"""FRACTAL_NZ: who may have it, and that a cast really gives it."""
+"""FRACTAL_NZ: the matrices that may have it, and the check that a cast produced it."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_the_window_is_compared_with_its_variable(
 
 
 def assert_reason(found: list[str], wanted: str | None) -> None:
-    """Exactly one reason, which holds `wanted`; or none."""
+    """Check that there is exactly one reason, which contains `wanted`; or none."""
     assert len(found) == (wanted is not None), found
     assert wanted is None or wanted in found[0], found
 

@@ -1,4 +1,4 @@
-"""An operator is there where a call of it would reach a kernel, not where it only has a schema."""
+"""An operator is available if a call would reach a kernel, not if it only has a schema."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fakes.ascend import registry
         # Devices without kernels.
         ("npu_moe_gating_top_k", "cuda", False),
         ("npu_moe_gating_top_k", "meta", False),
-        # A schema without a kernel, and no schema at all.
+        # Operators with a schema but without a kernel, and without a schema.
         ("npu_moe_init_routing", "cpu", False),
         ("npu_of_no_version", "cpu", False),
     ],

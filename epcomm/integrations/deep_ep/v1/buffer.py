@@ -68,20 +68,20 @@ _ONE_HOST = (
     "collective or deep_ep_v1"
 )
 
-# A configuration costs as much as a small call.
+# Making a Config takes as long as a small call.
 _config_of = lru_cache(Config)
 
 
 class Buffer:
     """Normal and low-latency dispatch and combine of V1.
 
-    Every call but the statics is collective over the group. Sizes in bytes are kept and mean
-    nothing: epcomm's buffers open at the first call of a shape, and grow.
+    Every call but the statics is collective over the group. Sizes in bytes have no effect: epcomm's
+    buffers open at the first call of a shape, and grow.
 
     Raises:
         ShapeError, CapacityError, ConfigError, HandleError: some rank refuses its call; on every
             rank. On GPUs without a host sync: on that rank, and the sums of the others are NaN.
-        NotImplementedError: some rank asks for what is not there; an EPError on the others.
+        NotImplementedError: some rank uses a missing feature; an EPError on the others.
     """
 
     # The number applies to all buffers of the process, as in V1.
@@ -125,7 +125,7 @@ class Buffer:
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        # Ranks that calls already leave out.
+        # Ranks that are already excluded from calls.
         self._excluded: frozenset[int] = frozenset()
         self._mask_status = torch.zeros(self.group_size, dtype=torch.int32, device="cpu")
 
@@ -136,7 +136,7 @@ class Buffer:
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Return whether FP8 and low latency are there."""
+        """Return whether FP8 and low latency are available."""
         return True
 
     @staticmethod
@@ -178,7 +178,7 @@ class Buffer:
         offset: int = 0,
         use_rdma_buffer: bool = False,
     ) -> Tensor:
-        """Return memory of the size of the buffer of V1; nothing that is sent is stored in it.
+        """Return memory of the size of the buffer of V1; no call uses it.
 
         Programs clear the buffer of V1 after a failure. Lifetime: the caller owns it.
         """
@@ -227,12 +227,12 @@ class Buffer:
         """Send rows to the ranks of their experts; with a handle, along the routes of another call.
 
         Returns:
-            Received x as it came (with scales or without), local ids, weights, rows per local
-            expert aligned up (an empty list with num_worst_tokens), handle, event; None instead of
-            ids, weights, counts and handle if a handle came.
+            The received rows (with scales if x has them), local ids, weights, the aligned number of
+            rows of each local expert (an empty list with num_worst_tokens), handle, event; None
+            instead of ids, weights, counts and handle if a handle is passed.
 
         Collective: yes.   Host sync: one; none with a handle, and on a GPU with num_worst_tokens.
-        Lifetime: the caller owns what it gets.
+        Lifetime: the caller owns the results.
         """
         rows = Rows.of(x)
         check = self._begin("dispatch", rows.x)
@@ -241,7 +241,7 @@ class Buffer:
         exchange = None if handle is None else self._exchange_of(check, handle)
         service, request = Service.NORMAL, None
         if num_worst_tokens and topk_idx is not None and self._ranks.has(Service.ROW_BUDGET):
-            # Without ids V1 has no such dispatch.
+            # In V1 a dispatch without ids has no static sizes.
             service = Service.ROW_BUDGET
         try:
             check.size("expert_alignment", expert_alignment)
@@ -305,7 +305,7 @@ class Buffer:
         pass 0 there if only the rank of an expert is to return its weight. Sums, which are float32
         and rounded once, begin with the bias: [T, H] in the dtype of x, or two of them.
 
-        Collective: yes.   Host sync: none.   Lifetime: the caller owns what it gets.
+        Collective: yes.   Host sync: none.   Lifetime: the caller owns the results.
         """
         check = self._begin("combine")
         exchange = self._exchange_of(check, handle)
@@ -329,7 +329,7 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Do nothing: modes and shapes have memory of their own here."""
+        """Do nothing, because modes and shapes have separate memory here."""
         self._begin("clean_low_latency_buffer")
 
     def low_latency_dispatch(
@@ -352,14 +352,14 @@ class Buffer:
     ) -> LowLatencyResult:
         """Send rows to the slabs of their experts, [L, W * M, H]; quantised here with use_fp8.
 
-        The arguments after the star are those of branches of DeepEP, and must be off.
+        The arguments after the star belong to branches of DeepEP, and must be off.
 
         Returns:
             Slabs (with column-major scales, or without), rows of each slab [L] int32, handle,
             event, and the hook that receives, if return_recv_hook.
 
-        Collective: yes; M and E equal on all ranks.   Host sync: on a CPU alone.
-        Lifetime: on a CPU the caller owns what it gets.
+        Collective: yes; M and E equal on all ranks.   Host sync: on a CPU only.
+        Lifetime: on a CPU the caller owns the results.
         """
         check = self._begin_low_latency("low_latency_dispatch", x)
         most, stats = num_max_dispatch_tokens_per_rank, cumulative_local_expert_recv_stats
@@ -428,11 +428,11 @@ class Buffer:
         """Sum the rows of each token times their weights, in float32 and in the order of k.
 
         Rows return by the routing of the dispatch, so that the values of topk_idx are not read.
-        As in V1, topk_weights are read when the rows are received. The arguments after the star are
-        those of branches of DeepEP: the last three mean something with overlap=True alone, and the
+        As in V1, topk_weights are read when the rows are received. The arguments after the star
+        belong to branches of DeepEP: the last three have an effect only with overlap=True, and the
         others must be off.
 
-        Collective: yes.   Host sync: on a CPU alone.   Lifetime: the caller owns the result.
+        Collective: yes.   Host sync: on a CPU only.   Lifetime: the caller owns the result.
         """
         check = self._begin_low_latency("low_latency_combine")
         if not self._is_own(handle):
@@ -467,10 +467,10 @@ class Buffer:
         return combined, event, receive if return_recv_hook else None
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Leave a rank out of low latency, from the next call on; on GPUs alone.
+        """Leave a rank out of low latency, from the next call on; on GPUs only.
 
-        The other ranks make the same call. A rank that was left out stays so until the Buffer is
-        made again.
+        The other ranks make the same call. An excluded rank stays excluded until a new Buffer is
+        made.
         """
         self._masks()[rank_to_mask] = int(mask)
 
@@ -479,10 +479,10 @@ class Buffer:
         mask_status.copy_(self._masks().view(mask_status.shape))
 
     def low_latency_clean_mask_buffer(self) -> None:
-        """Mask no rank, if none was left out of a call yet."""
+        """Unmask all ranks, if no call has excluded a rank yet."""
         if self._excluded:
             raise NotImplementedError(
-                f"low_latency_clean_mask_buffer: ranks {sorted(self._excluded)} were left out, and "
+                f"low_latency_clean_mask_buffer: ranks {sorted(self._excluded)} are excluded, and "
                 "cannot be taken back; make a new Buffer on all ranks"
             )
         self._masks().zero_()
@@ -494,7 +494,8 @@ class Buffer:
         check = self._begin("get_next_low_latency_combine_buffer", low_latency=True)
         if not self._is_own(handle):
             raise check.handle_error(handle, "low_latency_dispatch() of this Buffer")
-        # Each caller gets an alias: autograd's records of writes must not stay with the memory.
+        # Each caller gets an alias, so that autograd's version counter does not stay with the
+        # memory.
         return self._combine_memory(handle).detach()
 
     def _begin(self, function: str, like: object = None, *, low_latency: bool = False) -> Check:
@@ -564,7 +565,7 @@ def _check_launch(
 def _check_hook(check: Check, is_async: bool, with_hook: bool) -> None:
     if is_async and with_hook:
         fault = "async_finish and return_recv_hook are both True, expected one at most"
-        raise check.error(ConfigError, fault, "take the hook, which is where the call ends")
+        raise check.error(ConfigError, fault, "set return_recv_hook alone")
 
 
 def _aligned(counts: tuple[int, ...], alignment: int) -> list[int]:

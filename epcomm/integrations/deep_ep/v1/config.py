@@ -1,6 +1,6 @@
-"""Config of the normal kernels of V1, and the sizes that V1 asks of its buffers.
+"""Config of the normal kernels of V1, and the sizes of its buffers that V1 requires.
 
-epcomm's buffers take the number of SMs alone: programs compute with the others. Sources:
+epcomm's buffers use only the number of SMs; programs compute with the other numbers. Sources:
 deepseek-ai/DeepEP, csrc/legacy/config.hpp; a recording of the real package.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from epcomm.errors import ConfigError
 from epcomm.types import align_up
 
-# Ranks that reach one another by NVLink.
+# The most ranks that reach one another by NVLink.
 MAX_NVL_PEERS = 8
 # Sizes of buffers are multiples of this number of bytes.
 BUFFER_ALIGNMENT_BYTES = 128
@@ -35,11 +35,12 @@ class Config:
             raise ConfigError(
                 f"Config: num_sms is {num_sms}, NVLink sends {nvl[0]} of {nvl[1]} tokens and RDMA "
                 f"{rdma[0]} of {rdma[1]}, expected num_sms >= 0, fewer sent than received over "
-                "NVLink and at most half over RDMA; take Buffer.get_dispatch_config()"
+                "NVLink and at most half over RDMA; use Buffer.get_dispatch_config()"
             )
-        # Not under the names of the arguments: the class of V1 shows no attributes.
+        # The attributes are private, because the class of V1 has no public ones.
         self.sms = num_sms
-        # Pairs of a sending and a receiving SM of V1, which its handles are laid out by.
+        # Channels of V1: pairs of a sending and a receiving SM, which define the layout of its
+        # handles.
         self.num_channels = max(num_sms // 2, 1)
         self._nvl_recv_tokens = nvl[1]
         self._rdma_recv_tokens = rdma[1]
@@ -62,7 +63,7 @@ class Config:
         if num_ranks > MAX_NVL_PEERS:
             raise NotImplementedError(
                 f"get_rdma_buffer_size_hint: num_ranks is {num_ranks}, expected at most "
-                f"{MAX_NVL_PEERS}, the ranks of one host; on several take epcomm's own API, with "
+                f"{MAX_NVL_PEERS}, the ranks of one host; for several use epcomm's own API, with "
                 "backend collective or deep_ep_v1"
             )
         return 0

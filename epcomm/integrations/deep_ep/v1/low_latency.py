@@ -2,11 +2,11 @@
 
 Buffers over NVLink return slots themselves. Slabs, scales, counts and sources are memory of two
 receive buffers in turn there, as in V1: their addresses stay, and a third batch overwrites the
-first. Scales that are powers of two are sent as bytes, and are copied where float32 is wanted.
+first. Scales that are powers of two are sent as bytes, and are converted if float32 is requested.
 
 On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
-alone, and the source multiplies by the weights and sums. The router weight of a pair, which V1 has
-in combine alone, carries the source of the pair.
+alone, and the source multiplies by the weights and sums. The router weight of a pair, which V1
+passes only to combine, carries the source of the pair.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from epcomm.integrations.deep_ep.normal import (
     detached,
     dispatch_rows,
     refuse_along,
+    refuse_copy,
     refuse_dispatch,
     return_rows,
     spec_of,
@@ -103,8 +104,8 @@ def slots_spec(shape: LowLatencyShape) -> BufferSpec:
 class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     """The tuple that V1 returns: src_info, layout_range, M, H, E.
 
-    src_info [L, W * M], int32: the token at its source that each row is.
-    layout_range [L, W], int64: first row of each source and, in the low half, how many.
+    src_info [L, W * M], int32: the number of each row's token on its source rank.
+    layout_range [L, W], int64: the first row of each source and, in the low half, their number.
 
     ranks: of the Buffer.   num_tokens: T.
     pairs: None where a buffer returns slots.   exchange: None for pairs that are not received.
@@ -115,6 +116,9 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     shape: LowLatencyShape
     pairs: SentPairs | None
     exchange: RowExchange | None
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
     @classmethod
     def of(
@@ -151,7 +155,7 @@ class SentPairs:
     """The (token, expert) pairs of a batch by token, then k: [S] each. Masked entries are none.
 
     is_chosen: [T, K], bool, which entries are pairs.
-    row_of_pair: [R], row of the flattened slabs that holds each received pair, once they came.
+    row_of_pair: [R], the row of the flattened slabs with each received pair; None before receipt.
     """
 
     is_chosen: Tensor
@@ -170,7 +174,7 @@ class SentPairs:
 class LowLatency:
     """Dispatch and combine of low latency of one Buffer, whose arguments were checked.
 
-    Both are collective. What they return is written when it is received.
+    Both are collective. Their results are written when rows are received.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -183,8 +187,8 @@ class LowLatency:
     ) -> ReceivedSlabs:
         """Begin a dispatch of x [T, H].
 
-        has_hook: other work may come before the slabs are received; else the receiving kernel of
-            a GPU is launched here, and overlaps with the sending one.
+        has_hook: other work may be launched before the slabs are received; else the receiving
+            kernel of a GPU is launched here, and overlaps with the sending one.
         """
         if self._ranks.returns_slots():
             return self._dispatch_slots(x, topk_ids, shape, has_hook=has_hook)
@@ -218,7 +222,7 @@ class LowLatency:
         call = DispatchCall(
             hidden_states=x,
             topk_ids=topk_ids.long(),
-            # It is not read, because combine takes the weights.
+            # This argument is not read, because combine takes the weights.
             topk_weights=topk_ids,
             flags=BatchFlags.NONE,
         )
@@ -227,7 +231,8 @@ class LowLatency:
         assert out is not None, "rows exist before they are received"
         travelled = columns = out.rows.scales
         if travelled is not None and travelled.dtype == torch.float8_e8m0fnu:
-            # The same memory for the same rows, whose addresses a captured graph keeps.
+            # The same rows must have scales in the same memory, because a captured graph keeps the
+            # addresses.
             address = out.rows.data.data_ptr()
             if address not in self._columns:
                 self._columns[address] = _column_major(travelled.shape, travelled.device)
@@ -280,7 +285,7 @@ def _dispatch_pairs(
     ranks, pairs, rows = check.ranks, SentPairs.of(topk_ids), Rows(x=x)
     most = int(torch.bincount(pairs.experts, minlength=1).max())
     if most > shape.max_tokens:
-        # The slab of an expert may be too small for these.
+        # The slab of an expert may be too small for so many rows.
         fault = f"topk_idx names an expert {most} times, expected at most"
         fault = f"{fault} num_max_dispatch_tokens_per_rank = {shape.max_tokens}"
         error = check.error(CapacityError, fault, "name each expert once in a row")
@@ -292,7 +297,7 @@ def _dispatch_pairs(
         rows = Rows(x=quantized.data, scales=packed)
     sources = (pairs.tokens + ranks.rank * shape.max_tokens).float()
     scales = None if rows.scales is None else rows.scales[pairs.tokens]
-    # Indexing knows no 8-bit floats.
+    # torch cannot index 8-bit floats.
     codes = rows.x.contiguous().view(torch.uint8)[pairs.tokens].view(rows.x.dtype)
     sent = Rows(x=codes, scales=scales)
     num_local, capacity, _ = shape.slab_shape
@@ -374,7 +379,7 @@ def _combine_pairs(
         returned, _ = return_rows(pending.pop(), rows)
         weights, is_chosen = detached(topk_weights), pairs.is_chosen
         pair_of_entry = is_chosen.flatten().cumsum(0).view(is_chosen.shape) - 1
-        # In float32 and in the order of k.
+        # Sum in float32 and in the order of k.
         total = returned.new_zeros(y.shape, dtype=torch.float32)
         for k in range(is_chosen.shape[1]):
             of_k = is_chosen[:, k]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from epcomm.errors import CapacityError, HandleError, ShapeError
+from epcomm.errors import CapacityError, ShapeError
 from epcomm.integrations.deep_ep.checks import FLOAT32, IDS, Check, Dtypes
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
     dispatch_rows,
+    refuse_copy,
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
@@ -29,7 +30,7 @@ QUANTIZED: Dtypes = (torch.float8_e4m3fn, torch.int8)
 _NUM_TENSORS = 6
 # The position of the tensor whose memory stands for the handle.
 _CHANNEL_PREFIX = 1
-# Fills the tensors whose numbers only the source ranks know: no index, so that indexing fails.
+# The value of tensors whose numbers only the source ranks know. Indexing with it raises an error.
 UNKNOWN = torch.iinfo(torch.int32).min
 
 
@@ -114,7 +115,7 @@ def _sum_of_counts(ranks: Ranks, counts: Tensor) -> tuple[int, ...]:
 
 
 def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> ReceivedRows:
-    """Lengthen what came to `most` rows.
+    """Pad the received rows to `most` rows.
 
     Collective: yes.   Host sync: yes.
     Raises:
@@ -140,7 +141,7 @@ def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> Receive
 
 
 def with_length(rows: Rows, length: int) -> Rows:
-    """Return rows with undefined ones after them, as many as a handle has. Local."""
+    """Return the rows padded with undefined rows to `length`. Local."""
     if rows.x.shape[0] == length:
         return rows
     scales = None if rows.scales is None else _lengthened(rows.scales, length)
@@ -187,7 +188,7 @@ class SavedHandles:
 
 
 class NormalHandle(tuple[Tensor, ...]):
-    """The tuple that V1 returns; programs pass it on and read none of it.
+    """The tuple that V1 returns; programs pass it to later calls and read none of it.
 
     0: rank_prefix_matrix [W, W], int32; column `rank` has the received rows up to and with each
         source, the other columns are 0.
@@ -241,19 +242,16 @@ class NormalHandle(tuple[Tensor, ...]):
     def __getitem__(self, position: SupportsIndex | slice) -> Any:  # noqa: ANN401 - as a tuple has it
         return self.tensors[position]
 
-    # Those of a tuple compare what a tuple holds, which is nothing here.
+    # The methods of tuple would compare the elements of the tuple, which is empty here.
     __hash__, __eq__, __ne__ = object.__hash__, object.__eq__, object.__ne__
+
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
 
     def __repr__(self) -> str:
         exchange = self.exchange
         sizes = (exchange.max_rows, exchange.spec.hidden_size, exchange.num_tokens)
         return f"<NormalHandle of R, H, T = {sizes} on rank {exchange.ranks.rank}>"
-
-    def __reduce__(self) -> NoReturn:
-        raise HandleError(
-            f"{self!r} cannot be pickled or copied: it belongs to the memory of one Buffer; pass "
-            "the handle itself"
-        )
 
 
 def _channels(is_in_rank: Tensor, channels: int) -> tuple[Tensor, Tensor]:

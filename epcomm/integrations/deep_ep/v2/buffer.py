@@ -59,13 +59,13 @@ DispatchResult = tuple[XTensors, Tensor | None, Tensor | None, EPHandle, EventOv
 class ElasticBuffer:
     """Dispatch and combine of V2 between the ranks of one host.
 
-    Every call but the statics and the sizes is collective over the group. Sizes in bytes are kept
-    and mean nothing: epcomm's buffers open at the first call of a shape.
+    Every call but the statics and the sizes is collective over the group. Sizes in bytes have no
+    effect: epcomm's buffers open at the first call of a shape.
 
     Raises:
         ShapeError, CapacityError, ConfigError: an argument is wrong, or ranks disagree on M, H, K,
             E, a dtype or an option; on every rank. GPUs: docs/migrating_from_deepep.md.
-        HandleError: the handle is no EPHandle, or the buffer is destroyed.
+        HandleError: the handle is not an EPHandle, or the buffer is destroyed.
     """
 
     get_engram_storage_size_hint = Absent(_ENGRAM)
@@ -200,7 +200,7 @@ class ElasticBuffer:
 
         nvlink_gbs: GB/s of one direction, 0 for those of an H200.
         """
-        del num_scaleout_topk, rdma_gbs  # Of several hosts.
+        del num_scaleout_topk, rdma_gbs  # These are for several hosts.
         del num_experts, num_topk, sm_read_gbs  # An SM reads a token once, and so writes more.
         num_others = max(self.num_ranks - 1, 1)
         num_sms = (nvlink_gbs or sizes.NVLINK_GBS) * self.num_ranks / num_others / sm_write_gbs
@@ -239,21 +239,22 @@ class ElasticBuffer:
         Args:
             x: [T, H], bfloat16; or ([T, H] float8_e4m3fn, [T, S] scales of 4 B, any strides).
             topk_idx: [T, K], int64, -1 means none; None with a handle.
-            topk_weights: [T, K], float32, or None, alike on all ranks; with a handle too.
+            topk_weights: [T, K], float32, or None, alike on all ranks; with a handle too. They take
+                a second exchange, of 4 * K bytes a row, or 16 bytes if rows expand.
             cumulative_local_expert_recv_stats: [L], int32, to which counts are added.
             num_max_tokens_per_rank: M, equal on all ranks; None: as in the constructor.
             previous_event, previous_event_before_epilogue: what the call waits for.
             handle: of an earlier dispatch, whose routes the rows take.
             do_cpu_sync: exact sizes and counts on the host; else the worst case. Not with a handle.
             do_expand: a row for each (token, expert), by expert; else for each (token, rank). Along
-                a handle only if it was made so.
+                a handle only if its dispatch expanded rows.
             do_zero_padding: rows of alignment are zero, not undefined.
 
         Returns:
             The rows, at most M from a rank, by (source rank, token) or by (expert, source rank,
             token); [N, K] experts of this rank, -1 for others, None if expanded; weights [N, K], or
             [N] if expanded; the handle; the event, empty without async_with_compute_stream. Without
-            CPU sync, rows after those that came are undefined, and their ids are -1.
+            CPU sync, rows after the received ones are undefined, and their ids are -1.
 
         Collective: all ranks of the group, same M, H, K and num_experts; T may differ.
         Host sync: one with do_cpu_sync; else none.
@@ -300,11 +301,14 @@ class ElasticBuffer:
                 exchange = handle.exchange if isinstance(handle, EPHandle) else None
                 has_weights = topk_weights is not None
                 refuse_along(ranks, Service.NORMAL, error, exchange, has_weights=has_weights)
-            follow_up = {
-                "has_words": request.has_words,
-                "sums_each_k": do_expand and not self.allow_multiple_reduction,
-            }
-            refuse_dispatch(ranks, request.service, error, check.spec, **follow_up)
+            refuse_dispatch(
+                ranks,
+                request.service,
+                error,
+                check.spec,
+                has_weights=topk_weights is not None,
+                sums_each_k=do_expand and not self.allow_multiple_reduction,
+            )
         with self._comm_stream.call(
             rows.x.device, *events, is_async=async_with_compute_stream
         ) as call:
@@ -342,7 +346,7 @@ class ElasticBuffer:
         x: Tensor,
         handle: EPHandle,
         topk_weights: Tensor | None = None,
-        # The package's default is None too.
+        # The default of the package is None too.
         bias: Tensor | tuple[Tensor, Tensor] | None = None,
         num_sms: int = 0,
         num_qps: int = 0,
@@ -355,7 +359,7 @@ class ElasticBuffer:
 
         Args:
             x: [N, H], bfloat16, rows as dispatch() returned them; any number of times. If expanded,
-                and the program has read or set handle.recv_src_metadata: any rows, which it names.
+                and the program has read or set handle.recv_src_metadata: any rows that it names.
             topk_weights: [N, K], float32, of which those of experts of this rank are returned, or
                 [N] if expanded, the weight of each row; alike on all ranks.
             bias: none, one or two of [T, H], bfloat16, with which the sums begin; these are

@@ -1,13 +1,14 @@
 """One dispatch of V2 on new routes, and its handle.
 
-An element is what a position of a received tensor holds: a slot where rows expand, else a row. V2
-packs elements without gaps between ranks, and after the last one its tensors are undefined.
+An element is the content of a position of a received tensor: a slot if rows are expanded, else a
+row. V2 packs elements without gaps between ranks, and after the last one its tensors are undefined.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -17,9 +18,9 @@ from epcomm.integrations.deep_ep.checks import FLOAT32, Check, Dtypes
 from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
-    RowExchange,
     Rows,
     dispatch_rows,
+    refuse_copy,
     send_words,
     spec_of,
 )
@@ -39,12 +40,12 @@ class Arrived:
     """The rows, weights and sources that this rank received in one dispatch.
 
     weights: [R, K], float32, those of experts of other ranks too, or [C] by slot if rows expand.
-    sources: source rank * M + token of each row, [R], int32; None: they are sent when read.
+    sources: source rank * M + token of each row, [R], int32.
     """
 
     received: ReceivedRows
     weights: Tensor | None
-    sources: Tensor | None
+    sources: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -71,11 +72,6 @@ class DispatchRequest:
         """NORMAL if sizes are exact and the host waits for them, else STATIC."""
         return Service.NORMAL if self.do_cpu_sync else Service.STATIC
 
-    @property
-    def has_words(self) -> bool:
-        """True if weights of other ranks' experts, and sources, are sent in a separate exchange."""
-        return self.topk_weights is not None and not self.do_expand
-
     def check(self, check: Check) -> None:
         """Check the arguments, and set check.spec."""
         check.rows(self.rows, (None, None), PLAIN, QUANTIZED)
@@ -99,12 +95,16 @@ class DispatchRequest:
 
     @property
     def routes(self) -> Tensor:
-        """topk_idx, which was checked."""
+        """The argument topk_idx, after it was checked."""
         assert self.topk_idx is not None, "it was checked"
         return self.topk_idx
 
     def send(self, ranks: Ranks, spec: BufferSpec) -> Arrived:
-        """Send the tokens.
+        """Send the tokens, and the number of each, which the handle reports.
+
+        A message of a buffer has one word for each k. The number takes it, and the weights follow
+        in a second exchange, because programs read those of other ranks' experts too. Expanded rows
+        have no such weights: theirs take the words, and the number follows.
 
         Collective: yes.   Host sync: one with do_cpu_sync, else none.
         """
@@ -114,37 +114,40 @@ class DispatchRequest:
             "has_topk_weights": weights is not None,
             "do_expand": self.do_expand,
         }
-        sent = torch.zeros_like(topk_idx, dtype=torch.float32) if weights is None else weights
-        num_sms, topk = self.num_sms or None, (topk_idx, sent)
+        first, num_tokens = ranks.rank * self.max_tokens, topk_idx.shape[0]
+        sources = torch.arange(
+            first, first + num_tokens, dtype=torch.int32, device=topk_idx.device
+        ).unsqueeze(1)
+        # Buffers move the four bytes of a weight unchanged.
+        words, has_slot_weights = sources.view(torch.float32).expand_as(topk_idx), False
+        if weights is not None and self.do_expand:
+            words, has_slot_weights = weights, True
+        num_sms = self.num_sms or None
         received = dispatch_rows(
-            ranks, self.service, self.rows, topk, spec, num_sms=num_sms, options=options
+            ranks,
+            self.service,
+            self.rows,
+            (topk_idx, words),
+            spec,
+            num_sms=num_sms,
+            options=options,
         )
-        exchange = received.exchange
-        if weights is None or not self.has_words:
-            weights = None if weights is None else received.dispatched.slot_weights
-            return Arrived(received=received, weights=weights, sources=None)
-        words = [_own_sources(exchange, self.max_tokens), weights.contiguous().view(torch.int32)]
-        columns = send_words(exchange, torch.cat(words, dim=1))
-        return Arrived(
-            received=received,
-            weights=columns[:, 1 : 1 + weights.shape[1]].contiguous().view(torch.float32),
-            sources=columns[:, 0].contiguous(),
-        )
-
-
-def _own_sources(exchange: RowExchange, max_tokens: int) -> Tensor:
-    """Return this rank * M + token of its tokens, [T, 1], int32."""
-    ranks = exchange.ranks
-    tokens = torch.arange(exchange.num_tokens, dtype=torch.int32, device=ranks.device)
-    return (tokens + ranks.rank * max_tokens).unsqueeze(1)
+        if has_slot_weights:
+            weights = received.dispatched.slot_weights
+            sources = send_words(received.exchange, sources).squeeze(1)
+        else:
+            weights = None if weights is None else send_words(received.exchange, weights)
+            # Weights are 0 where the expert is on another rank.
+            sources = received.topk_weights.view(torch.int32).amax(1)
+        return Arrived(received=received, weights=weights, sources=sources)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Positions:
-    """Where elements are in the tensors of the caller; none of this reads on the host.
+    """The positions of elements in the tensors of the caller. Host sync: none.
 
     num_elements: the elements that a combine takes.
-    element_of_position: [N], int64; None: position p holds element p. Anything after the last one.
+    element_of_position: [N], int64; None: position p holds element p. Undefined after the last.
     row_of_message: [N'], int64, the row of each received token, which is counted once; None: all
         rows in their order.
     is_used: [N], bool; None: all positions are.
@@ -156,14 +159,14 @@ class Positions:
     is_used: Tensor | None
 
     def to_elements(self, placed: Tensor) -> Tensor:
-        """Return elements of what is in positions, [N, ...]."""
+        """Return the elements that are stored in positions, [N, ...]."""
         if self.element_of_position is None:
             return placed[: self.num_elements]
         elements = placed.new_zeros(self.num_elements, *placed.shape[1:])
         return elements.index_copy_(0, self.element_of_position, placed)
 
     def from_elements(self, elements: Tensor) -> Tensor:
-        """Return elements in their positions, [N, ...]."""
+        """Return elements by position, [N, ...]."""
         order = self.element_of_position
         return elements if order is None else _select(elements, order)
 
@@ -178,8 +181,9 @@ class Positions:
 class EPHandle:
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
-    It lives as long as it is held, and any number of combines and dispatches go along it. Programs
-    may set its fields of counts, which no call reads.
+    Reading, printing and comparing a handle are local. It lives as long as it is held, and any
+    number of combines and dispatches go along it. Programs may set its fields of counts, which no
+    call reads.
 
     do_expand: rows are one for each (token, expert), else one for each (token, rank).
     topk_idx: [T, K] of this rank's tokens, a copy unless do_handle_copy was False.
@@ -190,12 +194,13 @@ class EPHandle:
     psum_num_recv_tokens_per_expert: [L], int32. Rows: inclusive sums of the aligned counts.
         Expanded: the aligned counts of earlier experts plus the real count of this one.
     num_unaligned_recv_tokens_per_expert: [L], int32, the real counts.
-    token_metadata_at_forward, channel_linked_list: None, they belong to several hosts.
+    token_metadata_at_forward, channel_linked_list: None, because they are for several hosts.
 
-    These are not of the package:
+    These fields are not in the package:
     exchange: of the rows.   index: of the slots over the rows.
+    sources: source rank * M + token of each row, [R], int32.
     local_ids: [R, K], int64, experts of this rank or -1.   is_row: [R], bool, received rows; None:
-        all did.
+        all rows were received.
     positions: those of the received rows.
     """
 
@@ -204,7 +209,7 @@ class EPHandle:
         received = arrived.received
         num_ranks = received.exchange.ranks.size
         self.exchange, self.index = received.exchange, received.dispatched.index
-        self.local_ids, self._sources = received.topk_ids, arrived.sources
+        self.local_ids, self.sources = received.topk_ids, arrived.sources
         self.is_row = None if request.do_cpu_sync else (received.topk_ids >= 0).any(1)
         self.do_expand = request.do_expand
         self.num_experts = self.exchange.spec.num_local_experts * num_ranks
@@ -212,7 +217,7 @@ class EPHandle:
         self.num_max_tokens_per_rank = request.max_tokens
         self.num_sms = num_sms
         self.topk_idx = request.routes.clone() if request.do_handle_copy else request.routes
-        # With static sizes this is the most that can arrive.
+        # With static sizes this is the largest number of rows that can arrive.
         most = num_ranks * request.max_tokens
         self.num_recv_tokens = self.exchange.num_rows if self.is_row is None else most
         self.num_expanded_tokens = self.row_of_slot.shape[0]
@@ -223,7 +228,7 @@ class EPHandle:
         if self.is_row is None:
             rows_from = self.exchange.exchange_plan.rows_from_ranks()
         else:
-            # The same number of rows for each rank.
+            # Each rank has the same number of rows.
             rows_from = self.is_row.view(num_ranks, -1).sum(1)
         self.psum_num_recv_tokens_per_scaleup_rank = rows_from.cumsum(0).to(torch.int32)
         ends = starts[:-1] + counts if self.do_expand else starts[1:].clone()
@@ -233,8 +238,11 @@ class EPHandle:
         self.channel_linked_list: Tensor | None = None
         self.positions = self.positions_of(do_expand=self.do_expand)
 
+    def __reduce__(self) -> NoReturn:
+        refuse_copy(self)
+
     def positions_of(self, *, do_expand: bool) -> Positions:
-        """Return the positions of what arrived, in the order of (source rank, token)."""
+        """Return the positions of received elements, in the order of (source rank, token)."""
         messages, is_used, most = None, None, self.num_recv_tokens
         if self.is_row is not None:
             messages = torch.argsort(~self.is_row, stable=True)[:most]
@@ -265,17 +273,6 @@ class EPHandle:
         assert self.index.slots_of_row is not None, "rows have an index over them"
         return self.index.slots_of_row
 
-    @property
-    def sources(self) -> Tensor:
-        """Source rank * M + token of each row, [R], int32.
-
-        Collective: at the first read, unless the dispatch brought them.   Host sync: none.
-        """
-        if self._sources is None:
-            own = _own_sources(self.exchange, self.num_max_tokens_per_rank)
-            self._sources = send_words(self.exchange, own)[:, 0].contiguous()
-        return self._sources
-
     @cached_property
     def recv_src_metadata(self) -> Tensor:
         """The source of each received token, [N, K + 2], int32.
@@ -287,7 +284,7 @@ class EPHandle:
         A program may set it, or write into it, to name other rows of the tensor that combine takes:
         N' <= N lines, in the order of the received tokens; tokens without a line add nothing.
 
-        Collective: at the first read, for rows that expand or came without weights.
+        Computed at the first read. Local.   Host sync: none.
         """
         sources, is_here = self.sources.unsqueeze(1), self.local_ids >= 0
         first_k = is_here.to(torch.int32).argmax(1, keepdim=True)
@@ -309,7 +306,7 @@ class EPHandle:
         slots = table[:, 2:]
         named = slots.new_full(self.local_ids.shape, -1)
         named[slice(len(slots)) if rows is None else rows[: len(slots)]] = slots
-        # Lines after the tokens that came are undefined.
+        # Lines after those of the received tokens are undefined.
         return named if self.is_row is None else named.masked_fill_(~self.is_row[:, None], -1)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""The sizes of V2: bytes of a buffer, and what its model of SMs assumes.
+"""The sizes of V2: bytes of a buffer, and the assumptions of its model of SMs.
 
 Source: deepseek-ai/DeepEP, csrc/elastic/buffer.hpp and deep_ep/buffers/elastic.py.
 """
@@ -9,7 +9,7 @@ from epcomm.types import align_up
 
 # 2 MB: the granularity of symmetric memory.
 BUFFER_ALIGNMENT_BYTES = 1 << 21
-# SMs of an H200, on whose model the count of a CPU rank is taken.
+# SMs of an H200; CPU ranks return the number for this GPU.
 NUM_DEVICE_SMS = 132
 # 32 B: one token's message starts at a vector load.
 _TOKEN_ALIGNMENT_BYTES = 32
@@ -20,7 +20,7 @@ HIDDEN_PER_SCALE_WORD = 32
 _WORD_BYTES = 4
 # GB/s of one direction of NVLink on an H200.
 NVLINK_GBS = 450.0
-# The fewest SMs, and the fewest where no computation overlaps.
+# The minimum number of SMs, and the minimum if no computation overlaps.
 MIN_SMS, MIN_SMS_ALONE = 4, 64
 # The factor covers traffic that the model leaves out.
 SMS_MARGIN = 1.25

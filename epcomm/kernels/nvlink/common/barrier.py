@@ -1,4 +1,4 @@
-"""A barrier of the ranks on their devices, which ends when all have come or the polls are spent.
+"""A barrier of the ranks on their devices, which ends when all have arrived or no polls are left.
 
 Memory order: what a rank's stream did before the barrier is visible to all ranks after it, by the
 release of the signals and the acquire of await_at(). Unlike a barrier of the host's transport it
@@ -66,7 +66,7 @@ def device_barrier(
     Args:
         flags_table: [W], int64: addresses of the W signals of each rank, zero at first, used for
             nothing else.
-        excluded: [W], int32: not 0: a rank that does not take part.
+        excluded: [W], int32, not 0 for ranks that do not take part.
         missing: [W], int32, written: 1 for each rank that did not arrive.
         flags_address: of the signals of this rank.
         rank: this one.

@@ -1,8 +1,7 @@
 """The next kernel of a stream may start while this one runs: programmatic dependent launch.
 
-Receivers need nothing of the sender before them but its signals, its own rank's too. So they start
-beside it, and wait for its end only at theirs, so that whatever comes after both finds all that
-both have written.
+A receiver needs only the signals of the sender before it. So it starts while the sender runs, and
+waits for its end only at its own end, so that later kernels find all data that both have written.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ class PeerBlocks(Generic[LayoutT]):
     rank: this one.   num_programs: P, of every kernel that sends; equal on all ranks.
     max_polls: of a wait before it gives up, see signals.py.
     own_address: of this rank's block.   table: [W], int64: addresses of all.
-    excluded: [W], int32: not 0: a rank that is not waited for, to which nothing is sent, and of
-        which nothing is read.
-    counters: int64: how much was sent to others, see NormalExchange and LowLatencyExchange.
+    excluded: [W], int32, not 0 for ranks that are not waited for, to which nothing is sent, and
+        from which nothing is read.
+    counters: int64: the amounts sent to other ranks, see NormalExchange and LowLatencyExchange.
     faults: [W, 2], int64: the first fault of each rank since the last check, and slots needed.
     report: [REPORT_MISSING + W], int32, in memory that the host reads while kernels run.
 
@@ -92,7 +92,7 @@ class Memory(NamedTuple):
 class SlabMemory(NamedTuple):
     """Memory for the rows of each expert, in the layout MASKED; each expert has W * M slots.
 
-    data: [C, words of a row], int32: rows as they came, with the gap between them.
+    data: [C, words of a row], int32: rows as they were received, with the gap between them.
     scales: int32, the words of their scales; None where rows have none.
     token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
     source_ranges: [L, W], int64, written with the slots of each expert from each rank,

@@ -202,9 +202,9 @@ def bits_of_ranks(is_late: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def begin_wait(max_polls: tl.tensor) -> tl.tuple:
-    """Return what end_look() keeps of a wait that has not looked yet."""
+    """Return the state of a wait, as end_look() returns it, before the first look."""
     num_looks = max_polls * 0
-    # Ranks that are late, polls left, looks, and when the next poll ends.
+    # The result: ranks that are late, polls left, looks, and when the next poll ends.
     return num_looks + 1, max_polls, num_looks, num_looks.to(tl.int64)  # pyright: ignore[reportReturnType]
 
 
@@ -294,7 +294,7 @@ def await_all(
 ) -> tl.tensor:
     """Wait for short lines of all ranks, as of send_to_all(), in the epoch `wanted` or later.
 
-    Returns: bits of the ranks whose lines did not come, as end_look() leaves them.
+    Returns: bits of the ranks whose lines did not arrive, as end_look() returns them.
     """
     is_rank = living_ranks(peers, c)
     lines_ptr = int64_at(peers.buffer_address + lines_at) + tl.arange(0, c.W_LANES) * stride

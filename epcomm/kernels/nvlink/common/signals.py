@@ -210,12 +210,12 @@ def abort_if_missing(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Report why this rank cannot continue, if so; set the abort flags unless another rank has.
+    """If this rank cannot continue, report why; set the abort flags unless another rank has.
 
     Rank 1, which misses ranks 0 and 2, sets 2 + 2**8 + 2**10.
 
     missing, aborted: as await_at() returned them.   wait: a Wait.
-    Returns: whether this rank cannot go on.
+    Returns: whether this rank cannot continue.
     """
     report_ptr = peers.report
     is_lost = (tl.sum(missing) > 0) | (aborted != 0)

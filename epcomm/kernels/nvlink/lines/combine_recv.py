@@ -128,14 +128,14 @@ def _receive_combine_lines_kernel(
     """Add up a part of a token's sums in each program.
 
     Token 1 was sent to ranks 0 and 2: with two parts, program 3 adds the second halves of the lines
-    of token 1 from ranks 0 and 2. With weights, its slots have lines of their own.
+    of token 1 from ranks 0 and 2. With weights, its slots have separate lines.
     """
     token, part = tl.program_id(0) // c.SUM_PARTS, tl.program_id(0) % c.SUM_PARTS
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
-    # The dispatch itself was refused, by whichever rank: no rank sends sums. Where this rank alone
-    # has no rows, it sends a fault code to itself, too.
+    # The dispatch itself was refused, by whichever rank: no rank sends sums. If only this rank has
+    # no rows, it also sends a fault code to itself.
     has_failed = tl.load(peers.state + 2, volatile=True) == 1
     # The buffer then holds lines of another batch, with another epoch.
     is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
@@ -208,7 +208,8 @@ def _receive_combine_lines_kernel(
             _THREADS,
         )
         if late == 0:
-            # The codes that the look found are used, because loading them again takes as long.
+            # Use the codes that the look found, because loading them again would take as long as
+            # the look.
             if (tl.program_id(0) == 0) & (any_code != 0):
                 is_source = living_ranks(peers, c)
                 codes_ptr = combined_ptr + tl.arange(0, c.W_LANES)

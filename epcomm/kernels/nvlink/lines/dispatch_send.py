@@ -1,7 +1,8 @@
 """Low-latency dispatch over NVLink, its sender of few tokens: rows are sent in lines.
 
 Receivers poll the lines themselves, so nothing is released: the first line may be read while the
-last one is made. A row is shared by many programs, for one alone would take longer than the wire.
+last one is made. A row is shared by many programs, because one program would take longer than the
+wire.
 
 Memory order: common/lines.py.
 """

@@ -252,7 +252,7 @@ def unpack_rows(
     of 4 and four workers, worker 2 unpacks the first pieces of the rows of rank 1 until the T of
     its header; with eight workers, those of its tokens 0 to 3, 8 to 11, ...
 
-    num_workers: of num_unpackers().   Returns: whether this rank cannot go on.
+    num_workers: of num_unpackers().   Returns: whether this rank cannot continue.
     """
     PAIRS: tl.constexpr = c.W * c.ROW_PIECES  # pyright: ignore[reportAssignmentType]
     any_late = epoch * 0

@@ -1,1 +1,1 @@
-"""Dispatch of normal mode over NVLink in CUDA C++: rows by the copy engine, an index meanwhile."""
+"""Normal mode over NVLink in CUDA C++: the copy engine moves rows while the index is written."""

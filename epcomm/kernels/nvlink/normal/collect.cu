@@ -30,7 +30,7 @@ struct UnitOf<4> { typedef u32 type; };
 template <>
 struct UnitOf<16> { typedef uint4 type; };
 
-// By a warp.
+// Called by a warp.
 template <int UNIT_BYTES, int NUM_BYTES>
 __device__ void copy_row(const char* from, char* to, bool is_there) {
     typedef typename UnitOf<UNIT_BYTES>::type Unit;

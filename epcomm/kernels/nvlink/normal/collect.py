@@ -101,7 +101,7 @@ def _prepared(exchange: NormalExchange, form: CopyForm, device: torch.device) ->
     peers = exchange.peers
     return PreparedKernel(
         kernel=_kernel(peers.layout, form, device),
-        # No block waits for another, so each SM has one.
+        # Blocks do not wait for one another, so the grid may have one for each SM.
         num_blocks=num_sms_of(device) if device.type == "cuda" else peers.num_programs,
         arguments=_CollectArguments(excluded=peers.excluded.data_ptr()),
     )

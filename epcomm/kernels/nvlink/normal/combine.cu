@@ -38,7 +38,7 @@ constexpr int ROW_BYTES = NUMBER_BYTES * HIDDEN;
 constexpr int PIECES = (ROW_BYTES + PIECE - 1) / PIECE;
 // At most the pieces of a row, so that pieces in flight are of one row and of the next.
 constexpr int RING = STAGES < PIECES ? STAGES : PIECES;
-// With a barrier for each piece. Pieces begin at multiples of 128 bytes, as banks of shared memory do.
+// A ring has a barrier for each piece. Pieces begin at multiples of 128 bytes, as banks of shared memory do.
 constexpr int RING_BYTES = RING * PIECE + (8 * RING + 127) / 128 * 128;
 // Vectors of 16 bytes that a lane adds of a piece.
 constexpr int UNROLL = PIECE / 512;
@@ -161,7 +161,7 @@ __device__ u32 barrier_of(const Ring& ring, int stage) {
 // Begin to bring in the next piece of `rows`, into a stage that was read.
 __device__ void bring(Ring& ring, const Rows& rows, int stage) {
     const int at = ring.piece * PIECE;
-    // By the lane that knows where the row begins.
+    // The lane that knows where the row begins loads the piece.
     if ((int)threadIdx.x % 32 == __ffs(ring.left) - 1) {
         const u32 num_bytes = min(PIECE, ROW_BYTES - at), barrier = barrier_of(ring, stage);
         expect(barrier, num_bytes);
@@ -194,7 +194,7 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
 #pragma unroll 1
     for (int piece = 0; piece < PIECES; ++piece) {
         float sum[UNROLL][NUMBERS];
-        // Otherwise the first row begins the sums.
+        // Without a bias the first row begins the sums.
         if (bias != nullptr || !rows.mask) begin_sums(sum, bias, piece * PIECE);
         u32 left = rows.mask;
 #pragma unroll 1
@@ -212,7 +212,7 @@ __device__ void add_rows(Ring& ring, const Rows& rows, const Rows& next, const f
             }
             if (is_first) add<HAS_WEIGHTS, true>(sum, parts, weight);
             else add<HAS_WEIGHTS, false>(sum, parts, weight);
-            // All lanes have read it.
+            // All lanes have read the piece.
             __syncwarp();
             if (!brings_next && ring.piece == PIECES) {
                 brings_next = true;
@@ -316,7 +316,7 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
             }
         }
         __syncwarp();
-        // Acquired by the releaser.
+        // The releaser acquires this count.
         if (lane == 0) release_in_block(num_completed + warp, num_completed[warp] + 1);
     }
 }
@@ -337,7 +337,7 @@ __device__ void release_items(const Arguments& a, const u32* num_completed, int 
         const int number = (int)blockIdx.x + own * (int)gridDim.x;
         if (own < num_done && is_sent(a, number)) {
             const int source = source_of(a, number), item = number / WORLD;
-            // Acquired by the reducers of that rank.
+            // The reducers of that rank acquire this signal.
             release(a.table[source] + SUMS_READY_AT + 4 * ((u64)a.rank * ITEMS + item),
                     mark_of(epoch));
             if (source != a.rank) num_sent += min(ITEM_ROWS, a.rows_from[source] - item * ITEM_ROWS);
@@ -363,7 +363,7 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
     const int lane = threadIdx.x % 32;
     int token = __shfl_sync(ALL_LANES, take_token(a), 0);
     while (token < a.num_tokens) {
-        // Taken before this token is reduced, which hides the latency of the addition.
+        // Take the next token before this one is reduced, which hides the latency of the atomic.
         const int next = take_token(a);
         int place = -1;
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
@@ -396,7 +396,7 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     combine_rows(const Arguments a) {
-    // In shared memory, because senders have no register for it.
+    // The epoch is in shared memory, because senders have no register for it.
     __shared__ int epoch;
     __shared__ int failed;
     __shared__ int most;
@@ -426,7 +426,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
         }
         const u64 word = takes_part(a, lane) ? a.own + COMBINE_BEGIN_AT + 4 * lane : 0;
         bool is_there = wait(a, word, epoch, WAIT_COMBINE_BEGIN);
-        // As in dispatch: ranks that ended their wait may have excluded this one.
+        // As in dispatch, ranks that ended their wait may have excluded this one.
         const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
         if (is_there && aborted) abort_ranks(a, 0, aborted, WAIT_COMBINE_BEGIN, epoch);
         is_there = is_there && !aborted;

@@ -34,7 +34,7 @@ from epcomm.types import align_up
 
 # Warps of a block, besides the releaser. Senders share the rows of an item evenly.
 SENDERS, REDUCERS = 16, 3
-# Bytes that are brought in at a time, and how many of these a warp has in flight.
+# Bytes of a piece that the copy engine loads, and the number of pieces that a warp has in flight.
 PIECE, STAGES = 2048, 3
 NUM_WARPS = SENDERS + 1 + REDUCERS
 # Dynamic shared memory of a block: a ring of pieces for each warp, with barriers of 8 bytes.
@@ -54,7 +54,7 @@ _NUMBERS = {
     "WAIT_SUMS": int(protocol.Wait.SUMS),
 }
 
-# In the order of struct Arguments.
+# The arguments in the order of struct Arguments.
 _POINTERS = (
     *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
     *("places", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
@@ -142,13 +142,13 @@ def combine_rows(
         bias: [T, H], float32, to which the sums of ranks are added, or None.
         status: why this rank refuses the call, a FaultCode, or 0.
         buffer_index: of the receive buffer whose rows the caller has used; if another dispatch has
-            taken it, this rank refuses the call. -1: rows are in memory of their own.
+            taken it, this rank refuses the call. -1: rows are in separate memory.
         num_sms: blocks at most, None for those of the exchange; other ranks may have others.
 
     Returns: [T, H], contiguous, in the dtype of rows; NaN if the call has failed.
     Collective: yes.   Host sync: none.   Graph capture: after one call.
-    Allocates: the sums; copies of rows and bias that are no multiple of 16 bytes or begin at no
-        multiple of them.
+    Allocates: the sums; copies of rows and bias that are not multiples of 16 bytes, or do not begin
+        at one.
     """
     hidden_size, rows = rows.shape[1], in_vectors(rows)
     bias = None if bias is None else _in_vectors_of(bias, rows.shape[1])

@@ -11,7 +11,7 @@
 // them, by an addition to the signal of its rank; block 0 of the receiver acquires the sum. Metadata and
 // headers have another such signal, which all blocks of the receiver acquire.
 //
-// A cached dispatch has a plan already: it sends rows alone, and writes no index.
+// A cached dispatch has a plan already: it sends only rows, and writes no index.
 //
 // Comes after ptx.cu, peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu. Constants besides
 // those of peers.cu: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED, COPIERS, HELPERS,
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
         helpers_meet();
         if (blockIdx.x == gridDim.x - 1 && helper == 32) count_headers(a);
 #endif
-        // Awaited in index_rows() of every rank.
+        // index_rows() waits for this signal on every rank.
         if (helper < 32) publish(a, COUNTS_READY_AT);
 #if SCALE_ROW_BYTES > 0
         send_scales(a, first, end, buffer_at, helper);

@@ -33,21 +33,21 @@ from epcomm.platforms.cuda import on_device
 from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
-# In order: each uses earlier ones.
+# The source files in the order of inclusion: each uses earlier ones.
 _FILES = (
     *("peers.cu", "arguments.cu", "plan.cu", "rows.cu", "metadata.cu", "index.cu"),
     "dispatch.cu",
 )
 # Warps of a block.
 COPIERS, HELPERS = 6, 8
-# Bytes that are brought in at a time, at most, and pieces of a copier in flight, at most. While it
-# brings in one half of them, it does not wait for the stores of the other.
+# The most bytes of a piece, and the most pieces of a copier in flight. While it loads one half of
+# them, it does not wait for the stores of the other half.
 MAX_PIECE, MAX_STAGES = 8192, 8
 # Dynamic shared memory for the pieces of a block.
 RING_BYTES = 176 * 1024
 # The counts of experts and ranks are in static shared memory.
 MAX_EXPERTS = 1024
-# No unit of scales.
+# There are no scales, so any unit serves.
 _EIGHT_BYTES = 8
 _REGIONS = ("dispatch_begin", "counts_ready", "rows_ready", "header", "metadata", "data", "scales")
 _NUMBERS = {
@@ -68,7 +68,7 @@ _NUMBERS = {
     "WAIT_ROWS": int(protocol.Wait.ROWS),
 }
 
-# In the order of struct Arguments.
+# The arguments in the order of struct Arguments.
 _POINTERS = (
     *("rows", "scales", "ids", "weights", *PLAN_PARTS, "totals"),
     *("row_ids", "row_weights"),
@@ -88,7 +88,7 @@ class _Arguments(ctypes.Structure):
     ]
 
 
-# Writes the pointers of a plan, which are adjacent fields.
+# A writer of the pointers of a plan, which are adjacent fields.
 _write_plan = struct.Struct(f"={len(PLAN_PARTS)}Q").pack_into
 _PLAN_AT = getattr(_Arguments, PLAN_PARTS[0]).offset
 
@@ -226,7 +226,7 @@ def dispatch_rows(
         num_sms: blocks at most, None for those of the exchange; other ranks may have others.
 
     Collective: yes.   Host sync: none.   Graph capture: after one call, unless there are totals.
-    Allocates: a copy of rows that are no multiple of 16 bytes or begin at no multiple of them.
+    Allocates: a copy of rows that are not multiples of 16 bytes, or do not begin at one.
     Raises:
         CudaError: the compiler or the driver refuses.
     """

@@ -3,7 +3,7 @@
 
 struct Index {
     int counts[EXPERTS];         // slots of each expert, of all ranks
-    // Of each source and local expert: how many slots it has, then the first of them.
+    // For each source and local expert: the number of slots, then the first slot.
     int bases[WORLD * LOCAL];
     int starts[LOCAL + 1];
     int needed[WORLD];           // slots of each rank; rows, where these have a budget
@@ -53,7 +53,7 @@ __device__ void read_headers(const Arguments& a, Index& index, u64 headers, int 
     const int lane = helper % 32, warp = helper / 32;
     const bool takes = !index.is_lost && takes_part(a, lane);
     const u32 sources = __ballot_sync(ALL_LANES, takes);
-    // All words are loaded before any is used: each takes a whole way to the memory.
+    // All words are loaded before any is used, because each load takes a round trip to memory.
     int status = 0, num_tokens = 0, rows = 0;
     if (warp == 0 && takes) {
         status = header_of(headers, lane, 0);
@@ -224,7 +224,7 @@ __device__ void index_entries(const Arguments& a, const Index& index, u64 metada
 // Write the entries of rows that no rank sent.
 __device__ void pad_rows(const Arguments& a, const Index& index, int helper) {
     if (a.is_compact) {
-        // Of a budget of rows. Without one there are none.
+        // These rows exist only with a budget of rows.
         const int num_rows = index.row_bases[WORLD - 1] + index.rows_from[WORLD - 1];
         if (a.has_row_budget) clear_rows(a, num_rows, MAX_TOKENS, helper);
         return;

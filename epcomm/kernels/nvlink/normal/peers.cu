@@ -33,7 +33,7 @@ __device__ void abort_ranks(const A& a, u32 missing, u32 aborted, int phase, int
     __syncwarp();
     if (lane == 0) a.report[REPORT_WAIT] = phase;
     __syncwarp();
-    // Watched by wait(), on every rank. Its bits are those of abort_if_missing() in common/signals.py.
+    // wait() watches this word on every rank. Its bits are those of abort_if_missing() in common/signals.py.
     const u32 reported = (missing & ((1u << MAX_MISSING) - 1)) << MISSING_SHIFT;
     if (takes_part(a, lane)) release(a.table[lane], reported + a.rank + 1);
 }

@@ -72,7 +72,7 @@ __device__ void mark(const Arguments& a, Plan& plan, int start, int end) {
         const u32 bit = 1u << token % 32;
         if (atomicOr(plan.bits + expert * GROUP_WORDS + token / 32, bit) & bit) {
             atomicOr(&plan.has_repeats, 1);
-            // Of the first pass; the second one counts in count_repeats().
+            // The first pass counts a repeated entry here; the second pass counts it in count_repeats().
             atomicAdd(plan.own + expert, 1);
         }
         atomicOr(plan.bits + (EXPERTS + expert / LOCAL) * GROUP_WORDS + token / 32, bit);
@@ -97,7 +97,7 @@ __device__ void count_repeats(Plan& plan, int start, int end) {
     }
 }
 
-// Write what is known of the tokens of a group, whose bits are set.
+// Write the indices and positions of the tokens of a group, whose bits are set.
 __device__ void place(const Arguments& a, const Plan& plan, int start, int end) {
     const int num_tokens = min(GROUP, end - start);
     for (int i = threadIdx.x; i < num_tokens * TOP_K; i += 32 * PLANNERS) {

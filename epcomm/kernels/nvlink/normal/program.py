@@ -115,7 +115,7 @@ def resident_blocks(num_blocks: int, device: torch.device) -> int:
 def in_vectors(rows: Tensor) -> Tensor:
     """Return rows of a multiple of 16 bytes that begin at such multiples: these, or a copy.
 
-    Columns of 0 follow the last one of rows that are no such multiple.
+    Columns of 0 follow the last one of rows of other lengths.
     """
     row_bytes = rows.shape[1] * rows.itemsize
     missing = -row_bytes % COPY_BYTES

@@ -93,7 +93,7 @@ __device__ void begin_barrier(u32 barrier) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier));
 }
 
-// What this thread has begun is known to the copy engine.
+// After this fence the copy engine sees the barriers that this thread has initialised.
 __device__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -88,7 +88,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
                 }
             }
             if (lane == 0) {
-                // Also of a piece without stores: groups are counted as pieces are.
+                // A piece without stores has a group too, because groups are counted as pieces are.
                 end_group();
                 await_read<STORED>();
                 const int read = item - STORED;
@@ -104,7 +104,7 @@ __device__ void push(const Arguments& a, const Ring& ring, int end, u64 buffer_a
         }
     }
     if (lane == 0) {
-        // Stored, not only read, so that a later release covers them.
+        // Wait until the pieces are stored, not only read, so that a later release covers them.
         await_stored();
         atomicAdd(a.counters + (IS_PLANNED ? 1 : 2), num_sent);
     }

@@ -15,7 +15,7 @@ NUM_EXPERTS, TOP_K, HIDDEN = 4, 2, 128
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """The tokens of this rank, x [T, H], bfloat16, and their routing, [T, K]; both want gradients.
+    """The tokens of this rank, x [T, H], bfloat16, and their routing, [T, K]; both need gradients.
 
     Expert e multiplies its tokens by 1 + e: y = sum over k of weight[k] * (1 + ids[k]) * x.
     """
@@ -26,7 +26,7 @@ class Batch:
 
     @classmethod
     def of_rank(cls, num_tokens: int) -> Batch:
-        """Draw another batch on each rank."""
+        """Draw a batch that differs on each rank."""
         seed = torch.Generator().manual_seed(dist.get_rank())
         # At most 60 of them are not 0, for sums of squares that bfloat16 holds times 4 experts.
         x = torch.randint(0, 2, (num_tokens, HIDDEN), generator=seed).bfloat16() * 2 - 1

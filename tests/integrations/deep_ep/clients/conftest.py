@@ -1,4 +1,4 @@
-"""Programs that call deep_ep, as their own packages bring them: they run on the drop-in."""
+"""Client programs of deep_ep, from their own packages, run on the drop-in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drop_in(drop_in_modules: dict[str, ModuleType]) -> Iterator[None]:
     """Install the drop-in as deep_ep for one test; other tests install another package."""
     sys.modules.update(drop_in_modules)
     install()
-    # Parts of Megatron are compiled at their first call, which takes a compiler and minutes.
+    # Parts of Megatron are compiled at their first call, which needs a compiler and takes minutes.
     with torch.compiler.set_stance("force_eager"):
         yield
     for name in [name for name in sys.modules if name.partition(".")[0] == "deep_ep"]:

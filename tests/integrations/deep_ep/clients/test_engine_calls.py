@@ -42,7 +42,7 @@ def first_expert() -> int:
 
 
 def factors_of_rank() -> Tensor:
-    """Return what each expert of this rank multiplies by, [L]."""
+    """Return the factor of each expert of this rank, [L]."""
     return 1.0 + first_expert() + torch.arange(NUM_LOCAL, device=here())
 
 
@@ -59,7 +59,7 @@ def experts_of_rows(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 def experts_of_segments(rows: Tensor, weights: Tensor, handle: EPHandle) -> Tensor:
-    """Weigh the results of rows that lie by expert; what lies between stays undefined."""
+    """Weigh the results of rows that are sorted by expert; gaps between experts stay undefined."""
     results = torch.full_like(rows, float("nan"), dtype=torch.bfloat16)
     ends = handle.psum_num_recv_tokens_per_expert
     for local, (end, count) in enumerate(
@@ -364,7 +364,7 @@ def test_megatron_dev_deepep_v2() -> None:
     assert isinstance(rows, Tensor)
     assert ids is not None
     assert weights is not None
-    # It keeps the tensors of a handle for backward, and puts them back by name.
+    # The engine saves the tensors of a handle for backward, and restores them by name.
     saved = handle.psum_num_recv_tokens_per_expert
     handle.psum_num_recv_tokens_per_expert = saved.clone()
     y, _, event = buffer.combine(

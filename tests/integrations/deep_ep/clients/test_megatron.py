@@ -1,4 +1,4 @@
-"""Megatron-core runs on the drop-in as it is: its fused calls and its flex token dispatcher."""
+"""Unmodified Megatron-core runs on the drop-in: its fused calls and its flex token dispatcher."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def flex_dispatcher() -> Any:  # noqa: ANN401 - of a package without annotations
 @pytest.mark.ranks(NUM_RANKS)
 def test_flex_token_dispatcher_forward_and_backward() -> None:
     dispatcher, batch = flex_dispatcher(), Batch.of_rank(6)
-    # Megatron's own form: routing as a map, tokens by (sequence, batch).
+    # Megatron's format: routing as a boolean map, tokens by (sequence, batch).
     routing_map = torch.zeros(6, NUM_EXPERTS, dtype=torch.bool, device=here())
     routing_map.scatter_(1, batch.ids, True)
     probs = torch.zeros(6, NUM_EXPERTS, device=here()).scatter(1, batch.ids, batch.weights)

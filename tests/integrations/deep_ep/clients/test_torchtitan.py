@@ -1,4 +1,4 @@
-"""torchtitan runs on the drop-in as it is: its operators, its dispatcher, both of its layouts."""
+"""Unmodified torchtitan runs on the drop-in: its operators, its dispatcher, both layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, needs("torchtitan")]
 
 @pytest.fixture
 def cpu_operators() -> Iterator[None]:
-    """Register its operators, which are for CUDA alone, for CPUs."""
+    """Register the operators of torchtitan, which are for CUDA only, for CPUs."""
     if on_gpus():
         yield
         return

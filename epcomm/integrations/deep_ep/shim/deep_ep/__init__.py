@@ -8,7 +8,7 @@ from epcomm.integrations.deep_ep import *  # noqa: F403
 from .buffers import elastic, legacy  # noqa: F401
 from .utils import event  # noqa: F401
 
-# As in the metadata of this folder and in packages/deep_ep/pyproject.toml.
+# The version is also in the metadata of this folder and in packages/deep_ep/pyproject.toml.
 __version__ = "2.1.0+epcomm"
 
 

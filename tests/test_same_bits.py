@@ -77,7 +77,9 @@ class Batch:
 def own_ranks() -> dist.ProcessGroup:
     """Return a process group of this rank alone. Collective, the first time."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return groups[dist.get_rank()]
+    mine = groups[dist.get_rank()]
+    assert isinstance(mine, dist.ProcessGroup)
+    return mine
 
 
 @pytest.fixture

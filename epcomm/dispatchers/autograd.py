@@ -168,7 +168,7 @@ def dispatch_rows(buffer: Buffer, call: DispatchCall) -> Dispatched:
 
 
 def with_history(
-    buffer: Buffer, call: DispatchCall, out: Dispatched, *, packs: bool
+    buffer: Buffer, call: DispatchCall, out: Dispatched, *, packs: bool = False
 ) -> tuple[WireTensor, Tensor]:
     """Return the rows and slot weights of a dispatch, differentiable in the inputs of the call.
 

@@ -353,7 +353,7 @@ ROWS: Mapping[str, Callable[[], None]] = {
         expert_alignment=1,
     ),
     "counts": lambda: count_sends(
-        rows(4, 8, I64), HEADER, HEADER[:, :0], (1,) * 9, wrong_ids=2, num_local=128
+        rows(4, 8, I64), HEADER, HEADER[:, :0], (1,) * 9, wrong_ids=2, slots_at=11, num_local=128
     ),
     "order": lambda: order_sends(rows(4, 8, I64), HEADER, i32(4, 2), rows_at=9, num_local=128),
     "layout": write_layout,

@@ -48,7 +48,7 @@ from epcomm.calls.counts import (
     make_headers,
     seal,
 )
-from epcomm.calls.header import ANY_BATCH, PAIRS, ROWS, CallKind, CallSign
+from epcomm.calls.header import ANY_BATCH, HEADER_WORDS, PAIRS, ROWS, CallKind, CallSign
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
@@ -230,6 +230,7 @@ class KernelSendPlan(SendPlan):
             rest,
             tuple(words),
             wrong_ids=int(FaultCode.IDS),
+            slots_at=HEADER_WORDS,
             num_local=num_local,
         )
         if self._groups is not None:

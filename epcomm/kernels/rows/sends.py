@@ -173,19 +173,21 @@ def count_sends(
     words: tuple[int, ...],
     *,
     wrong_ids: int,
+    slots_at: int,
     num_local: int,
 ) -> None:
     """Write the headers of a dispatch, with the rows and slots that each rank will receive.
 
     Args:
         topk_ids: [T, K], int64, contiguous, -1 for none.
-        header: [W, words], int64, zeros: gets `words`, the rows for each rank, and then the slots
-            of its first experts.
+        header: [W, words], int64, zeros: gets `words`, the rows for each rank, and from word
+            slots_at on the slots of its first experts.
         rest: [W, L minus those experts], int64, zeros: gets the slots of its other experts.
         words: kind, check, buffer, dispatcher, batch, number, size, fault, flags: the first words
             of a header, in their order; the rows follow them.
         wrong_ids: fault of a call with an id out of range, unless `words` has another; such ids are
             counted nowhere.
+        slots_at: the index of the word of the first expert.
         num_local: L.
 
     Allocates nothing.   Compiled for each W, K and L.
@@ -202,7 +204,7 @@ def count_sends(
         FAULT_AT=place - 2,
         FLAGS_AT=place - 1,
         ROWS_AT=place,
-        SLOTS_AT=place + 1,
+        SLOTS_AT=slots_at,
         WORDS=num_words,
         NUM_HERE=num_local - rest.shape[1],
         TOKENS=_COUNTED_TOKENS,

@@ -115,7 +115,7 @@ def counted(ids: Tensor, num_ranks: int, num_local: int, num_here: int, fault: i
     header = torch.zeros(num_ranks, SLOTS + num_here + 2, dtype=torch.int64, device=ids.device)
     rest = header.new_zeros(num_ranks, num_local - num_here)
     words = (*WORDS[:7], fault, WORDS[8])
-    count_sends(ids, header, rest, words, wrong_ids=WRONG_IDS, num_local=num_local)
+    count_sends(ids, header, rest, words, wrong_ids=WRONG_IDS, slots_at=SLOTS, num_local=num_local)
     # Nothing is written after the counts.
     assert not header[:, SLOTS + num_here :].any()
     return torch.cat([header[:, : SLOTS + num_here], rest], dim=1)

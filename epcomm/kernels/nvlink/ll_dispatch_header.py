@@ -284,13 +284,14 @@ def note_parts(
 
     ids: [K_LANES], the experts of the token.
     """
-    part = tl.arange(0, c.PART_LANES)
     owners = tl.where(ids >= 0, ids // c.L, -1)
     if c.RETURNS_SLOTS:
+        part = tl.arange(0, c.K_LANES)
         is_rank = (owners >= 0) & (owners < c.W) & (part < c.K)
         is_excluded = tl.load(peers.excluded + owners, mask=is_rank, other=1) != 0
         noted = tl.where(is_excluded, 0, owners + 1)
     else:
+        part = tl.arange(0, c.PART_LANES)
         GROUP: tl.constexpr = c.L // c.GROUPS  # pyright: ignore[reportAssignmentType]
         has_entry = (ids[:, None] >= 0) & (ids[:, None] // GROUP == part[None, :])
         is_excluded = tl.load(peers.excluded + part // c.GROUPS, mask=part < c.PARTS, other=1) != 0

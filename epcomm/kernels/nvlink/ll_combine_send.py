@@ -70,11 +70,11 @@ from epcomm.kernels.nvlink.common.status import (
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
-# 16 elements a thread of half a row of 7168 elements: two programs fit on an SM, and the loads of
-# all K slots are under way together.
-_WARPS, _SENT_COLUMNS = 8, 4096
-# Slots of a row that a program adds at once, at least; the mean, if a rank has more of a row.
-_LEAST_SLOTS = 2
+# 32 elements a thread of a row of 7168 elements: an item takes about 2 us, whatever its size, and two
+# programs fit on an SM.
+_WARPS, _SENT_COLUMNS = 8, 8192
+# Slots of a row that a program adds at once, at least; the mean number of them, if that is more.
+_LEAST_SLOTS = 1
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 2

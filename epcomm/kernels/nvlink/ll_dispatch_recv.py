@@ -166,7 +166,7 @@ def _await_headers(
         is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
         is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
         if c.LINE_TOKENS > 0:
-            _, _, _, flags = load_lines(row_lines, k, is_line)  # pyright: ignore[reportGeneralTypeIssues]
+            _, _, _, flags = load_lines(row_lines, k, is_line, IS_WHOLE=False)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
             # Word and flag are one load: the compiler may repeat a load for two uses, in two
             # layouts, and the line may arrive between them.
             own_line = tl.sum(tl.where(is_own, headers, 0))
@@ -399,7 +399,12 @@ def _receive_dispatch_kernel(
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
     counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
     if c.LINE_TOKENS > 0:
-        line_experts, line_positions, line_weights, _ = load_lines(row_lines, k, is_line)  # pyright: ignore[reportGeneralTypeIssues]
+        line_experts, line_positions, line_weights, _ = load_lines(  # pyright: ignore[reportGeneralTypeIssues]
+            row_lines,
+            k,
+            is_line,
+            IS_WHOLE=False,  # pyright: ignore[reportArgumentType]
+        )
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
     counts_of_source, counts, aligned, refusal = _slots_of_experts(  # pyright: ignore[reportGeneralTypeIssues]

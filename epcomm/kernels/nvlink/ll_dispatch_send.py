@@ -234,8 +234,9 @@ def _send_dispatch_kernel(
             row, scales, lane, is_scale = _wire_form(  # pyright: ignore[reportGeneralTypeIssues]
                 elements, x_scales_ptr, token, scales_stride, scale_stride, rows
             )
-            # The receiver of combine on this rank reads it.
-            note_parts(peers, is_sent_ptr, token, ids, c)
+            # The receiver of combine on this rank reads what is noted.
+            if c.RETURNS_SLOTS | (c.GROUPS > 1):
+                note_parts(peers, is_sent_ptr, token, ids, c)
             # The row of this token, in the memory of any rank.
             place = tl.cast(rank, tl.int64) * c.M + token
             for turn in tl.range(c.W, num_stages=1):
@@ -243,6 +244,8 @@ def _send_dispatch_kernel(
                 base = base_of(peers, peer)
                 # Entries of an excluded rank are as masked entries.
                 is_needed = tl.max(((owners == peer) & (base != 0)).to(tl.int32)) > 0
+                if not (c.RETURNS_SLOTS | (c.GROUPS > 1)):
+                    tl.store(is_sent_ptr + token * c.W + peer, is_needed.to(tl.uint8))
                 # By masks: in a branch for each peer, scales would change threads each time.
                 if (rows.KIND != _PLAIN) | (x_scales_ptr is not None):
                     scales_ptr = base + c.SCALES_AT + place * c.SCALE_BYTES

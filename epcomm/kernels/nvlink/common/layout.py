@@ -268,7 +268,10 @@ class LowLatencyLayout(MemoryLayout):
 
 @dataclass(frozen=True, kw_only=True)
 class NormalLayout(MemoryLayout):
-    """The block of normal mode; item_rows: sums of one source that share a signal.
+    """The block of normal mode.
+
+    item_rows: rows of one source whose sums share a signal.
+    groups: of each rank, see LowLatencyLayout; group q of row r of `returned` is at r * groups + q.
 
     abort            int32 flag: some rank has timed out
     dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
@@ -276,13 +279,15 @@ class NormalLayout(MemoryLayout):
                      sent rows, combines begun
     combine_status [2, W]   int32: fault code of the combine call, alternating
     sums_ready [W, items]   int32: the number of the combine whose sums are there
-    returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank
+    returned [W * M * groups, H]   sums, at the token's rank
+    returned_scalars [W * M, K]    likewise
     header [W]       int32: status, T, rows for each rank [W], pairs of each expert [E]
     metadata [W * M, 3, K]   expert of this rank or -1, position, weight
     data [W * M, H], scales [W * M, num_scales]    as they are sent
     """
 
     item_rows: int = 16
+    groups: int = 1
 
     @property
     def num_items(self) -> int:
@@ -305,7 +310,7 @@ class NormalLayout(MemoryLayout):
             "combine_begin": words,
             "combine_status": 2 * words,
             "sums_ready": words * self.num_items,
-            "returned": self.num_rows * self.return_bytes,
+            "returned": self.num_rows * self.groups * self.return_bytes,
             "returned_scalars": self.num_rows * _WORD_BYTES * self.metadata_words,
         }
 

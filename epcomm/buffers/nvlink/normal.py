@@ -247,9 +247,8 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             row_scalars = row_scalars.contiguous()
         if slot_weights is not None:
             slot_weights = slot_weights.contiguous() if rows_per is RowsPer.SLOT else None
-        has_groups = self._layout.groups > 1
-        assert rows_per is RowsPer.SLOT or not has_groups or not rows.shape[0], (
-            "the sum of a row is of all its groups"
+        assert rows_per is RowsPer.SLOT or self._layout.groups == 1 or len(rows) == 0, (
+            "with groups, one row of slots has several sums"
         )
         y = combine_rows(
             self._exchange,
@@ -537,7 +536,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         scalars = torch.zeros(
             backward.shape[0], spec.top_k, dtype=torch.float32, device=self._device
         )
-        self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
+        self.combine(rows, out.exchange_plan, rows_per=RowsPer.SLOT, row_scalars=scalars)
         self._host_barrier()
 
     def _release(self) -> None:

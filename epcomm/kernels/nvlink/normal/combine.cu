@@ -27,10 +27,10 @@
 //
 // Comes after ptx.cu and peers.cu. Constants besides those of peers.cu: ROW_KIND (of the numbers in a
 // row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers in a row of a multiple of 16 bytes), TOP_K and
-// WORLD (at most 32), GROUPS (of a rank; WORLD * GROUPS is at most 32), GROUP_EXPERTS, K_LANES, MAX_TOKENS, ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES,
-// PIECE (bytes, a multiple of 512), the offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT,
-// RETURNED_AT, RETURNED_SCALARS_AT, the positions in the state of exchange.py, and waits of
-// epcomm/protocol.py.
+// WORLD (at most 32), GROUPS (WORLD * GROUPS is at most 32), GROUP_EXPERTS, K_LANES, MAX_TOKENS,
+// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES, PIECE (bytes, a multiple of 512), the offsets
+// COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the positions in
+// the state of exchange.py, and waits of epcomm/protocol.py.
 
 constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
 // Numbers that 16 bytes hold.
@@ -144,7 +144,7 @@ struct Rows {
     u64 from;
     float weight;
     u32 mask;
-    int group;
+    int group;  // of the lane's row, or of all
 };
 
 // The pieces that a warp has in flight; all lanes hold the same.
@@ -338,7 +338,7 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
                     advance(a, ahead, num_items);
                     slot = slot_at(a, ahead, num_items);
                 } else if (lane == 0 && source != a.rank) {
-                    // The releaser counts rows, the first sum of which has the scalars, if there are any.
+                    // The releaser counts rows, whose first sum has the scalars, if there are any.
                     atomicAdd(a.counters + 3, 1);
                 }
                 const Rows following = take_group(rows);

@@ -45,8 +45,7 @@ def normal_layout(
     """Return the layout of blocks for M tokens of each rank, and gradients as rows."""
     gradient_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
     sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers, gradient_bytes)
-    groups = _groups_of_rank(spec, world_size)
-    return NormalLayout(**sizes, item_rows=_ITEM_ROWS, groups=groups)
+    return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
 
 def group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
@@ -64,10 +63,6 @@ def group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
     if groups > MAX_RETURNED_ROWS:
         return [f"returns at most {MAX_RETURNED_ROWS} sums a token, not {groups}"]
     return []
-
-
-def _groups_of_rank(spec: BufferSpec, world_size: int) -> int:
-    return 1 if spec.sum_groups is None else spec.sum_groups // world_size
 
 
 def low_latency_layout(
@@ -99,7 +94,6 @@ def low_latency_layout(
         return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
         data_plane=data_plane,
         scale_plane=scale_plane,
-        groups=_groups_of_rank(spec, world_size),
         returns_slots=spec.returns_slots,
     )
 
@@ -116,6 +110,7 @@ def _block_sizes(
         "top_k": spec.top_k,
         "num_local_experts": spec.num_local_experts,
         "num_buffers": num_buffers,
+        "groups": spec.returned_columns(world_size),
         "data_bytes": align_up(max(out_bytes, gradient_bytes), VECTOR_BYTES),
         "scale_bytes": align_up(spec.dispatch_format.scale_bytes(spec.hidden_size), VECTOR_BYTES),
         "return_bytes": align_up(max(home_bytes, gradient_bytes), VECTOR_BYTES),

@@ -132,7 +132,7 @@ def expected(batch: Batch, groups: int) -> tuple[Tensor, Tensor, Tensor]:
 def compute(out: RowsDispatchOutput, slope: Tensor) -> Tensor:
     """Return the result of each slot; that of padding is NaN."""
     rows = pack(out.hidden_states.data, out.index)
-    slots = torch.arange(rows.shape[0])
+    slots = torch.arange(rows.shape[0], device=rows.device)
     starts, counts = out.index.first_slot, out.num_tokens_per_expert
     expert = torch.searchsorted(starts[1:].contiguous(), slots, right=True)
     expert = expert.clamp(max=len(counts) - 1)

@@ -30,6 +30,7 @@ from epcomm.buffers.nvlink.low_latency_state import (
 )
 from epcomm.buffers.nvlink.memory import as_words
 from epcomm.buffers.nvlink.sizes import (
+    group_reasons,
     low_latency_layout,
     low_latency_regions,
     low_latency_traffic,
@@ -109,7 +110,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
         if spec.returns_slots and spec.top_k > MAX_RETURNED_ROWS:
             reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
-        reasons += _group_reasons(spec, world_size)
+        reasons += group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
             reasons.append("gives every expert the same capacity, so expert_alignment must be 1")
         if cls.handed_layout is Layout.MASKED:
@@ -563,23 +564,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         if self._device.type != "cuda":
             return max(self._world_size, _INTERPRETED_PROGRAMS)
         return max(self._world_size, min(self.max_programs, self._layout.num_rows))
-
-
-def _group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
-    """Return why low latency cannot return a sum of each group of experts; none if it can."""
-    groups = spec.sum_groups
-    if spec.sums_at_source:
-        return ["returns no slots that the source sums by group"]
-    if groups is None or groups == world_size:
-        return []
-    if groups % world_size or spec.num_local_experts % (groups // world_size):
-        return [
-            f"the {spec.num_local_experts} experts of each of {world_size} ranks are no whole "
-            f"groups of {groups}"
-        ]
-    if groups > MAX_RETURNED_ROWS:
-        return [f"returns at most {MAX_RETURNED_ROWS} sums a token, not {groups}"]
-    return []
 
 
 class NVLinkLowLatencyBuffer(NVLinkLowLatency, Buffer):

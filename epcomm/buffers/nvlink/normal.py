@@ -29,6 +29,7 @@ from epcomm.buffers.nvlink.normal_plans import (
 from epcomm.buffers.nvlink.plan_blocks import PlanBlock
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
+    group_reasons,
     normal_layout,
     normal_regions,
     normal_traffic,
@@ -86,6 +87,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     """The base of normal mode, of exact sizes or of a budget, as its buffer sets."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
+    sums_groups: ClassVar[bool] = True
     is_static: ClassVar[bool] = False
     # With static sizes, all ranks together send at most M rows, numbered without gaps.
     has_row_budget: ClassVar[bool] = False
@@ -116,6 +118,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             reports_faults=True,
             device_types=frozenset({"cuda"}),
         )
+
+    @classmethod
+    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        return tuple(group_reasons(spec, world_size))
 
     @classmethod
     def layout_for(
@@ -241,6 +247,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             row_scalars = row_scalars.contiguous()
         if slot_weights is not None:
             slot_weights = slot_weights.contiguous() if rows_per is RowsPer.SLOT else None
+        assert rows_per is RowsPer.SLOT or self._layout.groups == 1 or len(rows) == 0, (
+            "with groups, one row of slots has several sums"
+        )
         y = combine_rows(
             self._exchange,
             rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype),
@@ -248,6 +257,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             exchange_plan.arrivals,
             exchange_plan.index.slots_of_row if rows_per is not RowsPer.ROW else None,
             exchange_plan.num_tokens,
+            first_slot=exchange_plan.index.first_slot,
             slot_weights=slot_weights,
             row_scalars=row_scalars,
             out_scalars=scalars,
@@ -364,11 +374,17 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             if not owns_rows:
                 sizes = replace(sizes, num_rows=self._layout.num_rows)
         parts = block.parts(sizes)
+        sends = parts.sends
+        if self._layout.groups > 1:
+            # The caller may overwrite its ids before combine reads them.
+            sends = replace(
+                sends, topk_ids=call.topk_ids.clone(memory_format=torch.contiguous_format)
+            )
         exchange_plan = NVLinkNormalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=sizes.num_rows,
             index=parts.index,
-            sends=parts.sends,
+            sends=sends,
             arrivals=parts.arrivals,
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
@@ -520,7 +536,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         scalars = torch.zeros(
             backward.shape[0], spec.top_k, dtype=torch.float32, device=self._device
         )
-        self.combine(backward, out.exchange_plan, rows_per=RowsPer.ROW, row_scalars=scalars)
+        self.combine(rows, out.exchange_plan, rows_per=RowsPer.SLOT, row_scalars=scalars)
         self._host_barrier()
 
     def _release(self) -> None:

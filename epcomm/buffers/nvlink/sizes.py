@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from epcomm.buffers.sizes import CallShape, Region, index_bytes, slot_regions
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.kernels.nvlink.common.layout import (
+    MAX_RETURNED_ROWS,
     PART_LINES,
     VECTOR_BYTES,
     LowLatencyLayout,
@@ -47,6 +48,23 @@ def normal_layout(
     return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
 
+def group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
+    """Return why a buffer cannot return a sum of each group of experts; none if it can."""
+    groups = spec.sum_groups
+    if spec.sums_at_source:
+        return ["returns no slots that the source sums by group"]
+    if groups is None or groups == world_size:
+        return []
+    if groups % world_size or spec.num_local_experts % (groups // world_size):
+        return [
+            f"the {spec.num_local_experts} experts of each of {world_size} ranks are no whole "
+            f"groups of {groups}"
+        ]
+    if groups > MAX_RETURNED_ROWS:
+        return [f"returns at most {MAX_RETURNED_ROWS} sums a token, not {groups}"]
+    return []
+
+
 def low_latency_layout(
     spec: BufferSpec, world_size: int, num_buffers: int, line_tokens: int
 ) -> LowLatencyLayout:
@@ -76,7 +94,6 @@ def low_latency_layout(
         return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
         data_plane=data_plane,
         scale_plane=scale_plane,
-        groups=1 if spec.sum_groups is None else spec.sum_groups // world_size,
         returns_slots=spec.returns_slots,
     )
 
@@ -93,6 +110,7 @@ def _block_sizes(
         "top_k": spec.top_k,
         "num_local_experts": spec.num_local_experts,
         "num_buffers": num_buffers,
+        "groups": spec.returned_columns(world_size),
         "data_bytes": align_up(max(out_bytes, gradient_bytes), VECTOR_BYTES),
         "scale_bytes": align_up(spec.dispatch_format.scale_bytes(spec.hidden_size), VECTOR_BYTES),
         "return_bytes": align_up(max(home_bytes, gradient_bytes), VECTOR_BYTES),
@@ -108,7 +126,7 @@ def normal_regions(
     """
     num_rows = num_rows or layout.num_rows
     row = layout.metadata_bytes + layout.data_bytes + layout.scale_bytes
-    combine_bytes = layout.num_rows * layout.return_bytes
+    combine_bytes = layout.num_rows * layout.groups * layout.return_bytes
     index = index_bytes(spec, num_rows=num_rows, num_slots=num_slots, num_members=0)
     sizes = {
         "signals and headers": layout.buffers_at
@@ -158,12 +176,15 @@ def normal_traffic(
     spec: BufferSpec, layout: NormalLayout, call: CallShape, *, backward: bool
 ) -> BufferTraffic:
     """Return Buffer.wire_bytes() of normal mode; signals are not counted."""
+    _, sum_bytes = row_bytes(spec)
     out, combine_bytes = backward_row_bytes(spec) if backward else row_bytes(spec)
+    # The first sum of a row returns with the scalars, if there are any.
+    num_more = call.sums_sent - call.rows_received
     control = call.rows_sent * layout.metadata_bytes
     control += (call.world_size - 1) * layout.header_bytes
     return BufferTraffic(
         dispatch_bytes=call.rows_sent * out,
-        combine_bytes=call.rows_received * combine_bytes,
+        combine_bytes=call.rows_received * combine_bytes + num_more * sum_bytes,
         control_bytes=0 if backward else control,
     )
 

@@ -446,7 +446,7 @@ def gradients(buffer: Buffer, call: DispatchCall) -> list[Tensor]:
     weights = call.topk_weights.clone().requires_grad_()
     call = replace(call, hidden_states=x, topk_weights=weights, flags=TRAINS)
     out = dispatch_rows(buffer, call)
-    rows, slot_weights = with_history(buffer, call, out)
+    rows, slot_weights = with_history(buffer, call, out, packs=False)
     slots = gather_rows(rows.data, out.index)
     handle = Handle(owner=buffer, num_tokens=len(x))
     handle.open(out.exchange_plan, call=1, needs_backward=True)

@@ -95,6 +95,9 @@ inline int __reduce_max_sync(u32, int value) {
 inline u32 __reduce_min_sync(u32, u32 value) {
     return reduce_warp(value, [](u32 a, u32 b) { return a < b ? a : b; });
 }
+inline u32 __reduce_or_sync(u32, u32 value) {
+    return reduce_warp(value, [](u32 a, u32 b) { return a | b; });
+}
 inline void __syncwarp() { host::synchronize_warp(); }
 inline void __syncthreads() { host::meet(0, blockDim.x, true); }
 inline void __nanosleep(u32) { host::yield(); }

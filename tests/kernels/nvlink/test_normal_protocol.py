@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from threading import Barrier
@@ -136,9 +136,9 @@ def weak_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], 
 class Rank:
     """A rank with separate memory, which peers write."""
 
-    def __init__(self, rank: int, blocks: list[Tensor], first_epoch: int) -> None:
+    def __init__(self, rank: int, blocks: list[Tensor], first_epoch: int, spec: BufferSpec) -> None:
         self.rank = rank
-        self.layout = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE)
+        self.layout = NVLinkBuffer.layout_for(spec, WORLD_SIZE)
         self.peers = peer_blocks(
             rank, blocks, self.layout, num_programs=NUM_BLOCKS, max_polls=POLLS
         )
@@ -221,10 +221,11 @@ class Rank:
         y = combine.combine_rows(
             self.exchange,
             results,
-            parts.sends,
+            replace(parts.sends, topk_ids=ids),
             arrivals,
             index.slots_of_row,
             num_tokens,
+            first_slot=index.first_slot,
             slot_weights=parts.slot_weights,
             buffer_index=0,
         )
@@ -249,13 +250,13 @@ def factor_of(expert: Tensor | int) -> Tensor | int:
     return expert % 3 + 1
 
 
-def first_wrong_round(fault: Fault, num_rounds: int) -> int | None:
+def first_wrong_round(fault: Fault, num_rounds: int, spec: BufferSpec = SPEC) -> int | None:
     """Run rounds until one is wrong on some rank; return its number, or None."""
-    num_bytes = NVLinkBuffer.layout_for(SPEC, WORLD_SIZE).num_bytes
+    num_bytes = NVLinkBuffer.layout_for(spec, WORLD_SIZE).num_bytes
     blocks = [torch.zeros(num_bytes, dtype=torch.uint8) for _ in range(WORLD_SIZE)]
 
     def run(rank: int) -> int | None:
-        mine = Rank(rank, blocks, fault.first_epoch)
+        mine = Rank(rank, blocks, fault.first_epoch, spec)
         begun.wait()
         for number in range(num_rounds):
             if not mine.run_round(number):
@@ -277,6 +278,12 @@ def test_kernels_keep_the_protocol_in_a_weak_memory(
 ) -> None:
     weak_kernels(NOTHING)
     assert first_wrong_round(Fault(old="", new="", first_epoch=first_epoch), 12) is None
+
+
+def test_sums_of_groups_keep_the_protocol(weak_kernels: Callable[[Fault], None]) -> None:
+    weak_kernels(NOTHING)
+    spec = replace(SPEC, sum_groups=WORLD_SIZE * NUM_LOCAL)
+    assert first_wrong_round(NOTHING, 24, spec) is None
 
 
 @pytest.mark.parametrize("name", FAULTS)

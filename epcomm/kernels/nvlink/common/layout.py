@@ -61,6 +61,8 @@ class MemoryLayout(ABC):
     data_bytes: from one row to the next, in the dispatch direction.
     scale_bytes: from the scales of one row to those of the next.
     return_bytes: from one sum to the next, in combine.
+    groups: the experts of a rank are so many groups of consecutive experts. A row returns for each
+        group in which a token has entries.
     """
 
     world_size: int
@@ -71,6 +73,7 @@ class MemoryLayout(ABC):
     data_bytes: int
     scale_bytes: int
     return_bytes: int
+    groups: int
 
     @abstractmethod
     def shared_sizes(self) -> dict[str, int]:
@@ -151,15 +154,13 @@ class MemoryLayout(ABC):
 class LowLatencyLayout(MemoryLayout):
     """The layout of a block of low latency; a region of lines holds only lines, see lines.py.
 
-    A row returns for each group of experts of a rank in which a token has entries: the experts of a
-    rank are `groups` groups of as many consecutive experts, by default one. Group q of rank d is
-    number d * groups + q. Or each slot returns.
+    Group q of rank d is number d * groups + q. Or each slot returns.
 
     line_tokens: the most tokens that a rank sends in lines; it receives their sums in lines too. 0:
         no rank sends lines.   data_words, scale_words, return_words: the words of a row, of its
         scales and of a sum.   data_plane, scale_plane: the words of their planes, see lines.py.
-    groups: of each rank.   returns_slots: each slot returns to its source, so that weights are not
-        sent, and K rows take the memory of the sums of W * groups groups.
+    returns_slots: each slot returns to its source, so that weights are not sent, and K rows take
+        the memory of the sums of W * groups groups.
 
     abort              int32 flag: some rank has timed out
     arrived_metadata, arrived_rows [W]    int32 signals: the last epoch in which a rank has sent
@@ -182,7 +183,6 @@ class LowLatencyLayout(MemoryLayout):
     return_words: int
     data_plane: int
     scale_plane: int
-    groups: int = 1
     returns_slots: bool = False
 
     @property
@@ -268,7 +268,9 @@ class LowLatencyLayout(MemoryLayout):
 
 @dataclass(frozen=True, kw_only=True)
 class NormalLayout(MemoryLayout):
-    """The block of normal mode; item_rows: sums of one source that share a signal.
+    """The block of normal mode.
+
+    item_rows: rows of one source whose sums share a signal.
 
     abort            int32 flag: some rank has timed out
     dispatch_begin, counts_ready, rows_ready, combine_begin [W]   int32 signals that only grow:
@@ -276,7 +278,8 @@ class NormalLayout(MemoryLayout):
                      sent rows, combines begun
     combine_status [2, W]   int32: fault code of the combine call, alternating
     sums_ready [W, items]   int32: the number of the combine whose sums are there
-    returned [W * M, H], returned_scalars [W * M, K]   sums and scalars, at the token's rank
+    returned [W * M * groups, H]   sums, at the token's rank; of group q of row r, at r * groups + q
+    returned_scalars [W * M, K]    likewise
     header [W]       int32: status, T, rows for each rank [W], pairs of each expert [E]
     metadata [W * M, 3, K]   expert of this rank or -1, position, weight
     data [W * M, H], scales [W * M, num_scales]    as they are sent
@@ -305,7 +308,7 @@ class NormalLayout(MemoryLayout):
             "combine_begin": words,
             "combine_status": 2 * words,
             "sums_ready": words * self.num_items,
-            "returned": self.num_rows * self.return_bytes,
+            "returned": self.num_rows * self.groups * self.return_bytes,
             "returned_scalars": self.num_rows * _WORD_BYTES * self.metadata_words,
         }
 

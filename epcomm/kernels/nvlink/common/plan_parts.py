@@ -16,10 +16,12 @@ class Sends:
 
     places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
     positions: [T * K], int32: earlier entries of this rank with the same expert.
+    topk_ids: [T, K], int64; None unless ranks have several sum groups.
     """
 
     places: Tensor
     positions: Tensor
+    topk_ids: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,9 +6,10 @@
 // and round once. A signal of each item, ITEM_ROWS rows of one source, lets reducers follow while the
 // wire is busy.
 //
-// A returned row is the sum of a token over the experts of one rank, and has the numbers of other rows. So
-// places, signals of items and lanes of a reducer are those of ranks. Sums over smaller groups of experts,
-// the same for any number of ranks, would be a row for each token and group, and a lane for each group.
+// With GROUPS > 1 the experts of a rank form groups of GROUP_EXPERTS consecutive experts, and a row is sent for
+// each group in which the token has slots, so that sums are the same on any number of ranks. Places, signals of
+// items and scalars remain those of ranks; a reducer has a lane for each group, and finds in the ids of the
+// token which rows there are.
 //
 // Memory order: a rank signals that it has begun a combine, so it no longer reads the sums of the
 // previous one. A rank that has this signal stores there, and releases the number of the combine into
@@ -26,10 +27,10 @@
 //
 // Comes after ptx.cu and peers.cu. Constants besides those of peers.cu: ROW_KIND (of the numbers in a
 // row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers in a row of a multiple of 16 bytes), TOP_K and
-// WORLD (at most 32), K_LANES, MAX_TOKENS, ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES,
-// PIECE (bytes, a multiple of 512), the offsets COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT,
-// RETURNED_AT, RETURNED_SCALARS_AT, the positions in the state of exchange.py, and waits of
-// epcomm/protocol.py.
+// WORLD (at most 32), GROUPS (WORLD * GROUPS is at most 32), GROUP_EXPERTS, K_LANES, MAX_TOKENS,
+// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES, PIECE (bytes, a multiple of 512), the offsets
+// COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the positions in
+// the state of exchange.py, and waits of epcomm/protocol.py.
 
 constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
 // Numbers that 16 bytes hold.
@@ -49,7 +50,7 @@ constexpr int WARPS = SENDERS + 1 + REDUCERS;
 struct Arguments {
     const char* rows;         // of rows_stride bytes each
     const float* weights;     // of each slot, or none
-    const int* slots_of_row;  // or none: rows are sums already
+    const int* slots_of_row;  // or none: rows are sums already, and GROUPS is 1
     const float* scalars;     // of each row, or none
     const int* rows_from;
     const int* row_base;
@@ -71,6 +72,8 @@ struct Arguments {
     int buffer_index;  // of the receive buffer whose rows were used, or -1
     int num_tokens;
     int max_polls;
+    const int* first_slot;  // of each expert; read with GROUPS > 1
+    const i64* ids;         // of each token; the same
 };
 
 // The numbers of a vector, as float32.
@@ -141,6 +144,7 @@ struct Rows {
     u64 from;
     float weight;
     u32 mask;
+    int group;  // of the lane's row, or of all
 };
 
 // The pieces that a warp has in flight; all lanes hold the same.
@@ -281,11 +285,34 @@ __device__ int slot_at(const Arguments& a, const Cursor& at, int num_items) {
     return lane < TOP_K ? a.slots_of_row[row * TOP_K + lane] : -1;
 }
 
+// The group of a slot, among those of this rank.
+__device__ int group_of(const Arguments& a, int slot) {
+    int group = 0;
+#pragma unroll
+    for (int step = 16; step; step /= 2) {
+        const int next = group + step;
+        if (next < GROUPS && slot >= a.first_slot[next * GROUP_EXPERTS]) group = next;
+    }
+    return group;
+}
+
 __device__ Rows rows_of(const Arguments& a, int slot) {
     Rows rows = {(u64)a.rows + (i64)slot * a.rows_stride, 1.0f,
-                 __ballot_sync(ALL_LANES, slot >= 0)};
+                 __ballot_sync(ALL_LANES, slot >= 0), group_of(a, slot)};
     if (slot >= 0 && a.weights != nullptr) rows.weight = a.weights[slot];
     return rows;
+}
+
+// Split off the rows of the lowest group.
+__device__ Rows take_group(Rows& rows) {
+    Rows part = rows;
+    if (GROUPS > 1) {
+        const bool is_left = rows.mask >> threadIdx.x % 32 & 1;
+        part.group = __reduce_min_sync(ALL_LANES, is_left ? rows.group : GROUPS - 1);
+        part.mask = __ballot_sync(ALL_LANES, is_left && rows.group == part.group);
+    }
+    rows.mask &= ~part.mask;
+    return part;
 }
 
 // Send items p, p + P, ... of block p: sums of ITEM_ROWS rows of one source each.
@@ -295,6 +322,7 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
     Cursor ahead = {(int)blockIdx.x - (int)gridDim.x, 0, 0};
     advance(a, ahead, num_items);
     Rows rows = rows_of(a, slot_at(a, ahead, num_items));
+    Rows part = take_group(rows);
     advance(a, ahead, num_items);
     int slot = slot_at(a, ahead, num_items);
     for (int number = blockIdx.x; number < num_items; number += gridDim.x) {
@@ -302,15 +330,26 @@ __device__ void send(const Arguments& a, Ring& ring, u32* num_completed, int num
         const int end = is_sent(a, number) ? min((item + 1) * ITEM_ROWS, a.rows_from[source]) : 0;
         const u64 home = a.table[source];
         for (int place = item * ITEM_ROWS + warp; place < end; place += SENDERS) {
-            const Rows next = rows_of(a, slot);
-            advance(a, ahead, num_items);
-            slot = slot_at(a, ahead, num_items);
-            const i64 target = (i64)a.rank * MAX_TOKENS + place;
-            char* to = (char*)(home + RETURNED_AT + target * RETURN_BYTES);
-            if (a.weights != nullptr) add_rows<true>(ring, rows, next, nullptr, to);
-            else add_rows<false>(ring, rows, next, nullptr, to);
-            rows = next;
+            bool is_last;
+            do {
+                is_last = !rows.mask;
+                if (is_last) {
+                    rows = rows_of(a, slot);
+                    advance(a, ahead, num_items);
+                    slot = slot_at(a, ahead, num_items);
+                } else if (lane == 0 && source != a.rank) {
+                    // The releaser counts rows, whose first sum has the scalars, if there are any.
+                    atomicAdd(a.counters + 3, 1);
+                }
+                const Rows following = take_group(rows);
+                const i64 sum = ((i64)a.rank * MAX_TOKENS + place) * GROUPS + part.group;
+                char* to = (char*)(home + RETURNED_AT + sum * RETURN_BYTES);
+                if (a.weights != nullptr) add_rows<true>(ring, part, following, nullptr, to);
+                else add_rows<false>(ring, part, following, nullptr, to);
+                part = following;
+            } while (!is_last);
             if (a.scalars != nullptr && lane < TOP_K) {
+                const i64 target = (i64)a.rank * MAX_TOKENS + place;
                 store_far((float*)(home + RETURNED_SCALARS_AT) + target * K_LANES + lane,
                           a.scalars[((i64)a.row_base[source] + place) * TOP_K + lane]);
             }
@@ -358,7 +397,16 @@ __device__ int take_token(const Arguments& a) {
     return token;
 }
 
-// Add up the sums of all ranks for a token a warp, in the order of ranks.
+// The lanes of the groups in which a token has entries, those of all ranks.
+__device__ u32 groups_of(const Arguments& a, int token) {
+    constexpr u64 EXPERTS = WORLD * GROUPS * GROUP_EXPERTS;
+    const int lane = threadIdx.x % 32;
+    const u64 id = lane < TOP_K ? a.ids[(i64)token * TOP_K + lane] : EXPERTS;
+    // An id that is out of range has failed the call.
+    return __reduce_or_sync(ALL_LANES, id < EXPERTS ? 1u << id / GROUP_EXPERTS : 0u);
+}
+
+// Add up the sums of all ranks for a token a warp, in the order of ranks and of their groups.
 __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_failed) {
     const int lane = threadIdx.x % 32;
     int token = __shfl_sync(ALL_LANES, take_token(a), 0);
@@ -367,12 +415,15 @@ __device__ void reduce(const Arguments& a, Ring& ring, int epoch, bool has_faile
         const int next = take_token(a);
         int place = -1;
         if (!has_failed && takes_part(a, lane)) place = a.places[(i64)token * WORLD + lane];
+        const u32 groups = GROUPS > 1 ? groups_of(a, token) : ALL_LANES;
         const u64 item = (u64)lane * ITEMS + place / ITEM_ROWS;
         const bool is_there = wait<true>(a, place >= 0 ? a.own + SUMS_READY_AT + 4 * item : 0, epoch,
             WAIT_SUMS);
         const bool is_void = has_failed || !is_there;
-        const u32 mask = __ballot_sync(ALL_LANES, place >= 0 && !is_void);
-        const i64 target = (i64)lane * MAX_TOKENS + place;
+        // The place of the token on the rank of this lane's group.
+        const int row = GROUPS > 1 ? __shfl_sync(ALL_LANES, place, lane / GROUPS) : place;
+        const u32 mask = __ballot_sync(ALL_LANES, row >= 0 && !is_void) & groups;
+        const i64 target = ((i64)(lane / GROUPS) * MAX_TOKENS + row) * GROUPS + lane % GROUPS;
         const Rows rows = {a.own + RETURNED_AT + target * RETURN_BYTES, 1.0f, mask};
         char* to = a.out + (i64)token * ROW_BYTES;
         const float* bias = a.bias == nullptr ? nullptr : a.bias + (i64)token * HIDDEN;

@@ -69,6 +69,7 @@ class _CombineArguments(ctypes.Structure):
         ("rows_stride", c_int64),
         *((name, c_int) for name in ("rank", "status", "buffer_index")),
         *((name, c_int) for name in ("num_tokens", "max_polls")),
+        *((name, c_void_p) for name in ("first_slot", "ids")),
     ]
 
 
@@ -91,6 +92,8 @@ def program_of(layout: NormalLayout, form: SumForm) -> Program:
         "TOP_K": layout.top_k,
         "K_LANES": layout.metadata_words,
         "WORLD": layout.world_size,
+        "GROUPS": layout.groups,
+        "GROUP_EXPERTS": layout.num_local_experts // layout.groups,
         "MAX_TOKENS": layout.max_tokens,
         "ITEM_ROWS": layout.item_rows,
         "ITEMS": layout.num_items,
@@ -118,6 +121,7 @@ def combine_rows(
     slots_of_row: Tensor | None,
     num_tokens: int,
     *,
+    first_slot: Tensor | None = None,
     slot_weights: Tensor | None = None,
     row_scalars: Tensor | None = None,
     out_scalars: Tensor | None = None,
@@ -128,6 +132,7 @@ def combine_rows(
 ) -> Tensor:
     """Sum the slots of each received row, send each sum to its token's rank, and add it up there.
 
+    With groups in the layout, each group of experts in which a row has slots has its own sum.
     Sums of excluded ranks are left out, although the plan may have sent tokens there.
 
     Args:
@@ -136,6 +141,7 @@ def combine_rows(
         sends, arrivals: of the exchange plan.
         slots_of_row: [R, K], int32, as dispatch_rows() wrote it.
         num_tokens: T.
+        first_slot: [L + 1], int32, as dispatch_rows() wrote it; read if the layout has groups.
         slot_weights: [C], float32, multiplied into slots, or None.
         row_scalars: [R, K], float32, sent with the rows, and whose sums over the rows of a
             token are written to out_scalars [T, K].
@@ -162,6 +168,7 @@ def combine_rows(
     arguments.rows_stride = rows.stride(0) * rows.itemsize
     arguments.weights = _address(slot_weights)
     arguments.slots_of_row = _address(slots_of_row)
+    arguments.first_slot, arguments.ids = _address(first_slot), _address(sends.topk_ids)
     arguments.rows_from = arrivals.rows_from.data_ptr()
     arguments.row_base = arrivals.row_base.data_ptr()
     arguments.has_failed = arrivals.has_failed.data_ptr()

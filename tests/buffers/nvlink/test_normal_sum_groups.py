@@ -1,0 +1,180 @@
+"""Normal mode over NVLink returns a sum of each group of experts, bit-equal to the definition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+from epcomm import EPGroup, Mode
+from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkNormal, NVLinkStaticBuffer
+from epcomm.buffers.nvlink.normal_row_budget import NVLinkRowBudgetBuffer
+from epcomm.buffers.sizes import CallShape
+from epcomm.calls.call import DispatchCall
+from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
+from epcomm.ops.slots import gather_rows
+from epcomm.protocol import BatchFlags
+from epcomm.records import Handle, RowsCombineInput
+from epcomm.spec import BufferSpec
+from epcomm.types import RowsPer, WireFormat, WireTensor
+from tests.dispatchers.test_sum_groups import TOKENS, Batch, E, H, K, compute, expected
+
+TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
+
+
+def spec_of(world_size: int, groups: int | None, dtype: torch.dtype) -> BufferSpec:
+    return BufferSpec(
+        hidden_size=H,
+        top_k=K,
+        num_local_experts=E // world_size,
+        dispatch_format=WireFormat.of(dtype),
+        hidden_format=WireFormat.of(dtype),
+        max_tokens_per_rank=TOKENS,
+        # Experts have slots without a row, whose results are NaN.
+        expert_alignment=4,
+        sum_groups=groups,
+    )
+
+
+def open_with_nan(kind: type[NVLinkNormal], group: EPGroup, spec: BufferSpec) -> NVLinkNormal:
+    """Open a buffer in which all rows that a rank might read are NaN before they are sent."""
+    buffer = cast(Any, kind)(group.calls, spec)
+    buffer.prepare()
+    layout = buffer._layout
+    begin = layout.offsets["returned"]
+    buffer._block[begin : begin + layout.regions["returned"]] = 0xFF
+    for rows in buffer.received_rows():
+        rows.data.fill_(float("nan"))
+    buffer._host_barrier()
+    return buffer
+
+
+def run(buffer: Any, batch: Batch, part: slice, rank: int, *, trains: bool) -> list[Tensor]:  # noqa: ANN401
+    """Return y of some tokens, and with `trains` the gradients of x and of the router weights."""
+    device, local = buffer._device, buffer._spec.num_local_experts
+    x = batch.x[part].clone().to(device).requires_grad_(trains)
+    weights = batch.weights[part].clone().to(device).requires_grad_(trains)
+    call = DispatchCall(
+        hidden_states=x,
+        topk_ids=batch.ids[part].clone().to(device),
+        topk_weights=weights,
+        flags=TRAINS if trains else BatchFlags.NONE,
+    )
+    out = dispatch_rows(buffer, call)
+    # Combine does not read the ids of the caller.
+    call.topk_ids.fill_(-1)
+    rows, slot_weights = out.rows, out.slot_weights
+    if trains:
+        rows, slot_weights = with_history(buffer, call, out, packs=True)
+    else:
+        rows = WireTensor(data=gather_rows(rows.data, out.index), format=rows.format)
+    packed = SimpleNamespace(
+        hidden_states=rows,
+        index=replace(out.index, row_of_slot=None, slots_of_row=None),
+        num_tokens_per_expert=out.index.num_tokens_per_expert,
+    )
+    handle = Handle(owner=buffer, num_tokens=len(x))
+    handle.open(out.exchange_plan, call=1, needs_backward=trains)
+    results = RowsCombineInput(
+        hidden_states=compute(cast(Any, packed), batch.slope[rank * local :][:local].to(device)),
+        rows_per=RowsPer.SLOT,
+        slot_weights=slot_weights,
+        handle=handle,
+    )
+    y = combine_rows(buffer, results, x.dtype)
+    if not trains:
+        return [y.cpu()]
+    y.backward(batch.grad_y[part].to(device))
+    assert x.grad is not None
+    assert weights.grad is not None
+    return [y.detach().cpu(), x.grad.cpu(), weights.grad.cpu()]
+
+
+def check_groups(kind: type[NVLinkNormal], group: EPGroup, groups: int, dtype: torch.dtype) -> None:
+    """Compare sums and gradients with the oracle, and their bytes with those of a plan."""
+    rank, world_size, batch = group.rank, group.world_size, Batch.make(dtype)
+    spec = spec_of(world_size, groups, dtype)
+    buffer = open_with_nan(kind, group, spec)
+    parts = [batch.part(other, world_size) for other in range(world_size)]
+    shape = CallShape.of(
+        [batch.ids[part] for part in parts],
+        rank,
+        num_local_experts=E // world_size,
+        group_size=E // groups,
+    )
+    wanted = [each[parts[rank]] for each in expected(batch, groups)]
+    for trains in (False, True):
+        before = buffer.traffic()
+        found = run(buffer, batch, parts[rank], rank, trains=trains)
+        for name, mine, theirs in zip(("y", "dx", "dw"), found, wanted, strict=False):
+            if name == "dw" and group.device.type == "cuda":
+                # Autograd sums the products of a slot in another order than on CPUs.
+                torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)
+            else:
+                assert torch.equal(mine, theirs), f"{name}, rank {rank}"
+        sent = kind.wire_bytes(spec, shape)
+        if trains:
+            sent += kind.wire_bytes(spec, shape, backward=True)
+        assert buffer.traffic() == before + sent
+    buffer.check()
+    buffer.close()
+
+
+@pytest.mark.ranks(2, slow=(1, 4))
+@pytest.mark.parametrize(
+    ("kind", "groups_of_rank", "dtype"),
+    [
+        (NVLinkBuffer, 2, torch.bfloat16),
+        (NVLinkBuffer, 4, torch.float32),
+        # A host takes many seconds to compile the kernels of each.
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (NVLinkBuffer, 1, torch.bfloat16),
+                (NVLinkBuffer, 4, torch.bfloat16),
+                (NVLinkBuffer, 1, torch.float32),
+                (NVLinkBuffer, 2, torch.float32),
+                (NVLinkStaticBuffer, 4, torch.bfloat16),
+                (NVLinkRowBudgetBuffer, 4, torch.bfloat16),
+            )
+        ),
+    ],
+)
+def test_sums_and_gradients_are_those_of_groups(
+    kind: type[NVLinkNormal], groups_of_rank: int, dtype: torch.dtype
+) -> None:
+    with EPGroup() as group:
+        check_groups(kind, group, groups_of_rank * group.world_size, dtype)
+
+
+@pytest.mark.parametrize(
+    ("groups", "at_source", "reason"),
+    [
+        (None, False, None),
+        (2, False, None),
+        (16, False, None),
+        (3, False, "no whole groups of 3"),
+        (32, False, "no whole groups of 32"),
+        (8, True, "returns no slots that the source sums by group"),
+    ],
+)
+def test_groups_that_ranks_cannot_sum_are_refused(
+    groups: int | None, at_source: bool, reason: str | None
+) -> None:
+    spec = replace(spec_of(2, groups, torch.bfloat16), sums_at_source=at_source)
+    found = NVLinkBuffer.lacks(Mode.NORMAL, spec, 2)
+    assert (reason in found[0]) if reason else not found
+
+
+def test_memory_of_returned_rows_grows_with_the_groups() -> None:
+    sizes = [
+        {each.name: each.max_bytes for each in NVLinkBuffer.region_bytes(spec, 2)}
+        for spec in (spec_of(2, groups, torch.bfloat16) for groups in (None, 2, 8))
+    ]
+    assert sizes[0] == sizes[1]
+    assert sizes[2] == sizes[0] | {"returned rows": 4 * (sizes[0]["returned rows"] or 0)}

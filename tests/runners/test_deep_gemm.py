@@ -395,7 +395,7 @@ def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_row_major_scales_are_refused_with_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_deep_gemm.install(monkeypatch)
     with pytest.raises(
-        ShapeError, match=r"deep_gemm: .*came .*row-major.* expected .*column-major"
+        ShapeError, match=r"deep_gemm: scales are .*row-major.* expected .*column-major"
     ):
         DeepGemmRunner().run(record_of(PLAIN, make_index()), make_weights())
 

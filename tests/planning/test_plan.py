@@ -33,7 +33,15 @@ from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.spec import Availability
-from epcomm.types import Layout, RowReading, ScaleLayout, WeightsAppliedBy, WireDtype, WireFormat
+from epcomm.types import (
+    Layout,
+    RowReading,
+    ScaleDtype,
+    ScaleLayout,
+    WeightsAppliedBy,
+    WireDtype,
+    WireFormat,
+)
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
 
@@ -173,25 +181,12 @@ def kind_of(experts: ExpertTensors) -> str:
     return type(experts).__name__
 
 
-def fp8_weights(scale_dtype: torch.dtype = torch.float32) -> Fp8BlockWeights:
-    """Make the experts of the layer in FP8, without data."""
-    codes = {"dtype": torch.float8_e4m3fn, "device": "meta"}
-    return Fp8BlockWeights(
-        gate_up_proj=torch.empty(8, 64, 64, **codes),
-        gate_up_scale=torch.empty(8, 1, 1, dtype=scale_dtype, device="meta"),
-        down_proj=torch.empty(8, 64, 32, **codes),
-        down_scale=torch.empty(8, 1, 1, dtype=scale_dtype, device="meta"),
-    )
+def fp8_weights(scales: ScaleDtype = ScaleDtype.FLOAT32) -> Fp8BlockWeights:
+    return Fp8BlockWeights.from_unquantized(weights(32), scales=scales)
 
 
 def int8_weights() -> Int8ChannelWeights:
-    """Make the experts of the layer in INT8, without data."""
-    return Int8ChannelWeights(
-        gate_up_proj=torch.empty(8, 64, 64, dtype=torch.int8, device="meta"),
-        gate_up_scale=torch.empty(8, 64, device="meta"),
-        down_proj=torch.empty(8, 64, 32, dtype=torch.int8, device="meta"),
-        down_scale=torch.empty(8, 64, device="meta"),
-    )
+    return Int8ChannelWeights.from_unquantized(weights(32))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +194,7 @@ def int8_weights() -> Int8ChannelWeights:
     [
         (weights(32), "bf16"),
         (fp8_weights(), "fp8_e4m3/128"),
-        (fp8_weights(torch.float8_e8m0fnu), "fp8_e4m3/128/ue8m0"),
+        (fp8_weights(ScaleDtype.POWER_OF_TWO), "fp8_e4m3/128/ue8m0"),
         (int8_weights(), "int8/0"),
     ],
     ids=["bf16", "fp8", "fp8 by powers of two", "int8"],
@@ -212,7 +207,7 @@ def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str)
     assert "wire: dispatch bf16, combine bf16 (backward, too)" in text
 
 
-POWERS = torch.float8_e8m0fnu
+POWERS = ScaleDtype.POWER_OF_TWO
 
 
 @pytest.mark.parametrize(

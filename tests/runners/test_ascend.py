@@ -292,12 +292,7 @@ def zeros(hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Exper
 
 
 def int8_zeros(hidden: int, inner: int) -> Int8ChannelWeights:
-    return Int8ChannelWeights(
-        gate_up_proj=torch.zeros(1, 2 * inner, hidden, dtype=torch.int8),
-        gate_up_scale=torch.zeros(1, 2 * inner),
-        down_proj=torch.zeros(1, hidden, inner, dtype=torch.int8),
-        down_scale=torch.zeros(1, hidden),
-    )
+    return Int8ChannelWeights.from_unquantized(zeros(hidden, inner))
 
 
 SUMS_OUT_OF_BLOCKS = (

@@ -13,7 +13,6 @@ from typer.testing import CliRunner, Result
 from epcomm import EPConfig, MoESpec, plan
 from epcomm.cli import app
 from epcomm.platforms.assumed import DEVICES
-from tests.planning.test_measurements import write
 
 # A terminal wide enough that no cell is wrapped.
 WIDE = {"COLUMNS": "240"}
@@ -228,18 +227,6 @@ def test_json_holds_what_explain_tells() -> None:
         assert told["limits"] == phase.limits()
         assert [each["region"] for each in told["memory"]] == [e.name for e in phase.regions()]
         assert [each["name"] for each in told["rejected"]] == [e.name for e in phase.rejected]
-
-
-def test_measurements_choose_and_are_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "bench.json")
-    words = [*LAYER, "--device", "cpu", "--max-tokens", "1000", "--measurements", str(path)]
-    phases = json.loads(run("plan", *words, "--json").stdout)["phases"]
-    chosen = {name: phase["backend"] for name, phase in phases.items()}
-    # At T = 1024, the nearest, collective is the faster one in mode normal, as which it decodes.
-    assert chosen == {"prefill and training": "collective", "decode": "collective"}
-    assert phases["decode"]["chosen_by"].startswith("measurements bench.json (sha256 ")
-    cells = [row for row in rows(run("plan", *words).stdout) if row[0] == "chosen by"]
-    assert cells[0][1].startswith("measurements bench.json (sha256 ")
 
 
 def test_version_is_that_of_the_distribution() -> None:

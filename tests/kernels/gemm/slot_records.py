@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -159,19 +158,6 @@ def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.d
             lead = (0,) if layout is Layout.ROWS else (NUM_EXPERTS, 0)
             assert results.shape == (*lead, weights.hidden_size)
             assert results.dtype == weights.dtype
-
-
-def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Return a list to which the devices are appended that launchers make current."""
-    entered = []
-    real = torch.cuda.device_of
-
-    def device_of(tensor: Tensor) -> torch.cuda.device_of:
-        entered.append(torch.device(tensor.device.type))
-        return real(tensor)
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    return entered
 
 
 # Slots of the two experts that have slots, with a value that is written to the row of each.

@@ -24,7 +24,6 @@ from tests.kernels.gemm.slot_records import (
     make_index,
     make_rows,
     record,
-    record_devices,
 )
 from tests.quantization.rows import varied_rows
 from tests.runners.records import results_of_experts
@@ -338,8 +337,15 @@ def test_poison_stays_in_its_rows(device: torch.device) -> None:
 def test_kernels_are_launched_on_the_device_of_their_rows(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Triton launches on the current device, which may be another."""
     dispatched = record(CASES[0], HIDDEN, INT8_PER_TOKEN, device)
-    entered = record_devices(monkeypatch)
+    entered, real = [], torch.cuda.device_of
+
+    def device_of(tensor: Tensor) -> torch.cuda.device_of:
+        entered.append(torch.device(tensor.device.type))
+        return real(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     # On a GPU, a kernel that was launched before is not launched by Triton again.
     _prepared.cache_clear()
     Int8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))

@@ -286,11 +286,7 @@ def combine_faults() -> list[Bad]:
             lambda play: play.another.combine(identity(play.begin())),
             "belongs to another dispatcher",
         ),
-        (
-            "another group's handle",
-            combined(lambda play: play.elsewhere),
-            "belongs to another dispatcher",
-        ),
+        ("another group's handle", combined(lambda play: play.elsewhere), "to another dispatcher"),
     )
     of_handle = partial(Bad, told=WRONG_HANDLE, error=HandleError)
     closed = "the dispatcher is closed (rank 1 of 2); construct a new one"

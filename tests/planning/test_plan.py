@@ -357,17 +357,6 @@ def test_impossible_combination_is_refused_with_all_sides(
     assert case.message in str(caught.value)
 
 
-def test_layout_of_scales_is_that_of_the_runner_and_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized_reference, "QuantizedReferenceRunner", Columns)
-    chosen = plan(EPConfig(max_tokens_per_rank=16), SPEC, weights=fp8_weights())
-    assert chosen.decode is not None
-    for phase in (chosen.prefill, chosen.decode):
-        assert phase.scale_layout == ScaleLayout(column_major=True, alignment=4)
-        assert "scales on arrival: column-major in multiples of 4" in phase.explain().splitlines()
-    one = plan(EPConfig(mode="normal"), SPEC, weights=fp8_weights())
-    assert one.decode is one.prefill
-
-
 @pytest.mark.parametrize("experts", [weights(32), fp8_weights(), int8_weights()], ids=kind_of)
 @pytest.mark.parametrize("name", RUNNERS)
 def test_readings_are_of_the_dtypes_that_a_runner_names(name: str, experts: ExpertTensors) -> None:

@@ -15,7 +15,7 @@ from epcomm.records import SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.types import Layout, WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
-from tests.runners.records import as_masked, handle, rows_record
+from tests.runners.records import as_masked, rows_record
 
 NUM_EXPERTS, NUM_ROWS = 3, 90
 # Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
@@ -126,26 +126,11 @@ def empty_record(
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
     """Make the record of a rank that receives no token; wire: no rows, [0, H]."""
     counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=device)
-    if layout is Layout.MASKED:
-
-        def of_experts(values: Tensor) -> Tensor:
-            return values.new_empty(NUM_EXPERTS, 0, values.shape[1])
-
-        return MaskedDispatchOutput(
-            hidden_states=replace(
-                wire,
-                data=of_experts(wire.data),
-                scales=None if wire.scales is None else of_experts(wire.scales),
-            ),
-            num_tokens_per_expert=counts,
-            slot_weights=torch.empty(NUM_EXPERTS, 0, device=device),
-            weights_applied_by=WeightsAppliedBy.RUNNER,
-            handle=handle(),
-        )
     ids = torch.empty(0, 1, dtype=torch.int64, device=device)
     index = build_slot_index(ids, counts, [0] * NUM_EXPERTS)
     weights = torch.empty(0, device=device)
-    return rows_record(wire, index, weights, WeightsAppliedBy.RUNNER)
+    found = rows_record(wire, index, weights, WeightsAppliedBy.RUNNER)
+    return found if layout is Layout.ROWS else as_masked(found, capacity=0)
 
 
 def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.device) -> None:

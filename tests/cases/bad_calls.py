@@ -286,11 +286,7 @@ def combine_faults() -> list[Bad]:
             lambda play: play.another.combine(identity(play.begin())),
             "belongs to another dispatcher",
         ),
-        (
-            "another group's handle",
-            combined(lambda play: play.elsewhere),
-            "belongs to another dispatcher",
-        ),
+        ("another group's handle", combined(lambda play: play.elsewhere), "to another dispatcher"),
     )
     of_handle = partial(Bad, told=WRONG_HANDLE, error=HandleError)
     closed = "the dispatcher is closed (rank 1 of 2); construct a new one"
@@ -317,15 +313,13 @@ def opening(**changes: object) -> Callable[[Play], object]:
     return call
 
 
+def told_alike(id: str, call: Callable[[Play], object], message: str, **fields: Any) -> Bad:  # noqa: ANN401
+    """A mistake of which all ranks get the same message, a ConfigError."""
+    return Bad(id=id, call=call, own=message, told=message, error=ConfigError, **fields)
+
+
 def disagreeing(name: str, **changes: object) -> Bad:
-    return Bad(
-        id=name,
-        call=opening(**changes),
-        others=opening(),
-        own="ranks disagree on",
-        told="ranks disagree on",
-        error=ConfigError,
-    )
+    return told_alike(name, opening(**changes), "ranks disagree on", others=opening())
 
 
 # tests/planning/test_candidates.py has another value of each field.
@@ -447,41 +441,6 @@ def without_a_header(play: Play) -> object:
         return of_block(play)
 
 
-OWN_ERRORS = [
-    Bad(
-        id=name,
-        call=failing(owner, attribute),
-        others=of_block,
-        own="no memory",
-        told=told,
-        error=EPError,
-        raised=OwnError,
-    )
-    for name, owner, attribute, told in (
-        ("the router fails", lambda play: play.block.gate, "forward", UNREADY),
-        ("the routing fails", lambda play: play.block.routing.custom_function, "choose", UNREADY),
-        ("results cannot be cast", lambda _: of_rows, "cast_results", FAILED_RESULTS),
-        (
-            "sums cannot be made",
-            module_of_sums,
-            "reduce_rows",
-            FAILED_RESULTS,
-        ),
-    )
-]
-OWN_ERRORS.append(
-    Bad(
-        id="the header cannot be made",
-        call=without_a_header,
-        others=of_block,
-        own="no memory",
-        told=UNREADY,
-        error=EPError,
-        raised=OwnError,
-    )
-)
-
-
 def with_error_of_another_group(play: Play) -> object:
     """Call the block while its router raises an error that names rank 7 of another group."""
 
@@ -495,7 +454,29 @@ def with_error_of_another_group(play: Play) -> object:
         return of_block(play)
 
 
-OWN_ERRORS.append(
+OWN_ERRORS = [
+    *(
+        Bad(
+            id=name,
+            call=call,
+            others=of_block,
+            own="no memory",
+            told=told,
+            error=EPError,
+            raised=OwnError,
+        )
+        for name, call, told in (
+            ("the router fails", failing(lambda play: play.block.gate, "forward"), UNREADY),
+            (
+                "the routing fails",
+                failing(lambda play: play.block.routing.custom_function, "choose"),
+                UNREADY,
+            ),
+            ("the header cannot be made", without_a_header, UNREADY),
+            ("results cannot be cast", failing(lambda _: of_rows, "cast_results"), FAILED_RESULTS),
+            ("sums cannot be made", failing(module_of_sums, "reduce_rows"), FAILED_RESULTS),
+        )
+    ),
     Bad(
         id="the router fails in another group",
         call=with_error_of_another_group,
@@ -504,8 +485,8 @@ OWN_ERRORS.append(
         told=UNREADY,
         error=EPError,
         raised=ConfigError,
-    )
-)
+    ),
+]
 
 LAYER_FAULTS = [
     Bad(
@@ -535,30 +516,19 @@ BAD_CALLS = [
     *X_FAULTS,
     *TOPK_FAULTS,
     *combine_faults(),
-    Bad(
-        id="no_grad on rank 1",
-        call=without_grad,
-        own="torch.no_grad() while other",
-        told="torch.no_grad() while other",
-        error=ConfigError,
+    told_alike("no_grad on rank 1", without_grad, "torch.no_grad() while other", trains=True),
+    told_alike(
+        "an expert parameter frozen on rank 1",
+        training("gate_up_proj"),
+        "dispatch: down_proj is frozen on rank 1, while the other ranks train it (",
+        others=training("gate_up_proj", "down_proj"),
         trains=True,
     ),
-    Bad(
-        id="an expert parameter frozen on rank 1",
-        call=training("gate_up_proj"),
+    told_alike(
+        "all expert parameters frozen on rank 1",
+        training(),
+        "gate_up_proj, down_proj are frozen on rank 1, while the other ranks train them (",
         others=training("gate_up_proj", "down_proj"),
-        own="dispatch: down_proj is frozen on rank 1, while the other ranks train it (",
-        told="dispatch: down_proj is frozen on rank 1, while the other ranks train it (",
-        error=ConfigError,
-        trains=True,
-    ),
-    Bad(
-        id="all expert parameters frozen on rank 1",
-        call=training(),
-        others=training("gate_up_proj", "down_proj"),
-        own="gate_up_proj, down_proj are frozen on rank 1, while the other ranks train them (",
-        told="gate_up_proj, down_proj are frozen on rank 1, while the other ranks train them (",
-        error=ConfigError,
         trains=True,
     ),
     *OWN_ERRORS,

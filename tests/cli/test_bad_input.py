@@ -97,46 +97,22 @@ MEASUREMENTS = [
 WORDS = [
     BadCall(id=f"{command[0]} {words}", arguments=[*command, *words.split()], message=message)
     for command, words, message in (
-        (
-            PLAN,
-            "--hidden-size 2147483647 --intermediate-size 2147483647",
-            "an expert of hidden_size 2",
-        ),
+        (PLAN, "--hidden-size 2147483647 --intermediate-size 2147483647", "an expert of hidden"),
         (PLAN, "--mode fast", "EPConfig: mode is 'fast', expected one of"),
         (PLAN, "--experts int4", "experts is 'int4', expected bf16, as the hidden states are, or"),
         (PLAN, "--experts int8", "experts is int8, but their size is in neither an option nor a"),
         (PLAN, "--dtype tf32", "dtype is 'tf32', expected one of ['bf16', 'bfloat16',"),
         (PLAN, "--ranks 0", "epcomm plan: Invalid value for '--ranks'"),
-        (
-            PLAN,
-            "--backend rdma",
-            "EPConfig: backend is 'rdma', expected auto or one of ['ascend', ",
-        ),
-        (
-            PLAN,
-            "--device h2o",
-            "--device is 'h2o', expected one of ['h100', 'h200', 'b200', 'cpu']",
-        ),
+        (PLAN, "--backend rdma", "backend is 'rdma', expected auto or one of ['ascend', "),
+        (PLAN, "--device h2o", "--device is 'h2o', expected one of ['h100', 'h200', 'b200', "),
         (PLAN, "--hosts 3", "--ranks is 4, expected a multiple of --hosts 3"),
-        (
-            ["bench"],
-            "",
-            "no ranks are running; pass --ranks 4 to start some on the CPU, or start it",
-        ),
+        (["bench"], "", "no ranks are running; pass --ranks 4 to start some on the CPU"),
         (["bench"], "--ranks 3", "--experts is 32, expected a multiple of the 3 ranks"),
-        (
-            BENCH,
-            "--modes normal,fuseep",
-            "--modes is 'normal,fuseep', expected some of ['normal', ",
-        ),
+        (BENCH, "--modes normal,fuseep", "--modes is 'normal,fuseep', expected some of ["),
         (BENCH, "--tokens 0,8", "--tokens is 0,8, expected 1 to 2147483647"),
         (BENCH, "--experts 4", "--top-k is 8, expected at most the 4 experts; give fewer, or more"),
         (BENCH, "--wire fp8", "--wire is 'fp8', expected one of ['fp8_e4m3', 'int8']"),
-        (
-            BENCH,
-            "--wire int8 --layer",
-            "--wire is int8 with --layer, whose experts decide the format",
-        ),
+        (BENCH, "--wire int8 --layer", "--wire is int8 with --layer, whose experts decide"),
         (BENCH, "--seed -1", "--seed is -1, expected 0 to 9223372036854775807"),
         (BENCH, "--output /dev/null/report.json", "/dev/null/report.json cannot be written ("),
         (BENCH, "--plot plot.mp3", "--plot is 'plot.mp3', expected a name that ends in one of"),
@@ -172,12 +148,7 @@ FILES = [
         ("--model", "model.json", '{"text_config": "x"}', "gives text_config as text, expected"),
         ("--model", "model.json", '{"hidden_size": true}', "hidden_size as True, expected one"),
         ("--model", "model.json", '{"dtype": ["bf16"]}', "gives dtype as a list, expected text"),
-        (
-            "--model",
-            "model.json",
-            '{"num_experts": [8, 16]}',
-            "gives num_experts as a list, expected one",
-        ),
+        ("--model", "model.json", '{"num_experts": [8, 16]}', "num_experts as a list, expected"),
     )
 ]
 CALLS = [*OPTIONS, *WORDS, *HUGE, *MEASUREMENTS, *FILES]
@@ -210,16 +181,8 @@ def test_bad_input_ends_with_one_line_and_2(
 @pytest.mark.parametrize(
     ("module", "arguments", "message"),
     [
-        (
-            "yaml",
-            [*PLAN, "--config", "ep.yaml"],
-            "ep.yaml needs PyYAML, which is not installed; run",
-        ),
-        (
-            "matplotlib.figure",
-            [*BENCH, "--plot", "plot.png"],
-            "--plot needs matplotlib, which is not",
-        ),
+        ("yaml", [*PLAN, "--config", "ep.yaml"], "needs PyYAML, which is not installed"),
+        ("matplotlib.figure", [*BENCH, "--plot", "plot.png"], "--plot needs matplotlib, "),
     ],
     ids=["yaml", "matplotlib"],
 )

@@ -211,10 +211,3 @@ def test_what_is_missing_has_one_command_or_none_that_can(remedy: Remedy) -> Non
     assert bool(found.command) == found.advice.startswith("run: ")
     for each in (*report.backends, *report.runners):
         assert bool(each.reasons) == bool(each.advice) == (each.status is Status.MISSING), each
-
-
-def test_what_is_here_has_no_remedy() -> None:
-    report = doctor(machine(GPU))
-    here = {each.name for each in report.backends if each.status is Status.HERE}
-    assert {"nvlink", "collective"} <= here
-    assert "fp8_wgmma" in {each.name for each in report.runners if each.status is Status.HERE}

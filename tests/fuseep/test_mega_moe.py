@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import BackendUnavailable, EPConfig, EPGroup, MoESpec, plan
+from epcomm import BackendUnavailable, EPConfig, EPGroup, ExpertWeights, MoESpec, plan
 from epcomm.fuseep.ascend import MegaMoE
 from epcomm.fuseep.path import FuseEPPath
-from epcomm.fuseep.weights import MegaMoEWeights
 from epcomm.platforms.machine import this_machine
 from epcomm.registry import fused_class
 from epcomm.testing.oracle import relative_error
@@ -19,7 +18,7 @@ from epcomm.weights.quantized import Int8ChannelWeights
 from fakes.ascend import limits
 from fakes.deep_ep import install
 from tests.cases import fuseep_layers
-from tests.cases.fuseep_layers import batch, experts, make_layer
+from tests.cases.fuseep_layers import batch, make_layer
 
 SPEC = MoESpec(hidden_size=1024, num_experts=4, top_k=2)
 CONFIG = EPConfig(mode="fuseep", max_tokens_per_rank=512)
@@ -33,12 +32,10 @@ def newer() -> Iterator[None]:
 
 def sized(hidden: int = 1024, inner: int = 1024, num_experts: int = 4) -> Int8ChannelWeights:
     """Make experts of a size on the meta device."""
-    return Int8ChannelWeights(
-        gate_up_proj=torch.empty(num_experts, 2 * inner, hidden, dtype=torch.int8, device="meta"),
-        gate_up_scale=torch.empty(num_experts, 2 * inner, device="meta"),
-        down_proj=torch.empty(num_experts, hidden, inner, dtype=torch.int8, device="meta"),
-        down_scale=torch.empty(num_experts, hidden, device="meta"),
-    )
+    gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device="meta")
+    down = torch.empty(num_experts, hidden, inner, dtype=torch.bfloat16, device="meta")
+    plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+    return Int8ChannelWeights.from_unquantized(plain)
 
 
 @pytest.mark.usefixtures("newer")
@@ -94,14 +91,6 @@ def test_sizes_that_it_does_not_take_are_refused(
     with pytest.raises(BackendUnavailable) as caught:
         plan(asked, replace(SPEC, **spec), world_size=world_size, weights=sized(**weights))
     assert reason in str(caught.value)
-
-
-def test_matrices_are_packed_transposed() -> None:
-    weights = experts()
-    packed = MegaMoEWeights.pack(weights)
-    for name, tensor in weights.tensors().items():
-        expected = tensor.transpose(1, 2) if name.endswith("proj") else tensor
-        assert torch.equal(getattr(packed, name), expected)
 
 
 # The reference quantises rows and activations in the same way and sums in the same order. exp() and

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from epcomm import (
     BackendUnavailable,
@@ -32,27 +31,15 @@ LAYER = MoESpec(hidden_size=H, num_experts=32, top_k=4)
 pytestmark = pytest.mark.usefixtures("a3")
 
 
-def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Make a tensor of one expert, without values."""
-    return torch.empty(1, *shape, dtype=dtype, device="meta")
-
-
-def w8a8(
-    hidden: int = H, inner: int = I, dtype: torch.dtype = torch.bfloat16
-) -> Int8ChannelWeights:
-    return Int8ChannelWeights(
-        gate_up_proj=empty(2 * inner, hidden, dtype=torch.int8),
-        gate_up_scale=empty(2 * inner),
-        down_proj=empty(hidden, inner, dtype=torch.int8),
-        down_scale=empty(hidden),
-        hidden_dtype=dtype,
+def plain(hidden: int = H, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
+    """Make one expert, without values."""
+    return ExpertWeights(
+        gate_up_proj=torch.empty(1, 2 * I, hidden, dtype=dtype, device="meta"),
+        down_proj=torch.empty(1, hidden, I, dtype=dtype, device="meta"),
     )
 
 
-BF16 = ExpertWeights(
-    gate_up_proj=empty(2 * I, H, dtype=torch.bfloat16),
-    down_proj=empty(H, I, dtype=torch.bfloat16),
-)
+BF16 = plain()
 
 
 def planned(
@@ -64,7 +51,8 @@ def planned(
     **changes: Any,  # noqa: ANN401 (fields of EPConfig)
 ) -> EPPlan:
     config = EPConfig(mode="fuseep", backend=operator, max_tokens_per_rank=128)
-    weights = w8a8(hidden=layer.hidden_size, dtype=layer.dtype) if weights is None else weights
+    if weights is None:
+        weights = Int8ChannelWeights.from_unquantized(plain(layer.hidden_size, layer.dtype))
     return plan(replace(config, **changes), layer, world_size=world_size, weights=weights)
 
 
@@ -82,16 +70,8 @@ REFUSALS: dict[str, tuple[tuple[str, ...], dict[str, Any], str]] = {
         "returns bf16, not fp16",
     ),
     "bf16 rows": (ALL, {"dispatch_dtype": WireDtype.BF16}, "carries ['int8'], not bf16"),
-    "no limit of tokens": (
-        OPERATORS,
-        {"max_tokens_per_rank": None},
-        "has static sizes; set max_tokens_per_rank",
-    ),
-    "runner": (
-        ALL,
-        {"runner": "ascend"},
-        "computes experts itself, without runner ascend; leave it auto",
-    ),
+    "no limit of tokens": (OPERATORS, {"max_tokens_per_rank": None}, "has static sizes; set max"),
+    "runner": (ALL, {"runner": "ascend"}, "computes experts itself, without runner ascend"),
     "profile of mode 2 in mode 1": (
         (MODE_1, REFERENCE),
         {"int8_profile": Int8Profile.DIVTRUNC16},

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import fields
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -18,13 +16,10 @@ from epcomm.fuseep.weights import (
     DispatchFFNCombineWeights,
     FusedDeepMoEWeights,
     bits_of_scales,
-    interleave,
     permutation,
 )
 from epcomm.platforms.ascend import formats as nz
-from epcomm.platforms.ascend.formats import ACL_FORMAT_ND, ACL_FORMAT_NZ
-from epcomm.testing.oracle import relative_error
-from fakes.ascend.formats import as_nd, format_of, nz_pack
+from fakes.ascend.formats import as_nd, nz_pack
 from tests.cases.fuseep_checkpoint import (
     GOLDEN,
     assert_golden,
@@ -97,33 +92,6 @@ def test_packed_weights_are_the_golden_ones(case: dict) -> None:
             assert_golden(nz_pack(matrices), case[mode][f"{name}_nz_storage"])
 
 
-def test_dtypes_shapes_and_formats_are_those_of_each_mode() -> None:
-    experts, hidden, inner = 3, 96, 192
-    weights = random_weights(experts, hidden, inner)
-    table = {
-        FusedDeepMoEWeights: {
-            "gate_up_proj": (torch.int8, (experts, hidden, 2 * inner), ACL_FORMAT_NZ),
-            "gate_up_scale": (torch.float32, (experts, 2 * inner), ACL_FORMAT_ND),
-            "down_proj": (torch.int8, (experts, hidden, inner), ACL_FORMAT_NZ),
-            "down_scale": (torch.float32, (experts, hidden), ACL_FORMAT_ND),
-        },
-        DispatchFFNCombineWeights: {
-            "gate_up_proj": (torch.int8, (experts, hidden, 2 * inner), ACL_FORMAT_NZ),
-            "gate_up_scale": (torch.int64, (experts * 2 * inner,), ACL_FORMAT_ND),
-            "down_proj": (torch.int8, (experts, inner, hidden), ACL_FORMAT_NZ),
-            "down_scale": (torch.int64, (experts * hidden,), ACL_FORMAT_ND),
-        },
-    }
-    for kind, row in table.items():
-        packed = kind.pack(weights)
-        found = {field.name: getattr(packed, field.name) for field in fields(packed)}
-        assert {
-            name: (tensor.dtype, tuple(tensor.shape), format_of(tensor))
-            for name, tensor in found.items()
-        } == row
-        assert all(tensor.is_contiguous() for tensor in found.values())
-
-
 @quick
 @given(
     kind=st.sampled_from(KINDS),
@@ -191,25 +159,3 @@ def test_the_permutation_is_the_golden_one() -> None:
     assert digest(inverse) == golden["sha256_of_inverse_as_int64"]
     found = {size: digest(permutation(int(size))) for size in golden["sha256_of_perm_as_int64"]}
     assert found == golden["sha256_of_perm_as_int64"]
-
-
-def kernel_swiglu(sums: Tensor) -> Tensor:
-    """Apply SwiGLU as the kernel does: the first 64 of 128 columns are gate."""
-    tiles = sums.unflatten(1, (-1, 2, 64))
-    return F.silu(tiles[:, :, 0].double()).mul(tiles[:, :, 1].double()).flatten(1)
-
-
-@pytest.mark.parametrize("intermediate_size", [192, 256, 320])
-def test_swiglu_of_interleaved_columns_is_swiglu(intermediate_size: int) -> None:
-    generator = torch.Generator().manual_seed(intermediate_size)
-
-    def codes(*shape: int) -> Tensor:
-        return torch.randint(-4, 5, shape, generator=generator)
-
-    x, gate, up = codes(7, 16), codes(16, intermediate_size), codes(16, intermediate_size)
-    weights = torch.cat((gate, up), dim=1)
-    expected = F.silu((x @ gate).double()) * (x @ up).double()
-    once = interleave(weights, dim=1)
-    assert torch.equal(kernel_swiglu(x @ once), expected)
-    for wrong in (weights, interleave(once, dim=1)):
-        assert relative_error(kernel_swiglu(x @ wrong), expected) > 0.5

@@ -40,13 +40,6 @@ def test_gradient_equals_index_add_in_float64(expert_alignment: int) -> None:
     assert (leaf.grad - expected).abs().max() <= FLOAT32_SUM
 
 
-def test_gradient_of_a_row_without_slots_is_zero() -> None:
-    rows = torch.ones(3, 2, requires_grad=True)
-    pack(rows, index_of([[0, 1], [-1, -1], [1, -1]], 2)).sum().backward()
-    assert rows.grad is not None
-    assert rows.grad.tolist() == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
-
-
 def test_expanded_gradient_is_summed() -> None:
     rows = torch.ones(3, 2, requires_grad=True)
     # The backward of a sum over slots is one row, expanded.

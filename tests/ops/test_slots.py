@@ -29,18 +29,6 @@ from tests.ops.indices import WORKED_IDS, index_of, strided
 NAN = float("nan")
 
 
-def test_index_of_the_example_of_the_module() -> None:
-    index = index_of(WORKED_IDS, 2)
-    assert index.row_of_slot is not None
-    assert index.slots_of_row is not None
-    assert index.row_of_slot.tolist() == [1, 2, 0, 2]
-    assert index.slots_of_row.tolist() == [[2, -1], [-1, 0], [1, 3]]
-    assert index.num_tokens_per_expert.tolist() == [2, 2]
-    assert index.first_slot.tolist() == [0, 2, 4]
-    tables = (index.row_of_slot, index.slots_of_row, index.num_tokens_per_expert, index.first_slot)
-    assert {table.dtype for table in tables} == {torch.int32}
-
-
 def test_no_row_gives_no_slot() -> None:
     index = build_slot_index(torch.empty(0, 3, dtype=torch.int32), torch.zeros(2).long(), [0, 0])
     assert index.row_of_slot is not None
@@ -203,13 +191,6 @@ def test_sums_have_the_bits_of_float32_sums_cast_once(
     members = Members(flat=flat, offsets=offsets)
     sums = reduce_rows(rows, members, weights if has_weights else None)
     assert torch.equal(sums, torch.from_numpy(totals).to(dtype))
-
-
-def test_weights_are_multiplied_in_float32() -> None:
-    # 1 + 2**-8 needs nine significant bits, one more than bfloat16 has.
-    rows = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16)
-    members = Members(flat=torch.arange(2), offsets=torch.tensor([0, 2]))
-    assert reduce_rows(rows, members, torch.tensor([1 + 2**-8, 1.0])).item() == 2**-8
 
 
 @pytest.mark.parametrize(

@@ -225,14 +225,6 @@ def tables_of(rank: int, *, is_replicated: bool = False) -> ReplicaTables:
     return ReplicaTables(PLACEMENT, rank=rank, is_replicated=is_replicated, device=device)
 
 
-def test_tables_hold_the_copies() -> None:
-    tables = tables_of(0)
-    table = tables.table
-    assert table.replicas.tolist() == [[0, 3], [1, -1], [2, -1]]
-    assert table.num_replicas.tolist() == [2, 1, 1]
-    assert table.replicas.dtype == table.num_replicas.dtype == torch.int32
-
-
 def test_tokens_ranks_and_calls_take_turns_among_copies() -> None:
     ids = [[0, 1], [0, -1], [2, 0]]
     first = [[0, 1], [3, -1], [2, 0]]

@@ -73,26 +73,6 @@ def test_losses_are_those_of_one_process_while_experts_move(num_redundant: int) 
 
 
 @pytest.mark.ranks(2)
-def test_gradients_are_those_of_one_process() -> None:
-    training = Training(2, 4)
-    model = training.model
-    model.experts.rebalance(training.place(0))
-    training.backward(0)
-    alone, num_ranks = InOneProcess(), dist.get_world_size()
-    torch.stack([alone(tokens(rank)) for rank in range(num_ranks)]).mean().backward()
-    grads = {n: p.grad for n, p in model.experts.expert_parameters().items() if p.grad is not None}
-    placement = model.experts.placement
-    assert placement is not None
-    for name, held in gather_local(model.experts, grads).items():
-        expected = alone.experts[name].grad
-        assert expected is not None
-        assert relative_error(held, expected[list(placement.physical_to_logical)]) <= SAME
-        for copies in placement.replicas:
-            assert all(torch.equal(held[copies[0]], held[copy]) for copy in copies)
-    training.close()
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("num_redundant", [4, 8])
 def test_norms_count_each_expert_once(num_redundant: int) -> None:
     """With 8 copies a rank counts nothing, because the other one has all of its experts."""

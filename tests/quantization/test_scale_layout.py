@@ -166,7 +166,7 @@ UNALIGNED = replace(FLOAT32, scales=torch.ones(6, 5).t(), scale_layout=COLUMNS)
 def test_wrong_scales_are_refused_with_both_sides(
     wire: WireTensor, layout: ScaleLayout, came: str, expected: str
 ) -> None:
-    pattern = f"grouped_mm: .*came .*{re.escape(came)}.* expected .*{re.escape(expected)}"
+    pattern = f"grouped_mm: scales are .*{re.escape(came)}.* expected .*{re.escape(expected)}"
     with pytest.raises(ShapeError, match=pattern):
         check_scales(wire, layout, caller="grouped_mm")
 

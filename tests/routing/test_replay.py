@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
@@ -605,12 +605,3 @@ def test_weights_of_given_experts_equal_the_oracle_and_have_gradients(case: Case
         wanted = weigh([scores[e] for e in chosen], spec)
         assert found.tolist() == pytest.approx(wanted, rel=SAME)
     assert torch.autograd.gradcheck(weights, (logits,))
-
-
-def test_the_worked_example() -> None:
-    call = call_of(RoutingSpec(top_k=3), torch.zeros(1, 6, dtype=torch.float64), None)
-    live = TopKOutput(topk_ids=torch.tensor([[2, 5, 0]]), topk_weights=torch.ones(1, 3))
-    given = torch.tensor([[5, -1, -1]])
-    assert choose(
-        replace(call, live=live, chosen=live), given, has_live=True
-    ).topk_ids.tolist() == [[5, 2, 0]]

@@ -292,12 +292,7 @@ def zeros(hidden: int, inner: int, dtype: torch.dtype = torch.bfloat16) -> Exper
 
 
 def int8_zeros(hidden: int, inner: int) -> Int8ChannelWeights:
-    return Int8ChannelWeights(
-        gate_up_proj=torch.zeros(1, 2 * inner, hidden, dtype=torch.int8),
-        gate_up_scale=torch.zeros(1, 2 * inner),
-        down_proj=torch.zeros(1, hidden, inner, dtype=torch.int8),
-        down_scale=torch.zeros(1, hidden),
-    )
+    return Int8ChannelWeights.from_unquantized(zeros(hidden, inner))
 
 
 SUMS_OUT_OF_BLOCKS = (
@@ -427,14 +422,3 @@ def test_a_package_that_makes_int8_rows_in_its_own_way_is_no_help(
         unquantised = replace(config, dispatch_dtype=WireDtype.BF16)
         chosen = plan(unquantised, LARGE, world_size=2, weights=weights)
         assert chosen.runner == "ascend_swiglu_quant"
-
-
-def test_the_arithmetic_of_the_runner_is_asked_for_by_name() -> None:
-    config = EPConfig(mode="normal", backend="collective", runner="ascend_swiglu_quant")
-    with pytest.raises(BackendUnavailable, match=r"rounds INT8 by div, but EPConfig\.int8_profile"):
-        plan(config, LARGE, world_size=2, weights=int8_zeros(1024, 32))
-    chosen = plan(
-        replace(config, int8_profile="div"), LARGE, world_size=2, weights=int8_zeros(1024, 32)
-    )
-    assert chosen.runner == "ascend_swiglu_quant"
-    assert chosen.prefill.int8_profile is Int8Profile.DIV

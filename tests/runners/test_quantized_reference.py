@@ -11,7 +11,6 @@ from torch import Tensor
 
 from epcomm import (
     ConfigError,
-    Int8Profile,
     MaskedDispatchOutput,
     RowsDispatchOutput,
     ScaleDtype,
@@ -21,7 +20,6 @@ from epcomm import (
 from epcomm.ops.slots import spread_to_slots
 from epcomm.quantization import (
     FP8_FLOAT32_SCALES,
-    FP8_POWER_OF_TWO_SCALES,
     INT8_PER_TOKEN,
     arrange_scales,
     quantize,
@@ -36,7 +34,6 @@ from epcomm.runners.int8_triton import Int8TritonRunner
 from epcomm.runners.quantized_reference import QuantizedReferenceRunner
 from epcomm.runners.reference import ReferenceRunner
 from epcomm.testing.data import BatchSpec, RankBatch, holed_ids, make_batch, make_weights
-from epcomm.testing.oracle import relative_error
 from epcomm.types import Layout, ScaleLayout, WeightsAppliedBy, WireFormat
 from epcomm.weights.quantized import Fp8BlockWeights, Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors
@@ -149,83 +146,6 @@ def test_quantised_weights_are_within_half_a_code_of_the_originals(kind: str) ->
             # Half a unit in the last of 3 fraction bits, or half the least number.
             bound = torch.maximum(original.abs() * 2**-4, spread * 2**-10) * (1 + 1e-6)
         assert ((values.double() - original).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("layout", Layout)
-def test_power_of_two_scales_are_multiplied_as_float32_ones_of_the_same_value(
-    layout: Layout,
-) -> None:
-    plain = make_weights(SPEC, 1, intermediate_size=INNER)
-    weights = Fp8BlockWeights.from_unquantized(plain, scales=ScaleDtype.POWER_OF_TWO)
-    batch, index = make_batch(SPEC, 0, 1), index_of(holed_topk(), NUM_EXPERTS)
-    slot_weights = spread_to_slots(batch.topk_weights, index)
-    exponents = quantize(batch.x, FP8_POWER_OF_TWO_SCALES)
-    assert exponents.scales is not None
-
-    def first_product(rows: WireTensor, experts: Fp8BlockWeights) -> Tensor:
-        record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
-        dispatched = record if layout is Layout.ROWS else as_masked(record)
-        return QuantizedReferenceRunner().run(dispatched, experts).hidden_states  # type: ignore[arg-type]
-
-    as_float32 = WireTensor(
-        data=exponents.data, format=FP8_FLOAT32_SCALES, scales=exponents.scales.float()
-    )
-    expected = first_product(exponents, weights)
-    # The second quantisation goes to the format of the rows, so it differs here by its scales.
-    actual = first_product(as_float32, weights)
-    assert 0 < relative_error(actual, expected) <= 2**-4
-    in_float32 = weights.with_tensors(
-        {
-            name: tensor.float() if name.endswith("scale") else tensor
-            for name, tensor in weights.tensors().items()
-        }
-    )
-    assert torch.equal(first_product(exponents, in_float32), expected)
-    unquantized = WireTensor(data=batch.x, format=WireFormat.of(torch.float32))
-    assert torch.equal(first_product(unquantized, weights), expected)
-
-
-def test_int8_arithmetic_of_the_runner_rounds_both_times() -> None:
-    weights, index = kind_weights("int8"), index_of(holed_topk(), NUM_EXPERTS)
-    x = half_integers(9, HIDDEN)
-    slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
-    found = {}
-    for profile in (Int8Profile.RINT127, Int8Profile.TRITON):
-        runner = QuantizedReferenceRunner(int8_profile=profile)
-        before, after = (
-            runner.run(
-                rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER), weights
-            ).hidden_states
-            for rows in (
-                quantize(x, INT8_PER_TOKEN, profile=profile),
-                WireTensor(data=x, format=WireFormat.of(torch.float32)),
-            )
-        )
-        assert torch.equal(before, after)
-        found[profile] = after
-    # Rounding halves up and to even differs in half of the codes.
-    assert relative_error(found[Int8Profile.TRITON], found[Int8Profile.RINT127]) > 0.1
-
-
-def test_int8_arithmetic_between_the_products_is_that_of_the_runner() -> None:
-    weights, index = kind_weights("int8"), index_of(holed_topk(), NUM_EXPERTS)
-    rows = quantize(make_batch(SPEC, 0, 1).x, INT8_PER_TOKEN)
-    slot_weights = torch.ones(index.row_of_slot.shape[0])  # type: ignore[union-attr]
-    record = rows_record(rows, index, slot_weights, WeightsAppliedBy.RUNNER)
-    # Truncating quotients to float16 changes a few codes of the same rows.
-    usual, cut = (
-        QuantizedReferenceRunner(int8_profile=profile).run(record, weights).hidden_states
-        for profile in (Int8Profile.RINT127, Int8Profile.DIVTRUNC16)
-    )
-    assert 0 < relative_error(cut, usual) < 0.1
-
-
-def half_integers(num_rows: int, hidden_size: int) -> Tensor:
-    """Make rows whose INT8 quotients are halves: the largest element is 127."""
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randint(-4, 4, (num_rows, hidden_size), generator=generator) + 0.5
-    x[:, 0] = 127
-    return x
 
 
 def holed_topk() -> list[list[int]]:

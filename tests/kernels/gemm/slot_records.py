@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import product
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from epcomm.records import SlotIndex
 from epcomm.runners.base import ExpertRunner
 from epcomm.types import Layout, WeightsAppliedBy, WireFormat
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
-from tests.runners.records import as_masked, handle, rows_record
+from tests.runners.records import as_masked, rows_record
 
 NUM_EXPERTS, NUM_ROWS = 3, 90
 # Expert 0 gets more rows than a tile has, expert 1 none, and 5 rows have no expert.
@@ -127,26 +126,11 @@ def empty_record(
 ) -> RowsDispatchOutput | MaskedDispatchOutput:
     """Make the record of a rank that receives no token; wire: no rows, [0, H]."""
     counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=device)
-    if layout is Layout.MASKED:
-
-        def of_experts(values: Tensor) -> Tensor:
-            return values.new_empty(NUM_EXPERTS, 0, values.shape[1])
-
-        return MaskedDispatchOutput(
-            hidden_states=replace(
-                wire,
-                data=of_experts(wire.data),
-                scales=None if wire.scales is None else of_experts(wire.scales),
-            ),
-            num_tokens_per_expert=counts,
-            slot_weights=torch.empty(NUM_EXPERTS, 0, device=device),
-            weights_applied_by=WeightsAppliedBy.RUNNER,
-            handle=handle(),
-        )
     ids = torch.empty(0, 1, dtype=torch.int64, device=device)
     index = build_slot_index(ids, counts, [0] * NUM_EXPERTS)
     weights = torch.empty(0, device=device)
-    return rows_record(wire, index, weights, WeightsAppliedBy.RUNNER)
+    found = rows_record(wire, index, weights, WeightsAppliedBy.RUNNER)
+    return found if layout is Layout.ROWS else as_masked(found, capacity=0)
 
 
 def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.device) -> None:
@@ -159,19 +143,6 @@ def check_no_slots(runner: ExpertRunner, weights: ExpertTensors, device: torch.d
             lead = (0,) if layout is Layout.ROWS else (NUM_EXPERTS, 0)
             assert results.shape == (*lead, weights.hidden_size)
             assert results.dtype == weights.dtype
-
-
-def record_devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Return a list to which the devices are appended that launchers make current."""
-    entered = []
-    real = torch.cuda.device_of
-
-    def device_of(tensor: Tensor) -> torch.cuda.device_of:
-        entered.append(torch.device(tensor.device.type))
-        return real(tensor)
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    return entered
 
 
 # Slots of the two experts that have slots, with a value that is written to the row of each.

@@ -19,7 +19,6 @@ from tests.kernels.gemm.slot_records import (
     check_no_slots,
     check_poison_stays_in_its_rows,
     record,
-    record_devices,
 )
 from tests.runners.records import largest_error
 
@@ -59,13 +58,3 @@ def test_no_slots_are_no_results(device: torch.device) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
 def test_poison_stays_in_its_rows(device: torch.device) -> None:
     check_poison_stays_in_its_rows(Fp8TritonRunner(), make_weights(torch.float32, device), device)
-
-
-def test_kernels_are_launched_on_the_device_of_their_rows(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Check the device of launches: Triton launches on the current device, which may be another."""
-    dispatched = record(CASES[0], HIDDEN, FP8_FLOAT32_SCALES, device)
-    entered = record_devices(monkeypatch)
-    Fp8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))
-    assert entered == [device] * 2

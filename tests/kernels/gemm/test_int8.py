@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -25,13 +24,12 @@ from tests.kernels.gemm.slot_records import (
     make_index,
     make_rows,
     record,
-    record_devices,
 )
 from tests.quantization.rows import varied_rows
 from tests.runners.records import results_of_experts
 
 pytest.importorskip("triton")
-from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8, tile_rows_for
+from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
 from epcomm.kernels.rows.launch import _prepared
@@ -91,7 +89,6 @@ class StepCase:
     counts: tuple[int, ...]
     first_slot: tuple[int, ...]
     has_index: bool
-    tile_rows: int
 
     @property
     def num_slots(self) -> int:
@@ -120,29 +117,15 @@ STEP_CASES = [
         counts=(9, 0, 8),
         first_slot=(0, 16, 16, 24),
         has_index=True,
-        tile_rows=32,
     ),
-    StepCase(
-        id="masked",
-        counts=(0, 65, 3),
-        first_slot=(0, 70, 140, 210),
-        has_index=False,
-        tile_rows=64,
-    ),
+    StepCase(id="masked", counts=(0, 65, 3), first_slot=(0, 70, 140, 210), has_index=False),
     StepCase(
         id="many slots",
         counts=(0, 130, 128, 520),
         first_slot=(0, 0, 130, 258, 778),
         has_index=True,
-        tile_rows=128,
     ),
-    StepCase(
-        id="no expert has any",
-        counts=(0, 0),
-        first_slot=(0, 0, 0),
-        has_index=True,
-        tile_rows=32,
-    ),
+    StepCase(id="no expert has any", counts=(0, 0), first_slot=(0, 0, 0), has_index=True),
 ]
 by_step_case = pytest.mark.parametrize("case", STEP_CASES, ids=lambda case: case.id)
 
@@ -211,14 +194,6 @@ class Operands:
                 exact.float() * self.scales[rows] * self.matrix_scales[expert]
             )
         return products
-
-
-@by_step_case
-def test_experts_start_where_the_case_says(case: StepCase) -> None:
-    capacity = [end - start for start, end in pairwise(case.first_slot)]
-    assert all(count <= most for count, most in zip(case.counts, capacity, strict=True))
-    experts = len(case.counts)
-    assert tile_rows_for(case.num_slots, experts, is_packed=case.has_index) == case.tile_rows
 
 
 @by_step_case
@@ -308,62 +283,7 @@ def test_second_product_has_the_bits_of_plain_torch(
     assert torch.equal(out[is_used], stored(expected, dtype))
 
 
-ONE_SLOT = StepCase(id="one", counts=(1,), first_slot=(0, 1), has_index=False, tile_rows=32)
-
-
-def padded(values: list[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Pad the values with zeros to [1, 16]."""
-    return F.pad(torch.tensor([values]), (0, 16 - len(values))).to(device, dtype)
-
-
-def test_worked_example_of_the_first_product(device: torch.device) -> None:
-    matrices = torch.zeros(1, 32, 16, dtype=torch.int8, device=device)
-    matrices[0, [0, 16], :2] = torch.tensor([[4, 1], [1, 1]], dtype=torch.int8, device=device)
-    matrix_scales = torch.ones(1, 32, device=device)
-    matrix_scales[0, [0, 16]] = torch.tensor([2.0, 3.0], device=device)
-    hidden = torch.full((1, 16), float("nan"), device=device)
-    given = Product(
-        codes=padded([2, -3], torch.int8, device),
-        scales=torch.tensor([[0.5]], device=device),
-        **ONE_SLOT.on(device),
-        matrices=matrices,
-        matrix_scales=matrix_scales,
-    )
-    gate_up_int8(given, out=hidden)
-    silu = 5 / (1 + torch.exp(torch.tensor(-5.0)))
-    assert hidden[0, 0].item() == pytest.approx(float(silu) * -1.5, rel=1e-6)
-    assert not hidden[0, 1:].any()
-
-
-def test_worked_example_of_the_hidden_row(device: torch.device) -> None:
-    codes = torch.full((1, 16), 55, dtype=torch.int8, device=device)
-    scales = torch.full((1, 1), float("nan"), device=device)
-    hidden = padded([254, 1, -3, 9], torch.float32, device)
-    quantize_hidden_int8(
-        hidden,
-        **ONE_SLOT.on(device),
-        profile=Int8Profile.RINT127,
-        out_codes=codes,
-        out_scales=scales,
-    )
-    assert scales.tolist() == [[2.0]]
-    assert codes.tolist() == [[127, 0, -2, 4] + [0] * 12]
-
-
-def test_worked_example_of_the_second_product(device: torch.device) -> None:
-    matrices = torch.zeros(1, 16, 16, dtype=torch.int8, device=device)
-    matrices[0, 3, :2] = torch.tensor([4, 1], dtype=torch.int8, device=device)
-    out = torch.full((1, 16), float("nan"), device=device)
-    given = Product(
-        codes=padded([2, -3], torch.int8, device),
-        scales=torch.tensor([[0.5]], device=device),
-        **ONE_SLOT.on(device),
-        matrices=matrices,
-        matrix_scales=torch.full((1, 16), 2.0, device=device),
-    )
-    slot_weights = torch.tensor([3.0], device=device)
-    down_int8(given, slot_weights=slot_weights, is_packed=False, out=out)
-    assert out.tolist() == [[0, 0, 0, 15] + [0] * 12]
+ONE_SLOT = StepCase(id="one", counts=(1,), first_slot=(0, 1), has_index=False)
 
 
 def test_sums_beyond_what_float32_can_count_are_exact(device: torch.device) -> None:
@@ -390,7 +310,7 @@ def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
         memory = torch.empty(2 * stride + HIDDEN, dtype=torch.int8, device=device)
     except RuntimeError:
         pytest.skip("not enough memory for 2**31 bytes")
-    case = StepCase(id="far", counts=(3,), first_slot=(0, 3), has_index=True, tile_rows=32)
+    case = StepCase(id="far", counts=(3,), first_slot=(0, 3), has_index=True)
     near = Operands.make(case, HIDDEN, 2 * INNER, device)
     rows = memory.as_strided((3, HIDDEN), (stride, 1)).copy_(near.codes[:3])
     index = torch.tensor([2, 0, 1, -1, -1, -1], dtype=torch.int32, device=device)
@@ -417,8 +337,15 @@ def test_poison_stays_in_its_rows(device: torch.device) -> None:
 def test_kernels_are_launched_on_the_device_of_their_rows(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Triton launches on the current device, which may be another."""
     dispatched = record(CASES[0], HIDDEN, INT8_PER_TOKEN, device)
-    entered = record_devices(monkeypatch)
+    entered, real = [], torch.cuda.device_of
+
+    def device_of(tensor: Tensor) -> torch.cuda.device_of:
+        entered.append(torch.device(tensor.device.type))
+        return real(tensor)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
     # On a GPU, a kernel that was launched before is not launched by Triton again.
     _prepared.cache_clear()
     Int8TritonRunner().run(dispatched, make_weights(CASES[0].dtype, device))

@@ -1,4 +1,4 @@
-"""The kernels of lines in one process, by the worked examples of their docstrings.
+"""The kernels of lines in one process: lines that no rank sends, and how often they are read.
 
 A process plays all ranks, one after another: every line is stored before it is waited for.
 """
@@ -11,28 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
 from epcomm.kernels import launch
-from epcomm.kernels.nvlink.common.exchange import SOURCES_AT, SlabMemory
+from epcomm.kernels.nvlink.common.exchange import SlabMemory
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
 from epcomm.kernels.nvlink.lines import dispatch_unpack
 from epcomm.protocol import Wait
-from tests.kernels.nvlink.test_ll_kernels import (
-    HIDDEN,
-    MAX_TOKENS,
-    Rank,
-    combine,
-    make_ranks,
-    receive,
-    receive_sums,
-    send,
-)
+from tests.kernels.nvlink.test_ll_kernels import HIDDEN, make_ranks, receive, send
 
 
 @triton.jit
@@ -75,35 +65,6 @@ def test_line_holds_the_bytes_of_its_elements_and_the_epoch(
 
 
 send_lines = partial(send, in_lines=True)
-
-
-def received_rows(rank: Rank) -> Tensor:
-    return rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
-
-
-def test_rows_in_lines_are_unpacked_where_rows_lie(device: torch.device) -> None:
-    ranks = make_ranks(2, device)
-    x = send_lines(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
-    # Without tokens, a header is still sent to each rank.
-    send_lines(ranks[0], [], [])
-    # Two tokens in lines; none in lines.
-    assert [rank.lines("header_lines")[:4:2] for rank in ranks] == [[(1, 1), (5, 1)]] * 2
-    for name in ("arrived_metadata", "arrived_rows"):
-        assert not any(rank.region(name, torch.int32).any() for rank in ranks), "no signals"
-    index = receive(ranks[1])
-    assert index.counts.tolist() == [0, 2]
-    assert index.slots_of_row.tolist() == [[-1, -1], [-1, -1], [-1, 0], [1, -1]]
-    assert torch.equal(received_rows(ranks[1])[2:], x)
-    # Rank 0 has no expert of the second token, whose row was not sent to it.
-    index = receive(ranks[0])
-    assert (index.slots_of_row[2].tolist(), index.counts.tolist()) == ([0, -1], [1, 0])
-    assert torch.equal(received_rows(ranks[0])[2], x[0])
-    assert not received_rows(ranks[0])[3].any()
-    assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
-    # One row, two records and a header to the other rank.
-    assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
-    # Combine reads this state.
-    assert ranks[0].exchange.state[SOURCES_AT:].tolist() == [1, 5]
 
 
 @pytest.mark.skipif(not launch.IS_INTERPRETED, reason="compiled kernels record nothing")
@@ -155,27 +116,6 @@ def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
     assert (phase, epoch, missing) == (Wait.DISPATCH, 1, [0, 1])
     assert index.counts.tolist() == [0, 0], "what has not come is not handed out"
     assert [int(rank.block[:4].view(torch.int32)) for rank in ranks] == [513, 513]
-
-
-def test_sums_travel_in_lines_and_are_added_up(device: torch.device) -> None:
-    ranks = make_ranks(3, device)
-    for rank in ranks:
-        # The memory is as if rank 1 had sent two tokens in lines, the second to ranks 0 and 2, and
-        # the other ranks none.
-        rank.exchange.state[:2] = torch.tensor([2, 1], device=device)
-        rank.exchange.state[SOURCES_AT:] = torch.tensor([1, 5, 1], device=device)
-    ranks[1].is_sent[1] = torch.tensor([1, 0, 1], device=device)
-    rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    for number, rank in enumerate(ranks):
-        slots_of_row = torch.full((3 * MAX_TOKENS, 2), -1, dtype=torch.int32, device=device)
-        if number != 1:
-            slots_of_row[MAX_TOKENS + 1, 0] = 4
-            rows[4] = torch.arange(HIDDEN, device=device) + 10 * number
-        combine(rank, rows, slots_of_row)
-        assert not rank.region("arrived_sums", torch.int32).any(), "no signals"
-    assert [rank.lines("combined_lines")[:3] for rank in ranks] == [[(0, 1)] * 3] * 3
-    y = receive_sums(ranks[1], 2, in_lines=True)
-    assert y.tolist() == [[0] * HIDDEN, [20 + 2 * column for column in range(HIDDEN)]]
 
 
 @pytest.mark.parametrize("expert", [2, 3])

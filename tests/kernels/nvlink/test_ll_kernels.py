@@ -1,4 +1,4 @@
-"""The NVLink kernels in one process, by the worked examples of their docstrings.
+"""The NVLink kernels in one process: memory that no call of tests/buffers/nvlink can prepare.
 
 A process plays all ranks, one after another: every word is stored before it is waited for.
 """
@@ -6,7 +6,7 @@ A process plays all ranks, one after another: every word is stored before it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -30,14 +30,13 @@ from epcomm.kernels.nvlink import (
     ll_launchers,
 )
 from epcomm.kernels.nvlink.common.exchange import (
-    METADATA_ARRIVALS,
     NO_SLABS,
     SOURCES_AT,
     SUM_ARRIVALS,
     LowLatencyExchange,
     SlabMemory,
 )
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
@@ -66,23 +65,11 @@ class Rank:
         words = self.region(name, torch.int32).view(-1, 2).tolist()
         return [(word, epoch) for word, epoch in words]
 
-    def words_of_lines(self, name: str, num_lines: int) -> Tensor:
-        """The words of the first part of a row in lines, of one plane after another."""
-        words = self.region(name, torch.int32).view(-1, LINE_BYTES // 4)[:num_lines].cpu()
-        return (words[:, :5:2] if launch.IS_INTERPRETED else words[:, :3]).T.flatten()
 
-    def record(self, row: int) -> list[list[float]]:
-        """Return experts, positions and weights of the K entries of a row."""
-        top_k, words = self.layout.top_k, self.layout.metadata_words
-        begin = row * 3 * words
-        parts = self.region("metadata", torch.int32)[begin : begin + 3 * words].view(3, words)
-        return [*parts[:2, :top_k].tolist(), parts[2, :top_k].view(torch.float32).tolist()]
-
-
-def spec_of(top_k: int, max_tokens: int) -> BufferSpec:
+def spec_of(max_tokens: int) -> BufferSpec:
     return BufferSpec(
         hidden_size=HIDDEN,
-        top_k=top_k,
+        top_k=2,
         num_local_experts=2,
         dispatch_format=BF16,
         hidden_format=BF16,
@@ -95,25 +82,20 @@ def make_ranks(
     world_size: int,
     device: torch.device,
     *,
-    top_k: int = 2,
     max_tokens: int = MAX_TOKENS,
     line_tokens: int = MAX_TOKENS,
-    num_programs: int | None = None,
-    returns_slots: bool = False,
 ) -> list[Rank]:
-    spec = replace(spec_of(top_k, max_tokens), returns_slots=returns_slots)
-    layout = low_latency_layout(spec, world_size, 1, line_tokens)
+    layout = low_latency_layout(spec_of(max_tokens), world_size, 1, line_tokens)
     # Memory is shared, because an interpreter computes in int32 with addresses below 2**31, such as
     # those of a heap.
     blocks = [
         torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device).share_memory_()
         for _ in range(world_size)
     ]
-    programs = num_programs or world_size
     return [
         Rank(
             exchange=LowLatencyExchange.of(
-                peer_blocks(rank, blocks, layout, num_programs=programs, max_polls=3), 0
+                peer_blocks(rank, blocks, layout, num_programs=world_size, max_polls=3), 0
             ),
             block=blocks[rank],
             layout=layout,
@@ -150,31 +132,6 @@ def send(
     return x
 
 
-def test_sender_stores_a_row_and_a_record_where_the_experts_are(device: torch.device) -> None:
-    ranks = make_ranks(2, device)
-    x = send(ranks[1], [[0, 3], [3, -1]], [[0.6, 0.4], [1, 0]])
-    six, four = torch.tensor([0.6, 0.4]).tolist()
-    assert ranks[0].record(MAX_TOKENS) == [[0, -1], [0, 0], [six, four]]
-    assert ranks[1].record(MAX_TOKENS) == [[-1, 1], [0, 0], [six, four]]
-    assert ranks[1].record(MAX_TOKENS + 1) == [[1, -1], [1, 0], [1, 0]]
-    received = [rank.region("data", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN) for rank in ranks]
-    assert torch.equal(received[0][2], x[0])
-    assert torch.equal(received[1][2:], x)
-    # The second row is not written, because rank 0 has no expert of the second token.
-    assert not received[0][3].any()
-    assert ranks[1].is_sent.tolist() == [[1, 1], [0, 1]]
-    assert [rank.lines("count_lines")[2:4] for rank in ranks] == [
-        [(1, 1), (0, 1)],
-        [(0, 1), (2, 1)],
-    ]
-    # Two tokens, in bulk, and no fault, in epoch 1.
-    assert [rank.lines("header_lines")[2:4] for rank in ranks] == [[(4, 1), (0, 1)]] * 2
-    for name in ("arrived_metadata", "arrived_rows"):
-        assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
-    # One row, two records and a header to the other rank.
-    assert ranks[1].exchange.peers.counters[:3].tolist() == [1, 2, 1]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Index:
     """The index that a receiver writes, 77 elsewhere; `memory` of row_of_slot has a guard."""
@@ -186,9 +143,7 @@ class Index:
     first: Tensor
 
 
-def receive(
-    rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8, num_tokens: int = 4
-) -> Index:
+def receive(rank: Rank, slabs: SlabMemory = NO_SLABS, *, num_slots: int = 8) -> Index:
     """Receive with an index of num_slots slots, or with slabs."""
     layout = rank.layout
 
@@ -210,21 +165,21 @@ def receive(
         index.counts,
         index.first,
         expert_alignment=1,
-        num_tokens=num_tokens,
+        num_tokens=4,
         is_captured=False,
         slabs=slabs,
     )
     return index
 
 
-def combine(rank: Rank, rows: Tensor, slots_of_row: Tensor, weights: Tensor | None = None) -> None:
+def combine(rank: Rank, rows: Tensor, slots_of_row: Tensor) -> None:
     """Send the results of a rank."""
     # Groups of experts are one, or have five slots each.
     first_slot = 5 * torch.arange(3, dtype=torch.int32, device=rows.device)
     ll_combine_send.send_combine(
         rank.exchange,
         rows,
-        weights,
+        None,
         slots_of_row,
         first_slot,
         num_tokens=MAX_TOKENS,
@@ -234,9 +189,7 @@ def combine(rank: Rank, rows: Tensor, slots_of_row: Tensor, weights: Tensor | No
     )
 
 
-def receive_sums(
-    rank: Rank, num_tokens: int, weights: Tensor | None = None, *, in_lines: bool = False
-) -> Tensor:
+def receive_sums(rank: Rank, num_tokens: int) -> Tensor:
     """Receive the sums of the first tokens of a rank, NaN before."""
     y = torch.full((num_tokens, HIDDEN), float("nan"), dtype=torch.bfloat16)
     y = y.to(rank.block.device)
@@ -244,24 +197,12 @@ def receive_sums(
         rank.exchange,
         y,
         rank.is_sent,
-        weights,
+        None,
         wanted_tokens=num_tokens,
-        in_lines=in_lines,
+        in_lines=False,
         batch=0,
     )
     return y
-
-
-def say_that_sums_have_come(rank: Rank, epoch: int = 1) -> None:
-    """Set the signals of all ranks, and their lines, which say that they do not refuse."""
-    rank.region("arrived_sums", torch.int32)[: rank.layout.world_size] = epoch
-    lines = rank.region("combined_lines", torch.int32).view(-1, 2)
-    lines[: rank.layout.world_size, 1] = epoch
-
-
-def arrivals_of(rank: Rank) -> list[int]:
-    """Return the counters of metadata, rows and sums that are not yet signalled."""
-    return rank.exchange.state[METADATA_ARRIVALS : SUM_ARRIVALS + 1].tolist()
 
 
 @pytest.mark.skipif(not launch.IS_INTERPRETED, reason="compiled kernels record nothing")
@@ -278,7 +219,7 @@ def test_ranks_begin_each_token_with_different_peers(
 
     for module in (ll_dispatch_header, ll_dispatch_send, dispatch_send):
         monkeypatch.setattr(module, "base_of", noted)
-    ranks = make_ranks(3, device, num_programs=3)
+    ranks = make_ranks(3, device)
     for rank in ranks:
         orders.append([])
         send(rank, [[0, 3], [3, 5]], [[1, 1], [1, 1]], in_lines=in_lines)
@@ -288,39 +229,6 @@ def test_ranks_begin_each_token_with_different_peers(
     firsts = torch.stack(turns)[:, 3 if in_lines else 0 :, 0]
     assert firsts.shape[1] == 4
     assert all(len(set(each)) == 3 for each in firsts.T.tolist())
-
-
-@pytest.mark.parametrize("num_tokens", [0, 1, 2])
-def test_signals_are_set_by_as_many_senders_as_have_something(
-    num_tokens: int, device: torch.device
-) -> None:
-    ranks = make_ranks(2, device, num_programs=5)
-    send(ranks[1], [[0, 3], [3, -1]][:num_tokens], [[0.6, 0.4], [1, 0]][:num_tokens])
-    for name in ("arrived_metadata", "arrived_rows"):
-        assert [rank.region(name, torch.int32)[:2].tolist() for rank in ranks] == [[0, 1]] * 2
-    assert arrivals_of(ranks[1]) == [0, 0, 0]
-
-
-def test_sums_go_home_in_bulk_and_in_lines_at_once(device: torch.device) -> None:
-    ranks = make_ranks(2, device, num_programs=5)
-    sender = ranks[0]
-    # The memory is as if rank 0 had sent two tokens in bulk and rank 1 one in lines, in epoch 1.
-    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 3], device=device)
-    sender.exchange.state[1] = 1
-    slots_of_row = torch.full((4, 2), -1, dtype=torch.int32, device=device)
-    slots_of_row[:3, 0] = torch.tensor([2, 0, 1], device=device)
-    rows = torch.arange(3 * HIDDEN, device=device).view(3, HIDDEN).to(torch.bfloat16)
-    combine(sender, rows, slots_of_row)
-    home = sender.region("returned", torch.bfloat16)[: 2 * HIDDEN].view(2, HIDDEN)
-    assert torch.equal(home, rows[[2, 0]])
-    words = ranks[1].words_of_lines("sum_lines", num_lines=4)
-    assert torch.equal(words.view(torch.bfloat16)[:HIDDEN], rows[1].cpu())
-    # Who gets lines awaits no signal; all hear that rank 0 has combined.
-    arrived = [rank.region("arrived_sums", torch.int32)[:2].tolist() for rank in ranks]
-    assert arrived == [[1, 0], [0, 0]]
-    assert [rank.lines("combined_lines")[0] for rank in ranks] == [(0, 1)] * 2
-    assert arrivals_of(sender) == [0, 0, 0]
-    assert sender.exchange.peers.counters[3] == 1, "one sum for the other rank"
 
 
 def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) -> None:
@@ -333,77 +241,6 @@ def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) 
     index = receive(ranks[0])
     assert index.slots_of_row.tolist() == [[0, 2], [-1, -1], [-1, 3], [-1, -1]]
     assert index.memory[[0, 2, 3]].tolist() == [0, 0, 2]
-
-
-def test_rows_are_copied_to_the_slabs_of_their_experts(device: torch.device) -> None:
-    ranks = make_ranks(2, device)
-    x = send(ranks[0], [[0, -1]], [[1, 0]])
-    theirs = send(ranks[1], [[0, 1], [1, -1]], [[0.5, 2], [4, 0]])
-
-    slab = torch.full((8, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    slabs = SlabMemory(
-        data=slab.view(torch.int32),
-        scales=None,
-        token_of_slot=torch.full((8,), 77, dtype=torch.int32, device=device),
-        source_ranges=torch.full((2, 2), 77, device=device),
-    )
-    index = receive(ranks[0], slabs)
-    assert index.counts.tolist() == [2, 2]
-    assert index.first.tolist() == [0, 4, 8]
-    assert index.slots_of_row.tolist() == [[0, -1], [-1, -1], [1, 4], [5, -1]]
-    used = [0, 1, 4, 5]
-    assert index.weights[used].tolist() == [1, 0.5, 2, 4]
-    assert torch.equal(slab[used], torch.cat([x, theirs[:1], theirs]))
-    assert slab[[2, 3, 6, 7]].isnan().all()
-    assert slabs.token_of_slot.tolist() == [0, 0, 77, 77, 0, 1, 77, 77]
-    # Expert 0 has a slot of each rank, expert 1 two of rank 1.
-    assert slabs.source_ranges.tolist() == [[1, 2**32 + 1], [0, 2]]
-
-
-def test_slots_go_home_apart_and_are_weighed_there(device: torch.device) -> None:
-    ranks = make_ranks(2, device, top_k=3, returns_slots=True)
-    sender, receiver = ranks
-    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
-    sender.exchange.state[1] = 1
-    slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
-    slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
-    rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    rows[5], rows[2] = 10, 2
-    home = receiver.region("returned", torch.bfloat16)[: 6 * HIDDEN].view(6, HIDDEN)
-    home.fill_(float("nan"))
-    combine(sender, rows, slots_of_row)
-    # The sums of token 1 of rank 1, from rank 0.
-    assert torch.equal(home[[3, 5]], rows[[5, 2]])
-    assert home[[0, 1, 2, 4]].isnan().all()
-    assert sender.exchange.peers.counters[3] == 2
-    receiver.is_sent[1] = torch.tensor([1, 0, 1], device=device)
-    say_that_sums_have_come(receiver)
-    receiver.exchange.state[1] = 1
-    weights = torch.tensor([[9, 9, 9], [0.5, float("nan"), 2]], device=device)
-    y = receive_sums(receiver, 2, weights)
-    assert y.tolist() == [[0] * HIDDEN, [9] * HIDDEN]
-
-
-def test_slots_of_a_row_go_home_as_one_sum(device: torch.device) -> None:
-    ranks = make_ranks(2, device, top_k=3)
-    sender = ranks[0]
-    # The memory is as if both sources had sent two tokens in bulk, of which one had slots here;
-    # their headers are already those of the next batch.
-    sender.exchange.state[SOURCES_AT:] = torch.tensor([4, 4], device=device)
-    sender.exchange.state[1] = 1
-    slots_of_row = torch.full((4, 3), -1, dtype=torch.int32, device=device)
-    slots_of_row[3] = torch.tensor([5, -1, 2], device=device)
-    rows = torch.full((6, HIDDEN), float("nan"), dtype=torch.bfloat16, device=device)
-    rows[5], rows[2] = 0, 0
-    rows[5, :2] = torch.tensor([10.0, 1.0], device=device)
-    rows[2, :2] = torch.tensor([2.0, 3.0], device=device)
-    weights = torch.tensor([0, 0, 2, 0, 0, 0.5], device=device)
-    combine(sender, rows, slots_of_row, weights)
-    # Token 1 of rank 1, from rank 0.
-    home = ranks[1].region("returned", torch.bfloat16)[: 4 * HIDDEN].view(4, HIDDEN)
-    assert home[1, :2].tolist() == [9, 6.5]
-    assert not home[[0, 2, 3]].any()
-    assert ranks[1].region("arrived_sums", torch.int32)[:2].tolist() == [1, 0]
 
 
 def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:
@@ -467,7 +304,7 @@ def test_sums_are_given_memory_before_they_are_sent(
         buffer = object.__new__(NVLinkLowLatencyBuffer)
         buffer._sum_dtype, buffer._device = torch.bfloat16, device
         buffer._kernels = ll_launchers
-        buffer._spec = spec_of(2, MAX_TOKENS)
+        buffer._spec = spec_of(MAX_TOKENS)
         rows = torch.zeros(4, HIDDEN, dtype=torch.bfloat16, device=device)
         received = WireTensor(data=rows, format=BF16)
         receive_buffer = ReceiveBuffer.of(rank.exchange.peers, 0, received, 8, 1)

@@ -182,13 +182,3 @@ def test_rows_that_begin_anywhere_are_copied_first() -> None:
         assert torch.equal(copy, odd)
         assert copy.data_ptr() % 16 == 0
         assert copy.stride() == (8, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.float32])
-def test_rows_of_any_bytes_are_padded_by_zeros(dtype: torch.dtype) -> None:
-    rows = torch.arange(15.0).view(3, 5).to(dtype)
-    padded = program.in_vectors(rows)
-    assert padded.dtype == dtype
-    assert padded.shape[1] * dtype.itemsize % 16 == 0
-    assert torch.equal(padded[:, :5].float(), rows.float())
-    assert not padded[:, 5:].float().any()

@@ -91,23 +91,6 @@ def test_rows_of_a_message_are_written_and_nothing_else(
     assert torch.equal(rows, expected)
 
 
-def test_worked_example_of_fp8(device: torch.device) -> None:
-    x = torch.tensor([[896.0, 448.0, 1.0, 0.0, 3.5]], device=device)
-    wire = quantize_with_triton(x, fp8(4, torch.float8_e8m0fnu))
-    assert wire.scales is not None
-    assert wire.scales.view(torch.uint8).tolist() == [[128, 120]]
-    assert wire.data.float().tolist() == [[448.0, 224.0, 0.5, 0.0, 448.0]]
-
-
-def test_worked_example_of_int8(device: torch.device) -> None:
-    wire = quantize_with_triton(
-        torch.tensor([[254.0, 1.0, -3.0, 9.0]], device=device), INT8_PER_TOKEN
-    )
-    assert wire.scales is not None
-    assert wire.scales.tolist() == [[2.0]]
-    assert wire.data.tolist() == [[127, 0, -2, 4]]
-
-
 def test_all_ties_and_neighbours_of_e4m3(device: torch.device) -> None:
     codes = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     ties = (codes[1:] + codes[:-1]) / 2

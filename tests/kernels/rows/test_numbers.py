@@ -82,13 +82,6 @@ def random_ids(num_rows: int, top_k: int, num_experts: int, device: torch.device
     return ids.to(device)
 
 
-def test_worked_example_of_slots(device: torch.device) -> None:
-    ids = torch.tensor([[1, -1], [-1, 0], [0, 1]], device=device)
-    expected = ([1, 2, 0, 2], [[2, -1], [-1, 0], [1, 3]], [2, 2], [0, 2, 4])
-    assert slots_of(ids, 2) == expected
-    check_slots(ids, 2)
-
-
 @pytest.mark.parametrize("alignment", [1, 8])
 @pytest.mark.parametrize(
     ("num_rows", "top_k", "num_local"), [(0, 3, 2), (1, 1, 1), (50, 3, 5), (40, 8, 8)]
@@ -119,15 +112,6 @@ def counted(ids: Tensor, num_ranks: int, num_local: int, num_here: int, fault: i
     # Nothing is written after the counts.
     assert not header[:, SLOTS + num_here :].any()
     return torch.cat([header[:, : SLOTS + num_here], rest], dim=1)
-
-
-def test_worked_example_of_sends(device: torch.device) -> None:
-    ids = torch.tensor([[0, 1], [1, -1]], device=device)
-    header = counted(ids, 2, 1, 1)
-    assert header[:, ROWS:].tolist() == [[1, 1], [2, 2]]
-    row_of_rank = torch.full((2, 2), -9, dtype=torch.int32, device=device)
-    order_sends(ids, header, row_of_rank, rows_at=ROWS, num_local=1)
-    assert row_of_rank.tolist() == [[0, 1], [-1, 2]]
 
 
 @pytest.mark.parametrize("num_here", [4, 1])

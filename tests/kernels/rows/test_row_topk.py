@@ -7,20 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from epcomm.kernels.rows.row_topk import read_row_topk
 from epcomm.ops.slots import index_slots, row_topk
 from epcomm.ops.with_triton import TritonRowOps
-
-
-def test_worked_example(device: torch.device) -> None:
-    slots = torch.tensor([[2, -1], [0, 3]], dtype=torch.int32, device=device)
-    first_slot = torch.tensor([0, 2, 4], dtype=torch.int32, device=device)
-    ids = torch.full((2, 2), -9, device=device)
-    weights = torch.full((2, 2), float("nan"), device=device)
-    slot_weights = torch.tensor([5.0, 6.0, 7.0, 8.0], device=device)
-    read_row_topk(slots, first_slot, slot_weights, ids, weights)
-    assert ids.tolist() == [[1, -1], [0, 1]]
-    assert weights.tolist() == [[7.0, 0.0], [5.0, 8.0]]
 
 
 @pytest.mark.parametrize("alignment", [1, 4])

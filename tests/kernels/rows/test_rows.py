@@ -44,13 +44,6 @@ def gap_of(rows: Tensor) -> Tensor:
     return rows.as_strided((rows.shape[0], stride - width), (stride, 1), width)
 
 
-def test_worked_example_of_gather(device: torch.device) -> None:
-    rows = torch.tensor([[5.0, 5.0], [6.0, 6.0], [7.0, 7.0]], device=device)
-    out = torch.full((3, 2), NAN, device=device)
-    gather_rows(rows, torch.tensor([1, 2, -1], dtype=torch.int32, device=device), out)
-    assert out.tolist() == [[6.0, 6.0], [7.0, 7.0], [0.0, 0.0]]
-
-
 @pytest.mark.parametrize(("dtype", "hidden"), [*SHAPES, (torch.float8_e4m3fn, 37)], ids=str)
 def test_gather_moves_bits_and_nothing_else(
     dtype: torch.dtype, hidden: int, device: torch.device
@@ -71,16 +64,6 @@ def test_gather_leaves_what_lies_between_rows(device: torch.device) -> None:
     gather_rows(rows, torch.zeros(4, dtype=torch.int32, device=device), out)
     assert out.eq(1.0).all()
     assert gap_of(out).isnan().all()
-
-
-def test_worked_example_of_sums(device: torch.device) -> None:
-    rows, weights = (
-        torch.tensor(each, device=device) for each in ([[5.0], [6.0], [7.0]], [1.0, 3.0, 2.0])
-    )
-    sources = torch.tensor([[2, 0], [-1, 1]], dtype=torch.int32, device=device)
-    out = torch.full((2, 1), NAN, device=device)
-    sum_rows(rows, sources, out, weights)
-    assert out.tolist() == [[19.0], [18.0]]
 
 
 def sums_of(rows: Tensor, sources: Tensor, weights: Tensor | None) -> Tensor:
@@ -140,14 +123,6 @@ def test_parts_are_summed_wherever_they_lie(hidden: int, device: torch.device) -
     sum_parts(parts, out)
     expected = (parts[0].float() + parts[1].float() + parts[2].float()).bfloat16()
     assert torch.equal(out, expected)
-
-
-def test_worked_example_of_scatter(device: torch.device) -> None:
-    x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=device)
-    table = torch.tensor([[0, 1], [-1, 2]], dtype=torch.int32, device=device)
-    rows = torch.full((3, 2), NAN, device=device)
-    scatter_tokens((x, None, None, None), table, (rows, None, None, None))
-    assert rows.tolist() == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0]]
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)

@@ -31,41 +31,23 @@ from fakes.deep_ep import install
 from fakes.deep_ep.strict_v1 import buffer as strict_buffer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """A buffer, and sizes that its package takes."""
+    """A buffer: its package and mode, and sizes that the package takes."""
 
     package: str
-    backend: str
     mode: Mode
-    hidden_size: int
+    hidden_size: int = 256
     token_multiple: int | None = None
 
 
 CASES = {
-    case.backend: case
-    for case in (
-        Case(package="v1", backend="DeepEPV1Buffer", mode=Mode.NORMAL, hidden_size=256),
-        Case(package="v1", backend="DeepEPV1StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
-        Case(
-            package="v1",
-            backend="DeepEPV1LowLatencyBuffer",
-            mode=Mode.LOW_LATENCY,
-            hidden_size=2048,
-            token_multiple=4,
-        ),
-        Case(
-            package="v2",
-            backend="DeepEPV2Buffer",
-            mode=Mode.NORMAL,
-            hidden_size=256,
-            token_multiple=1,
-        ),
-        Case(package="v2", backend="DeepEPV2StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
-        Case(
-            package="v2", backend="DeepEPV2LowLatencyBuffer", mode=Mode.LOW_LATENCY, hidden_size=256
-        ),
-    )
+    "DeepEPV1Buffer": Case("v1", Mode.NORMAL),
+    "DeepEPV1StaticBuffer": Case("v1", Mode.NORMAL),
+    "DeepEPV1LowLatencyBuffer": Case("v1", Mode.LOW_LATENCY, 2048, token_multiple=4),
+    "DeepEPV2Buffer": Case("v2", Mode.NORMAL, token_multiple=1),
+    "DeepEPV2StaticBuffer": Case("v2", Mode.NORMAL),
+    "DeepEPV2LowLatencyBuffer": Case("v2", Mode.LOW_LATENCY),
 }
 WIRES = {"bf16": None, "fp8": FP8_FLOAT32_SCALES, "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES}
 # The rows of this backend have one size and are bfloat16, in all batches.

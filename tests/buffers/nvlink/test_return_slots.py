@@ -97,17 +97,17 @@ def spec_of(wire: WireFormat = BF16, scale_layout: ScaleLayout = ROW_MAJOR) -> B
 
 
 def results_of(out: Dispatched, rank: int) -> Tensor:
-    """Return the results of experts for their slots, [C, H], NaN elsewhere."""
-    first = out.index.first_slot.tolist()
-    rows = out.rows
+    """Return the results of experts, which multiply by their number + 1, and NaN elsewhere."""
+    rows = dequantize(out.rows, torch.float32)
     if out.index.row_of_slot is None:
-        values = dequantize(rows, torch.float32).flatten(0, 1)
+        values = rows.flatten(0, 1)
     else:
-        values = dequantize(rows, torch.float32)[out.index.row_of_slot.clamp(min=0).long()]
-    results = values.new_full(values.shape, float("nan"))
-    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
+        values = rows[out.index.row_of_slot.clamp(min=0).long()]
+    results = torch.full_like(values, float("nan"))
+    first, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
+    for expert, count in enumerate(counts):
         mine = slice(first[expert], first[expert] + count)
-        results[mine] = values[mine] * (rank * L + expert + 1)
+        results[mine] = values[mine] * (rank * len(counts) + expert + 1)
     return results.to(torch.bfloat16)
 
 

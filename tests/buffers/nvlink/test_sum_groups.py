@@ -24,9 +24,9 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import dequantize
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer, WireFormat
+from tests.buffers.nvlink.test_return_slots import results_of
 
 HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
 BF16 = WireFormat.of(torch.bfloat16)
@@ -119,21 +119,6 @@ class Batch:
                 total += torch.where(is_there, self.topk_weights[:, k : k + 1] * rows, 0.0)
             y += total.to(torch.bfloat16).float()
         return y.to(torch.bfloat16)
-
-
-def results_of(out: Any, rank: int) -> Tensor:  # noqa: ANN401
-    """Return what experts make of their slots, which multiply by their number + 1; else NaN."""
-    rows = dequantize(out.rows, torch.float32)
-    if out.index.row_of_slot is None:
-        values = rows.flatten(0, 1)
-    else:
-        values = rows[out.index.row_of_slot.clamp(min=0).long()]
-    results = torch.full_like(values, float("nan"))
-    first = out.index.first_slot.tolist()
-    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
-        mine = slice(first[expert], first[expert] + count)
-        results[mine] = values[mine] * (rank * NUM_LOCAL + expert + 1)
-    return results.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [NVLinkLowLatencyBuffer, NVLinkMaskedBuffer])

@@ -23,18 +23,12 @@ from epcomm import (
     plan,
 )
 from epcomm.collectives.torch_dist import TorchDistCollectives
-from epcomm.spec import BufferSpec, HostLayout
+from epcomm.spec import HostLayout
+from tests.cases.specs import buffer_spec
 
 NUM_RANKS = 4
 MOE = MoESpec(hidden_size=16, num_experts=8, top_k=2, dtype=torch.float32)
-WIRE = WireFormat.of(torch.float32)
-SPEC = BufferSpec(
-    hidden_size=16,
-    top_k=2,
-    num_local_experts=2,
-    dispatch_format=WIRE,
-    hidden_format=WIRE,
-)
+SPEC = buffer_spec(16, 2, 2, rows=WireFormat.of(torch.float32))
 
 
 def test_without_a_process_group_the_message_says_how_to_make_one() -> None:

@@ -33,16 +33,14 @@ from epcomm.dispatchers.dispatcher import Dispatcher
 from epcomm.planning.plans import EPPlan
 from epcomm.quantization import INT8_PER_TOKEN, dequantize
 from epcomm.registry import buffer_class
-from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
 from fakes.ascend import limits, registry
 from fakes.deep_ep import install
+from tests.cases.specs import BF16, buffer_spec
 from tests.cli.test_diagnosis import write_package
 
 NORMAL, LOW_LATENCY = "AscendNormalBuffer", "AscendLowLatencyBuffer"
 BOTH = (NORMAL, LOW_LATENCY)
 HIDDEN = 1024
-BF16 = WireFormat.of(torch.bfloat16)
 LAYER = MoESpec(hidden_size=HIDDEN, num_experts=8, top_k=2)
 ROUNDS = {
     "DEEPEP_NORMAL_LONG_SEQ_ROUND": "1",
@@ -182,15 +180,7 @@ def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
     assert chosen.decode.limits()["tokens a rank"] == "at most 512"
 
 
-SPECS = {
-    NORMAL: BufferSpec(
-        hidden_size=HIDDEN,
-        top_k=2,
-        num_local_experts=4,
-        dispatch_format=BF16,
-        hidden_format=BF16,
-    )
-}
+SPECS = {NORMAL: buffer_spec(HIDDEN, 2, 4)}
 SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
 # Environment variables of one rank, and the message on all ranks.
 SET_ON_RANK_1 = [

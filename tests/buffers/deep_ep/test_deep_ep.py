@@ -22,13 +22,12 @@ from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.registry import buffer_class
-from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.layer_suite import LayerEnv
-from epcomm.types import WireFormat
 from fakes.deep_ep import install
 from fakes.deep_ep.strict_v1 import buffer as strict_buffer
+from tests.cases.specs import buffer_spec
 
 
 @dataclass(frozen=True)
@@ -192,15 +191,7 @@ def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(backend: str
 @pytest.mark.ranks(2)
 def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
     """Rows of FP8 are half as long as the bfloat16 gradients that are sent along the same plan."""
-    wire = WireFormat.of(torch.bfloat16)
-    spec = BufferSpec(
-        hidden_size=7168,
-        top_k=1,
-        num_local_experts=2,
-        dispatch_format=FP8_FLOAT32_SCALES,
-        hidden_format=wire,
-        max_tokens_per_rank=4096,
-    )
+    spec = buffer_spec(7168, 1, 2, 4096, dispatch_format=FP8_FLOAT32_SCALES)
     with install("v2"), EPGroup() as group:
         buffer = group.open_buffer("DeepEPV2Buffer", spec)
         out = buffer.dispatch(

@@ -36,6 +36,7 @@ from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from fakes.deep_ep import install
 from tests.buffers.deep_ep.test_deep_ep import CASES
+from tests.cases.specs import buffer_spec
 from tests.cli.test_diagnosis import DEEP_EPS, write_package
 
 if TYPE_CHECKING:
@@ -113,15 +114,7 @@ def test_no_cuda_is_a_reason_but_for_a_stand_in(
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (NO_CUDA,)
 
 
-BF16 = WireFormat.of(torch.bfloat16)
-WHOLE = BufferSpec(
-    hidden_size=2048,
-    top_k=8,
-    num_local_experts=4,
-    dispatch_format=BF16,
-    hidden_format=BF16,
-    max_tokens_per_rank=16,
-)
+WHOLE = buffer_spec(2048, 8, 4, 16)
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ from epcomm.quantization import (
 from epcomm.spec import Availability, BufferSpec
 from epcomm.testing import buffer_suite
 from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
+from tests.cases.specs import buffer_spec
 
 BACKEND = "NVLinkLowLatencyBuffer"
 MASKED = "NVLinkMaskedBuffer"
-BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("odd_hidden", "aligned_holes", "many_experts"),
     "batches": ("empty_rank", "more_in_flight"),
@@ -252,14 +252,7 @@ HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 16, 2, 2, 3
 
 
 def spec_of() -> BufferSpec:
-    return BufferSpec(
-        hidden_size=HIDDEN,
-        top_k=TOP_K,
-        num_local_experts=NUM_LOCAL,
-        dispatch_format=BF16,
-        hidden_format=BF16,
-        max_tokens_per_rank=MAX_TOKENS,
-    )
+    return buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS)
 
 
 def call_of(

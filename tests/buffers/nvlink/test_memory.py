@@ -20,17 +20,9 @@ from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives, Scalar
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels import launch
-from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
+from tests.cases.specs import buffer_spec
 
-BF16 = WireFormat.of(torch.bfloat16)
-SPEC = BufferSpec(
-    hidden_size=8,
-    top_k=1,
-    num_local_experts=1,
-    dispatch_format=BF16,
-    hidden_format=BF16,
-)
+SPEC = buffer_spec(8, 1, 1)
 
 
 def calls_beside(other_error: str) -> Calls:

@@ -26,10 +26,10 @@ from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, deq
 from epcomm.spec import BufferSpec
 from epcomm.testing.poison import poisoned_memory
 from epcomm.types import ROW_MAJOR, RowsPer, ScaleLayout, WireFormat
+from tests.cases.specs import BF16, buffer_spec
 
 ROWS, MASKED = "NVLinkLowLatencyBuffer", "NVLinkMaskedBuffer"
 H, K, L, M = 300, 3, 3, 5
-BF16 = WireFormat.of(torch.bfloat16)
 # The most tokens that a rank sends in lines: all, by T, so that ranks of one batch differ, or none.
 # What the others hold, the second holds of either half; a GPU takes no time for them.
 LINE_TOKENS = (2,) if launch.IS_INTERPRETED else (8, 2, 0)
@@ -84,15 +84,8 @@ class Batch:
 
 
 def spec_of(wire: WireFormat = BF16, scale_layout: ScaleLayout = ROW_MAJOR) -> BufferSpec:
-    return BufferSpec(
-        hidden_size=H,
-        top_k=K,
-        num_local_experts=L,
-        dispatch_format=wire,
-        hidden_format=BF16,
-        max_tokens_per_rank=M,
-        returns_slots=True,
-        scale_layout=scale_layout,
+    return buffer_spec(
+        H, K, L, M, dispatch_format=wire, returns_slots=True, scale_layout=scale_layout
     )
 
 

@@ -25,25 +25,17 @@ from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
 from tests.buffers.nvlink.test_return_slots import results_of
+from tests.cases.specs import buffer_spec
 
 HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
-BF16 = WireFormat.of(torch.bfloat16)
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
 IN_LINES, MIXED, IN_BULK = 3, 2, 0
 
 
 def spec_of(sum_groups: int | None) -> BufferSpec:
-    return BufferSpec(
-        hidden_size=HIDDEN,
-        top_k=TOP_K,
-        num_local_experts=NUM_LOCAL,
-        dispatch_format=BF16,
-        hidden_format=BF16,
-        max_tokens_per_rank=MAX_TOKENS,
-        sum_groups=sum_groups,
-    )
+    return buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS, sum_groups=sum_groups)
 
 
 def open_ranks(

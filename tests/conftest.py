@@ -32,6 +32,8 @@ if not torch.cuda.is_available():
 pytest_plugins = ["tests.multi_rank", "tests.defaults"]
 
 
+# Modules for CPU ranks; hosts of GPUs do not read what other ranks report.
+ON_CPU = {"test_v1_on_cpu.py", "test_v1_bad_calls.py"}
 # The MULTI_RANK_BACKEND on whose devices the test_real.py of each folder runs.
 DEVICES_OF = {"ascend": "hccl", "deep_ep": "nccl"}
 
@@ -39,7 +41,7 @@ DEVICES_OF = {"ascend": "hccl", "deep_ep": "nccl"}
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     """Deselect tests of devices where there are none, and tests of CPUs where there are devices."""
     backend = os.environ.get("MULTI_RANK_BACKEND")
-    if collection_path.name == "test_v1_on_cpu.py":
+    if collection_path.name in ON_CPU:
         return True if backend else None
     if collection_path.name != "test_real.py":
         return None

@@ -17,7 +17,6 @@ from epcomm import (
     Mode,
     MoESpec,
     RowsDispatchOutput,
-    TopKOutput,
 )
 from epcomm.testing.data import BatchSpec, make_batch, make_weights, random_ids
 
@@ -46,25 +45,23 @@ def test_calls_run_few_functions(mode: Mode) -> None:
     config = EPConfig(mode=mode, backend="collective", max_tokens_per_rank=8)
     spec = MoESpec(hidden_size=64, num_experts=8, top_k=BATCH.top_k, dtype=BATCH.dtype)
     batch = make_batch(BATCH, 0, 1)
-    topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
+    x, topk = batch.x, batch.topk
     with EPGroup() as group:
         dispatcher = DISPATCHERS[mode](group, spec, config)
         layer = ExpertParallelExperts(make_weights(BATCH, 1), group, config, top_k=BATCH.top_k)
-        out = dispatcher.dispatch(batch.x, topk)
+        out = dispatcher.dispatch(x, topk)
         assert isinstance(out, RowsDispatchOutput), "the backend returns rows"
         rows = batch.x.new_ones(out.num_slots, BATCH.hidden_size)
         dispatcher.combine(out.combine_input(rows))
         with torch.no_grad():
             found = {
                 "dispatch + combine": calls_of(
-                    lambda: dispatcher.combine(
-                        dispatcher.dispatch(batch.x, topk).combine_input(rows)
-                    )
+                    lambda: dispatcher.combine(dispatcher.dispatch(x, topk).combine_input(rows))
                 ),
-                "layer": calls_of(lambda: layer(batch.x, topk)),
+                "layer": calls_of(lambda: layer(x, topk)),
             }
         if mode is Mode.NORMAL:
-            found["layer, forward for training"] = calls_of(lambda: layer(batch.x, topk))
+            found["layer, forward for training"] = calls_of(lambda: layer(x, topk))
     assert found.keys() == MOST_CALLS[mode].keys()
     for name, most in MOST_CALLS[mode].items():
         # With a default device a torch function mode is active, whose functions are counted too.

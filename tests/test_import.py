@@ -6,8 +6,6 @@ import json
 import subprocess
 import sys
 
-VENDOR_PACKAGES = {"deep_ep", "deep_gemm", "torch_npu", "mpi4py", "triton", "transformers"}
-
 # torch is imported first, with its lazy imports, whose effects are not those of epcomm.
 PROBE = """
 import json, os, sys
@@ -94,8 +92,8 @@ def test_import_touches_no_vendor_package_device_or_environment() -> None:
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout.splitlines()[-1])
     assert found["reads_by_environment"] > 0, "the probe would not see a read"
-    assert "epcomm" in found["imported"]
-    assert not VENDOR_PACKAGES & set(found["imported"])
+    # tomllib reads configurations.
+    assert {"epcomm"} <= set(found["imported"]) <= {"epcomm", "tomllib"}
     assert found["for_tests"] == []
     assert found["reads_at_import"] == []
     assert found["device_calls"] == []

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from epcomm import BackendUnavailable, ConfigError, EPConfig, EPGroup, EPStats, ExpertParallelMoE
 from epcomm.blocks import BlockLayout
 from epcomm.buffers.traffic import BufferTraffic
-from epcomm.registry import FUSED
 from epcomm.runners.grouped_mm import GroupedMMRunner
 from epcomm.stats import gather_expert_slots
 from epcomm.testing.layer_suite import FP32_TOLERANCE
@@ -268,17 +267,6 @@ def test_missing_part_and_another_top_k_are_named() -> None:
         message = f"top_k of routing is {routing.top_k}, expected {experts.top_k} as top_k of exp"
         with pytest.raises(ConfigError, match=message):
             ExpertParallelMoE(routing=routing, experts=experts, parts=parts)
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_fuseep_refuses_a_block_that_is_not_w8a8_by_every_operator() -> None:
-    with EPGroup() as group:
-        block = qwen3_moe().to(group.device)
-        with pytest.raises(ConfigError) as caught:
-            ExpertParallelMoE.from_transformers(block, group, EPConfig(mode="fuseep"))
-        reasons = str(caught.value).partition("no backend serves mode fuseep: ")[2]
-        kind = "computes W8A8 experts, Int8ChannelWeights, not ExpertWeights; quantise them"
-        assert f"{', '.join(FUSED)}: {kind}" in reasons
 
 
 @pytest.mark.ranks(NUM_RANKS)

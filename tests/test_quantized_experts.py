@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import pytest
@@ -15,7 +16,6 @@ from epcomm import (
     Fp8BlockWeights,
     MaskedDispatchOutput,
     ScaleDtype,
-    TopKOutput,
     WireDtype,
 )
 from epcomm.testing.buffer_suite import BATCH_SPECS
@@ -53,8 +53,7 @@ def test_layer_equals_the_model(kind: str, config: str, batch: str) -> None:
         assert f"wire: dispatch {weights.wire_format}, combine fp32" in layer.explain()
         on_cpu = make_batch(spec, group.rank, group.world_size)
         mine = on_cpu.to(group.device)
-        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
-        y = layer(mine.x, topk)
+        y = layer(mine.x, mine.topk)
         layer.check()
         assert_within(y, model(on_cpu, weights, kind))
 
@@ -81,7 +80,7 @@ def test_layer_of_whole_blocks_equals_the_model(kind: str, config: str) -> None:
         assert layer.plan.runner in (on_gpu if is_gpu else ("quantized_reference",))
         on_cpu = make_batch(spec, group.rank, group.world_size)
         mine = on_cpu.to(group.device)
-        y = layer(mine.x, TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights))
+        y = layer(mine.x, mine.topk)
         layer.check()
         expected = model(on_cpu, weights, kind).values
         assert relative_error(y.cpu().double(), expected) <= BLOCK_TOLERANCE
@@ -123,47 +122,30 @@ def test_share_of_its_own_is_copied_contiguous(kind: str | None) -> None:
             assert torch.equal(parameter.detach().view(torch.uint8), same)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Rounding:
     """An unusual rounding: of the scales of the experts, or of the INT8 arithmetic."""
 
     id: str
     kind: str
-    scales: ScaleDtype = ScaleDtype.FLOAT32
-    config: EPConfig
     rounding: str
     wire: str
+    settings: Mapping[str, object]
+    scales: ScaleDtype = ScaleDtype.FLOAT32
 
 
+POWERS = "fp8_e4m3/128/ue8m0"
+TRITON = {"int8_profile": "triton"}
 ROUNDINGS = [
+    Rounding("powers of two", "fp8", POWERS_OF_TWO, POWERS, {}, ScaleDtype.POWER_OF_TWO),
+    Rounding("configured", "fp8", POWERS_OF_TWO, POWERS, {"dispatch_scales": "power_of_two"}),
+    Rounding("halves up", "int8", HALVES_UP, "int8/0", TRITON),
     Rounding(
-        id="powers of two",
-        kind="fp8",
-        scales=ScaleDtype.POWER_OF_TWO,
-        config=EPConfig(),
-        rounding=POWERS_OF_TWO,
-        wire="fp8_e4m3/128/ue8m0",
-    ),
-    Rounding(
-        id="powers of two by the configuration",
-        kind="fp8",
-        config=EPConfig(dispatch_scales="power_of_two"),
-        rounding=POWERS_OF_TWO,
-        wire="fp8_e4m3/128/ue8m0",
-    ),
-    Rounding(
-        id="halves up",
-        kind="int8",
-        config=EPConfig(int8_profile="triton"),
-        rounding=HALVES_UP,
-        wire="int8/0",
-    ),
-    Rounding(
-        id="halves up on arrival",
-        kind="int8",
-        config=EPConfig(int8_profile="triton", dispatch_dtype=WireDtype.FP32),
-        rounding=HALVES_UP,
-        wire="fp32",
+        "halves up on arrival",
+        "int8",
+        HALVES_UP,
+        "fp32",
+        {**TRITON, "dispatch_dtype": WireDtype.FP32},
     ),
 ]
 
@@ -176,23 +158,17 @@ def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case:
     with EPGroup() as group, torch.no_grad():
         plain = make_weights(spec, group.world_size, intermediate_size=INNER, device=group.device)
         weights = KINDS[case.kind].from_unquantized(plain, scales=case.scales)
-        settings = {
-            name: value
-            for name in ("dispatch_dtype", "dispatch_scales", "int8_profile")
-            if (value := getattr(case.config, name)) is not None
-        }
         layer = ExpertParallelExperts(
             weights,
             group,
-            replace(CONFIGS[config], **settings),
+            replace(CONFIGS[config], **case.settings),  # type: ignore[arg-type]
             top_k=spec.num_topk(group.world_size),
         )
         assert f"wire: dispatch {case.wire}, combine fp32" in layer.explain()
         on_cpu = make_batch(spec, group.rank, group.world_size)
         on_cpu = replace(on_cpu, x=half_integers(on_cpu.x))
         mine = on_cpu.to(group.device)
-        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
-        actual = layer(mine.x, topk).cpu()
+        actual = layer(mine.x, mine.topk).cpu()
         layer.check()
         assert_within(actual, model(on_cpu, weights, case.rounding))
         with pytest.raises(AssertionError, match="beyond their bounds"):
@@ -224,18 +200,17 @@ def test_scales_come_as_the_runner_reads_them(
         if wide.max_recv_slots is not None:
             wide = replace(wide, max_recv_slots=1000)
         mine = make_batch(spec, group.rank, 2).to(group.device)
-        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
         results = []
         for runner in ("deep_gemm", "quantized_reference"):
             layer = ExpertParallelExperts(
                 weights, group, replace(wide, runner=runner), top_k=spec.num_topk(2)
             )
-            out = layer.phases.prefill.dispatch(mine.x, topk)
+            out = layer.phases.prefill.dispatch(mine.x, mine.topk)
             layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
             layout = out.hidden_states.scale_layout
             assert layout == layer.plan.prefill.scale_layout
             assert str(layout).startswith("column-major") == (runner == "deep_gemm")
-            results.append(layer(mine.x, topk))
+            results.append(layer(mine.x, mine.topk))
             layer.check()
         # The tolerance of tests/runners/test_deep_gemm.py.
         assert relative_error(*results) <= 0.042
@@ -254,19 +229,18 @@ def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
         plain = make_weights(spec, 2, intermediate_size=128, device=group.device)
         weights = Fp8BlockWeights.from_unquantized(plain)
         mine = make_batch(spec, group.rank, 2).to(group.device)
-        topk = TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights)
         results = []
         for runner in ("deep_gemm", "quantized_reference"):
             layer = ExpertParallelExperts(
                 weights, group, replace(config, runner=runner), top_k=spec.num_topk(2)
             )
-            out = layer.phases.prefill.dispatch(mine.x, topk)
+            out = layer.phases.prefill.dispatch(mine.x, mine.topk)
             assert isinstance(out, MaskedDispatchOutput)
             layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
             assert out.hidden_states.data.shape[1] == (128 if runner == "deep_gemm" else 36)
             num_slots = mine.x.shape[0] * spec.num_topk(2)
             assert out.mean_tokens_per_expert == -(-num_slots // spec.num_local_experts)
-            results.append(layer(mine.x, topk))
+            results.append(layer(mine.x, mine.topk))
             layer.check()
         # The tolerance of tests/runners/test_deep_gemm.py.
         assert relative_error(*results) <= 0.042

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -28,87 +26,44 @@ def test_wire_dtype_comes_back_from_torch_unless_quantised(dtype: WireDtype) -> 
         WireDtype.from_torch(dtype.torch_dtype)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RowBytes:
-    id: str
-    format: WireFormat
-    hidden_size: int
-    num_scales: int
-    data_bytes: int
-    scale_bytes: int
-    text: str
+@pytest.mark.parametrize(
+    ("wire", "hidden_size", "num_scales", "data_bytes", "scale_bytes", "text"),
+    [
+        (WireFormat.of(torch.bfloat16), 37, 0, 74, 0, "bf16"),
+        # The last block is short.
+        (FP8_BLOCKS, 300, 3, 300, 12, "fp8_e4m3/128"),
+        (FP8_PACKED, 128, 4, 128, 4, "fp8_e4m3/32"),
+        (INT8_ROWS, 300, 1, 300, 4, "int8/0"),
+    ],
+)
+def test_bytes_of_one_row(
+    wire: WireFormat,
+    hidden_size: int,
+    num_scales: int,
+    data_bytes: int,
+    scale_bytes: int,
+    text: str,
+) -> None:
+    assert wire.num_scales(hidden_size) == num_scales
+    assert wire.data_bytes(hidden_size) == data_bytes
+    assert wire.scale_bytes(hidden_size) == scale_bytes
+    assert str(wire) == text
 
 
-ROW_BYTES = [
-    RowBytes(
-        id="bf16",
-        format=WireFormat.of(torch.bfloat16),
-        hidden_size=37,
-        num_scales=0,
-        data_bytes=74,
-        scale_bytes=0,
-        text="bf16",
-    ),
-    RowBytes(
-        id="fp8, the last block is short",
-        format=FP8_BLOCKS,
-        hidden_size=300,
-        num_scales=3,
-        data_bytes=300,
-        scale_bytes=12,
-        text="fp8_e4m3/128",
-    ),
-    RowBytes(
-        id="fp8, scales of one byte",
-        format=FP8_PACKED,
-        hidden_size=128,
-        num_scales=4,
-        data_bytes=128,
-        scale_bytes=4,
-        text="fp8_e4m3/32",
-    ),
-    RowBytes(
-        id="int8, one scale a row",
-        format=INT8_ROWS,
-        hidden_size=300,
-        num_scales=1,
-        data_bytes=300,
-        scale_bytes=4,
-        text="int8/0",
-    ),
-]
-
-
-@pytest.mark.parametrize("case", ROW_BYTES, ids=lambda case: case.id)
-def test_bytes_of_one_row(case: RowBytes) -> None:
-    assert case.format.num_scales(case.hidden_size) == case.num_scales
-    assert case.format.data_bytes(case.hidden_size) == case.data_bytes
-    assert case.format.scale_bytes(case.hidden_size) == case.scale_bytes
-    assert str(case.format) == case.text
-
-
-@dataclass(frozen=True, kw_only=True)
-class BadFormat:
-    id: str
-    dtype: WireDtype
-    scale_block: int | None = None
-    scale_dtype: torch.dtype | None = None
-
-
-BAD_FORMATS = [
-    BadFormat(id="fp8 without scales", dtype=WireDtype.FP8_E4M3),
-    BadFormat(id="int8 without a block", dtype=WireDtype.INT8, scale_dtype=torch.float32),
-    BadFormat(
-        id="bf16 with scales", dtype=WireDtype.BF16, scale_block=128, scale_dtype=torch.float32
-    ),
-    BadFormat(id="negative block", dtype=WireDtype.INT8, scale_block=-1, scale_dtype=torch.float32),
-]
-
-
-@pytest.mark.parametrize("bad", BAD_FORMATS, ids=lambda bad: bad.id)
-def test_scales_belong_to_quantised_rows(bad: BadFormat) -> None:
-    with pytest.raises(ConfigError, match=f"WireFormat: {bad.dtype.value} with scale_block="):
-        WireFormat(dtype=bad.dtype, scale_block=bad.scale_block, scale_dtype=bad.scale_dtype)
+@pytest.mark.parametrize(
+    ("dtype", "scale_block", "scale_dtype"),
+    [
+        (WireDtype.FP8_E4M3, None, None),
+        (WireDtype.INT8, None, torch.float32),
+        (WireDtype.BF16, 128, torch.float32),
+        (WireDtype.INT8, -1, torch.float32),
+    ],
+)
+def test_scales_belong_to_quantised_rows(
+    dtype: WireDtype, scale_block: int | None, scale_dtype: torch.dtype | None
+) -> None:
+    with pytest.raises(ConfigError, match=f"WireFormat: {dtype.value} with scale_block="):
+        WireFormat(dtype=dtype, scale_block=scale_block, scale_dtype=scale_dtype)
 
 
 def test_power_of_two_scales_are_shown_and_belong_to_fp8() -> None:

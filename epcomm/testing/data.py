@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from epcomm.records import TopKOutput
 from epcomm.types import sum_dtype
 from epcomm.weights.unquantized import Activation, ExpertFormat, ExpertWeights
 
@@ -28,6 +29,11 @@ class RankBatch:
     topk_ids: Tensor
     topk_weights: Tensor
     dy: Tensor
+
+    @property
+    def topk(self) -> TopKOutput:
+        """The routing of the tokens."""
+        return TopKOutput(topk_ids=self.topk_ids, topk_weights=self.topk_weights)
 
     def to(self, device: torch.device) -> RankBatch:
         """Return the batch on `device`."""

@@ -11,10 +11,9 @@ from epcomm.buffers.base import AddsBias
 from epcomm.calls.call import DispatchCall
 from epcomm.ops import slots as kernels_by_device
 from epcomm.protocol import BatchFlags
-from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
+from tests.cases.specs import buffer_spec
 
-BF16 = WireFormat.of(torch.bfloat16)
 NUM_TOKENS, HIDDEN, TOP_K, NUM_LOCAL = 6, 72, 3, 2
 BUFFERS = (
     "CollectiveBuffer",
@@ -60,14 +59,7 @@ def check_bias(name: str) -> None:
     with EPGroup() as group:
         if name in CPU_BUFFERS and group.device.type != "cpu":
             return
-        spec = BufferSpec(
-            hidden_size=HIDDEN,
-            top_k=TOP_K,
-            num_local_experts=NUM_LOCAL,
-            dispatch_format=BF16,
-            hidden_format=BF16,
-            max_tokens_per_rank=NUM_TOKENS,
-        )
+        spec = buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, NUM_TOKENS)
         buffer, call = group.open_buffer(name, spec), call_of(group)
         assert isinstance(buffer, AddsBias)
         out = buffer.dispatch(call)

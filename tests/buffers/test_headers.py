@@ -30,11 +30,9 @@ from epcomm.collectives.base import Collectives
 from epcomm.collectives.bounded import BoundedWait, FailureBoard
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags, FaultCode, pack_fault, unpack_status
-from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
 from tests.cases.playing import FAULTY, KINDS, SPEC, H, K, M, identity, open_dispatcher
-
-FP32 = WireFormat.of(torch.float32)
+from tests.cases.specs import buffer_spec
 
 
 class RowsWereSentError(Exception):
@@ -110,14 +108,7 @@ def dispatch_with(
 ) -> Mirror:
     """Dispatch four tokens, with `words` in the header of rank 1."""
     mirror = Mirror(words, is_sealed=is_sealed)
-    spec = BufferSpec(
-        hidden_size=8,
-        top_k=2,
-        num_local_experts=num_local,
-        dispatch_format=FP32,
-        hidden_format=FP32,
-        max_tokens_per_rank=6,
-    )
+    spec = buffer_spec(8, 2, num_local, 6, rows=WireFormat.of(torch.float32))
     calls = Calls(mirror)
     buffer = BUFFERS[kind](calls, spec)
     buffer.prepare()

@@ -16,20 +16,18 @@ from epcomm.types import WireTensor
 
 FP8 = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=torch.float32)
 FP8_BYTE_SCALES = WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=32, scale_dtype=torch.uint8)
-INT8 = WireFormat(dtype=WireDtype.INT8, scale_block=0, scale_dtype=torch.float32)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
+    """offsets: those of scales, ids and scalars, and the bytes of a row, computed by hand."""
+
     id: str
     format: WireFormat
     hidden_size: int
     top_k: int
+    offsets: tuple[int, int, int, int]
     has_ids: bool = True
-    scales_at: int
-    ids_at: int
-    scalars_at: int
-    row_bytes: int
 
     @property
     def layout(self) -> RowLayout:
@@ -42,58 +40,12 @@ class Case:
 
 
 CASES = [
-    Case(
-        id="bf16 of odd width",
-        format=WireFormat.of(torch.bfloat16),
-        hidden_size=37,
-        top_k=3,
-        scales_at=76,
-        ids_at=76,
-        scalars_at=88,
-        row_bytes=112,
-    ),
-    Case(
-        id="fp32 in combine",
-        format=WireFormat.of(torch.float32),
-        hidden_size=5,
-        top_k=2,
-        has_ids=False,
-        scales_at=20,
-        ids_at=20,
-        scalars_at=20,
-        row_bytes=32,
-    ),
+    Case("bf16 of odd width", WireFormat.of(torch.bfloat16), 37, 3, (76, 76, 88, 112)),
+    Case("fp32 in combine", WireFormat.of(torch.float32), 5, 2, (20, 20, 20, 32), has_ids=False),
     # Scalars of eight bytes start at a multiple of eight.
-    Case(
-        id="fp64 with an odd number of ids",
-        format=WireFormat.of(torch.float64),
-        hidden_size=5,
-        top_k=3,
-        scales_at=40,
-        ids_at=40,
-        scalars_at=56,
-        row_bytes=80,
-    ),
-    Case(
-        id="fp8 with a short last block",
-        format=FP8,
-        hidden_size=257,
-        top_k=1,
-        scales_at=260,
-        ids_at=272,
-        scalars_at=276,
-        row_bytes=288,
-    ),
-    Case(
-        id="fp8 with scales of one byte",
-        format=FP8_BYTE_SCALES,
-        hidden_size=96,
-        top_k=2,
-        scales_at=96,
-        ids_at=100,
-        scalars_at=108,
-        row_bytes=128,
-    ),
+    Case("fp64 with an odd number of ids", WireFormat.of(torch.float64), 5, 3, (40, 40, 56, 80)),
+    Case("fp8 with a short last block", FP8, 257, 1, (260, 272, 276, 288)),
+    Case("fp8 with scales of one byte", FP8_BYTE_SCALES, 96, 2, (96, 100, 108, 128)),
 ]
 
 
@@ -101,7 +53,7 @@ CASES = [
 def test_offsets_equal_those_computed_by_hand(case: Case) -> None:
     layout = case.layout
     offsets = (layout.scales_at, layout.ids_at, layout.scalars_at, layout.row_bytes)
-    assert offsets == (case.scales_at, case.ids_at, case.scalars_at, case.row_bytes)
+    assert offsets == case.offsets
 
 
 def random_bits(num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -127,7 +79,7 @@ def test_packed_tokens_are_bit_equal(case: Case, token_of_row: list[int]) -> Non
     weights = random_bits(3, case.top_k, layout.scalar_dtype)
     picked = torch.tensor(token_of_row, dtype=torch.int64)
 
-    rows = torch.full((len(token_of_row), case.row_bytes), 0xA5, dtype=torch.uint8)
+    rows = torch.full((len(token_of_row), layout.row_bytes), 0xA5, dtype=torch.uint8)
     sent = WireTensor(data=data, format=wire, scales=scales)
     layout.pack_tokens(sent, picked, ids, weights, out=rows)
     received = layout.wire_tensor(rows)

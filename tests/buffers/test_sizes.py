@@ -25,7 +25,7 @@ NUM_RANKS = 2
 MAX_TOKENS = 6
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
     """A buffer, given by the dispatcher and the configuration that select it."""
 
@@ -37,27 +37,13 @@ class Case:
         return self.config.replicated
 
 
+CONFIG = EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS)
 CASES = {
-    "collective": Case(
-        dispatcher=DeepEPNormalDispatcher,
-        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
-    ),
-    "budget": Case(
-        dispatcher=DeepEPNormalDispatcher,
-        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS, max_recv_slots=40),
-    ),
-    "low_latency": Case(
-        dispatcher=DeepEPLowLatencyDispatcher,
-        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
-    ),
-    "all_gather": Case(
-        dispatcher=StandardDispatcher,
-        config=EPConfig(backend="collective", max_tokens_per_rank=MAX_TOKENS),
-    ),
-    "replicated": Case(
-        dispatcher=StandardDispatcher,
-        config=EPConfig(replicated=True, max_tokens_per_rank=MAX_TOKENS),
-    ),
+    "collective": Case(DeepEPNormalDispatcher, CONFIG),
+    "budget": Case(DeepEPNormalDispatcher, replace(CONFIG, max_recv_slots=40)),
+    "low_latency": Case(DeepEPLowLatencyDispatcher, CONFIG),
+    "all_gather": Case(StandardDispatcher, CONFIG),
+    "replicated": Case(StandardDispatcher, replace(CONFIG, replicated=True)),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -22,22 +20,12 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
-from epcomm.config import Mode
 from epcomm.ops.slots import pack
-from epcomm.spec import Availability
+from tests.buffers.nvlink.test_low_latency import HastyBuffer, serve_any_device
 
 pytestmark = pytest.mark.slow
 
 DEAD = 1
-
-
-def serve_cpu_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make plans take low latency over NVLink for CPU ranks, with a timeout of 3 s."""
-    kind = NVLinkLowLatencyBuffer
-    caps = replace(kind.caps(Mode.LOW_LATENCY), device_types=None)
-    monkeypatch.setattr(kind, "probe", lambda environment: Availability(ok=True))
-    monkeypatch.setattr(kind, "caps", lambda mode: caps)
-    monkeypatch.setattr(kind, "polls_per_s", {"cpu": 30, "cuda": 4})
 
 
 def exchange(dispatcher: DeepEPLowLatencyDispatcher, x: Tensor) -> Tensor:
@@ -55,7 +43,9 @@ def exchange(dispatcher: DeepEPLowLatencyDispatcher, x: Tensor) -> Tensor:
 def test_a_dispatcher_goes_on_without_a_dead_rank(
     num_ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    serve_cpu_ranks(monkeypatch)
+    serve_any_device(monkeypatch)
+    # A timeout of 3 s.
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "polls_per_s", HastyBuffer.polls_per_s)
     spec = MoESpec(hidden_size=64, num_experts=2 * num_ranks, top_k=2)
     with EPGroup() as group, torch.no_grad():
         config = EPConfig(backend="nvlink", max_tokens_per_rank=4)

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from epcomm import EPGroup, ExpertParallelMoE, ShapeError
+from epcomm import EPConfig, EPGroup, ExpertParallelMoE, ShapeError
 from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict
@@ -42,10 +42,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-def qwen3_moe() -> PreTrainedModel:
-    """Make a model whose checkpoints have a tensor for each expert."""
+def qwen3_moe(num_layers: int = 1) -> PreTrainedModel:
+    """Make a model that is equal on all ranks; its checkpoints have a tensor for each expert."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(**SIZES, moe_intermediate_size=8, num_experts=8)
+    sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": num_layers}
+    config = Qwen3MoeConfig(**sizes, moe_intermediate_size=8, num_experts=8)
     return Qwen3MoeForCausalLM(config)
 
 
@@ -55,9 +56,11 @@ def gpt_oss() -> PreTrainedModel:
     return GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=8))
 
 
-def spread(model: PreTrainedModel, group: EPGroup) -> PreTrainedModel:
+def spread(
+    model: PreTrainedModel, group: EPGroup, config: EPConfig | None = None
+) -> PreTrainedModel:
     for layer in model.model.layers:
-        layer.mlp = ExpertParallelMoE.from_transformers(layer.mlp, group)
+        layer.mlp = ExpertParallelMoE.from_transformers(layer.mlp, group, config)
     return model
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from transformers import (
-    Qwen3MoeConfig,
+    PreTrainedModel,
     Qwen3MoeForCausalLM,
     Trainer,
     TrainerCallback,
@@ -46,6 +46,7 @@ from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict
 from epcomm.training.gradients import scale_expert_gradients
 from tests.cases.shared_folder import shared_folder
+from tests.integrations.test_saving_and_lora import SIZES, qwen3_moe, spread
 from tests.placement.layers import any_placement, expect_copies_of
 
 NUM_RANKS, NUM_STEPS, SAVED_STEP, NUM_MICRO_BATCHES = 2, 4, 2, 2
@@ -54,32 +55,13 @@ LEARNING_RATE, MAX_NORM = 0.01, 0.1
 # Relative difference of losses, as the library documents it.
 LOSS_TOLERANCE = 1e-5
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 32,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "num_experts": 8,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
+
+def dense_model() -> PreTrainedModel:
+    return qwen3_moe(num_layers=2)
 
 
-def dense_model() -> Qwen3MoeForCausalLM:
-    """Make a model that is equal on all ranks; its checkpoints have a tensor for each expert."""
-    torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES))
-
-
-def spread_model(group: EPGroup, config: EPConfig | None = None) -> Qwen3MoeForCausalLM:
-    model = dense_model()
-    for layer in model.model.layers:
-        layer.mlp = ExpertParallelMoE.from_transformers(layer.get_submodule("mlp"), group, config)
-    return model
+def spread_model(group: EPGroup, config: EPConfig | None = None) -> PreTrainedModel:
+    return spread(dense_model(), group, config)
 
 
 class MoveExperts(TrainerCallback):

@@ -7,12 +7,6 @@ import torch
 from torch import nn
 
 from epcomm import EPGroup, ExpertParallelMoE, ShapeError
-from epcomm.sharding.shards import (
-    ExpertShard,
-    is_expert_tensor,
-    replicated_parameters,
-    sharded_parameters,
-)
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from tests.cases.blocks import NUM_EXPERTS, qwen3_moe
 
@@ -42,20 +36,3 @@ def test_state_of_one_rank_is_refused_as_a_whole() -> None:
         assert "holds 4 experts, expected all 8; gather the state first" in str(caught.value)
         with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
             load_full_state_dict(moe, {})
-
-
-@pytest.mark.ranks(NUM_RANKS)
-def test_experts_are_tagged_and_nothing_else() -> None:
-    with EPGroup() as group:
-        moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group)
-        shard = ExpertShard(
-            first_expert=group.rank * NUM_LOCAL,
-            num_local_experts=NUM_LOCAL,
-            num_experts=NUM_EXPERTS,
-        )
-        tags = {name: p.held for name, p in moe.named_parameters() if is_expert_tensor(p)}
-        assert tags == dict.fromkeys(EXPERT_NAMES, shard)
-        assert {id(p) for p in sharded_parameters(moe)} == {
-            id(moe.get_parameter(name)) for name in EXPERT_NAMES
-        }
-        assert [id(p) for p in replicated_parameters(moe)] == [id(moe.get_parameter("gate.weight"))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,78 +42,65 @@ def lying_transposed(tensor: Tensor) -> Tensor:
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bad:
-    id: str
-    kind: type[Fp8BlockWeights | Int8ChannelWeights]
-    name: str
-    change: Callable[[Tensor], Tensor]
-    message: str
-
-
-BAD = [
-    Bad(
-        id="codes of another dtype",
-        kind=Fp8BlockWeights,
-        name="gate_up_proj",
-        change=lambda codes: codes.view(torch.int8),
-        message="gate_up_proj is torch.int8 [3, 288, 200], expected torch.float8_e4m3fn "
-        "[3, 288, 200]",
+Change = Callable[[Tensor], Tensor]
+BAD: list[tuple[type[Fp8BlockWeights | Int8ChannelWeights], str, Change, str]] = [
+    (
+        Fp8BlockWeights,
+        "gate_up_proj",
+        lambda codes: codes.view(torch.int8),
+        "is torch.int8 [3, 288, 200], expected torch.float8_e4m3fn [3, 288, 200]",
     ),
-    Bad(
-        id="scales of another dtype",
-        kind=Fp8BlockWeights,
-        name="down_scale",
-        change=lambda scale: scale.bfloat16(),
-        message="down_scale is torch.bfloat16 [3, 2, 2], expected torch.float32 [3, 2, 2]",
+    (
+        Fp8BlockWeights,
+        "down_scale",
+        Tensor.bfloat16,
+        "is torch.bfloat16 [3, 2, 2], expected torch.float32 [3, 2, 2]",
     ),
-    Bad(
-        id="powers of two beside float32",
-        kind=Fp8BlockWeights,
-        name="down_scale",
-        change=lambda scale: scale.to(torch.float8_e8m0fnu),
-        message="down_scale is torch.float8_e8m0fnu [3, 2, 2], expected torch.float32 [3, 2, 2] "
-        "for gate_up_proj in torch.float8_e4m3fn and gate_up_scale in torch.float32",
+    # Powers of two next to float32.
+    (
+        Fp8BlockWeights,
+        "down_scale",
+        lambda scale: scale.to(torch.float8_e8m0fnu),
+        "is torch.float8_e8m0fnu [3, 2, 2], expected torch.float32 [3, 2, 2] for gate_up_proj in "
+        "torch.float8_e4m3fn and gate_up_scale in torch.float32",
     ),
-    Bad(
-        id="a scale a row of codes, not a channel",
-        kind=Int8ChannelWeights,
-        name="down_scale",
-        change=lambda scale: scale[:, :144],
-        message="down_scale is torch.float32 [3, 144], expected torch.float32 [3, 200]",
+    # A scale for each row of codes instead of each channel.
+    (
+        Int8ChannelWeights,
+        "down_scale",
+        lambda scale: scale[:, :144],
+        "is torch.float32 [3, 144], expected torch.float32 [3, 200]",
     ),
-    Bad(
-        id="transposed codes",
-        kind=Fp8BlockWeights,
-        name="gate_up_proj",
-        change=lying_transposed,
-        message="gate_up_proj is [3, 288, 200] with strides [57600, 1, 288], expected contiguous; "
-        "call .contiguous()",
+    (
+        Fp8BlockWeights,
+        "gate_up_proj",
+        lying_transposed,
+        "is [3, 288, 200] with strides [57600, 1, 288], expected contiguous; call .contiguous()",
     ),
-    Bad(
-        id="another device",
-        kind=Int8ChannelWeights,
-        name="down_scale",
-        change=lambda scale: scale.to("meta"),
-        message="down_scale is on meta, expected cpu as gate_up_proj; move it",
+    (
+        Int8ChannelWeights,
+        "down_scale",
+        lambda scale: scale.to("meta"),
+        "is on meta, expected cpu as gate_up_proj; move it",
     ),
-    Bad(
-        id="two dimensions",
-        kind=Int8ChannelWeights,
-        name="gate_up_proj",
-        change=lambda codes: codes[0],
-        message="gate_up_proj is [288, 200] and down_proj [3, 200, 144], expected",
+    (
+        Int8ChannelWeights,
+        "gate_up_proj",
+        lambda codes: codes[0],
+        "is [288, 200] and down_proj [3, 200, 144], expected",
     ),
 ]
 
 
-@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.id)
-def test_tensor_that_does_not_fit_is_refused(bad: Bad) -> None:
-    weights = bad.kind.from_unquantized(plain())
+@pytest.mark.parametrize(("kind", "name", "change", "message"), BAD)
+def test_tensor_that_does_not_fit_is_refused(
+    kind: type[Fp8BlockWeights | Int8ChannelWeights], name: str, change: Change, message: str
+) -> None:
+    weights = kind.from_unquantized(plain())
     tensors = weights.tensors()
     with pytest.raises(ShapeError) as caught:
-        weights.with_tensors({**tensors, bad.name: bad.change(tensors[bad.name])})
-    assert f"{bad.kind.__name__}: {bad.message}" in str(caught.value)
+        weights.with_tensors({**tensors, name: change(tensors[name])})
+    assert f"{kind.__name__}: {name} {message}" in str(caught.value)
 
 
 OTHERS = {"biases": make_weights(SPEC, 1, has_bias=True)} | {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor
@@ -15,58 +13,37 @@ RELU2 = ExpertFormat(activation=Activation.RELU2)
 TRANSPOSED = ExpertFormat(is_transposed=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Stored:
-    id: str
-    format: ExpertFormat
-    gate_up_proj: tuple[int, ...]
-    down_proj: tuple[int, ...]
-    num_columns: int
-
-
-STORED = [
-    Stored(
-        id="gate and up",
-        format=ExpertFormat(),
-        gate_up_proj=(E, 2 * I, H),
-        down_proj=(E, H, I),
-        num_columns=2 * I,
-    ),
-    Stored(
-        id="transposed",
-        format=TRANSPOSED,
-        gate_up_proj=(E, H, 2 * I),
-        down_proj=(E, I, H),
-        num_columns=2 * I,
-    ),
-    Stored(
-        id="no gate",
-        format=RELU2,
-        gate_up_proj=(E, I, H),
-        down_proj=(E, H, I),
-        num_columns=I,
-    ),
-]
-
-
-@pytest.mark.parametrize("stored", STORED, ids=lambda stored: stored.id)
-def test_sizes_and_matrices_do_not_depend_on_the_storage_order(stored: Stored) -> None:
+@pytest.mark.parametrize(
+    ("expert_format", "gate_up_proj", "down_proj", "num_columns"),
+    [
+        (ExpertFormat(), (E, 2 * I, H), (E, H, I), 2 * I),
+        (TRANSPOSED, (E, H, 2 * I), (E, I, H), 2 * I),
+        (RELU2, (E, I, H), (E, H, I), I),
+    ],
+    ids=["gate and up", "transposed", "no gate"],
+)
+def test_sizes_and_matrices_do_not_depend_on_the_storage_order(
+    expert_format: ExpertFormat,
+    gate_up_proj: tuple[int, ...],
+    down_proj: tuple[int, ...],
+    num_columns: int,
+) -> None:
     weights = ExpertWeights(
-        gate_up_proj=torch.randn(stored.gate_up_proj),
-        down_proj=torch.randn(stored.down_proj),
-        gate_up_bias=torch.randn(E, stored.num_columns),
+        gate_up_proj=torch.randn(gate_up_proj),
+        down_proj=torch.randn(down_proj),
+        gate_up_bias=torch.randn(E, num_columns),
         down_bias=torch.randn(E, H),
-        format=stored.format,
+        format=expert_format,
     )
     assert (weights.num_experts, weights.hidden_size, weights.intermediate_size) == (E, H, I)
     assert weights.dtype is torch.float32
     for matrices, source, shape in (
-        (weights.gate_up_matrices(), weights.gate_up_proj, (E, H, stored.num_columns)),
+        (weights.gate_up_matrices(), weights.gate_up_proj, (E, H, num_columns)),
         (weights.down_matrices(), weights.down_proj, (E, I, H)),
     ):
         assert matrices.shape == shape
         assert matrices.data_ptr() == source.data_ptr(), "a view, not a copy"
-        element = source[2, 1, 3] if stored.format.is_transposed else source[2, 3, 1]
+        element = source[2, 1, 3] if expert_format.is_transposed else source[2, 3, 1]
         assert matrices[2, 1, 3] == element
 
 
@@ -77,59 +54,31 @@ def test_requires_grad_if_any_tensor_does() -> None:
     assert weights.requires_grad
 
 
-@dataclass(frozen=True, kw_only=True)
-class Misfit:
-    id: str
-    changes: dict[str, Tensor]
-    message: str
-    format: ExpertFormat = ExpertFormat()  # noqa: RUF009 (frozen)
-
-
-MISFITS = [
-    Misfit(
-        id="two dimensions",
-        changes={"down_proj": torch.ones(H, I)},
-        message=r"down_proj is \[8, 4\], expected three dimensions",
-    ),
-    Misfit(
-        id="no up half",
-        changes={"gate_up_proj": torch.ones(E, I, H)},
-        message=r"gate_up_proj is \[6, 8, 4\] .* expected \[6, 8, 8\]",
-    ),
-    Misfit(
-        id="other number of experts",
-        changes={"down_proj": torch.ones(E + 1, H, I)},
-        message=r"down_proj is \[7, 4, 8\] .* expected \[6, 4, 8\]",
-    ),
-    Misfit(
-        id="stored the other way",
-        changes={},
-        format=TRANSPOSED,
-        message=r"gate_up_proj is \[6, 8, 8\] .* expected \[6, 4, 16\]",
-    ),
-    Misfit(
-        id="bias of the wrong size",
-        changes={"gate_up_bias": torch.ones(E, I)},
-        message=r"gate_up_bias is \[6, 4\] .* expected \[6, 8\]",
-    ),
-    Misfit(
-        id="bias for all experts",
-        changes={"down_bias": torch.ones(H)},
-        message=r"down_bias is \[8\] .* expected \[6, 8\]",
-    ),
-    Misfit(
-        id="mixed dtypes",
-        changes={"down_proj": torch.ones(E, H, I, dtype=torch.bfloat16)},
-        message="down_proj is torch.bfloat16 on cpu, expected torch.float32 on cpu",
+MISFITS: list[tuple[str, Tensor, str]] = [
+    ("down_proj", torch.ones(H, I), r"is \[8, 4\], expected three dimensions"),
+    ("gate_up_proj", torch.ones(E, I, H), r"is \[6, 8, 4\] .* expected \[6, 8, 8\]"),
+    ("down_proj", torch.ones(E + 1, H, I), r"is \[7, 4, 8\] .* expected \[6, 4, 8\]"),
+    ("gate_up_bias", torch.ones(E, I), r"is \[6, 4\] .* expected \[6, 8\]"),
+    ("down_bias", torch.ones(H), r"is \[8\] .* expected \[6, 8\]"),
+    (
+        "down_proj",
+        torch.ones(E, H, I, dtype=torch.bfloat16),
+        "is torch.bfloat16 on cpu, expected torch.float32 on cpu",
     ),
 ]
 
 
-@pytest.mark.parametrize("misfit", MISFITS, ids=lambda misfit: misfit.id)
-def test_misfit_is_named(misfit: Misfit) -> None:
+@pytest.mark.parametrize(("name", "tensor", "message"), MISFITS)
+def test_misfit_is_named(name: str, tensor: Tensor, message: str) -> None:
     tensors = {"gate_up_proj": torch.ones(E, 2 * I, H), "down_proj": torch.ones(E, H, I)}
-    with pytest.raises(ShapeError, match=f"ExpertWeights: {misfit.message}"):
-        ExpertWeights(**{**tensors, **misfit.changes}, format=misfit.format)
+    with pytest.raises(ShapeError, match=f"ExpertWeights: {name} {message}"):
+        ExpertWeights(**{**tensors, name: tensor})  # type: ignore[arg-type]
+
+
+def test_tensors_stored_the_other_way_are_named() -> None:
+    tensors = {"gate_up_proj": torch.ones(E, 2 * I, H), "down_proj": torch.ones(E, H, I)}
+    with pytest.raises(ShapeError, match=r"gate_up_proj is \[6, 8, 8\] .* expected \[6, 4, 16\]"):
+        ExpertWeights(**tensors, format=TRANSPOSED)
 
 
 @pytest.mark.parametrize(

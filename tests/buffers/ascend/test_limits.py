@@ -30,18 +30,17 @@ from epcomm import (
 from epcomm.buffers.ascend.calls import slot_bytes
 from epcomm.buffers.ascend.packed import AscendBuffer
 from epcomm.dispatchers.dispatcher import Dispatcher
+from epcomm.planning.plans import EPPlan
 from epcomm.quantization import INT8_PER_TOKEN, dequantize
 from epcomm.registry import buffer_class
-from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
 from fakes.ascend import limits, registry
 from fakes.deep_ep import install
+from tests.cases.specs import BF16, buffer_spec
 from tests.cli.test_diagnosis import write_package
 
 NORMAL, LOW_LATENCY = "AscendNormalBuffer", "AscendLowLatencyBuffer"
 BOTH = (NORMAL, LOW_LATENCY)
 HIDDEN = 1024
-BF16 = WireFormat.of(torch.bfloat16)
 LAYER = MoESpec(hidden_size=HIDDEN, num_experts=8, top_k=2)
 ROUNDS = {
     "DEEPEP_NORMAL_LONG_SEQ_ROUND": "1",
@@ -68,123 +67,100 @@ def config_of(backend: str, **changes: object) -> EPConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
+class Side:
+    """What is asked of a plan: a layer, changes of the configuration, and ranks."""
+
+    layer: MoESpec = LAYER
+    changes: Mapping[str, object] = field(default_factory=dict)
+    world_size: int = 2
+
+
+@dataclass(frozen=True)
 class Limit:
-    """A limit: a case that is served, one just beyond it, and the reason of its refusal.
+    """A limit: a case that is served, one just beyond it, and the reason of its refusal."""
 
-    served, refused: a layer, or changes of the configuration.
-    """
-
-    id: str
+    reason: str
+    served: Side
+    refused: Side
     backends: tuple[str, ...] = BOTH
     chip: str = "A3"
-    world_size: tuple[int, int] = (2, 2)
-    layers: tuple[MoESpec, MoESpec] = (LAYER, LAYER)
-    changes: tuple[Mapping[str, object], Mapping[str, object]] = ({}, {})
     variables: Mapping[str, str] = field(default_factory=dict)
-    reason: str
 
 
-def hidden(served: int, refused: int) -> tuple[MoESpec, MoESpec]:
-    return replace(LAYER, hidden_size=served), replace(LAYER, hidden_size=refused)
+def experts(top_k: int) -> Side:
+    return Side(replace(LAYER, num_experts=32, top_k=top_k))
 
 
-def tokens(served: int, refused: int) -> tuple[Mapping[str, object], Mapping[str, object]]:
-    return {"max_tokens_per_rank": served}, {"max_tokens_per_rank": refused}
+def hidden(size: int) -> Side:
+    return Side(replace(LAYER, hidden_size=size))
 
 
+def configured(**changes: object) -> Side:
+    return Side(changes=changes)
+
+
+def tokens(number: int | None, **changes: object) -> Side:
+    return configured(max_tokens_per_rank=number, **changes)
+
+
+IN_INT8 = {"dispatch_dtype": WireDtype.INT8}
 LIMITS = [
+    Limit("top_k is 17, at most 16", experts(16), experts(17)),
+    Limit("is 1023, expected 1024 to", hidden(1024), hidden(1023)),
     Limit(
-        id="top-k",
-        layers=(
-            replace(LAYER, num_experts=32, top_k=16),
-            replace(LAYER, num_experts=32, top_k=17),
-        ),
-        reason="top_k is 17, at most 16",
+        "hidden_size is 7169, expected 1024 to 7168 on A3", hidden(7168), hidden(7169), (NORMAL,)
     ),
-    Limit(id="smallest H", layers=hidden(1024, 1023), reason="is 1023, expected 1024 to"),
+    Limit("hidden_size is 7136, expected 7168 on A2", hidden(7168), hidden(7136), (NORMAL,), "A2"),
+    Limit("expected a multiple of 32 on A2", hidden(1056), hidden(1040), (LOW_LATENCY,), "A2"),
     Limit(
-        id="largest H, normal",
-        backends=(NORMAL,),
-        layers=hidden(7168, 7169),
-        reason="hidden_size is 7169, expected 1024 to 7168 on A3",
-    ),
-    Limit(
-        id="H on A2, normal",
-        backends=(NORMAL,),
-        chip="A2",
-        layers=hidden(7168, 7136),
-        reason="hidden_size is 7136, expected 7168 on A2",
-    ),
-    Limit(
-        id="unit of H on A2",
-        backends=(LOW_LATENCY,),
-        chip="A2",
-        layers=hidden(1056, 1040),
-        reason="hidden_size is 1040, expected a multiple of 32 on A2",
-    ),
-    Limit(
-        id="tokens of rounds",
-        backends=(NORMAL,),
+        "max_tokens_per_rank is 33, at most 32",
+        tokens(32),
+        tokens(33),
+        (NORMAL,),
         variables=ROUNDS,
-        changes=tokens(32, 33),
-        reason="max_tokens_per_rank is 33, at most 32",
     ),
+    Limit("max_tokens_per_rank is 513, at most 512", tokens(512), tokens(513), (LOW_LATENCY,)),
+    Limit("serves 2 to", Side(), Side(world_size=1)),
     Limit(
-        id="tokens, low latency",
-        backends=(LOW_LATENCY,),
-        changes=tokens(512, 513),
-        reason="max_tokens_per_rank is 513, at most 512",
-    ),
-    Limit(id="fewest ranks", world_size=(2, 1), reason="serves 2 to"),
-    Limit(
-        id="hosts on A2",
+        "serves 2 to 8 ranks on A2, not 16",
+        Side(A2_LAYER, world_size=8),
+        Side(replace(A2_LAYER, num_experts=16), world_size=16),
         chip="A2",
-        world_size=(8, 16),
-        layers=(A2_LAYER, replace(A2_LAYER, num_experts=16)),
-        reason="serves 2 to 8 ranks on A2, not 16",
     ),
+    Limit("has static sizes; set max_tokens_per_rank", Side(), tokens(None), (LOW_LATENCY,)),
     Limit(
-        id="no limit in low latency",
-        backends=(LOW_LATENCY,),
-        changes=({}, {"max_tokens_per_rank": None}),
-        reason="has static sizes; set max_tokens_per_rank",
+        "carries ['bf16', 'int8'], not fp8_e4m3",
+        configured(**IN_INT8),
+        configured(dispatch_dtype=WireDtype.FP8_E4M3),
     ),
+    # INT8 rows take as much as bfloat16: 2 * 16 * (8 * 2560 + 2 * 2048) B are 0.75 MiB, and for 22
+    # tokens 1.03.
     Limit(
-        id="wire",
-        changes=({"dispatch_dtype": WireDtype.INT8}, {"dispatch_dtype": WireDtype.FP8_E4M3}),
-        reason="carries ['bf16', 'int8'], not fp8_e4m3",
-    ),
-    Limit(
-        id="window of low latency, INT8 as BF16",
-        backends=(LOW_LATENCY,),
-        # 2 * 16 * (8 * 2560 + 2 * 2048) B are 0.75 MiB, and for 22 tokens 1.03.
+        "needs a window of 2 MiB, but DEEPEP_HCCL_BUFFSIZE is 1",
+        tokens(21, **IN_INT8),
+        tokens(22, **IN_INT8),
+        (LOW_LATENCY,),
         variables={"DEEPEP_HCCL_BUFFSIZE": "1"},
-        changes=(
-            {"max_tokens_per_rank": 21, "dispatch_dtype": WireDtype.INT8},
-            {"max_tokens_per_rank": 22, "dispatch_dtype": WireDtype.INT8},
-        ),
-        reason="needs a window of 2 MiB, but DEEPEP_HCCL_BUFFSIZE is 1",
     ),
 ]
 
 
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.id)
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.reason)
 def test_plan_serves_up_to_the_limit_and_names_it_beyond(
     limit: Limit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in limit.variables.items():
         monkeypatch.setenv(name, value)
+
+    def plan_of(side: Side, backend: str) -> EPPlan:
+        return plan(config_of(backend, **side.changes), side.layer, world_size=side.world_size)
+
     for backend in limit.backends:
-        layers = [
-            A2_LAYER if limit.chip == "A2" and layer == LAYER else layer for layer in limit.layers
-        ]
-        served, refused = [config_of(backend, **changes) for changes in limit.changes]
         with limits.soc(limit.chip):
-            chosen = plan(served, layers[0], world_size=limit.world_size[0])
-            assert chosen.prefill.buffer == backend
+            assert plan_of(limit.served, backend).prefill.buffer == backend
             with pytest.raises(BackendUnavailable) as caught:
-                plan(refused, layers[1], world_size=limit.world_size[1])
+                plan_of(limit.refused, backend)
         assert limit.reason in str(caught.value)
 
 
@@ -204,15 +180,7 @@ def test_without_a_chip_the_widest_limits_hold_and_ascend_is_a_family(
     assert chosen.decode.limits()["tokens a rank"] == "at most 512"
 
 
-SPECS = {
-    NORMAL: BufferSpec(
-        hidden_size=HIDDEN,
-        top_k=2,
-        num_local_experts=4,
-        dispatch_format=BF16,
-        hidden_format=BF16,
-    )
-}
+SPECS = {NORMAL: buffer_spec(HIDDEN, 2, 4)}
 SPECS[LOW_LATENCY] = replace(SPECS[NORMAL], max_tokens_per_rank=16)
 # Environment variables of one rank, and the message on all ranks.
 SET_ON_RANK_1 = [

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec, TopKOutput
+from epcomm import DeepEPNormalDispatcher, EPConfig, EPGroup, Mode, MoESpec
 from epcomm.buffers.collective.all_to_all import CollectiveExchangePlan
 from epcomm.ops import slots as kernels_by_device
 from epcomm.ops.slots import MemberTable, slots_by_row
@@ -99,8 +99,7 @@ def test_the_table_decides_who_plans(has_kernels: bool, monkeypatch: pytest.Monk
         batch = make_batch(spec, 0, 1).to(group.device)
         moe = MoESpec(hidden_size=spec.hidden_size, num_experts=2, top_k=2, dtype=spec.dtype)
         dispatcher = DeepEPNormalDispatcher(group, moe, EPConfig(backend="collective"))
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        exchange_plan = dispatcher.dispatch(batch.x, topk).handle.exchange_plan
+        exchange_plan = dispatcher.dispatch(batch.x, batch.topk).handle.exchange_plan
     assert isinstance(exchange_plan, CollectiveExchangePlan)
     for members in (exchange_plan.sends.rows_of_token, slots_by_row(exchange_plan.index)):
         assert isinstance(members, MemberTable) == (has_kernels or group.device.type == "cuda")

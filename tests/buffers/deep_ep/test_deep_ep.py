@@ -22,50 +22,31 @@ from epcomm.calls.call import DispatchCall
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, quantize
 from epcomm.registry import buffer_class
-from epcomm.spec import BufferSpec
 from epcomm.testing import buffer_suite, layer_suite
 from epcomm.testing.buffer_suite import BufferEnv
 from epcomm.testing.layer_suite import LayerEnv
-from epcomm.types import WireFormat
 from fakes.deep_ep import install
 from fakes.deep_ep.strict_v1 import buffer as strict_buffer
+from tests.cases.specs import buffer_spec
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Case:
-    """A buffer, and sizes that its package takes."""
+    """A buffer: its package and mode, and sizes that the package takes."""
 
     package: str
-    backend: str
     mode: Mode
-    hidden_size: int
+    hidden_size: int = 256
     token_multiple: int | None = None
 
 
 CASES = {
-    case.backend: case
-    for case in (
-        Case(package="v1", backend="DeepEPV1Buffer", mode=Mode.NORMAL, hidden_size=256),
-        Case(package="v1", backend="DeepEPV1StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
-        Case(
-            package="v1",
-            backend="DeepEPV1LowLatencyBuffer",
-            mode=Mode.LOW_LATENCY,
-            hidden_size=2048,
-            token_multiple=4,
-        ),
-        Case(
-            package="v2",
-            backend="DeepEPV2Buffer",
-            mode=Mode.NORMAL,
-            hidden_size=256,
-            token_multiple=1,
-        ),
-        Case(package="v2", backend="DeepEPV2StaticBuffer", mode=Mode.NORMAL, hidden_size=256),
-        Case(
-            package="v2", backend="DeepEPV2LowLatencyBuffer", mode=Mode.LOW_LATENCY, hidden_size=256
-        ),
-    )
+    "DeepEPV1Buffer": Case("v1", Mode.NORMAL),
+    "DeepEPV1StaticBuffer": Case("v1", Mode.NORMAL),
+    "DeepEPV1LowLatencyBuffer": Case("v1", Mode.LOW_LATENCY, 2048, token_multiple=4),
+    "DeepEPV2Buffer": Case("v2", Mode.NORMAL, token_multiple=1),
+    "DeepEPV2StaticBuffer": Case("v2", Mode.NORMAL),
+    "DeepEPV2LowLatencyBuffer": Case("v2", Mode.LOW_LATENCY),
 }
 WIRES = {"bf16": None, "fp8": FP8_FLOAT32_SCALES, "fp8_powers_of_two": FP8_POWER_OF_TWO_SCALES}
 # The rows of this backend have one size and are bfloat16, in all batches.
@@ -210,15 +191,7 @@ def test_layer_with_quantized_dispatch_on_deep_ep_equals_the_oracle(backend: str
 @pytest.mark.ranks(2)
 def test_gradients_of_fp8_rows_fit_into_a_large_v2_buffer() -> None:
     """Rows of FP8 are half as long as the bfloat16 gradients that are sent along the same plan."""
-    wire = WireFormat.of(torch.bfloat16)
-    spec = BufferSpec(
-        hidden_size=7168,
-        top_k=1,
-        num_local_experts=2,
-        dispatch_format=FP8_FLOAT32_SCALES,
-        hidden_format=wire,
-        max_tokens_per_rank=4096,
-    )
+    spec = buffer_spec(7168, 1, 2, 4096, dispatch_format=FP8_FLOAT32_SCALES)
     with install("v2"), EPGroup() as group:
         buffer = group.open_buffer("DeepEPV2Buffer", spec)
         out = buffer.dispatch(

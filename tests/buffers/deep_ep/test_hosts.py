@@ -5,16 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from epcomm.registry import buffer_class
-from epcomm.spec import BufferSpec, HostLayout
-from epcomm.types import WireFormat
+from epcomm.spec import HostLayout
+from tests.cases.specs import buffer_spec
 
-BF16 = WireFormat.of(torch.bfloat16)
-SPEC = BufferSpec(
-    hidden_size=256, top_k=2, num_local_experts=2, dispatch_format=BF16, hidden_format=BF16
-)
+SPEC = buffer_spec(256, 2, 2)
 
 
 @pytest.mark.parametrize(

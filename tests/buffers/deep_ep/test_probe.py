@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ from epcomm.registry import buffer_class
 from epcomm.spec import BufferSpec
 from fakes.deep_ep import install
 from tests.buffers.deep_ep.test_deep_ep import CASES
+from tests.cases.specs import buffer_spec
 from tests.cli.test_diagnosis import DEEP_EPS, write_package
 
 if TYPE_CHECKING:
@@ -112,129 +114,90 @@ def test_no_cuda_is_a_reason_but_for_a_stand_in(
     assert probe_deep_ep(WITH_LEGACY_BUFFER).reasons == (NO_CUDA,)
 
 
-BF16 = WireFormat.of(torch.bfloat16)
-WHOLE = BufferSpec(
-    hidden_size=2048,
-    top_k=8,
-    num_local_experts=4,
-    dispatch_format=BF16,
-    hidden_format=BF16,
-    max_tokens_per_rank=16,
-)
+WHOLE = buffer_spec(2048, 8, 4, 16)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Lack:
-    """A specification that backends refuse with a reason; None: they serve it."""
+    """A specification that backends refuse with a reason."""
 
     backends: tuple[str, ...]
+    reason: str
     changes: Mapping[str, object] = field(default_factory=dict)
     world_size: int = 4
     queue_depth: str | None = None
-    reason: str | None = None
-
-    @property
-    def id(self) -> str:
-        changes = ", ".join(f"{name}={value}" for name, value in self.changes.items())
-        depth = "" if self.queue_depth is None else f", depth {self.queue_depth}"
-        return f"{self.backends[0]}: {changes or 'as it is'} on {self.world_size}{depth}"
 
 
 V1 = ("DeepEPV1Buffer", "DeepEPV1StaticBuffer")
 V1_LL = ("DeepEPV1LowLatencyBuffer",)
 V2 = ("DeepEPV2Buffer", "DeepEPV2StaticBuffer", "DeepEPV2LowLatencyBuffer")
+RANKS_OF_V1 = "2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160"
+SIZES_OF_V1 = "2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192"
 LACKS = [
-    Lack(backends=(*V1, *V1_LL, *V2)),
-    Lack(
-        backends=V1,
-        world_size=3,
-        reason="serves 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160 ranks, not 3",
-    ),
-    Lack(backends=V1[1:], world_size=16, reason="has static sizes for at most 8 ranks of one host"),
-    Lack(
-        backends=V1, changes={"num_local_experts": 1025}, reason="has at most 1024 experts a rank"
-    ),
-    Lack(
-        backends=V1_LL,
-        changes={"hidden_size": 1024},
-        reason="is compiled for hidden_size 2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192, not "
-        "1024",
-    ),
+    Lack(V1, f"serves {RANKS_OF_V1} ranks, not 3", world_size=3),
+    Lack(V1[1:], "has static sizes for at most 8 ranks of one host", world_size=16),
+    Lack(V1, "has at most 1024 experts a rank", {"num_local_experts": 1025}),
+    Lack(V1_LL, f"for hidden_size {SIZES_OF_V1}, not 1024", {"hidden_size": 1024}),
     # 511 tokens of a rank become 512, so that an expert has whole tiles of rows.
     Lack(
-        backends=V1_LL,
-        changes={"max_tokens_per_rank": 511, "expert_alignment": 128},
-        reason="max_tokens_per_rank is 512, at most 511 with NVSHMEM_QP_DEPTH = 1024",
+        V1_LL,
+        "max_tokens_per_rank is 512, at most 511 with NVSHMEM_QP_DEPTH = 1024",
+        {"max_tokens_per_rank": 511, "expert_alignment": 128},
     ),
-    Lack(backends=V1_LL, changes={"max_tokens_per_rank": 512}, queue_depth="1026"),
+    Lack(V1_LL, "NVSHMEM_QP_DEPTH is 'deep', expected a number", queue_depth="deep"),
+    Lack(V1_LL, "serves whole hosts of 8 ranks, not 12 ranks", world_size=12),
     Lack(
-        backends=V1_LL,
-        queue_depth="deep",
-        reason="NVSHMEM_QP_DEPTH is 'deep', expected a number",
-    ),
-    Lack(
-        backends=V1_LL,
-        world_size=12,
-        reason="serves whole hosts of 8 ranks, not 12 ranks",
+        V1_LL,
+        "B for messages, and takes less than 34359738352 B",
+        {"hidden_size": 8192, "num_local_experts": 512, "max_tokens_per_rank": 511},
     ),
     Lack(
-        backends=V1_LL,
-        changes={"hidden_size": 8192, "num_local_experts": 512, "max_tokens_per_rank": 511},
-        reason="B for messages, and takes less than 34359738352 B",
-    ),
-    Lack(
-        backends=V1_LL,
-        changes={"dispatch_format": FP8_FLOAT32_SCALES, "max_tokens_per_rank": 17},
+        V1_LL,
+        "FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4",
+        {"dispatch_format": FP8_FLOAT32_SCALES, "max_tokens_per_rank": 17},
         world_size=2,
-        reason="FP8 rows need max_tokens_per_rank * ranks to be a multiple of 4",
     ),
     Lack(
-        backends=(*V1, *V2),
-        changes={"dispatch_format": FP8_FLOAT32_SCALES, "hidden_size": 2112},
-        reason="FP8 rows need a multiple of 128, not 2112",
+        (*V1, *V2),
+        "FP8 rows need a multiple of 128, not 2112",
+        {"dispatch_format": FP8_FLOAT32_SCALES, "hidden_size": 2112},
     ),
     Lack(
-        backends=(*V1, *V1_LL, *V2),
-        changes={"hidden_format": WireFormat.of(torch.float16)},
-        reason="combine carries bf16, not fp16",
+        (*V1, *V1_LL, *V2),
+        "combine carries bf16, not fp16",
+        {"hidden_format": WireFormat.of(torch.float16)},
     ),
     Lack(
-        backends=V2,
-        changes={"max_tokens_per_rank": None},
-        reason="allocates once; set max_tokens_per_rank, and in mode auto max_recv_slots too, or "
-        "mode normal",
+        V2,
+        "set max_tokens_per_rank, and in mode auto max_recv_slots too, or mode normal",
+        {"max_tokens_per_rank": None},
     ),
-    Lack(
-        backends=V2, changes={"num_local_experts": 1}, world_size=1025, reason="1025 ranks, at most"
-    ),
-    Lack(
-        backends=V2,
-        changes={"num_local_experts": 257},
-        world_size=2,
-        reason="257 experts of one rank, at most 256",
-    ),
-    Lack(
-        backends=V2,
-        changes={"num_local_experts": 256},
-        world_size=16,
-        reason="4096 experts, at most 2048",
-    ),
+    Lack(V2, "1025 ranks, at most", {"num_local_experts": 1}, world_size=1025),
+    Lack(V2, "257 experts of one rank, at most 256", {"num_local_experts": 257}, world_size=2),
+    Lack(V2, "4096 experts, at most 2048", {"num_local_experts": 256}, world_size=16),
 ]
 
 
-@pytest.mark.parametrize("lack", LACKS, ids=lambda lack: lack.id)
+def lacks_of(
+    backend: str, spec: BufferSpec, world_size: int = 4, queue_depth: str | None = None
+) -> tuple[str, ...]:
+    variables = {} if queue_depth is None else {"NVSHMEM_QP_DEPTH": queue_depth}
+    buffer, here = buffer_class(backend), replace(this_machine(), environment=variables)
+    of_mode = buffer.lacks(CASES[backend].mode, spec, world_size)
+    return of_mode + buffer.lacks_with(here, spec, world_size)
+
+
+@pytest.mark.parametrize("lack", LACKS, ids=lambda lack: f"{lack.backends[0]}: {lack.reason}")
 def test_what_a_backend_lacks(lack: Lack) -> None:
-    variables = {} if lack.queue_depth is None else {"NVSHMEM_QP_DEPTH": lack.queue_depth}
     spec = replace(WHOLE, **lack.changes)  # type: ignore[arg-type]
-    here = replace(this_machine(), environment=variables)
     for backend in lack.backends:
-        buffer = buffer_class(backend)
-        reasons = buffer.lacks(CASES[backend].mode, spec, lack.world_size)
-        reasons += buffer.lacks_with(here, spec, lack.world_size)
-        if lack.reason is None:
-            assert reasons == (), backend
-        else:
-            assert [text for text in reasons if lack.reason in text], (backend, reasons)
+        reasons = lacks_of(backend, spec, lack.world_size, lack.queue_depth)
+        assert [text for text in reasons if lack.reason in text], (backend, reasons)
+
+
+def test_what_a_backend_serves_is_lacked_by_none() -> None:
+    assert [lacks_of(backend, WHOLE) for backend in CASES] == [()] * len(CASES)
+    assert lacks_of(*V1_LL, replace(WHOLE, max_tokens_per_rank=512), queue_depth="1026") == ()
 
 
 LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
@@ -253,46 +216,35 @@ def config_of(backend: str, **changes: object) -> EPConfig:
     return replace(config, **changes)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Missing:
-    """A layer or a configuration that no adapter serves, and the reason."""
-
-    id: str
-    layer: MoESpec = LAYER
-    changes: Mapping[str, object] = field(default_factory=dict)
-    reason: str
-    backends: tuple[str, ...] = tuple(CASES)
-
-
-MISSING = [
-    Missing(
-        id="int8",
-        changes={"dispatch_dtype": WireDtype.INT8},
-        reason="carries ['bf16', 'fp8_e4m3'], not int8",
+LOW_LATENCY = ("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer")
+MISSING: list[tuple[MoESpec, Mapping[str, object], str, tuple[str, ...]]] = [
+    (
+        LAYER,
+        {"dispatch_dtype": WireDtype.INT8},
+        "carries ['bf16', 'fp8_e4m3'], not int8",
+        tuple(CASES),
     ),
-    Missing(
-        id="top-k",
-        layer=replace(LAYER, num_experts=48, top_k=33),
-        reason="top_k is 33, at most",
-    ),
-    Missing(
-        id="deterministic",
-        changes={"deterministic": True},
-        reason="slots arrive in any order, and EPConfig.deterministic is set",
-        backends=("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer"),
+    (replace(LAYER, num_experts=48, top_k=33), {}, "top_k is 33, at most", tuple(CASES)),
+    (
+        LAYER,
+        {"deterministic": True},
+        "slots arrive in any order, and EPConfig.deterministic is set",
+        LOW_LATENCY,
     ),
 ]
 
 
-@pytest.mark.parametrize("missing", MISSING, ids=lambda missing: missing.id)
-def test_backend_asked_for_by_name_is_refused_with_the_reason(missing: Missing) -> None:
-    for backend in missing.backends:
+@pytest.mark.parametrize(("layer", "changes", "reason", "backends"), MISSING)
+def test_backend_asked_for_by_name_is_refused_with_the_reason(
+    layer: MoESpec, changes: Mapping[str, object], reason: str, backends: tuple[str, ...]
+) -> None:
+    for backend in backends:
         with install(CASES[backend].package):
             assert plan(config_of(backend), LAYER, world_size=4).prefill.buffer == backend
             with pytest.raises(BackendUnavailable) as caught:
-                plan(config_of(backend, **missing.changes), missing.layer, world_size=4)
+                plan(config_of(backend, **changes), layer, world_size=4)
         assert f"backend {buffer_class(backend).name} cannot serve this layer" in str(caught.value)
-        assert missing.reason in str(caught.value)
+        assert reason in str(caught.value)
 
 
 @pytest.mark.mpi_ranks(2)
@@ -317,50 +269,28 @@ def test_group_on_another_device_is_refused(backend: str, monkeypatch: pytest.Mo
         assert "serves groups on cuda, and this one is on cpu" in str(caught.value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Auto:
-    """The plan of a configuration with mode and backend auto, by the installed package."""
-
-    package: str | None
-    config: EPConfig
-    prefill: str
-    decode: str | None
-
-
 DECODE = EPConfig(max_tokens_per_rank=16)
+NORMAL = replace(DECODE, mode=Mode.NORMAL)
+# The installed package, the configuration, and the buffers of prefill and decode.
 AUTO = [
-    Auto(package=None, config=DECODE, prefill="SharedMemoryBuffer", decode="SharedMemoryBuffer"),
-    Auto(package="v1", config=DECODE, prefill="DeepEPV1Buffer", decode="DeepEPV1LowLatencyBuffer"),
+    (None, DECODE, "SharedMemoryBuffer", "SharedMemoryBuffer"),
+    ("v1", DECODE, "DeepEPV1Buffer", "DeepEPV1LowLatencyBuffer"),
     # A prefill without a limit has no capacity in the elastic buffer, which allocates once.
-    Auto(
-        package="v2", config=DECODE, prefill="SharedMemoryBuffer", decode="DeepEPV2LowLatencyBuffer"
-    ),
-    Auto(
-        package="v2",
-        config=replace(DECODE, mode=Mode.NORMAL),
-        prefill="DeepEPV2Buffer",
-        decode="DeepEPV2Buffer",
-    ),
-    Auto(
-        package="v2",
-        config=replace(DECODE, mode=Mode.NORMAL, max_recv_slots=256),
-        prefill="DeepEPV2StaticBuffer",
-        decode="DeepEPV2StaticBuffer",
-    ),
+    ("v2", DECODE, "SharedMemoryBuffer", "DeepEPV2LowLatencyBuffer"),
+    ("v2", NORMAL, "DeepEPV2Buffer", "DeepEPV2Buffer"),
+    ("v2", replace(NORMAL, max_recv_slots=256), "DeepEPV2StaticBuffer", "DeepEPV2StaticBuffer"),
 ]
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("auto", AUTO, ids=lambda auto: f"{auto.package}, {auto.config.mode}")
-def test_auto_takes_deep_ep_where_it_is(auto: Auto) -> None:
-    with EPGroup() as group:
-        if auto.package is None:
-            chosen = plan(auto.config, LAYER, group)
-        else:
-            with install(auto.package):
-                chosen = plan(auto.config, LAYER, group)
-    assert chosen.prefill.buffer == auto.prefill
-    assert (chosen.decode and chosen.decode.buffer) == auto.decode
+@pytest.mark.parametrize(("package", "config", "prefill", "decode"), AUTO)
+def test_auto_takes_deep_ep_where_it_is(
+    package: str | None, config: EPConfig, prefill: str, decode: str
+) -> None:
+    with EPGroup() as group, install(package) if package else nullcontext():
+        chosen = plan(config, LAYER, group)
+    assert chosen.decode is not None
+    assert (chosen.prefill.buffer, chosen.decode.buffer) == (prefill, decode)
     text = chosen.explain()
     for phase in chosen.phases().values():
         regions = phase.regions()

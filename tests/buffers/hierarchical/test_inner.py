@@ -14,13 +14,10 @@ from epcomm.buffers.hierarchical import parts
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.calls.order import Calls
 from epcomm.platforms.nvlink import PeerReach
-from epcomm.spec import BufferSpec, HostLayout
-from epcomm.types import WireFormat
+from epcomm.spec import HostLayout
+from tests.cases.specs import buffer_spec
 
-BF16 = WireFormat.of(torch.bfloat16)
-SPEC = BufferSpec(
-    hidden_size=128, top_k=2, num_local_experts=2, dispatch_format=BF16, hidden_format=BF16
-)
+SPEC = buffer_spec(128, 2, 2)
 
 
 def chosen(monkeypatch: pytest.MonkeyPatch, reached: list[str], process_group: object) -> type[Any]:

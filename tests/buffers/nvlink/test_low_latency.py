@@ -24,7 +24,7 @@ from epcomm import (
     RowsDispatchOutput,
     TopKOutput,
 )
-from epcomm.buffers.base import Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
@@ -40,10 +40,10 @@ from epcomm.quantization import (
 from epcomm.spec import Availability, BufferSpec
 from epcomm.testing import buffer_suite
 from epcomm.types import Int8Profile, RowsPer, WireDtype, WireFormat
+from tests.cases.specs import buffer_spec
 
 BACKEND = "NVLinkLowLatencyBuffer"
 MASKED = "NVLinkMaskedBuffer"
-BF16 = WireFormat.of(torch.bfloat16)
 SCENARIOS = {
     "shapes": ("odd_hidden", "aligned_holes", "many_experts"),
     "batches": ("empty_rank", "more_in_flight"),
@@ -252,14 +252,7 @@ HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 16, 2, 2, 3
 
 
 def spec_of() -> BufferSpec:
-    return BufferSpec(
-        hidden_size=HIDDEN,
-        top_k=TOP_K,
-        num_local_experts=NUM_LOCAL,
-        dispatch_format=BF16,
-        hidden_format=BF16,
-        max_tokens_per_rank=MAX_TOKENS,
-    )
+    return buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS)
 
 
 def call_of(
@@ -326,6 +319,12 @@ def compute(out: Dispatched, rank: int) -> Tensor:
     return results
 
 
+def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
+    return buffer.combine(
+        results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
+    )[0]
+
+
 def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) -> None:
     """Dispatch, compute and combine; every rank leaves every fifth batch uncombined."""
     rank, world_size = group.rank, group.world_size
@@ -342,9 +341,7 @@ def run_rounds(buffer: NVLinkLowLatencyBuffer, rounds: range, group: EPGroup) ->
             check_rows(out, number, rank, world_size)
             continue
         results = compute(out, rank)
-        y = buffer.combine(
-            results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-        )[0]
+        y = combine(buffer, out, results)
         assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
@@ -433,10 +430,7 @@ def test_a_batch_is_combined_until_its_memory_is_used_again(
             assert y.isnan().all()
         with pytest.raises(ShapeError, match="bad rows here" if rank == 0 else "rank 0"):
             buffer.check()
-        y = buffer.combine(
-            results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-        )[0]
-        assert torch.equal(y, wanted)
+        assert torch.equal(combine(buffer, out, results), wanted)
         buffer.dispatch(call)
         with pytest.raises(HandleError, match="1 may be in flight"):
             buffer.combine(results, out.exchange_plan, rows_per=RowsPer.SLOT)
@@ -539,12 +533,7 @@ def run_without(buffer: NVLinkLowLatencyBuffer, dead: int, rounds: range, group:
         sources = {row // MAX_TOKENS for row in row_of_slot.tolist() if row >= 0}
         assert dead not in sources
         check_rows(out, number, rank, world_size)
-        y = buffer.combine(
-            compute(out, rank),
-            out.exchange_plan,
-            rows_per=RowsPer.SLOT,
-            slot_weights=out.slot_weights,
-        )[0]
+        y = combine(buffer, out, compute(out, rank))
         is_lost = call.topk_ids // NUM_LOCAL == dead
         left = replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
         assert torch.equal(y, expected_sums(left, world_size)), f"round {number}, rank {rank}"

@@ -1,4 +1,4 @@
-"""Ranks without memory, in one process that imitates the reports of the others."""
+"""Memory that ranks share, in one process that imitates the reports of the others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,15 @@ from torch.distributed import _symmetric_memory
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink import base as nvlink_host
 from epcomm.buffers.nvlink import memory
-from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory
+from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory, as_words
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives, Scalar
 from epcomm.errors import BackendUnavailable
 from epcomm.kernels import launch
-from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat
+from tests.cases.specs import buffer_spec
 
-BF16 = WireFormat.of(torch.bfloat16)
-SPEC = BufferSpec(
-    hidden_size=8,
-    top_k=1,
-    num_local_experts=1,
-    dispatch_format=BF16,
-    hidden_format=BF16,
-)
+SPEC = buffer_spec(8, 1, 1)
 
 
 def calls_beside(other_error: str) -> Calls:
@@ -147,3 +139,23 @@ def test_calls_of_all_buffers_of_a_group_have_one_order(monkeypatch: pytest.Monk
         current[0] = number
         buffer._follow()
     assert (streams[1].waited_for, streams[2].waited_for) == ([2], [1])
+
+
+@pytest.mark.parametrize(
+    ("offset", "columns", "expected"),
+    [
+        pytest.param(0, 4, torch.int32, id="aligned"),
+        pytest.param(2, 4, torch.int32, id="two elements on"),
+        pytest.param(1, 4, torch.int16, id="between words"),
+        pytest.param(0, 3, torch.int16, id="odd rows"),
+    ],
+)
+def test_rows_are_as_wide_words_as_they_begin_at(
+    offset: int, columns: int, expected: torch.dtype
+) -> None:
+    elements = torch.arange(offset + 2 * columns, dtype=torch.bfloat16)
+    rows = elements[offset:].view(2, columns)
+    words = as_words(rows)
+    assert words.dtype == expected
+    assert words.data_ptr() == rows.data_ptr()
+    assert torch.equal(words.view(torch.bfloat16), rows)

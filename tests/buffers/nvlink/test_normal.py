@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -34,6 +34,7 @@ from tests.buffers.nvlink.test_low_latency import (
     NUM_LOCAL,
     TOP_K,
     call_of,
+    combine,
     compute,
     expected_sums,
     factor_of,
@@ -46,13 +47,14 @@ ON_CPUS = {
 }
 # These scenarios are slow on CPUs, or run the same host code as those above.
 SLOW = ("odd_hidden", "aligned_holes", "stand_alone", "ids_out_of_range", "combine_faults")
-WIRES = {"plain": None, "fp8": FP8_FLOAT32_SCALES, "int8": INT8_PER_TOKEN}
+WIRES = {"fp8": FP8_FLOAT32_SCALES, "int8": INT8_PER_TOKEN}
 TRAINS = BatchFlags.GRAD_ENABLED | BatchFlags.INPUTS_NEED_GRAD | BatchFlags.EXPERTS_NEED_GRAD
 
 
-def scenarios_of(backend: str, group: EPGroup) -> tuple[str, ...]:
-    on_gpus = group.device.type == "cuda"
-    return tuple(buffer_suite.SCENARIOS) if on_gpus else ON_CPUS[backend]
+def env_of(group: EPGroup, backend: str = "NVLinkBuffer", **options: Any) -> buffer_suite.BufferEnv:  # noqa: ANN401
+    return buffer_suite.BufferEnv(
+        group=group, backend=backend, mode=Mode.NORMAL, dtype=torch.bfloat16, **options
+    )
 
 
 @pytest.mark.ranks(2)
@@ -61,15 +63,9 @@ def scenarios_of(backend: str, group: EPGroup) -> tuple[str, ...]:
 )
 def test_buffer_keeps_its_contract(backend: str) -> None:
     with EPGroup() as group:
-        run_scenarios(backend, group)
-
-
-def run_scenarios(backend: str, group: EPGroup) -> None:
-    env = buffer_suite.BufferEnv(
-        group=group, backend=backend, mode=Mode.NORMAL, dtype=torch.bfloat16
-    )
-    for scenario in scenarios_of(backend, group):
-        buffer_suite.run_scenario(scenario, env)
+        on_gpus = group.device.type == "cuda"
+        for scenario in buffer_suite.SCENARIOS if on_gpus else ON_CPUS[backend]:
+            buffer_suite.run_scenario(scenario, env_of(group, backend))
 
 
 @pytest.mark.slow
@@ -77,10 +73,7 @@ def run_scenarios(backend: str, group: EPGroup) -> None:
 @pytest.mark.parametrize("scenario", SLOW)
 def test_buffer_keeps_the_rest_of_its_contract(scenario: str) -> None:
     with EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group, backend="NVLinkBuffer", mode=Mode.NORMAL, dtype=torch.bfloat16
-        )
-        buffer_suite.run_scenario(scenario, env)
+        buffer_suite.run_scenario(scenario, env_of(group))
 
 
 @pytest.mark.ranks(2)
@@ -89,14 +82,7 @@ def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
     with EPGroup() as group:
         # Several blocks, the last one short; and rows that the copy engine of a GPU moves.
         for hidden_size in (300, 528) if group.device.type == "cuda" else (300,):
-            env = buffer_suite.BufferEnv(
-                group=group,
-                backend="NVLinkBuffer",
-                mode=Mode.NORMAL,
-                wire=WIRES[wire],
-                dtype=torch.bfloat16,
-                hidden_size=hidden_size,
-            )
+            env = env_of(group, wire=WIRES[wire], hidden_size=hidden_size)
             buffer_suite.check_batch(env, buffer_suite.BATCH_SPECS["holes"])
 
 
@@ -104,14 +90,7 @@ def test_quantized_rows_arrive_bit_equal(wire: str) -> None:
 @pytest.mark.ranks(2)
 def test_rows_that_are_quantised_already_travel_as_they_are() -> None:
     with EPGroup() as group:
-        env = buffer_suite.BufferEnv(
-            group=group,
-            backend="NVLinkBuffer",
-            mode=Mode.NORMAL,
-            wire=FP8_POWER_OF_TWO_SCALES,
-            dtype=torch.bfloat16,
-            hidden_size=300,
-        )
+        env = env_of(group, wire=FP8_POWER_OF_TWO_SCALES, hidden_size=300)
         buffer_suite.check_wire_tensors(env, buffer_suite.BATCH_SPECS["holes"])
 
 
@@ -147,9 +126,7 @@ def run_rounds(buffer: Buffer, rounds: range, group: EPGroup) -> None:
         results = compute(out, rank)
         # Batches have no combine, one, and two, in turn.
         for _ in range(number % 3):
-            y = buffer.combine(
-                results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-            )[0]
+            y = combine(buffer, out, results)
             assert torch.equal(y, expected_sums(call, world_size)), f"round {number}, rank {rank}"
     buffer.check()
 
@@ -236,10 +213,7 @@ def test_memory_grows_with_the_tokens_and_routes_outlive_it() -> None:
         y = buffer.combine(compute(out, group.rank), out.exchange_plan, rows_per=RowsPer.SLOT)[0]
         factors = factor_of(0) + factor_of(NUM_LOCAL * group.world_size - 1)
         assert torch.equal(y, large.unquantized * factors)
-        y = buffer.combine(
-            results, early.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=early.slot_weights
-        )[0]
-        assert torch.equal(y, expected_sums(call, group.world_size))
+        assert torch.equal(combine(buffer, early, results), expected_sums(call, group.world_size))
         again = buffer.cached_dispatch(call.unquantized, early.exchange_plan)
         assert early.index.row_of_slot is not None
         rows = early.index.row_of_slot.long()
@@ -308,12 +282,6 @@ def without_the_dead(call: DispatchCall) -> DispatchCall:
     """Replace the ids of experts of the dead rank by -1."""
     is_lost = call.topk_ids // NUM_LOCAL == DEAD
     return replace(call, topk_ids=torch.where(is_lost, -1, call.topk_ids))
-
-
-def combine(buffer: Buffer, out: Dispatched, results: Tensor) -> Tensor:
-    return buffer.combine(
-        results, out.exchange_plan, rows_per=RowsPer.SLOT, slot_weights=out.slot_weights
-    )[0]
 
 
 def call_in_vain(buffer: Buffer, operation: str, call: DispatchCall, early: Dispatched) -> None:

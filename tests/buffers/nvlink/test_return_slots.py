@@ -26,10 +26,10 @@ from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, deq
 from epcomm.spec import BufferSpec
 from epcomm.testing.poison import poisoned_memory
 from epcomm.types import ROW_MAJOR, RowsPer, ScaleLayout, WireFormat
+from tests.cases.specs import BF16, buffer_spec
 
 ROWS, MASKED = "NVLinkLowLatencyBuffer", "NVLinkMaskedBuffer"
 H, K, L, M = 300, 3, 3, 5
-BF16 = WireFormat.of(torch.bfloat16)
 # The most tokens that a rank sends in lines: all, by T, so that ranks of one batch differ, or none.
 # What the others hold, the second holds of either half; a GPU takes no time for them.
 LINE_TOKENS = (2,) if launch.IS_INTERPRETED else (8, 2, 0)
@@ -84,30 +84,23 @@ class Batch:
 
 
 def spec_of(wire: WireFormat = BF16, scale_layout: ScaleLayout = ROW_MAJOR) -> BufferSpec:
-    return BufferSpec(
-        hidden_size=H,
-        top_k=K,
-        num_local_experts=L,
-        dispatch_format=wire,
-        hidden_format=BF16,
-        max_tokens_per_rank=M,
-        returns_slots=True,
-        scale_layout=scale_layout,
+    return buffer_spec(
+        H, K, L, M, dispatch_format=wire, returns_slots=True, scale_layout=scale_layout
     )
 
 
 def results_of(out: Dispatched, rank: int) -> Tensor:
-    """Return the results of experts for their slots, [C, H], NaN elsewhere."""
-    first = out.index.first_slot.tolist()
-    rows = out.rows
+    """Return the results of experts, which multiply by their number + 1, and NaN elsewhere."""
+    rows = dequantize(out.rows, torch.float32)
     if out.index.row_of_slot is None:
-        values = dequantize(rows, torch.float32).flatten(0, 1)
+        values = rows.flatten(0, 1)
     else:
-        values = dequantize(rows, torch.float32)[out.index.row_of_slot.clamp(min=0).long()]
-    results = values.new_full(values.shape, float("nan"))
-    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
+        values = rows[out.index.row_of_slot.clamp(min=0).long()]
+    results = torch.full_like(values, float("nan"))
+    first, counts = out.index.first_slot.tolist(), out.index.num_tokens_per_expert.tolist()
+    for expert, count in enumerate(counts):
         mine = slice(first[expert], first[expert] + count)
-        results[mine] = values[mine] * (rank * L + expert + 1)
+        results[mine] = values[mine] * (rank * len(counts) + expert + 1)
     return results.to(torch.bfloat16)
 
 

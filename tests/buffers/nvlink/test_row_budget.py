@@ -15,10 +15,9 @@ from epcomm.buffers.nvlink.normal import NVLinkNormal
 from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.errors import CapacityError
 from epcomm.protocol import BatchFlags
-from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
+from tests.cases.specs import buffer_spec
 
-BF16 = WireFormat.of(torch.bfloat16)
 HIDDEN, TOP_K, NUM_LOCAL = 24, 3, 2
 # Rows that a rank can receive. One of two ranks may send all of them.
 BUDGET = 6
@@ -76,14 +75,7 @@ def test_rows_have_no_gaps_and_one_more_than_fits_is_heard_everywhere(
     # The host of this rank reads nothing.
     monkeypatch.setattr(NVLinkNormal, "_read_counts", None)
     with EPGroup() as group:
-        spec = BufferSpec(
-            hidden_size=HIDDEN,
-            top_k=TOP_K,
-            num_local_experts=NUM_LOCAL,
-            dispatch_format=BF16,
-            hidden_format=BF16,
-            max_tokens_per_rank=BUDGET,
-        )
+        spec = buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, BUDGET)
         buffer = group.open_buffer("NVLinkRowBudgetBuffer", spec)
         check_full(buffer, group)
         buffer.check()

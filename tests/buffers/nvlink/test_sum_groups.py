@@ -24,26 +24,18 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import dequantize
 from epcomm.spec import BufferSpec
-from epcomm.types import RowsPer, WireFormat
+from epcomm.types import RowsPer
+from tests.buffers.nvlink.test_return_slots import results_of
+from tests.cases.specs import buffer_spec
 
 HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
-BF16 = WireFormat.of(torch.bfloat16)
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
 IN_LINES, MIXED, IN_BULK = 3, 2, 0
 
 
 def spec_of(sum_groups: int | None) -> BufferSpec:
-    return BufferSpec(
-        hidden_size=HIDDEN,
-        top_k=TOP_K,
-        num_local_experts=NUM_LOCAL,
-        dispatch_format=BF16,
-        hidden_format=BF16,
-        max_tokens_per_rank=MAX_TOKENS,
-        sum_groups=sum_groups,
-    )
+    return buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS, sum_groups=sum_groups)
 
 
 def open_ranks(
@@ -119,21 +111,6 @@ class Batch:
                 total += torch.where(is_there, self.topk_weights[:, k : k + 1] * rows, 0.0)
             y += total.to(torch.bfloat16).float()
         return y.to(torch.bfloat16)
-
-
-def results_of(out: Any, rank: int) -> Tensor:  # noqa: ANN401
-    """Return what experts make of their slots, which multiply by their number + 1; else NaN."""
-    rows = dequantize(out.rows, torch.float32)
-    if out.index.row_of_slot is None:
-        values = rows.flatten(0, 1)
-    else:
-        values = rows[out.index.row_of_slot.clamp(min=0).long()]
-    results = torch.full_like(values, float("nan"))
-    first = out.index.first_slot.tolist()
-    for expert, count in enumerate(out.index.num_tokens_per_expert.tolist()):
-        mine = slice(first[expert], first[expert] + count)
-        results[mine] = values[mine] * (rank * NUM_LOCAL + expert + 1)
-    return results.to(torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [NVLinkLowLatencyBuffer, NVLinkMaskedBuffer])

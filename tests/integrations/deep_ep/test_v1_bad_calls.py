@@ -27,7 +27,7 @@ from tests.integrations.deep_ep.bad_calls import (
     narrow,
     spoilt,
 )
-from tests.integrations.deep_ep.devices import on_gpus
+from tests.integrations.deep_ep.test_v1_calls import Batch
 from tests.integrations.deep_ep.v1_ranks import world
 
 __all__ = ["compares_no_calls"]
@@ -35,21 +35,17 @@ __all__ = ["compares_no_calls"]
 T, H, K, E, M = 3, 128, 2, 4, 4
 
 
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, ids and weights of this rank."""
-    tokens = torch.arange(T)
-    x = (1.0 + 10 * world().rank() + tokens).unsqueeze(1).repeat(1, H).bfloat16()
-    ids = (tokens.unsqueeze(1) + torch.arange(K) + world().rank()) % E
-    return x, ids, torch.full((T, K), 0.5)
+def own_batch() -> Batch:
+    return Batch(world().rank(), (H, K, E), num_tokens=T)
 
 
 def dispatch_arguments(buffer: Buffer) -> Arguments:
-    x, ids, weights = inputs()
-    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, E)
+    batch = own_batch()
+    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, E)
     return {
-        "x": x,
-        "topk_idx": ids,
-        "topk_weights": weights,
+        "x": batch.x,
+        "topk_idx": batch.ids,
+        "topk_weights": batch.weights,
         "is_token_in_rank": is_in_rank,
         "num_tokens_per_expert": per_expert,
     }
@@ -61,20 +57,21 @@ def combine_arguments(buffer: Buffer) -> Arguments:
 
 
 def along_arguments(buffer: Buffer) -> Arguments:
-    return {"x": inputs()[0], "handle": combine_arguments(buffer)["handle"]}
+    return {"x": own_batch().x, "handle": combine_arguments(buffer)["handle"]}
 
 
 def low_latency_dispatch_arguments(buffer: Buffer) -> Arguments:
     del buffer
-    x, ids, _ = inputs()
+    batch = own_batch()
     sizes = {"num_max_dispatch_tokens_per_rank": M, "num_experts": E}
-    return {"x": x, "topk_idx": ids, "use_fp8": False, **sizes}
+    return {"x": batch.x, "topk_idx": batch.ids, "use_fp8": False, **sizes}
 
 
 def low_latency_combine_arguments(buffer: Buffer) -> Arguments:
-    _, ids, weights = inputs()
+    batch = own_batch()
     slabs, _, handle, _, _ = buffer.low_latency_dispatch(**low_latency_dispatch_arguments(buffer))
-    return {"x": slabs, "topk_idx": ids, "topk_weights": weights, "handle": handle}
+    own = {"topk_idx": batch.ids, "topk_weights": batch.weights}
+    return {"x": slabs, "handle": handle, **own}
 
 
 MANY_ROWS = torch.ones(T + 1, H).bfloat16()
@@ -176,14 +173,14 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
         ShapeError,
         r"recv_stats is \[2\] torch\.float32.*expected \[2\] torch\.int32",
     ),
-    "nvfp4": ({"use_nvfp4": True}, NotImplementedError, "use_nvfp4=True is not there"),
+    "nvfp4": ({"use_nvfp4": True}, NotImplementedError, "use_nvfp4=True is not available"),
 }
 LOW_LATENCY_COMBINE: dict[str, Case] = {
     **spoilt("x", "topk_idx", "topk_weights"),
     "ids_rows": ({"topk_idx": cut}, ShapeError, r"topk_idx is \[2, 2\].*expected \[3, 2\]"),
     "out_rows": ({"out": MANY_ROWS}, ShapeError, r"out is \[4, 128\].*expected \[3, 128\]"),
     "event_and_hook": BOTH,
-    "logfmt": ({"use_logfmt": True}, NotImplementedError, "use_logfmt=True is not there"),
+    "logfmt": ({"use_logfmt": True}, NotImplementedError, "use_logfmt=True is not available"),
 }
 # Function -> its correct arguments, and wrong ones.
 CALLS: dict[str, tuple[Callable[[Buffer], Arguments], dict[str, Case]]] = {
@@ -193,8 +190,6 @@ CALLS: dict[str, tuple[Callable[[Buffer], Arguments], dict[str, Case]]] = {
     "low_latency_dispatch": (low_latency_dispatch_arguments, LOW_LATENCY_DISPATCH),
     "low_latency_combine": (low_latency_combine_arguments, LOW_LATENCY_COMBINE),
 }
-# No host of a GPU reads what other ranks say: test_v1_calls.py and test_v1_nvlink.py.
-FUNCTIONS = [] if on_gpus() else list(CALLS)
 # Wrong calls that ranks find in different exchanges, where no call was made before.
 FIRST = [
     *[("dispatch", name) for name in ("x none", "ids_too_large", "hidden_others", "worst_others")],
@@ -204,7 +199,7 @@ FIRST = [
 
 def check_serves(buffer: Buffer) -> None:
     """Check that the next correct calls of both modes return the correct results."""
-    x = inputs()[0]
+    x = own_batch().x
     num_ranks = dispatch_arguments(buffer)["is_token_in_rank"].sum(1, keepdim=True)
     assert torch.equal(buffer.combine(**combine_arguments(buffer))[0], x * num_ranks)
     assert torch.equal(buffer.low_latency_combine(**low_latency_combine_arguments(buffer))[0], x)
@@ -215,7 +210,7 @@ def method_of(buffer: Buffer, function: str) -> Callable[..., Any]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", CALLS)
 def test_a_wrong_call_is_an_error_on_every_rank(function: str) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
     make, cases = CALLS[function]
@@ -225,7 +220,7 @@ def test_a_wrong_call_is_an_error_on_every_rank(function: str) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("function", "name"), [] if on_gpus() else FIRST)
+@pytest.mark.parametrize(("function", "name"), FIRST)
 def test_a_wrong_first_call_is_an_error_on_every_rank(function: str, name: str) -> None:
     buffer = Buffer(world(), low_latency_mode=True)
     make, cases = CALLS[function]
@@ -236,9 +231,7 @@ def test_a_wrong_first_call_is_an_error_on_every_rank(function: str, name: str) 
 @pytest.mark.ranks(2)
 @pytest.mark.usefixtures("compares_no_calls")
 @pytest.mark.parametrize(
-    "case",
-    [] if on_gpus() else [DISPATCH["ids_rows"], UNKNOWN_TOP_K],
-    ids=[] if on_gpus() else ["rows", "unknown_top_k"],
+    "case", [DISPATCH["ids_rows"], UNKNOWN_TOP_K], ids=["rows", "unknown_top_k"]
 )
 def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(case: Case) -> None:
     buffer = Buffer(world())
@@ -252,7 +245,7 @@ def test_wrong_ids_of_a_new_shape_are_an_error_where_hosts_compare_no_calls(case
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("with_hook", [] if on_gpus() else [False, True])
+@pytest.mark.parametrize("with_hook", [False, True])
 def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank(
     with_hook: bool,
 ) -> None:
@@ -283,7 +276,7 @@ def test_a_handle_of_another_buffer_or_before_its_hook_is_an_error_on_every_rank
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("function", [] if on_gpus() else ["combine", "dispatch along"])
+@pytest.mark.parametrize("function", ["combine", "dispatch along"])
 def test_a_handle_of_another_buffer_serves_where_all_ranks_pass_one(function: str) -> None:
     buffer, earlier = Buffer(world()), Buffer(world())
     make = CALLS[function][0]

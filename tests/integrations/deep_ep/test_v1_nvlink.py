@@ -36,12 +36,15 @@ from tests.integrations.deep_ep.v1_ranks import (
     Inputs,
     LowLatencyOptions,
     agrees,
+    check_along,
+    check_dispatch,
     check_slabs,
     dispatch_low_latency,
     dispatch_normal,
     experts,
     inputs_of,
     recorded_case,
+    recorded_fp8,
     recorded_sms,
     world,
 )
@@ -97,23 +100,10 @@ def test_normal_mode_equals_the_recording(case: str) -> None:
     recorded, inputs = recorded_case(case), inputs_of(case, H)
     buffer = Buffer(world())
     received = dispatch_normal(buffer, inputs, expert_alignment=16)
-    expected = recorded["dispatch_alignment_16"]
-    agrees(received.x, expected["recv_x"])
-    agrees(received.ids, expected["recv_topk_idx"])
-    agrees(received.weights, expected["recv_topk_weights"])
-    assert received.counts == expected["num_recv_tokens_per_expert_list"]
-    agrees(received.handle[0], expected["handle_0_rank_prefix_matrix"])
+    check_dispatch(received, recorded["dispatch_alignment_16"])
     for _ in range(2):
-        combined, weights, _ = buffer.combine(received.x * 2, received.handle, received.weights)
-        agrees(combined, recorded["combine_of_2x"]["combined_x"])
-        agrees(weights, recorded["combine_of_2x"]["combined_topk_weights"])
-        recv_x, *_ = buffer.dispatch(inputs.x + 1, handle=received.handle)
-        assert isinstance(recv_x, torch.Tensor)
-        agrees(recv_x, recorded["cached_dispatch_of_x_plus_1"]["recv_x"])
-    scales = 1 + 2.0 * torch.arange(len(inputs.x), device=here()).unsqueeze(1)
-    scales = scales + torch.arange(2.0, device=here())
-    scales += 100.0 * world().rank()
-    x = (inputs.x.float() / 16).to(torch.float8_e4m3fn)
+        check_along(buffer, inputs, received, recorded)
+    x, scales = recorded_fp8(inputs)
     quantized = dispatch_normal(buffer, inputs, (x, scales.T.contiguous().T))
     agrees(quantized.x, recorded["fp8_tuple"]["recv_x"])
     agrees(quantized.scales, recorded["fp8_tuple"]["recv_scales"])

@@ -153,6 +153,36 @@ def dispatch_normal(
     )
 
 
+def check_dispatch(received: NormalResult, recorded: dict[str, Any]) -> None:
+    """Compare a normal dispatch with the recording."""
+    agrees(received.x, recorded["recv_x"])
+    agrees(received.ids, recorded["recv_topk_idx"])
+    agrees(received.weights, recorded["recv_topk_weights"])
+    assert received.counts == recorded["num_recv_tokens_per_expert_list"]
+    agrees(received.handle[0], recorded["handle_0_rank_prefix_matrix"])
+
+
+def check_along(
+    buffer: DropIn, inputs: Inputs, received: NormalResult, recorded: dict[str, Any]
+) -> None:
+    """Compare a combine of twice the rows, and a dispatch along the handle, with the recording."""
+    combined_x, weights, _ = buffer.combine(received.x * 2, received.handle, received.weights)
+    agrees(combined_x, recorded["combine_of_2x"]["combined_x"])
+    agrees(weights, recorded["combine_of_2x"]["combined_topk_weights"])
+    recv_x, *rest, event = buffer.dispatch(inputs.x + 1, handle=received.handle)
+    assert isinstance(recv_x, Tensor)
+    agrees(recv_x, recorded["cached_dispatch_of_x_plus_1"]["recv_x"])
+    assert rest == [None] * 4
+    assert event.event is None
+
+
+def recorded_fp8(inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Return the FP8 rows and scales of the recording."""
+    tokens = 2.0 * torch.arange(len(inputs.x), device=here()).unsqueeze(1)
+    scales = 1 + tokens + torch.arange(2.0, device=here()) + 100.0 * dist.get_rank()
+    return (inputs.x.float() / 16).to(torch.float8_e4m3fn), scales
+
+
 class LowLatencyOptions(TypedDict, total=False):
     use_fp8: bool
     round_scale: bool

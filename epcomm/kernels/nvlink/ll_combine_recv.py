@@ -26,12 +26,7 @@ from epcomm.kernels.nvlink.common.exchange import (
 )
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import abort_if_late, await_all, int64_at, word_of
-from epcomm.kernels.nvlink.common.signals import (
-    abort_if_missing,
-    await_at,
-    int32_at,
-    living_ranks,
-)
+from epcomm.kernels.nvlink.common.signals import await_signals, int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import (
     FAULT_HANDLE,
     FAULT_MASK,
@@ -39,9 +34,10 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.combine_recv import prepare_lines
+from epcomm.kernels.nvlink.lines.combine_recv import WARPS as LINES_WARPS
+from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines_kernel
 from epcomm.kernels.nvlink.ll_combine_send import row_at
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
@@ -79,30 +75,6 @@ def _await_codes(
     combined_ptr = int64_at(peers.buffer_address + c.COMBINED_LINES_AT) + tl.arange(0, c.W_LANES)
     lines = tl.load(combined_ptr, mask=both(is_source, is_lost == 0), other=0, volatile=True)
     return tl.where(is_overwritten, FAULT_HANDLE, word_of(lines)), is_lost  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
-def _await_chunk(
-    peers: Peers,
-    chunk: tl.tensor,
-    is_source: tl.tensor,
-    epoch: tl.tensor,
-    c: constexprs.Layout,
-) -> tl.tensor:
-    """Wait for the sums of a chunk of some ranks, [W_LANES]; return whether this rank is lost."""
-    source_lane = tl.arange(0, c.W_LANES)
-    signals_ptr = int32_at(peers.buffer_address + c.ARRIVED_SUMS_AT)
-    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr + source_lane * c.NUM_CHUNKS + chunk,
-        is_source,
-        is_source,
-        int32_at(peers.own_address),
-        epoch,
-        peers.max_polls,
-        "sys",
-        True,
-    )
-    return abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -151,7 +123,9 @@ def _receive_combine_kernel(
         following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
         chunk = token // c.CHUNK_TOKENS
         if (chunk != awaited) & (is_lost == 0):
-            is_lost |= _await_chunk(peers, chunk, is_awaited, epoch, c)
+            signals_ptr = int32_at(buffer_address + c.ARRIVED_SUMS_AT)
+            signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
+            is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
             awaited = chunk
         is_token = token < num_tokens
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
@@ -209,8 +183,20 @@ def receive_combine(
     key = ("receive sums", in_lines, out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
-        launch = exchange.launches[key] = (
-            prepare_lines(exchange, out) if in_lines else _prepare_bulk(exchange, out)
+        kernel: object = receive_combine_lines_kernel
+        constants = {"num_warps": LINES_WARPS}
+        if not in_lines:
+            columns = min(_COLUMNS, next_power_of_two(hidden_size))
+            kernel, constants = _receive_combine_kernel, {"num_warps": _WARPS, "COLUMNS": columns}
+        launch = exchange.launches[key] = prepare(
+            exchange,
+            kernel,
+            [CHANGES] * 3,
+            3,
+            HIDDEN=hidden_size,
+            **constants,
+            **EXACT,
+            **overlapping(out.device),
         )
     # Without tokens, one program still receives the faults.
     if in_lines:
@@ -218,18 +204,3 @@ def receive_combine(
     else:
         grid = max(1, min(wanted_tokens, peers.num_programs))
     launch(grid, out, topk_weights, is_sent, num_tokens, wanted_tokens, batch)
-
-
-def _prepare_bulk(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    hidden_size = out.shape[1]
-    return prepare(
-        exchange,
-        _receive_combine_kernel,
-        [CHANGES] * 3,
-        3,
-        HIDDEN=hidden_size,
-        COLUMNS=min(_COLUMNS, next_power_of_two(hidden_size)),
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(out.device),
-    )

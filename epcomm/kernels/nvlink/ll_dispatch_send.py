@@ -37,7 +37,11 @@ from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import await_credit
 from epcomm.kernels.nvlink.common.signals import living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
-from epcomm.kernels.nvlink.lines.dispatch_send import num_parts, prepare_lines
+from epcomm.kernels.nvlink.lines.dispatch_send import (
+    lines_constants,
+    num_parts,
+    send_dispatch_lines_kernel,
+)
 from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8,
     FP8_POWER_OF_TWO,
@@ -53,7 +57,7 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     send_header,
     send_metadata,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
@@ -265,23 +269,6 @@ def _send_dispatch_kernel(
             publish_as_last(peers, _ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
-def _prepare_bulk(
-    exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor
-) -> PreparedLaunch:
-    return prepare(
-        exchange,
-        _send_dispatch_kernel,
-        [CHANGES] * 5,
-        6,
-        rows=rows,
-        CHUNK=max(32, _COMPARISONS // exchange.peers.layout.metadata_words),
-        METADATA_PROGRAMS=_metadata_programs(exchange),
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(hidden_states.device),
-    )
-
-
 def _metadata_programs(exchange: LowLatencyExchange) -> int:
     """Return the programs that send metadata, the first W of which send headers."""
     peers = exchange.peers
@@ -364,10 +351,25 @@ def send_dispatch(
             SCALE_LANES=next_power_of_two(num_scales),
             NEEDS_DISTINCT=needs_distinct_ids,
         )
-        launch = exchange.launches[key] = (
-            prepare_lines(exchange, rows, hidden_states, kind, scale_block)
-            if in_lines
-            else _prepare_bulk(exchange, rows, hidden_states)
+        if in_lines:
+            kernel: object = send_dispatch_lines_kernel
+            constants = lines_constants(layout, hidden_states.itemsize, kind, scale_block)
+        else:
+            kernel = _send_dispatch_kernel
+            constants = {
+                "CHUNK": max(32, _COMPARISONS // layout.metadata_words),
+                "METADATA_PROGRAMS": _metadata_programs(exchange),
+                "num_warps": _WARPS,
+            }
+        launch = exchange.launches[key] = prepare(
+            exchange,
+            kernel,
+            [CHANGES] * 5,
+            6,
+            rows=rows,
+            **constants,
+            **EXACT,
+            **overlapping(device),
         )
     launch(
         num_programs,

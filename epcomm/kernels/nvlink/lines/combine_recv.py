@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from epcomm.kernels.launch import EXACT
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
+from epcomm.kernels.nvlink.common.dependent_launch import await_previous
 from epcomm.kernels.nvlink.common.exchange import (
     HELD_BATCH,
     VARYING,
-    LowLatencyExchange,
     Memory,
     Peers,
 )
-from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.layout import (
     LINE_BYTES,
     LINE_WORDS,
@@ -46,13 +42,12 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
 # A line of a part of each sum for each thread.
-_WARPS = 4
+WARPS = 4
 
-_THREADS = tl.constexpr(32 * _WARPS)
+_THREADS = tl.constexpr(32 * WARPS)
 _HELD_BATCH = tl.constexpr(HELD_BATCH)
 _LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
 _PART_LINES = tl.constexpr(PART_LINES)
@@ -109,7 +104,7 @@ def _store_sums(
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _receive_combine_lines_kernel(
+def receive_combine_lines_kernel(
     out_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
     is_sent_ptr: tl.tensor,
@@ -129,6 +124,9 @@ def _receive_combine_lines_kernel(
 
     Token 1 was sent to ranks 0 and 2: with two parts, program 3 adds the second halves of the lines
     of token 1 from ranks 0 and 2. With weights, its slots have separate lines.
+
+    If this rank refuses to combine, it has no tokens and still waits for the sums of
+    wanted_tokens, because until then ranks may read the rows that it sent.
     """
     token, part = tl.program_id(0) // c.SUM_PARTS, tl.program_id(0) % c.SUM_PARTS
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
@@ -161,8 +159,8 @@ def _receive_combine_lines_kernel(
             weight_ptr = weights_ptr + token * c.K + each
             weights += (tl.load(weight_ptr, mask=is_token & (noted != 0), other=0.0),)
 
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(max_polls)
+    while is_waiting(looks):
         aborted = tl.load(int32_at(own_address), volatile=True)
         missing, any_code = epoch * 0, epoch * 0
         zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
@@ -199,15 +197,8 @@ def _receive_combine_lines_kernel(
                 totals = _added(totals, words, weights[each], dtype)  # pyright: ignore[reportArgumentType]
         missing = tl.where(is_overwritten, 0, missing | absent)
         any_code = tl.where(is_overwritten, FAULT_HANDLE, any_code)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            missing,
-            aborted,
-            polls_left,
-            num_looks,
-            end_ns,
-            _THREADS,
-        )
-        if late == 0:
+        looks = end_look(looks, missing, aborted, _THREADS)
+        if looks.late == 0:
             # Use the codes that the look found, because loading them again would take as long as
             # the look.
             if (tl.program_id(0) == 0) & (any_code != 0):
@@ -220,27 +211,9 @@ def _receive_combine_lines_kernel(
                 )
             has_failed |= any_code != 0
             _store_sums(out_row_ptr, totals, has_failed, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
-    if abort_if_late(peers, late, WAIT_COMBINE, epoch, c):
+    if abort_if_late(peers, looks.late, WAIT_COMBINE, epoch, c):
         zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
         zeros = (zeros, zeros, zeros)
-        _store_sums(out_row_ptr, zeros, late != 0, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
+        _store_sums(out_row_ptr, zeros, looks.late != 0, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
     if OVERLAPS:
         await_previous()
-
-
-def prepare_lines(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    """Return the launch that receives sums in lines, sum_parts programs for each token.
-
-    Tokens are those of the dispatch. If this rank refuses to combine, `out` has none, and it still
-    waits for them, because until then ranks may read the rows that it sent.
-    """
-    return prepare(
-        exchange,
-        _receive_combine_lines_kernel,
-        [CHANGES] * 3,
-        3,
-        HIDDEN=out.shape[1],
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(out.device),
-    )

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
-    overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
-from epcomm.kernels.nvlink.common.launches import prepare
+from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
 from epcomm.kernels.nvlink.common.layout import (
     LINE_BYTES,
     LINE_WORDS,
@@ -46,7 +43,6 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     send_header,
     send_metadata,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 
@@ -139,7 +135,7 @@ def _in_lanes(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _send_dispatch_lines_kernel(
+def send_dispatch_lines_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
@@ -273,34 +269,24 @@ def num_parts(layout: LowLatencyLayout) -> int:
     return -(-layout.data_words // (LINE_WORDS * layout.data_plane))
 
 
-def prepare_lines(
-    exchange: LowLatencyExchange,
-    rows: constexprs.SentRows,
-    hidden_states: Tensor,
-    kind: int,
-    scale_block: int,
-) -> PreparedLaunch:
-    """Return the launch that sends `rows` in lines, each row in num_parts() parts."""
-    layout = exchange.peers.layout
+def lines_constants(
+    layout: LowLatencyLayout, itemsize: int, kind: int, scale_block: int
+) -> dict[str, int]:
+    """Return the constants with which rows are sent in num_parts() parts.
+
+    itemsize: bytes of an element of the rows that are given.
+    """
     # Words of quantised rows have four elements.
-    is_plain = kind == PLAIN
-    elements_of_word = _WORD_BYTES // hidden_states.itemsize if is_plain else _WORD_BYTES
+    elements_of_word = _WORD_BYTES // itemsize if kind == PLAIN else _WORD_BYTES
     lanes = layout.data_plane
     if kind in (FP8, FP8_POWER_OF_TWO):
         lanes = layout.data_plane * next_power_of_two(scale_block) // scale_block
     lanes = max(PART_LINES, next_power_of_two(lanes))
-    return prepare(
-        exchange,
-        _send_dispatch_lines_kernel,
-        [CHANGES] * 5,
-        6,
-        rows=rows,
-        PARTS=num_parts(layout),
-        PLANE=layout.data_plane * elements_of_word,
-        LANES=lanes,
-        ELEMENT_LANES=lanes * elements_of_word,
-        CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(hidden_states.device),
-    )
+    return {
+        "PARTS": num_parts(layout),
+        "PLANE": layout.data_plane * elements_of_word,
+        "LANES": lanes,
+        "ELEMENT_LANES": lanes * elements_of_word,
+        "CHUNK": max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
+        "num_warps": _WARPS,
+    }

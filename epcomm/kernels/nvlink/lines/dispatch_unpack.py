@@ -18,6 +18,7 @@ from epcomm.kernels.nvlink.common.layout import (
     LowLatencyLayout,
 )
 from epcomm.kernels.nvlink.common.lines import (
+    Looks,
     abort_if_late,
     begin_wait,
     end_look,
@@ -55,16 +56,14 @@ def _await_lines(
 
     Nothing that is loaded here is returned: code that needs the words loads them after the wait.
     """
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(peers.max_polls)
+    while is_waiting(looks):
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         lines = tl.load(lines_ptr, mask=is_needed, other=0, volatile=True)
         is_absent = is_needed & (flag_of(lines) != epoch)
         bits = tl.where(is_absent, 1 << source_lane[:, None], 0)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            tl.max(tl.max(bits, axis=1)), aborted, polls_left, num_looks, end_ns, THREADS
-        )
-    return late
+        looks = end_look(looks, tl.max(tl.max(bits, axis=1)), aborted, THREADS)
+    return looks.late
 
 
 @triton.jit
@@ -175,8 +174,8 @@ def _unpack_tokens(
     is_line = line < c.ROW_LINES - c.DATA_LINES
 
     num_tokens = 0
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(peers.max_polls)
+    while is_waiting(looks):
         # All loads are under way together.
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         header = tl.load(header_ptr, volatile=True)
@@ -203,15 +202,8 @@ def _unpack_tokens(
             is_absent = both(is_line & (flags[each] != epoch), state_of_token == 1)
             is_late |= both(is_absent | (state_of_token == 2), is_sent)
             is_row += (is_sent & (state_of_token == 1),)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            tl.where(is_late, 1 << source, 0),
-            aborted,
-            polls_left,
-            num_looks,
-            end_ns,
-            THREADS,
-        )
-        if late == 0:
+        looks = end_look(looks, tl.where(is_late, 1 << source, 0), aborted, THREADS)
+        if looks.late == 0:
             num_tokens = sent_tokens
             # Of the look that found them: to load them again would take as long as to look.
             for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -227,12 +219,12 @@ def _unpack_tokens(
                         index,
                         THREADS,
                     )
-                    late |= missing
                     # That wait was as long as any: it is not begun again.
-                    polls_left = tl.where(missing != 0, 0, polls_left)
+                    polls_left = tl.where(missing != 0, 0, looks.polls_left)
+                    looks = Looks(looks.late | missing, polls_left, looks.number, looks.end_ns)
                 row = (source * c.M + first + each).to(tl.int64)
                 _store_words(peers, slabs, row, slots, words[each], line, is_row[each], c, index)
-    return late, num_tokens  # pyright: ignore[reportReturnType]
+    return looks.late, num_tokens  # pyright: ignore[reportReturnType]
 
 
 @triton.jit

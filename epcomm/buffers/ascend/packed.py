@@ -199,9 +199,6 @@ class AscendBuffer(AscendCalls, Buffer):
             any_flags=BatchFlags.NONE,
         )
 
-    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("there is no cached dispatch (caps.trainable)")
-
     def combine(
         self,
         rows: Tensor,

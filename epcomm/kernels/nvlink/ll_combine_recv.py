@@ -16,14 +16,9 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import HELD_BATCH
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
-from epcomm.kernels.nvlink.common.exchange import (
-    HELD_BATCH,
-    VARYING,
-    LowLatencyExchange,
-    Memory,
-    Peers,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import abort_if_late, await_all, int64_at, word_of
 from epcomm.kernels.nvlink.common.signals import await_signals, int32_at, living_ranks
@@ -44,7 +39,6 @@ from epcomm.kernels.rounding import cast
 _WARPS, _COLUMNS = 8, 4096
 
 _THREADS = tl.constexpr(32 * _WARPS)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
 
 
 @triton.jit
@@ -106,7 +100,7 @@ def _receive_combine_kernel(
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
     following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
-    is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
+    is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
     is_source = living_ranks(peers, c)
     if program == 0:

@@ -17,16 +17,19 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import (
+    COUNTED_EPOCH,
+    HELD_BATCH,
+    LINE_BYTES,
+    SOURCES_AT,
+)
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
 from epcomm.kernels.nvlink.common.exchange import (
-    COUNTED_EPOCH,
-    HELD_BATCH,
     NO_SLABS,
-    SOURCES_AT,
     VARYING,
     LowLatencyExchange,
     Memory,
@@ -34,7 +37,6 @@ from epcomm.kernels.nvlink.common.exchange import (
     SlabMemory,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -81,11 +83,8 @@ _WORD_BYTES = 4
 _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 _THREADS = tl.constexpr(32 * _WARPS)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
 # The largest number of slots that is reported as needed: it shares an int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
-_COUNTED_EPOCH, _SOURCES_AT = tl.constexpr(COUNTED_EPOCH), tl.constexpr(SOURCES_AT)
 
 
 @triton.jit
@@ -98,7 +97,7 @@ def _hand_out_nothing(
     c: constexprs.Layout,
 ) -> None:
     """Undo an index of rows that have not arrived, once program 0 has written its counts."""
-    counted_ptr = peers.state + _COUNTED_EPOCH + tl.arange(0, 1)
+    counted_ptr = peers.state + COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
     await_at(counted_ptr, is_counted, None, epoch, peers.max_polls, "gpu", True)
     # Program 0 stores that word without a release, which would add a fence to every dispatch. Its
@@ -216,7 +215,7 @@ def _write_counts(
     tl.store(first_slot_ptr + c.L, tl.sum(aligned))
     tl.store(peers.state + 2, refusal)
     # Combine reads this copy, because it must not read what peers write.
-    tl.store(peers.state + _SOURCES_AT + source_lane, told, mask=source_lane < c.W)
+    tl.store(peers.state + SOURCES_AT + source_lane, told, mask=source_lane < c.W)
 
 
 @triton.jit
@@ -239,7 +238,7 @@ def _write_ranges(
         tl.store(ranges_ptr, ranges, mask=is_range)
     # All threads have stored. _hand_out_nothing() of the other programs reads it.
     tl.debug_barrier()
-    tl.store(peers.state + _COUNTED_EPOCH, epoch)
+    tl.store(peers.state + COUNTED_EPOCH, epoch)
 
 
 @triton.jit
@@ -318,10 +317,10 @@ def _receive_dispatch_kernel(
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     if OVERLAPS:
         let_next_start()
-        if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
+        if (batch >= 0) & (tl.load(peers.state + HELD_BATCH, volatile=True) != batch):
             # The sender, which notes the batch, may not have begun.
             await_previous()
-    if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
+    if (batch >= 0) & (tl.load(peers.state + HELD_BATCH, volatile=True) != batch):
         # A replay has ended the batch, and nothing arrives any more.
         return
     epoch = dispatch_epoch(peers, is_captured)
@@ -353,7 +352,7 @@ def _receive_dispatch_kernel(
     is_line = (token < c.LINE_TOKENS) & (k < c.K)
     # One line for each entry.
     row_lines = buffer_address + c.ROW_LINES_AT
-    row_lines += (source * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
+    row_lines += (source * c.LINE_TOKENS + token) * (c.ROW_LINES * LINE_BYTES)
 
     is_lost = _await_headers(
         peers,

@@ -20,19 +20,13 @@ from epcomm import protocol
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import METADATA_ARRIVALS, ROW_ARRIVALS
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import (
-    METADATA_ARRIVALS,
-    ROW_ARRIVALS,
-    VARYING,
-    LowLatencyExchange,
-    Memory,
-    Peers,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import await_credit
 from epcomm.kernels.nvlink.common.signals import living_ranks, publish_as_last
@@ -75,8 +69,6 @@ _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
-_METADATA_ARRIVALS = tl.constexpr(METADATA_ARRIVALS)
-_ROW_ARRIVALS = tl.constexpr(ROW_ARRIVALS)
 
 
 @triton.jit
@@ -129,7 +121,7 @@ def _send_all_metadata(
     num_arriving = tl.maximum(c.W, tl.minimum(PROGRAMS, num_tokens))
     if program < num_arriving:
         signal_at = c.ARRIVED_METADATA_AT + 4 * peers.rank
-        publish_as_last(peers, _METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
+        publish_as_last(peers, METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 @triton.jit
@@ -266,7 +258,7 @@ def _send_dispatch_kernel(
         num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
         if first < num_arriving:
             signal_at = c.ARRIVED_ROWS_AT + 4 * rank
-            publish_as_last(peers, _ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
+            publish_as_last(peers, ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 def _metadata_programs(exchange: LowLatencyExchange) -> int:

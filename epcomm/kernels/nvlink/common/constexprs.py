@@ -14,9 +14,22 @@ from typing import TypeVar
 import triton.language as tl
 
 from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common import exchange, layout
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 
 RecordT = TypeVar("RecordT")
+
+# Numbers of layout.py and exchange.py.
+LINE_BYTES = tl.constexpr(layout.LINE_BYTES)
+LINE_WORDS = tl.constexpr(layout.LINE_WORDS)
+PART_LINES = tl.constexpr(layout.PART_LINES)
+EAGER_EPOCH = tl.constexpr(exchange.EAGER_EPOCH)
+HELD_BATCH = tl.constexpr(exchange.HELD_BATCH)
+COUNTED_EPOCH = tl.constexpr(exchange.COUNTED_EPOCH)
+METADATA_ARRIVALS = tl.constexpr(exchange.METADATA_ARRIVALS)
+ROW_ARRIVALS = tl.constexpr(exchange.ROW_ARRIVALS)
+SUM_ARRIVALS = tl.constexpr(exchange.SUM_ARRIVALS)
+SOURCES_AT = tl.constexpr(exchange.SOURCES_AT)
 
 # Attributes of a LowLatencyLayout whose constants have other names.
 _NAMES = {

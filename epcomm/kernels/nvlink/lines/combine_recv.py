@@ -11,18 +11,9 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import HELD_BATCH, LINE_BYTES, LINE_WORDS, PART_LINES
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous
-from epcomm.kernels.nvlink.common.exchange import (
-    HELD_BATCH,
-    VARYING,
-    Memory,
-    Peers,
-)
-from epcomm.kernels.nvlink.common.layout import (
-    LINE_BYTES,
-    LINE_WORDS,
-    PART_LINES,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -48,9 +39,6 @@ from epcomm.kernels.rounding import cast
 WARPS = 4
 
 _THREADS = tl.constexpr(32 * WARPS)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
-_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
-_PART_LINES = tl.constexpr(PART_LINES)
 
 
 @triton.jit
@@ -65,8 +53,8 @@ def _columns_of(
 
     EACH: elements of a word.
     """
-    lane = tl.arange(0, _PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
-    column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+    lane = tl.arange(0, PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
+    column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
     return column, (lane < c.RETURN_PLANE * EACH) & (column < HIDDEN)  # pyright: ignore[reportReturnType]
 
 
@@ -76,7 +64,7 @@ def _added(
 ) -> tl.tuple:
     """Add the words of each plane to totals, float32, times a weight if there is one."""
     sums = ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         elements = elements_of(words[plane], dtype).to(tl.float32)
         if weight is not None:
             elements *= weight
@@ -96,7 +84,7 @@ def _store_sums(
     c: constexprs.Layout,
 ) -> None:
     """Store each plane of a part of a sum, rounded once; NaN if the call has failed."""
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         column, is_element = _columns_of(part, plane, HIDDEN, EACH, c)  # pyright: ignore[reportGeneralTypeIssues]
         total = tl.where(has_failed, float("nan"), totals[plane])
         total = cast(total, out_row_ptr.dtype.element_ty)
@@ -136,10 +124,10 @@ def receive_combine_lines_kernel(
     # no rows, it also sends a fault code to itself.
     has_failed = tl.load(peers.state + 2, volatile=True) == 1
     # The buffer then holds lines of another batch, with another epoch.
-    is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
+    is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT)
-    lane = tl.arange(0, _PART_LINES)
+    lane = tl.arange(0, PART_LINES)
     line = part * c.RETURN_PLANE + lane
     is_line = both((lane < c.RETURN_PLANE) & (line < c.SUM_LINES), is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -163,9 +151,9 @@ def receive_combine_lines_kernel(
     while is_waiting(looks):
         aborted = tl.load(int32_at(own_address), volatile=True)
         missing, any_code = epoch * 0, epoch * 0
-        zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
+        zeros = tl.zeros([PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
         totals = (zeros, zeros, zeros)
-        absent = tl.zeros([_PART_LINES], tl.int32)
+        absent = tl.zeros([PART_LINES], tl.int32)
         codes = ()
         for source in tl.static_range(c.W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
@@ -183,7 +171,7 @@ def receive_combine_lines_kernel(
                 first = each * c.LINE_TOKENS + token
                 owner = each // c.GROUPS
                 code = codes[each // c.GROUPS]
-            sums = buffer_address + c.SUM_LINES_AT + first * (c.SUM_LINES * _LINE_BYTES)
+            sums = buffer_address + c.SUM_LINES_AT + first * (c.SUM_LINES * LINE_BYTES)
             is_part = both(is_line, sent[each] != 0)
             word0, word1, word2, flags = load_lines(sums, line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
             # A rank that refuses sends nothing. Of all others each row is awaited: the next batch
@@ -212,7 +200,7 @@ def receive_combine_lines_kernel(
             has_failed |= any_code != 0
             _store_sums(out_row_ptr, totals, has_failed, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
     if abort_if_late(peers, looks.late, WAIT_COMBINE, epoch, c):
-        zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
+        zeros = tl.zeros([PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
         zeros = (zeros, zeros, zeros)
         _store_sums(out_row_ptr, zeros, looks.late != 0, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
     if OVERLAPS:

@@ -10,13 +10,9 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import LINE_BYTES, LINE_WORDS, PART_LINES
 from epcomm.kernels.nvlink.common.exchange import Peers, SlabMemory
-from epcomm.kernels.nvlink.common.layout import (
-    LINE_BYTES,
-    LINE_WORDS,
-    PART_LINES,
-    LowLatencyLayout,
-)
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.kernels.nvlink.common.lines import (
     Looks,
     abort_if_late,
@@ -38,9 +34,6 @@ from epcomm.kernels.nvlink.ll_dispatch_pack import scales_at
 UNPACKED_TOKENS = 4
 # Most programs that unpack rows: four on each of the SMs of an H200.
 _MOST_UNPACKERS = 528
-
-_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
-_PART_LINES = tl.constexpr(PART_LINES)
 
 
 @triton.jit
@@ -119,7 +112,7 @@ def _store_words(
     """
     FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
     k = tl.arange(0, c.K_LANES)
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         word = word_in_row(line, plane, c.DATA_PLANE)
         is_datum = both((line < FIRST_SCALE) & (word < c.DATA_WORDS), is_row)
         scale = word_in_row(tl.maximum(line - FIRST_SCALE, 0), plane, c.SCALE_PLANE)
@@ -168,9 +161,9 @@ def _unpack_tokens(
     token_of_entry, k_of_entry = entry // c.K_LANES, entry % c.K_LANES
     has_entry = first + token_of_entry < c.LINE_TOKENS
     header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
-    rows_at = (source * c.LINE_TOKENS + first) * (c.ROW_LINES * _LINE_BYTES)
+    rows_at = (source * c.LINE_TOKENS + first) * (c.ROW_LINES * LINE_BYTES)
     rows_at += peers.buffer_address + c.ROW_LINES_AT
-    line = piece * _PART_LINES + tl.arange(0, _PART_LINES)
+    line = piece * PART_LINES + tl.arange(0, PART_LINES)
     is_line = line < c.ROW_LINES - c.DATA_LINES
 
     num_tokens = 0
@@ -212,7 +205,7 @@ def _unpack_tokens(
                     slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
                         peers,
                         source,
-                        rows_at + each * (c.ROW_LINES * _LINE_BYTES),
+                        rows_at + each * (c.ROW_LINES * LINE_BYTES),
                         is_row[each],
                         epoch,
                         c,

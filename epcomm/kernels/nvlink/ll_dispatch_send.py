@@ -86,45 +86,6 @@ def _load_token(
 
 
 @triton.jit
-def _send_all_metadata(
-    peers: Peers,
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    epoch: tl.tensor,
-    num_tokens: tl.tensor,
-    status: tl.tensor,
-    is_living: tl.tensor,
-    c: constexprs.Layout,
-    CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    NEEDS_DISTINCT: tl.constexpr,
-) -> None:
-    """Send a header, and the metadata of tokens p, p + P, ... in program p of P; publish these."""
-    program = tl.program_id(0)
-    # A program beyond the last rank has no header to send.
-    is_excluded = tl.load(peers.excluded + program, mask=program < c.W, other=1)
-    is_header = (program < c.W) & (is_excluded == 0)
-    if is_header:
-        send_header(
-            peers, ids_ptr, program, epoch, num_tokens, status, c, _COUNTED, False, NEEDS_DISTINCT
-        )
-    num_metadata = 0
-    num_others = tl.sum(is_living.to(tl.int32)) - 1
-    for token in tl.range(program, num_tokens, PROGRAMS, num_stages=1):
-        send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
-        num_metadata += num_others
-    # The counter belongs to this rank alone, and its host reads it.
-    tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
-    num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
-    tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-    # All others have sent neither a header nor metadata.
-    num_arriving = tl.maximum(c.W, tl.minimum(PROGRAMS, num_tokens))
-    if program < num_arriving:
-        signal_at = c.ARRIVED_METADATA_AT + 4 * peers.rank
-        publish_as_last(peers, METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
-
-
-@triton.jit
 def _wire_form(
     elements: tl.tensor,
     x_scales_ptr: tl.tensor | None,
@@ -205,19 +166,36 @@ def _send_dispatch_kernel(
         return
 
     if program < METADATA_PROGRAMS:
-        _send_all_metadata(
-            peers,
-            ids_ptr,
-            weights_ptr,
-            epoch,
-            num_tokens,
-            status,
-            is_living,
-            c,
-            CHUNK,
-            METADATA_PROGRAMS,
-            rows.NEEDS_DISTINCT,
-        )
+        # A program beyond the last rank has no header to send.
+        is_excluded = tl.load(peers.excluded + program, mask=program < c.W, other=1)
+        is_header = (program < c.W) & (is_excluded == 0)
+        if is_header:
+            send_header(
+                peers,
+                ids_ptr,
+                program,
+                epoch,
+                num_tokens,
+                status,
+                c,
+                _COUNTED,
+                False,
+                rows.NEEDS_DISTINCT,
+            )
+        num_metadata = 0
+        num_others = tl.sum(is_living.to(tl.int32)) - 1
+        for token in tl.range(program, num_tokens, METADATA_PROGRAMS, num_stages=1):
+            send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
+            num_metadata += num_others
+        # The counter belongs to this rank alone, and its host reads it.
+        tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
+        num_headers = tl.where(is_header & (program != rank), 1, 0)
+        tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+        # All others have sent neither a header nor metadata.
+        num_arriving = tl.maximum(c.W, tl.minimum(METADATA_PROGRAMS, num_tokens))
+        if program < num_arriving:
+            signal_at = c.ARRIVED_METADATA_AT + 4 * rank
+            publish_as_last(peers, METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
     else:
         num_sent = 0
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):

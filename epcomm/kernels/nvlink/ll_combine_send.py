@@ -268,24 +268,6 @@ def _begin_again_kernel(
 
 
 @triton.jit
-def _columns_of_parts(
-    part: tl.tensor, EACH: tl.constexpr, c: constexprs.Layout, results: constexprs.Results
-) -> tl.tuple:
-    """Return the columns of each plane of parts [LINE_PARTS, 1] of a row, and which of them exist.
-
-    EACH: elements of a word.
-    """
-    # A part is a row of this block, in which one element follows the other.
-    lane = tl.arange(0, PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
-    columns, are_elements = (), ()
-    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
-        columns += (column,)
-        are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
-    return columns, are_elements  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
 def _words_of_planes(planes: tl.tuple, SIZE: tl.constexpr) -> tl.tuple:
     """Return the elements of each plane, SIZE of them, as words."""
     words = ()
@@ -316,6 +298,8 @@ def _send_in_lines(
     SIZE: tl.constexpr = results.LINE_PARTS * PART_LINES * EACH  # pyright: ignore[reportAssignmentType, reportOperatorIssue]
     part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
     line_lane = tl.arange(0, PART_LINES)[None, :]
+    # A part is a row of this block, in which one element follows the other.
+    lane = tl.arange(0, PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
     num_sent = 0
     for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         row_item = item // PIECES
@@ -329,7 +313,11 @@ def _send_in_lines(
             line = tl.reshape(line, [results.LINE_PARTS * PART_LINES])
             is_line = tl.reshape(is_line, [results.LINE_PARTS * PART_LINES])
             row = source * c.M + token
-            columns, are_elements = _columns_of_parts(part, EACH, c, results)  # pyright: ignore[reportGeneralTypeIssues]
+            columns, are_elements = (), ()
+            for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
+                column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+                columns += (column,)
+                are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
             to = tl.load(peers.bases + source) + c.SUM_LINES_AT
             num_parts = 0
             if c.RETURNS_SLOTS:

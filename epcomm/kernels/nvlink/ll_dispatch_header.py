@@ -197,7 +197,9 @@ def send_metadata(
         positions = count_positions(
             ids_ptr, load_ids(ids_ptr, token, token >= 0, c), token, c, CHUNK
         )
-        positions = repeated(positions, LANES)
+        # 1 2 1 2 of 1 2.
+        rows = tl.broadcast_to(positions[None, :], [LANES // c.K_LANES, c.K_LANES])
+        positions = tl.reshape(rows, [LANES])
     else:
         positions = count_positions(ids_ptr, ids, token, c, CHUNK)
     owners = tl.where(ids >= 0, ids // c.L, -1)
@@ -218,14 +220,6 @@ def send_metadata(
             tl.store(to_ptr + c.K_LANES, positions, mask=is_entry)
             if weights_ptr is not None:
                 tl.store(to_ptr + 2 * c.K_LANES, weight_words, mask=is_entry)
-
-
-@triton.jit
-def repeated(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Return values [n] again and again, [LANES]: 1 2 1 2 of 1 2."""
-    SIZE: tl.constexpr = values.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-    rows = tl.broadcast_to(values[None, :], [LANES // SIZE, SIZE])
-    return tl.reshape(rows, [LANES])
 
 
 @triton.jit

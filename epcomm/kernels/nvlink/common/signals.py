@@ -128,23 +128,6 @@ def polls_spent(
 
 
 @triton.jit
-def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl.tensor:
-    """Load signals, acquiring what their sources released; 0 where is_read is not set."""
-    if _IS_TIMED:
-        # An atomic operation that adds 0 would double the time.
-        return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
-            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
-            "=&r,l,r",
-            [signals_ptr, is_read.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:  # noqa: RET505 - what is not compiled must be the other branch
-        return tl.load(signals_ptr, mask=is_read, other=0, volatile=True)
-
-
-@triton.jit
 def _behind(
     signals_ptr: tl.tensor,
     is_needed: tl.tensor,
@@ -152,8 +135,20 @@ def _behind(
     SCOPE: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """Look once; return 1 for each needed source whose signals have not arrived, int32."""
-    ahead = _look(signals_ptr, is_needed, SCOPE) - wanted
+    """Look once, acquiring; return 1 for each needed source whose signals are missing, int32."""
+    if _IS_TIMED:
+        # An atomic operation that adds 0 would double the time.
+        found = tl.inline_asm_elementwise(
+            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
+            "=&r,l,r",
+            [signals_ptr, is_needed.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        found = tl.load(signals_ptr, mask=is_needed, other=0, volatile=True)
+    ahead = found - wanted
     is_behind = (ahead != 0) if IS_EXACT else (ahead < 0)
     return (is_needed & is_behind).to(tl.int32)
 

@@ -42,23 +42,6 @@ _THREADS = tl.constexpr(32 * WARPS)
 
 
 @triton.jit
-def _columns_of(
-    part: tl.tensor,
-    plane: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    EACH: tl.constexpr,
-    c: constexprs.Layout,
-) -> tl.tuple:
-    """Return the columns of a plane of a part of a sum, and which of them exist.
-
-    EACH: elements of a word.
-    """
-    lane = tl.arange(0, PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
-    column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
-    return column, (lane < c.RETURN_PLANE * EACH) & (column < HIDDEN)  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
 def _added(
     totals: tl.tuple, words: tl.tuple, weight: tl.tensor | None, dtype: tl.constexpr
 ) -> tl.tuple:
@@ -83,11 +66,16 @@ def _store_sums(
     EACH: tl.constexpr,
     c: constexprs.Layout,
 ) -> None:
-    """Store each plane of a part of a sum, rounded once; NaN if the call has failed."""
+    """Store each plane of a part of a sum, rounded once; NaN if the call has failed.
+
+    EACH: elements of a word.
+    """
     for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        column, is_element = _columns_of(part, plane, HIDDEN, EACH, c)  # pyright: ignore[reportGeneralTypeIssues]
+        lane = tl.arange(0, PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
+        column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+        is_element = (lane < c.RETURN_PLANE * EACH) & (column < HIDDEN)
         total = tl.where(has_failed, float("nan"), totals[plane])
-        total = cast(total, out_row_ptr.dtype.element_ty)
+        total = cast(total, out_row_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
         tl.store(out_row_ptr + column, total, mask=both(is_element, is_token))
 
 

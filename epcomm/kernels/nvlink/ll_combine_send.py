@@ -69,8 +69,8 @@ from epcomm.kernels.nvlink.common.status import (
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
-# 32 elements a thread of a row of 7168 elements: an item takes about 2 us whatever its size, and two
-# programs fit on an SM.
+# 32 elements a thread of a row of 7168 elements: an item takes about 2 us whatever its size, and
+# two programs fit on an SM.
 _WARPS, _SENT_COLUMNS = 8, 8192
 # Slots of a row that a program adds at once, at least; the mean number of them, if that is more.
 _LEAST_SLOTS = 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
 from functools import cache
 from typing import TypeGuard, TypeVar
@@ -270,6 +270,11 @@ class WireTensor:
     def __post_init__(self) -> None:
         if self.scale_layout is not None:
             check_packing("WireTensor", self.format, self.scale_layout)
+
+    def part(self, rows: slice) -> WireTensor:
+        """Return a view of some rows with their scales."""
+        scales = None if self.scales is None else self.scales[rows]
+        return replace(self, data=self.data[rows], scales=scales)
 
 
 def data_of(rows: Tensor | WireTensor) -> Tensor:

@@ -217,7 +217,6 @@ class Buffer(Backend):
         """Begin a combine, if caps.has_receive_hook; wait() receives the sums."""
         raise NotImplementedError(f"{self.name} has no receive hook (BufferCaps)")
 
-    @abstractmethod
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         """Send [T, H] along an existing exchange plan and return [R, H]: the dual of combine.
 
@@ -225,6 +224,7 @@ class Buffer(Backend):
         Lifetime: the caller owns the rows. If caps.batches_in_flight is set and the dispatch was
             made without gradients, they live as long as the rows of a dispatch.
         """
+        raise NotImplementedError(f"{self.name} has no cached dispatch (BufferCaps.trainable)")
 
     @abstractmethod
     def combine(

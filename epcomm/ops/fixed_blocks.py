@@ -12,6 +12,7 @@ are rows 0 1 2 of a block of 8, slots 3 to 19 are a block of 16 and one of 8.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,8 +33,42 @@ BLOCK_SIZES = (256, 64, 8)
 _ONE_THREAD = 32768
 
 
+class FixedShapes(ABC):
+    """Products of rows and the matrices of their experts, in shapes that no batch changes."""
+
+    @abstractmethod
+    def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """Return rows [rows, K] times the matrix of their expert, of [L, K, N]; no gradients."""
+
+    @abstractmethod
+    def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
+        """Return [L, K, N] like `like`: of each expert rows [rows, K] transposed times other.
+
+        other: [rows, N].   One product for all rows of an expert.
+        """
+
+    @abstractmethod
+    def biases(self, bias: Tensor) -> Tensor:
+        """Return the bias of the expert of each row, [rows, *]; bias is [L, *]. Differentiable."""
+
+    def activated(self, gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
+        """Activate [rows, 2I]. Differentiable."""
+        return activate(gate_up, expert_format)
+
+    def run(self, rows: Tensor, weights: ExpertWeights) -> Tensor:
+        """Return the result of each row, [rows, H], without router weights. Differentiable."""
+        gate_up = self._multiply(rows, weights.gate_up_matrices(), weights.gate_up_bias)
+        hidden = self.activated(gate_up, weights.format)
+        return self._multiply(hidden, weights.down_matrices(), weights.down_bias)
+
+    def _multiply(self, rows: Tensor, matrices: Tensor, bias: Tensor | None) -> Tensor:
+        products = _Multiply.apply(rows, matrices, self)
+        assert isinstance(products, Tensor), "a Function returns what forward() does"
+        return products if bias is None else products + self.biases(bias)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Blocks:
+class Blocks(FixedShapes):
     """Blocks of consecutive rows of one expert each, which together are all rows.
 
     experts: the expert of each block.   sizes: its rows.   num_experts: L.
@@ -80,21 +115,15 @@ class Blocks:
             row_of_slot=row_of_slot,
         )
 
+    def biases(self, bias: Tensor) -> Tensor:
+        return bias[self._expert_of_row]
+
     @cached_property
-    def expert_of_row(self) -> Tensor:
-        """The expert of each row, [rows], int64."""
+    def _expert_of_row(self) -> Tensor:
         experts = torch.tensor(self.experts, dtype=torch.int64, device="cpu")
         return experts.repeat_interleave(torch.tensor(self.sizes, device="cpu", dtype=torch.int64))
 
-    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Return rows [rows, K] times the matrix of their expert, of [L, K, N]. Differentiable.
-
-        Gradients of matrices sum all rows of an expert in one product.
-        """
-        return _Multiply.apply(rows, matrices, self)  # type: ignore[return-value]
-
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Return what multiply() does, without gradients."""
         out, each = rows.new_empty(rows.shape[0], matrices.shape[2]), matrices.unbind()
         parts = zip(rows.split(self.sizes), out.split(self.sizes), self.experts, strict=True)
         for part, out_part, expert in parts:
@@ -102,10 +131,7 @@ class Blocks:
         return out
 
     def activated(self, gate_up: Tensor, expert_format: ExpertFormat) -> Tensor:
-        """Activate [rows, 2I] in parts of fixed sizes, on one thread each.
-
-        Differentiable.
-        """
+        # In parts of fixed sizes, on one thread each.
         if not self.sizes:
             return activate(gate_up, expert_format)
         fitting = [size for size in BLOCK_SIZES if size * gate_up.shape[1] <= _ONE_THREAD]
@@ -115,9 +141,8 @@ class Blocks:
         return torch.cat([activate(part, expert_format) for part in parts])
 
     def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
-        """Return [L, K, N], of each expert rows [rows, K] transposed times other [rows, N]."""
         sums = torch.zeros_like(like)
-        ends = torch.bincount(self.expert_of_row, minlength=self.num_experts).tolist()
+        ends = torch.bincount(self._expert_of_row, minlength=self.num_experts).tolist()
         for total, part, other_part in zip(sums, rows.split(ends), other.split(ends), strict=True):
             torch.mm(part.T, other_part, out=total)
         return sums
@@ -125,10 +150,10 @@ class Blocks:
 
 class _Multiply(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, matrices: Tensor, blocks: Blocks) -> Tensor:
+    def forward(ctx: FunctionCtx, rows: Tensor, matrices: Tensor, shapes: FixedShapes) -> Tensor:
         ctx.save_for_backward(rows, matrices)
-        ctx.blocks = blocks  # type: ignore[attr-defined]
-        return blocks.products(rows, matrices)
+        ctx.shapes = shapes  # type: ignore[attr-defined]
+        return shapes.products(rows, matrices)
 
     @staticmethod
     @once_differentiable
@@ -136,26 +161,19 @@ class _Multiply(torch.autograd.Function):
         ctx: FunctionCtx, grad: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None]:
         rows, matrices = ctx.saved_tensors  # type: ignore[attr-defined]
-        blocks: Blocks = ctx.blocks  # type: ignore[attr-defined]
+        shapes: FixedShapes = ctx.shapes  # type: ignore[attr-defined]
         needs_rows, needs_matrices = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
         grad = grad.contiguous()
         return (
-            blocks.products(grad, matrices.transpose(1, 2)) if needs_rows else None,
-            blocks.sum_products(rows, grad, matrices) if needs_matrices else None,
+            shapes.products(grad, matrices.transpose(1, 2)) if needs_rows else None,
+            shapes.sum_products(rows, grad, matrices) if needs_matrices else None,
             None,
         )
 
 
 def run_blocks(slots: Tensor, weights: ExpertWeights, blocks: Blocks) -> Tensor:
     """Return the result of each slot, [C, H], without router weights. Differentiable."""
-    rows = _select(slots, blocks.slot_of_row)
-    gate_up = blocks.multiply(rows, weights.gate_up_matrices())
-    if weights.gate_up_bias is not None:
-        gate_up = gate_up + weights.gate_up_bias[blocks.expert_of_row]
-    hidden = blocks.activated(gate_up, weights.format)
-    results = blocks.multiply(hidden, weights.down_matrices())
-    if weights.down_bias is not None:
-        results = results + weights.down_bias[blocks.expert_of_row]
+    results = blocks.run(_select(slots, blocks.slot_of_row), weights)
     return _select(results, blocks.row_of_slot)
 
 

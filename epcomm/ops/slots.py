@@ -297,6 +297,19 @@ def expert_of_slot(index: SlotIndex, num_slots: int) -> Tensor:
     return torch.searchsorted(index.first_slot[1:], slots, right=True)
 
 
+def expert_of_used_slot(index: SlotIndex, num_slots: int) -> Tensor:
+    """Return the local expert that computes each slot, [C], int32; -1 for padding.
+
+    Counts 2 1 with starts 0 4 8 and 10 slots give 0 0 -1 -1 1 -1 -1 -1 -1 -1.   Host sync: none.
+    """
+    num_experts = index.num_tokens_per_expert.shape[0]
+    experts = expert_of_slot(index, num_slots)
+    ends = index.first_slot[:-1] + index.num_tokens_per_expert
+    slots = torch.arange(num_slots, device=experts.device)
+    is_used = (experts < num_experts) & (slots < ends[experts.clamp(max=num_experts - 1)])
+    return torch.where(is_used, experts, -1).to(torch.int32)
+
+
 def gather_rows(rows: Tensor, index: SlotIndex) -> Tensor:
     """Copy the received row of each slot, [C, H]; padding slots are zero.
 

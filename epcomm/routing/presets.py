@@ -68,14 +68,8 @@ def deepseek_v3(
 
 def afmoe(*, top_k: int, routed_scaling_factor: float) -> RoutingSpec:
     """Score by sigmoid, select with a bias, renormalise with epsilon 1e-20, and scale."""
-    return RoutingSpec(
-        top_k=top_k,
-        score_function=ScoreFunction.SIGMOID,
-        correction_bias=CorrectionBias.SELECTION,
-        renormalize=True,
-        epsilon_mode=EpsilonMode.ADDED,
-        epsilon=1e-20,
-        routed_scaling_factor=routed_scaling_factor,
+    return deepseek_v3(
+        top_k=top_k, num_groups=1, topk_groups=1, routed_scaling_factor=routed_scaling_factor
     )
 
 

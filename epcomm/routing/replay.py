@@ -267,14 +267,10 @@ class _ReplayedLayer:
                 f"replay_routes: layer {self.index} is called with topk_ids "
                 f"({self._gate.calls.names.where}); leave them out inside the context"
             )
-        is_first = call.repeats is None
-        start = (
-            self._take(num_tokens)
-            if call.repeats is None
-            else self._start_of(call.repeats, num_tokens)
-        )
+        repeats = call.repeats
+        start = self._take(num_tokens) if repeats is None else self._start_of(repeats, num_tokens)
         ids = self._routes[start : start + num_tokens].long()
-        if is_first:
+        if repeats is None:
             self._count(ids, call.live_topk_ids)
         return choose(call, ids, has_live=self._has_live)
 

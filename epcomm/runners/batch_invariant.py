@@ -6,17 +6,16 @@ one shape and one order of sums (epcomm.kernels.gemm.fixed_tiles). EPConfig.sum_
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
-from epcomm.ops.activation import activate
-from epcomm.ops.fixed_blocks import BLOCK_SIZES, Blocks, run_blocks
+from epcomm.ops.fixed_blocks import BLOCK_SIZES, Blocks, FixedShapes, run_blocks
 from epcomm.ops.precision import cast_experts, compute_dtype
-from epcomm.ops.slots import expert_of_slot, pack
+from epcomm.ops.slots import expert_of_used_slot, pack
 from epcomm.platforms.cuda import Capabilities, triton_reasons
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import dequantize
@@ -140,60 +139,34 @@ def _run_tiles(slots: Tensor, weights: ExpertWeights, index: SlotIndex) -> Tenso
     unused = None
     if needs_gradients and not index.is_dense:
         # Gradients of matrices and biases sum padding too, whose rows and gradients are undefined.
-        unused = ~_is_used(index, slots.shape[0]).unsqueeze(1)
+        owners = index.row_of_slot
+        if owners is None:
+            owners = expert_of_used_slot(index, slots.shape[0])
+        unused = (owners < 0).unsqueeze(1)
         slots = slots.masked_fill(unused, 0)
-    hidden = _TiledProduct.apply(slots, weights.gate_up_matrices(), index)
-    assert isinstance(hidden, Tensor), "a Function returns what forward() does"
-    if weights.gate_up_bias is not None:
-        hidden = hidden + bias_of_slots(weights.gate_up_bias, index, slots.shape[0])
-    hidden = activate(hidden, weights.format)
-    results = _TiledProduct.apply(hidden, weights.down_matrices(), index)
-    assert isinstance(results, Tensor), "a Function returns what forward() does"
-    if weights.down_bias is not None:
-        results = results + bias_of_slots(weights.down_bias, index, slots.shape[0])
+    results = _Tiles(index=index, num_slots=slots.shape[0]).run(slots, weights)
     return results if unused is None else results.masked_fill(unused, 0)
 
 
-def _is_used(index: SlotIndex, num_slots: int) -> Tensor:
-    """Return whether an expert computes each slot, [C]. Host sync: none."""
-    if index.row_of_slot is not None:
-        return index.row_of_slot >= 0
-    slots = torch.arange(num_slots, device=index.first_slot.device)
-    experts = expert_of_slot(index, num_slots).clamp(max=index.num_tokens_per_expert.shape[0] - 1)
-    return slots < (index.first_slot[experts] + index.num_tokens_per_expert[experts])
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tiles(FixedShapes):
+    """The tiles of slots, which all have one size."""
 
+    index: SlotIndex
+    num_slots: int
 
-def _multiply_tiles(rows: Tensor, matrices: Tensor, index: SlotIndex) -> Tensor:
-    from epcomm.kernels.gemm.fixed_tiles import multiply_tiles
+    def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        from epcomm.kernels.gemm.fixed_tiles import multiply_tiles
 
-    # Padding is zero, because gradients of matrices read it.
-    out = rows.new_empty if index.is_dense else rows.new_zeros
-    results = out((rows.shape[0], matrices.shape[2]))
-    multiply_tiles(rows, index.num_tokens_per_expert, index.first_slot, matrices, results)
-    return results
+        index = self.index
+        # Padding is zero, because gradients of matrices read it.
+        out = rows.new_empty if index.is_dense else rows.new_zeros
+        results = out((rows.shape[0], matrices.shape[2]))
+        multiply_tiles(rows, index.num_tokens_per_expert, index.first_slot, matrices, results)
+        return results
 
+    def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
+        return torch.nn.functional.grouped_mm(rows.T, other, offs=self.index.first_slot[1:])
 
-class _TiledProduct(torch.autograd.Function):
-    """The product of slots [C, K] and matrices [L, K, N] in tiles of one size, [C, N]."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, slots: Tensor, matrices: Tensor, index: SlotIndex) -> Tensor:
-        ctx.save_for_backward(slots, matrices)
-        ctx.index = index  # type: ignore[attr-defined]
-        return _multiply_tiles(slots, matrices, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(  # type: ignore[override]
-        ctx: FunctionCtx, grad: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        slots, matrices = ctx.saved_tensors  # type: ignore[attr-defined]
-        index: SlotIndex = ctx.index  # type: ignore[attr-defined]
-        needs_slots, needs_matrices = ctx.needs_input_grad[:2]  # type: ignore[attr-defined]
-        grad = grad.contiguous()
-        grad_slots = grad_matrices = None
-        if needs_slots:
-            grad_slots = _multiply_tiles(grad, matrices.transpose(1, 2), index)
-        if needs_matrices:
-            grad_matrices = torch.nn.functional.grouped_mm(slots.T, grad, offs=index.first_slot[1:])
-        return grad_slots, grad_matrices, None
+    def biases(self, bias: Tensor) -> Tensor:
+        return bias_of_slots(bias, self.index, self.num_slots)

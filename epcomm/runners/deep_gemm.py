@@ -26,7 +26,7 @@ from torch import Tensor
 
 from epcomm.errors import ConfigError
 from epcomm.ops.activation import activate
-from epcomm.ops.slots import expert_of_slot, gather_rows
+from epcomm.ops.slots import expert_of_used_slot, gather_rows
 from epcomm.platforms.cuda import cuda_reasons
 from epcomm.platforms.deep_gemm import BUILD, DeepGemm, deep_gemm_reasons, load_deep_gemm
 from epcomm.platforms.machine import Machine, this_machine
@@ -110,7 +110,7 @@ class DeepGemmRunner(ExpertRunner):
         num_padding = -num_slots % alignment
         # The package finds an expert's start from the end before it, by its own alignment.
         takes_ends = package.takes_ends and index.expert_alignment == alignment
-        layout = _ends(index) if takes_ends else _experts_of_slots(index, num_slots + num_padding)
+        layout = _ends(index) if takes_ends else expert_of_used_slot(index, num_slots + num_padding)
         options = {"use_psum_layout": True} if takes_ends else {}
 
         def multiply(operand: _Operand, matrices: _Operand, out: Tensor) -> None:
@@ -327,16 +327,3 @@ def _as_read(scales: Tensor | None) -> Tensor:
 def _ends(index: SlotIndex) -> Tensor:
     """Return the end of the slots of each expert, [L], int32; the next one starts aligned."""
     return index.first_slot[:-1] + index.num_tokens_per_expert
-
-
-def _experts_of_slots(index: SlotIndex, num_slots: int) -> Tensor:
-    """Return the expert that computes each slot, [C], int32; -1 for padding. No host sync.
-
-    Counts 2 1 with starts 0 4 8 and 10 slots give 0 0 -1 -1 1 -1 -1 -1 -1 -1.
-    """
-    num_experts = index.num_tokens_per_expert.shape[0]
-    experts = expert_of_slot(index, num_slots)
-    safe = experts.clamp(max=num_experts - 1)
-    slots = torch.arange(num_slots, device=experts.device)
-    is_used = (experts < num_experts) & (slots < _ends(index)[safe])
-    return torch.where(is_used, experts, -1).to(torch.int32)

@@ -134,7 +134,7 @@ def compute_experts(
     results = slots.data.new_zeros(shape, dtype=weights.hidden_dtype)
     for expert, count in enumerate(counts):
         mine = slice(starts[expert], starts[expert] + count)
-        result = _run_expert(_part(slots, mine), weights, expert, profile, block_rows)
+        result = _run_expert(slots.part(mine), weights, expert, profile, block_rows)
         if slot_weights is not None:
             result = result * slot_weights[mine].unsqueeze(1)
         results[mine] = result.to(weights.hidden_dtype)
@@ -157,11 +157,6 @@ def _gather_any(rows: Tensor, index: SlotIndex) -> Tensor:
     return gather_rows(rows.view(torch.uint8), index).view(rows.dtype)
 
 
-def _part(rows: WireTensor, mine: slice) -> WireTensor:
-    scales = None if rows.scales is None else rows.scales[mine]
-    return WireTensor(data=rows.data[mine], format=rows.format, scales=scales)
-
-
 def _run_expert(
     rows: WireTensor,
     weights: EightBitWeights,
@@ -180,7 +175,7 @@ def _run_expert(
     block_rows = block_rows or max(1, num_rows)
     results = rows.data.new_empty(num_rows, weights.hidden_size, dtype=torch.float32)
     for first in range(0, num_rows, block_rows):
-        block = _part(rows, slice(first, first + block_rows))
+        block = rows.part(slice(first, first + block_rows))
         if not block.format.dtype.is_quantized:
             block = quantize(block.data, weights.wire_format, profile=profile)
         gate_up = multiply(_padded(block, block_rows), "gate_up").split(part_rows)

@@ -88,6 +88,12 @@ class SuiteEnv:
             dtype=self.dtype or spec.dtype,
         )
 
+    def made_batches(self, spec: BatchSpec, number: int, num_sources: int) -> list[RankBatch]:
+        """Make batch `number` of the first num_sources ranks."""
+        world_size, device = self.group.world_size, self.group.device
+        ranks = range(num_sources)
+        return [make_batch(spec, r, world_size, number=number).to(device) for r in ranks]
+
     def memory(self) -> AbstractContextManager[None]:
         """Poison memory within the context, if the environment permits it."""
         return poisoned_memory() if self.poisons else nullcontext()
@@ -147,10 +153,7 @@ class BufferEnv(SuiteEnv):
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
         """Make batch `number` of all ranks."""
         world_size = self.group.world_size
-        batches = [
-            make_batch(spec, rank, world_size, number=number).to(self.group.device)
-            for rank in range(world_size)
-        ]
+        batches = self.made_batches(spec, number, world_size)
         if not self.fills_batches:
             return batches
         # The expected batches have the same substitutes for masked entries as the backend.

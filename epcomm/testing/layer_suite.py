@@ -23,7 +23,7 @@ from epcomm.group import EPGroup
 from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
 from epcomm.records import TopKOutput
 from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, SuiteEnv, none_on_rank_0
-from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_batch, make_weights
+from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_weights
 from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
 from epcomm.weights.quantized import Int8ChannelWeights
 from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
@@ -91,11 +91,8 @@ class LayerEnv(SuiteEnv):
 
     def batches(self, spec: BatchSpec, number: int = 0) -> list[RankBatch]:
         """Make batch `number` of all ranks, or a single batch if all ranks pass the same."""
-        world_size = self.group.world_size
-        batches = [
-            make_batch(spec, rank, world_size, number=number).to(self.group.device)
-            for rank in range(1 if self.is_replicated else world_size)
-        ]
+        num_sources = 1 if self.is_replicated else self.group.world_size
+        batches = self.made_batches(spec, number, num_sources)
         if self.wire is None:
             return batches
         return [

@@ -199,9 +199,6 @@ class AscendBuffer(AscendCalls, Buffer):
             any_flags=BatchFlags.NONE,
         )
 
-    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("there is no cached dispatch (caps.trainable)")
-
     def combine(
         self,
         rows: Tensor,
@@ -339,20 +336,14 @@ class AscendNormalBuffer(AscendBuffer):
             is_empty=has_no_expert(ids),
         )
         # The undefined row of a dispatch that receives no row is left out.
-        return self._dispatched(
-            _first_rows(self._wire(received), num_slots), sent.topk_ids, exchange_plan
-        )
+        rows = self._wire(received).part(slice(num_slots))
+        return self._dispatched(rows, sent.topk_ids, exchange_plan)
 
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
         if exchange_plan.num_rows == 0:
             # dispatch() has returned one undefined row, and combine() expects the same number.
             rows = rows.new_zeros(1, rows.shape[1])
         return self._buffer.combine(x=rows.contiguous(), handle=exchange_plan.handle)[0]
-
-
-def _first_rows(wire: WireTensor, num_rows: int) -> WireTensor:
-    scales = None if wire.scales is None else wire.scales[:num_rows]
-    return replace(wire, data=wire.data[:num_rows], scales=scales)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -75,9 +75,6 @@ class DeepEPExchangePlan(ExchangePlan):
     has_failed: bool scalar on the device; None if dispatch raises faults.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     handle: Any
     slots_by_row: AnyMembers | None
     rows_to_rank: Tensor

@@ -74,9 +74,6 @@ class LowLatencyExchangePlan(ExchangePlan):
     topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, a copy.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     handle: LegacyHandle
     topk_ids: Tensor
     topk_weights: Tensor
@@ -208,9 +205,6 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             return self._dispatched(batch, ids, weights, received, counts, handle, has_failed)
 
         return Pending(wait)
-
-    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.trainable)")
 
     def combine(
         self,

@@ -475,9 +475,6 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._faults.note_own(error)
         return min(meant, key=lambda each: each.batch)
 
-    def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
-        raise NotImplementedError("low latency has no backward (caps.trainable)")
-
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
         rows, metadata, headers, sums = self._counters.tolist()

@@ -29,9 +29,6 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
     sources: the sources of the slots, in the layout MASKED if each slot returns; else None.
     """
 
-    num_tokens: int
-    num_rows: int
-    index: SlotIndex
     batch: int
     sources: SlotSources | None = None
 

@@ -16,22 +16,12 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import HELD_BATCH
 from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
-from epcomm.kernels.nvlink.common.exchange import (
-    HELD_BATCH,
-    VARYING,
-    LowLatencyExchange,
-    Memory,
-    Peers,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import abort_if_late, await_all, int64_at, word_of
-from epcomm.kernels.nvlink.common.signals import (
-    abort_if_missing,
-    await_at,
-    int32_at,
-    living_ranks,
-)
+from epcomm.kernels.nvlink.common.signals import await_signals, int32_at, living_ranks
 from epcomm.kernels.nvlink.common.status import (
     FAULT_HANDLE,
     FAULT_MASK,
@@ -39,16 +29,16 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.nvlink.lines.combine_recv import prepare_lines
+from epcomm.kernels.nvlink.lines.combine_recv import WARPS as LINES_WARPS
+from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines_kernel
 from epcomm.kernels.nvlink.ll_combine_send import row_at
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _WARPS, _COLUMNS = 8, 4096
 
 _THREADS = tl.constexpr(32 * _WARPS)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
 
 
 @triton.jit
@@ -81,30 +71,6 @@ def _await_codes(
     return tl.where(is_overwritten, FAULT_HANDLE, word_of(lines)), is_lost  # pyright: ignore[reportReturnType]
 
 
-@triton.jit
-def _await_chunk(
-    peers: Peers,
-    chunk: tl.tensor,
-    is_source: tl.tensor,
-    epoch: tl.tensor,
-    c: constexprs.Layout,
-) -> tl.tensor:
-    """Wait for the sums of a chunk of some ranks, [W_LANES]; return whether this rank is lost."""
-    source_lane = tl.arange(0, c.W_LANES)
-    signals_ptr = int32_at(peers.buffer_address + c.ARRIVED_SUMS_AT)
-    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr + source_lane * c.NUM_CHUNKS + chunk,
-        is_source,
-        is_source,
-        int32_at(peers.own_address),
-        epoch,
-        peers.max_polls,
-        "sys",
-        True,
-    )
-    return abort_if_missing(missing, aborted, peers, WAIT_COMBINE, epoch, c)
-
-
 @triton.jit(do_not_specialize=VARYING)
 def _receive_combine_kernel(
     out_ptr: tl.tensor,
@@ -134,7 +100,7 @@ def _receive_combine_kernel(
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
     following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
-    is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
+    is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
     is_source = living_ranks(peers, c)
     if program == 0:
@@ -151,7 +117,9 @@ def _receive_combine_kernel(
         following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
         chunk = token // c.CHUNK_TOKENS
         if (chunk != awaited) & (is_lost == 0):
-            is_lost |= _await_chunk(peers, chunk, is_awaited, epoch, c)
+            signals_ptr = int32_at(buffer_address + c.ARRIVED_SUMS_AT)
+            signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
+            is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
             awaited = chunk
         is_token = token < num_tokens
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
@@ -209,8 +177,20 @@ def receive_combine(
     key = ("receive sums", in_lines, out.dtype, hidden_size, topk_weights is None)
     launch = exchange.launches.get(key)
     if launch is None:
-        launch = exchange.launches[key] = (
-            prepare_lines(exchange, out) if in_lines else _prepare_bulk(exchange, out)
+        kernel: object = receive_combine_lines_kernel
+        constants = {"num_warps": LINES_WARPS}
+        if not in_lines:
+            columns = min(_COLUMNS, next_power_of_two(hidden_size))
+            kernel, constants = _receive_combine_kernel, {"num_warps": _WARPS, "COLUMNS": columns}
+        launch = exchange.launches[key] = prepare(
+            exchange,
+            kernel,
+            [CHANGES] * 3,
+            3,
+            HIDDEN=hidden_size,
+            **constants,
+            **EXACT,
+            **overlapping(out.device),
         )
     # Without tokens, one program still receives the faults.
     if in_lines:
@@ -218,18 +198,3 @@ def receive_combine(
     else:
         grid = max(1, min(wanted_tokens, peers.num_programs))
     launch(grid, out, topk_weights, is_sent, num_tokens, wanted_tokens, batch)
-
-
-def _prepare_bulk(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    hidden_size = out.shape[1]
-    return prepare(
-        exchange,
-        _receive_combine_kernel,
-        [CHANGES] * 3,
-        3,
-        HIDDEN=hidden_size,
-        COLUMNS=min(_COLUMNS, next_power_of_two(hidden_size)),
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(out.device),
-    )

@@ -31,22 +31,21 @@ from torch import Tensor
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import (
+    HELD_BATCH,
+    LINE_BYTES,
+    LINE_WORDS,
+    PART_LINES,
+    SOURCES_AT,
+    SUM_ARRIVALS,
+)
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import (
-    HELD_BATCH,
-    SOURCES_AT,
-    SUM_ARRIVALS,
-    VARYING,
-    LowLatencyExchange,
-    Memory,
-    Peers,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LINE_WORDS, PART_LINES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     await_all,
@@ -80,12 +79,6 @@ _LEAST_SLOTS = 1
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 2
 # Grids of senders that share a chunk.
 _CHUNK_GRIDS = 1
-
-_SUM_ARRIVALS = tl.constexpr(SUM_ARRIVALS)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
-_SOURCES_AT = tl.constexpr(SOURCES_AT)
-_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
-_PART_LINES = tl.constexpr(PART_LINES)
 
 
 class _Sent(NamedTuple):
@@ -214,12 +207,12 @@ def _begin_combine(
     epoch = tl.load(peers.state + 1)
     aborted = tl.load(int32_at(peers.own_address), volatile=True)
     has_no_rows = tl.load(peers.state + 2)
-    is_overwritten = tl.load(peers.state + _HELD_BATCH) != batch
+    is_overwritten = tl.load(peers.state + HELD_BATCH) != batch
     # Kept by the receiver of dispatch, not from the headers: once some programs have published, a
     # peer may write those of its next batch, and a program that starts late must count as many
     # arrivals as the others.
     source_lane = tl.arange(0, c.W_LANES)
-    told = tl.load(peers.state + _SOURCES_AT + source_lane, mask=source_lane < c.W, other=0)
+    told = tl.load(peers.state + SOURCES_AT + source_lane, mask=source_lane < c.W, other=0)
     is_source = living_ranks(peers, c)
     # The epoch is then that of a replay on every rank: no rank sends, and no rank waits.
     if (program == 0) & (is_overwritten == 0):
@@ -263,7 +256,7 @@ def _begin_again_kernel(
     Nothing is begun if a replay has taken the receive buffer.
     """
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    if tl.load(peers.state + _HELD_BATCH) != batch:
+    if tl.load(peers.state + HELD_BATCH) != batch:
         return
     epoch = tl.load(peers.state)
     tl.store(peers.state + 1, epoch)
@@ -275,28 +268,10 @@ def _begin_again_kernel(
 
 
 @triton.jit
-def _columns_of_parts(
-    part: tl.tensor, EACH: tl.constexpr, c: constexprs.Layout, results: constexprs.Results
-) -> tl.tuple:
-    """Return the columns of each plane of parts [LINE_PARTS, 1] of a row, and which of them exist.
-
-    EACH: elements of a word.
-    """
-    # A part is a row of this block, in which one element follows the other.
-    lane = tl.arange(0, _PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
-    columns, are_elements = (), ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
-        columns += (column,)
-        are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
-    return columns, are_elements  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
 def _words_of_planes(planes: tl.tuple, SIZE: tl.constexpr) -> tl.tuple:
     """Return the elements of each plane, SIZE of them, as words."""
     words = ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         words += (words_of(tl.reshape(planes[plane], [SIZE])),)
     return words  # pyright: ignore[reportReturnType]
 
@@ -320,9 +295,11 @@ def _send_in_lines(
     program, num_programs = tl.program_id(0), tl.num_programs(0)
     PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
     EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
-    SIZE: tl.constexpr = results.LINE_PARTS * _PART_LINES * EACH  # pyright: ignore[reportAssignmentType, reportOperatorIssue]
+    SIZE: tl.constexpr = results.LINE_PARTS * PART_LINES * EACH  # pyright: ignore[reportAssignmentType, reportOperatorIssue]
     part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
-    line_lane = tl.arange(0, _PART_LINES)[None, :]
+    line_lane = tl.arange(0, PART_LINES)[None, :]
+    # A part is a row of this block, in which one element follows the other.
+    lane = tl.arange(0, PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
     num_sent = 0
     for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
         row_item = item // PIECES
@@ -333,10 +310,14 @@ def _send_in_lines(
             part = item % PIECES * results.LINE_PARTS + part_lane
             line = part * c.RETURN_PLANE + line_lane
             is_line = (line_lane < c.RETURN_PLANE) & (line < c.SUM_LINES)
-            line = tl.reshape(line, [results.LINE_PARTS * _PART_LINES])
-            is_line = tl.reshape(is_line, [results.LINE_PARTS * _PART_LINES])
+            line = tl.reshape(line, [results.LINE_PARTS * PART_LINES])
+            is_line = tl.reshape(is_line, [results.LINE_PARTS * PART_LINES])
             row = source * c.M + token
-            columns, are_elements = _columns_of_parts(part, EACH, c, results)  # pyright: ignore[reportGeneralTypeIssues]
+            columns, are_elements = (), ()
+            for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
+                column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+                columns += (column,)
+                are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
             to = tl.load(peers.bases + source) + c.SUM_LINES_AT
             num_parts = 0
             if c.RETURNS_SLOTS:
@@ -344,13 +325,13 @@ def _send_in_lines(
                 words = ()
                 for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
                     planes = ()
-                    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+                    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
                         column, is_element = columns[plane], are_elements[plane]
                         planes += (_slot_of_row(sent, row, k, column, is_element, c, results),)
                     words += (_words_of_planes(planes, SIZE),)  # pyright: ignore[reportArgumentType]
                 for k in tl.static_range(c.K):
                     has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
-                    sums = to + (token * c.K + k) * (c.SUM_LINES * _LINE_BYTES)
+                    sums = to + (token * c.K + k) * (c.SUM_LINES * LINE_BYTES)
                     store_lines(sums, line, words[k], epoch, both(is_line, has_slot))
                     num_parts += has_slot.to(tl.int32)
             else:
@@ -362,7 +343,7 @@ def _send_in_lines(
                     )
                     words = _words_of_planes(planes, SIZE)
                     place = (peers.rank * c.GROUPS + group) * c.LINE_TOKENS + token
-                    sums = to + place * (c.SUM_LINES * _LINE_BYTES)
+                    sums = to + place * (c.SUM_LINES * LINE_BYTES)
                     store_lines(sums, line, words, epoch, both(is_line, has_slot))
                     num_parts += has_slot.to(tl.int32)
             is_counted = (source != peers.rank) & (item % PIECES == 0)
@@ -507,7 +488,7 @@ def _send_combine_kernel(
             # Sources that poll lines await no signal.
             publish_as_last(
                 peers,
-                _SUM_ARRIVALS + chunk,
+                SUM_ARRIVALS + chunk,
                 num_arriving,
                 signal_at,
                 epoch,
@@ -577,7 +558,7 @@ def send_combine(
                 PIECES=-(-hidden_size // columns),
                 SLOTS=max(_LEAST_SLOTS, next_power_of_two(layout.top_k // layout.world_size or 1)),
                 WORKERS=_CHUNK_GRIDS * exchange.peers.num_programs,
-                LINE_PARTS=32 * _WARPS // PART_LINES,
+                LINE_PARTS=32 * _WARPS // PART_LINES.value,
                 PER_ROW=per_row,
             ),
             num_warps=_WARPS,

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.exchange import EAGER_EPOCH, HELD_BATCH, Peers
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES, PART_LINES
+from epcomm.kernels.nvlink.common.constexprs import EAGER_EPOCH, HELD_BATCH, LINE_BYTES, PART_LINES
+from epcomm.kernels.nvlink.common.exchange import Peers
 from epcomm.kernels.nvlink.common.lines import (
     give_credit,
     int64_at,
@@ -28,10 +28,6 @@ PLAIN, FP8, FP8_POWER_OF_TWO, INT8 = 0, 1, 2, 3
 _PLAIN, _INT8 = tl.constexpr(PLAIN), tl.constexpr(INT8)
 # Bits of what is wrong with an entry; an id that is not an expert counts more.
 _REPEATED, _BAD = tl.constexpr(1), tl.constexpr(2)
-_EAGER_EPOCH = tl.constexpr(EAGER_EPOCH)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
-_PART_LINES = tl.constexpr(PART_LINES)
 
 
 @triton.jit
@@ -44,7 +40,7 @@ def dispatch_epoch(peers: Peers, is_captured: tl.tensor) -> tl.tensor:
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state, volatile=True)
     # An eager sender writes this word while its receiver runs; neither reads it.
-    is_open = (is_captured != 0) & (tl.load(peers.state + _EAGER_EPOCH, volatile=True) == epoch)
+    is_open = (is_captured != 0) & (tl.load(peers.state + EAGER_EPOCH, volatile=True) == epoch)
     return tl.where(is_open, next_epoch(epoch), epoch)
 
 
@@ -60,9 +56,9 @@ def begin_dispatch(
     epoch = dispatch_epoch(peers, is_captured)
     if tl.program_id(0) == 0:
         tl.store(peers.state + 1, epoch)
-        tl.store(peers.state + _HELD_BATCH, batch)
+        tl.store(peers.state + HELD_BATCH, batch)
         if is_captured == 0:
-            tl.store(peers.state + _EAGER_EPOCH, epoch)
+            tl.store(peers.state + EAGER_EPOCH, epoch)
         else:
             last = tl.load(peers.state)
             if last != epoch:
@@ -190,7 +186,7 @@ def send_metadata(
         which takes fewer registers.
     """
     # In lines, one for each of K experts, which some threads store: the others have lanes, too.
-    LANES: tl.constexpr = max(c.K_LANES, _PART_LINES) if IN_LINES else c.K_LANES  # pyright: ignore[reportAssignmentType]
+    LANES: tl.constexpr = max(c.K_LANES, PART_LINES) if IN_LINES else c.K_LANES  # pyright: ignore[reportAssignmentType]
     k = tl.arange(0, LANES)
     ids = tl.load(ids_ptr + token * c.K + k, mask=k < c.K, other=-1).to(tl.int32)
     weight_words = k * 0
@@ -201,7 +197,9 @@ def send_metadata(
         positions = count_positions(
             ids_ptr, load_ids(ids_ptr, token, token >= 0, c), token, c, CHUNK
         )
-        positions = repeated(positions, LANES)
+        # 1 2 1 2 of 1 2.
+        rows = tl.broadcast_to(positions[None, :], [LANES // c.K_LANES, c.K_LANES])
+        positions = tl.reshape(rows, [LANES])
     else:
         positions = count_positions(ids_ptr, ids, token, c, CHUNK)
     owners = tl.where(ids >= 0, ids // c.L, -1)
@@ -211,7 +209,7 @@ def send_metadata(
         experts = tl.where(owners == peer, ids - peer * c.L, -1)
         if IN_LINES:
             first_line = (peers.rank * c.LINE_TOKENS + token) * c.ROW_LINES
-            to = base + c.ROW_LINES_AT + first_line * _LINE_BYTES
+            to = base + c.ROW_LINES_AT + first_line * LINE_BYTES
             is_entry = both(k < c.K_LANES, base != 0)
             store_lines(to, k, (experts, positions, weight_words), epoch, is_entry)  # pyright: ignore[reportArgumentType]
         else:
@@ -222,14 +220,6 @@ def send_metadata(
             tl.store(to_ptr + c.K_LANES, positions, mask=is_entry)
             if weights_ptr is not None:
                 tl.store(to_ptr + 2 * c.K_LANES, weight_words, mask=is_entry)
-
-
-@triton.jit
-def repeated(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
-    """Return values [n] again and again, [LANES]: 1 2 1 2 of 1 2."""
-    SIZE: tl.constexpr = values.shape[0]  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-    rows = tl.broadcast_to(values[None, :], [LANES // SIZE, SIZE])
-    return tl.reshape(rows, [LANES])
 
 
 @triton.jit

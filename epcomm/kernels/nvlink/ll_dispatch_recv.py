@@ -17,16 +17,19 @@ from torch import Tensor
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import (
+    COUNTED_EPOCH,
+    HELD_BATCH,
+    LINE_BYTES,
+    SOURCES_AT,
+)
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
 from epcomm.kernels.nvlink.common.exchange import (
-    COUNTED_EPOCH,
-    HELD_BATCH,
     NO_SLABS,
-    SOURCES_AT,
     VARYING,
     LowLatencyExchange,
     Memory,
@@ -34,7 +37,6 @@ from epcomm.kernels.nvlink.common.exchange import (
     SlabMemory,
 )
 from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -49,8 +51,8 @@ from epcomm.kernels.nvlink.common.lines import (
     word_of,
 )
 from epcomm.kernels.nvlink.common.signals import (
-    abort_if_missing,
     await_at,
+    await_signals,
     int32_at,
     living_ranks,
 )
@@ -81,28 +83,8 @@ _WORD_BYTES = 4
 _SCALE_STRIDES = ("EXPERT_STRIDE", "SLOT_STRIDE", "WORD_STRIDE")
 
 _THREADS = tl.constexpr(32 * _WARPS)
-_LINE_BYTES = tl.constexpr(LINE_BYTES)
 # The largest number of slots that is reported as needed: it shares an int32 with the fault code.
 _MOST_NEEDED = tl.constexpr(2**23 - 1)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
-_COUNTED_EPOCH, _SOURCES_AT = tl.constexpr(COUNTED_EPOCH), tl.constexpr(SOURCES_AT)
-
-
-@triton.jit
-def _await_signals_of(
-    peers: Peers,
-    signals_at: tl.constexpr,
-    is_awaited: tl.tensor,
-    epoch: tl.tensor,
-    c: constexprs.Layout,
-) -> tl.tensor:
-    """Wait for signals at `signals_at` of some sources, [W_LANES]; return if this rank is lost."""
-    signals_ptr = int32_at(peers.buffer_address + signals_at) + tl.arange(0, c.W_LANES)
-    abort_ptr = int32_at(peers.own_address)
-    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
-        signals_ptr, is_awaited, is_awaited, abort_ptr, epoch, peers.max_polls, "sys", True
-    )
-    return abort_if_missing(missing, aborted, peers, WAIT_DISPATCH, epoch, c)
 
 
 @triton.jit
@@ -115,12 +97,12 @@ def _hand_out_nothing(
     c: constexprs.Layout,
 ) -> None:
     """Undo an index of rows that have not arrived, once program 0 has written its counts."""
-    counted_ptr = peers.state + _COUNTED_EPOCH + tl.arange(0, 1)
+    counted_ptr = peers.state + COUNTED_EPOCH + tl.arange(0, 1)
     is_counted = tl.arange(0, 1) == 0
-    await_at(counted_ptr, is_counted, is_counted, None, epoch, peers.max_polls, "gpu", True)
+    await_at(counted_ptr, is_counted, None, epoch, peers.max_polls, "gpu", True)
     # Program 0 stores that word without a release, which would add a fence to every dispatch. Its
     # counts are visible one poll, a millisecond, later.
-    await_at(counted_ptr, is_counted, is_counted, None, next_epoch(epoch), 1, "gpu", True)
+    await_at(counted_ptr, is_counted, None, next_epoch(epoch), 1, "gpu", True)
     expert = tl.arange(0, c.L_LANES)
     tl.store(counts_ptr + expert, tl.zeros_like(expert), mask=expert < c.L)
     tl.store(first_slot_ptr + expert, tl.zeros_like(expert), mask=expert < c.L)
@@ -156,8 +138,8 @@ def _await_headers(
     row_lines, k, is_line, token: of the entries of this program.   is_own: their source.
     Returns: whether this rank cannot go on.
     """
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(peers.max_polls)
+    while is_waiting(looks):
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         headers = tl.load(headers_ptr, mask=is_source, other=0, volatile=True)
         statuses = tl.load(headers_ptr + 1, mask=is_source, other=0, volatile=True)
@@ -175,15 +157,9 @@ def _await_headers(
             is_absent &= ((header & 1) != 0) & (token < (header >> 1))
             is_untold = flag_of(own_line) != epoch
             is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_source & is_late, c.W_LANES),
-            aborted,
-            polls_left,
-            num_looks,
-            end_ns,
-            _THREADS,
-        )
-    return abort_if_late(peers, late, WAIT_DISPATCH, epoch, c)
+        late = bits_of_ranks(is_source & is_late, c.W_LANES)
+        looks = end_look(looks, late, aborted, _THREADS)
+    return abort_if_late(peers, looks.late, WAIT_DISPATCH, epoch, c)
 
 
 @triton.jit
@@ -239,7 +215,7 @@ def _write_counts(
     tl.store(first_slot_ptr + c.L, tl.sum(aligned))
     tl.store(peers.state + 2, refusal)
     # Combine reads this copy, because it must not read what peers write.
-    tl.store(peers.state + _SOURCES_AT + source_lane, told, mask=source_lane < c.W)
+    tl.store(peers.state + SOURCES_AT + source_lane, told, mask=source_lane < c.W)
 
 
 @triton.jit
@@ -262,7 +238,7 @@ def _write_ranges(
         tl.store(ranges_ptr, ranges, mask=is_range)
     # All threads have stored. _hand_out_nothing() of the other programs reads it.
     tl.debug_barrier()
-    tl.store(peers.state + _COUNTED_EPOCH, epoch)
+    tl.store(peers.state + COUNTED_EPOCH, epoch)
 
 
 @triton.jit
@@ -341,10 +317,10 @@ def _receive_dispatch_kernel(
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     if OVERLAPS:
         let_next_start()
-        if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
+        if (batch >= 0) & (tl.load(peers.state + HELD_BATCH, volatile=True) != batch):
             # The sender, which notes the batch, may not have begun.
             await_previous()
-    if (batch >= 0) & (tl.load(peers.state + _HELD_BATCH, volatile=True) != batch):
+    if (batch >= 0) & (tl.load(peers.state + HELD_BATCH, volatile=True) != batch):
         # A replay has ended the batch, and nothing arrives any more.
         return
     epoch = dispatch_epoch(peers, is_captured)
@@ -376,7 +352,7 @@ def _receive_dispatch_kernel(
     is_line = (token < c.LINE_TOKENS) & (k < c.K)
     # One line for each entry.
     row_lines = buffer_address + c.ROW_LINES_AT
-    row_lines += (source * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
+    row_lines += (source * c.LINE_TOKENS + token) * (c.ROW_LINES * LINE_BYTES)
 
     is_lost = _await_headers(
         peers,
@@ -423,7 +399,8 @@ def _receive_dispatch_kernel(
     in_lines = (header & 1) != 0
     num_tokens = tl.where(refusal != 0, 0, tl.minimum(header >> 1, c.M))
     if (in_lines == 0) & (num_tokens > 0):
-        has_timed_out = _await_signals_of(peers, c.ARRIVED_METADATA_AT, is_own, epoch, c)
+        signals_ptr = int32_at(buffer_address + c.ARRIVED_METADATA_AT) + source_lane
+        has_timed_out = await_signals(peers, signals_ptr, is_own, WAIT_DISPATCH, epoch, c)
         is_lost |= has_timed_out
         num_tokens = tl.where(has_timed_out, 0, num_tokens)
     is_before = source_lane < source
@@ -457,7 +434,8 @@ def _receive_dispatch_kernel(
     if slabs.data is not None:
         first = (program % PER_SOURCE) * index.ROWS
         if (in_lines == 0) & (first < num_tokens):
-            has_timed_out = _await_signals_of(peers, c.ARRIVED_ROWS_AT, is_own, epoch, c)
+            signals_ptr = int32_at(buffer_address + c.ARRIVED_ROWS_AT) + source_lane
+            has_timed_out = await_signals(peers, signals_ptr, is_own, WAIT_DISPATCH, epoch, c)
             is_lost |= has_timed_out
             if has_timed_out == 0:
                 end = source * c.M + tl.minimum(first + index.ROWS, num_tokens)
@@ -467,7 +445,8 @@ def _receive_dispatch_kernel(
     if program == 0:
         is_bulk = is_heard & ((headers & 1) == 0) & (headers > 0)
         if tl.max(is_bulk.to(tl.int32)) > 0:
-            is_lost |= _await_signals_of(peers, c.ARRIVED_ROWS_AT, is_bulk, epoch, c)
+            signals_ptr = int32_at(buffer_address + c.ARRIVED_ROWS_AT) + source_lane
+            is_lost |= await_signals(peers, signals_ptr, is_bulk, WAIT_DISPATCH, epoch, c)
     if is_lost:
         _hand_out_nothing(peers, counts_ptr, first_slot_ptr, slabs.source_ranges, epoch, c)
     if OVERLAPS:

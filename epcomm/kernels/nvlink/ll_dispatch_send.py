@@ -20,24 +20,22 @@ from epcomm import protocol
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import METADATA_ARRIVALS, ROW_ARRIVALS
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
     overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import (
-    METADATA_ARRIVALS,
-    ROW_ARRIVALS,
-    VARYING,
-    LowLatencyExchange,
-    Memory,
-    Peers,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import await_credit
 from epcomm.kernels.nvlink.common.signals import living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
-from epcomm.kernels.nvlink.lines.dispatch_send import num_parts, prepare_lines
+from epcomm.kernels.nvlink.lines.dispatch_send import (
+    lines_constants,
+    num_parts,
+    send_dispatch_lines_kernel,
+)
 from epcomm.kernels.nvlink.ll_dispatch_header import (
     FP8,
     FP8_POWER_OF_TWO,
@@ -53,7 +51,7 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     send_header,
     send_metadata,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
+from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
 from epcomm.kernels.quantize.int8 import quantize_row
 
@@ -71,8 +69,6 @@ _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
-_METADATA_ARRIVALS = tl.constexpr(METADATA_ARRIVALS)
-_ROW_ARRIVALS = tl.constexpr(ROW_ARRIVALS)
 
 
 @triton.jit
@@ -87,45 +83,6 @@ def _load_token(
     """Load the elements `at` of a token, zeros after the last token."""
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     return tl.load(row_ptr + at, mask=both(is_element, token < num_tokens), other=0.0)
-
-
-@triton.jit
-def _send_all_metadata(
-    peers: Peers,
-    ids_ptr: tl.tensor,
-    weights_ptr: tl.tensor | None,
-    epoch: tl.tensor,
-    num_tokens: tl.tensor,
-    status: tl.tensor,
-    is_living: tl.tensor,
-    c: constexprs.Layout,
-    CHUNK: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    NEEDS_DISTINCT: tl.constexpr,
-) -> None:
-    """Send a header, and the metadata of tokens p, p + P, ... in program p of P; publish these."""
-    program = tl.program_id(0)
-    # A program beyond the last rank has no header to send.
-    is_excluded = tl.load(peers.excluded + program, mask=program < c.W, other=1)
-    is_header = (program < c.W) & (is_excluded == 0)
-    if is_header:
-        send_header(
-            peers, ids_ptr, program, epoch, num_tokens, status, c, _COUNTED, False, NEEDS_DISTINCT
-        )
-    num_metadata = 0
-    num_others = tl.sum(is_living.to(tl.int32)) - 1
-    for token in tl.range(program, num_tokens, PROGRAMS, num_stages=1):
-        send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
-        num_metadata += num_others
-    # The counter belongs to this rank alone, and its host reads it.
-    tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
-    num_headers = tl.where(is_header & (program != peers.rank), 1, 0)
-    tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-    # All others have sent neither a header nor metadata.
-    num_arriving = tl.maximum(c.W, tl.minimum(PROGRAMS, num_tokens))
-    if program < num_arriving:
-        signal_at = c.ARRIVED_METADATA_AT + 4 * peers.rank
-        publish_as_last(peers, _METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 @triton.jit
@@ -209,19 +166,36 @@ def _send_dispatch_kernel(
         return
 
     if program < METADATA_PROGRAMS:
-        _send_all_metadata(
-            peers,
-            ids_ptr,
-            weights_ptr,
-            epoch,
-            num_tokens,
-            status,
-            is_living,
-            c,
-            CHUNK,
-            METADATA_PROGRAMS,
-            rows.NEEDS_DISTINCT,
-        )
+        # A program beyond the last rank has no header to send.
+        is_excluded = tl.load(peers.excluded + program, mask=program < c.W, other=1)
+        is_header = (program < c.W) & (is_excluded == 0)
+        if is_header:
+            send_header(
+                peers,
+                ids_ptr,
+                program,
+                epoch,
+                num_tokens,
+                status,
+                c,
+                _COUNTED,
+                False,
+                rows.NEEDS_DISTINCT,
+            )
+        num_metadata = 0
+        num_others = tl.sum(is_living.to(tl.int32)) - 1
+        for token in tl.range(program, num_tokens, METADATA_PROGRAMS, num_stages=1):
+            send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
+            num_metadata += num_others
+        # The counter belongs to this rank alone, and its host reads it.
+        tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
+        num_headers = tl.where(is_header & (program != rank), 1, 0)
+        tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
+        # All others have sent neither a header nor metadata.
+        num_arriving = tl.maximum(c.W, tl.minimum(METADATA_PROGRAMS, num_tokens))
+        if program < num_arriving:
+            signal_at = c.ARRIVED_METADATA_AT + 4 * rank
+            publish_as_last(peers, METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
     else:
         num_sent = 0
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):
@@ -262,24 +236,7 @@ def _send_dispatch_kernel(
         num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
         if first < num_arriving:
             signal_at = c.ARRIVED_ROWS_AT + 4 * rank
-            publish_as_last(peers, _ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
-
-
-def _prepare_bulk(
-    exchange: LowLatencyExchange, rows: constexprs.SentRows, hidden_states: Tensor
-) -> PreparedLaunch:
-    return prepare(
-        exchange,
-        _send_dispatch_kernel,
-        [CHANGES] * 5,
-        6,
-        rows=rows,
-        CHUNK=max(32, _COMPARISONS // exchange.peers.layout.metadata_words),
-        METADATA_PROGRAMS=_metadata_programs(exchange),
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(hidden_states.device),
-    )
+            publish_as_last(peers, ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 def _metadata_programs(exchange: LowLatencyExchange) -> int:
@@ -364,10 +321,25 @@ def send_dispatch(
             SCALE_LANES=next_power_of_two(num_scales),
             NEEDS_DISTINCT=needs_distinct_ids,
         )
-        launch = exchange.launches[key] = (
-            prepare_lines(exchange, rows, hidden_states, kind, scale_block)
-            if in_lines
-            else _prepare_bulk(exchange, rows, hidden_states)
+        if in_lines:
+            kernel: object = send_dispatch_lines_kernel
+            constants = lines_constants(layout, hidden_states.itemsize, kind, scale_block)
+        else:
+            kernel = _send_dispatch_kernel
+            constants = {
+                "CHUNK": max(32, _COMPARISONS // layout.metadata_words),
+                "METADATA_PROGRAMS": _metadata_programs(exchange),
+                "num_warps": _WARPS,
+            }
+        launch = exchange.launches[key] = prepare(
+            exchange,
+            kernel,
+            [CHANGES] * 5,
+            6,
+            rows=rows,
+            **constants,
+            **EXACT,
+            **overlapping(device),
         )
     launch(
         num_programs,

@@ -6,6 +6,8 @@ bytes at a time; a float32 copy of the rows is never made.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +25,17 @@ _MOST_UNROLLED = 16
 _TILE_SHARE = 2
 
 
+class _Terms(NamedTuple):
+    """What a sum reads, as pointers: rows, and the sources and weights or None."""
+
+    rows: Any
+    sources: Any
+    weights: Any
+
+
 @triton.jit
 def _term(
-    rows_ptr: tl.tensor,
-    sources_ptr: tl.tensor | None,
-    weights_ptr: tl.tensor | None,
+    terms: _Terms,
     target: tl.tensor,
     column: tl.tensor,
     is_target: tl.tensor,
@@ -39,17 +47,17 @@ def _term(
     DTYPE: tl.constexpr,
 ) -> tl.tensor:
     """Load the k-th term of each target, 0 where there is none: [rows, columns], in DTYPE."""
-    if sources_ptr is None:
+    if terms.sources is None:
         source = tl.where(is_target, k * tl.cast(rows_per_part, tl.int64) + target, -1)
     else:
         at = target.to(tl.int64) * K + k
-        source = tl.load(sources_ptr + at, mask=is_target, other=-1).to(tl.int64)
+        source = tl.load(terms.sources + at, mask=is_target, other=-1).to(tl.int64)
     is_there = source >= 0
     # Rows may begin beyond 2**31 elements, and source is an int64.
-    row_ptr = rows_ptr + source[:, None] * STRIDE + column
+    row_ptr = terms.rows + source[:, None] * STRIDE + column
     term = tl.load(row_ptr, mask=is_there[:, None] & (column < HIDDEN), other=0.0).to(DTYPE)
-    if weights_ptr is not None:
-        term *= tl.load(weights_ptr + source, mask=is_there, other=0.0)[:, None]
+    if terms.weights is not None:
+        term *= tl.load(terms.weights + source, mask=is_there, other=0.0)[:, None]
     return term
 
 
@@ -80,37 +88,16 @@ def _sum_rows_kernel(
     column = (program % TILES * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     is_target = target < num_targets
     total = tl.zeros([ROWS, COLUMNS], DTYPE)
+    terms = _Terms(rows_ptr, sources_ptr, weights_ptr)
     if IS_UNROLLED:
         for k in tl.static_range(K):
             total += _term(
-                rows_ptr,
-                sources_ptr,
-                weights_ptr,
-                target,
-                column,
-                is_target,
-                k,
-                rows_per_part,
-                STRIDE,
-                HIDDEN,
-                K,
-                DTYPE,
+                terms, target, column, is_target, k, rows_per_part, STRIDE, HIDDEN, K, DTYPE
             )
     else:
         for k in range(K):
             total += _term(
-                rows_ptr,
-                sources_ptr,
-                weights_ptr,
-                target,
-                column,
-                is_target,
-                k,
-                rows_per_part,
-                STRIDE,
-                HIDDEN,
-                K,
-                DTYPE,
+                terms, target, column, is_target, k, rows_per_part, STRIDE, HIDDEN, K, DTYPE
             )
     to_ptr = out_ptr + target.to(tl.int64)[:, None] * OUT_STRIDE + column
     value = cast(total, out_ptr.dtype.element_ty)

@@ -76,9 +76,9 @@ def test_unpacking_ends_at_the_tokens_of_each_source(
     send_lines(ranks[0], [[0, 3]], [[1, 1]])
     x = send_lines(ranks[1], [[0, 3]] * 3, [[1, 1]] * 3)
 
-    def noted(late: Any, polls_left: Any) -> Any:  # noqa: ANN401
+    def noted(state: Any) -> Any:  # noqa: ANN401
         looks.append(None)
-        return is_waiting(late, polls_left)
+        return is_waiting(state)
 
     monkeypatch.setattr(dispatch_unpack, "is_waiting", noted)
     index = receive(ranks[0])

@@ -41,7 +41,6 @@ def _barrier_kernel(
     missing, _ = await_at(  # pyright: ignore[reportGeneralTypeIssues]
         int32_at(flags_address) + lane,
         is_rank,
-        lane < W,
         None,
         number,
         max_polls,

@@ -7,31 +7,37 @@ the name of this module. The repr of these records is part of the key of a compi
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import TypeVar
 
 import triton.language as tl
 
-from epcomm.kernels.launch import IS_INTERPRETED, next_power_of_two
+from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.nvlink.common import exchange, layout
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 
 RecordT = TypeVar("RecordT")
 
-# Numbers of a LowLatencyLayout that are constants by the same names.
-_NUMBERS = (
-    *("returns_slots", "groups", "chunk_tokens", "num_chunks", "line_tokens", "row_lines"),
-    *("sum_lines", "data_words", "scale_words", "return_words", "data_plane", "scale_plane"),
-    *(
-        "return_plane",
-        "row_pieces",
-        "sum_parts",
-        "metadata_bytes",
-        "data_bytes",
-        "scale_bytes",
-        "return_bytes",
-    ),
-)
+# Numbers of layout.py and exchange.py.
+LINE_BYTES = tl.constexpr(layout.LINE_BYTES)
+LINE_WORDS = tl.constexpr(layout.LINE_WORDS)
+PART_LINES = tl.constexpr(layout.PART_LINES)
+EAGER_EPOCH = tl.constexpr(exchange.EAGER_EPOCH)
+HELD_BATCH = tl.constexpr(exchange.HELD_BATCH)
+COUNTED_EPOCH = tl.constexpr(exchange.COUNTED_EPOCH)
+METADATA_ARRIVALS = tl.constexpr(exchange.METADATA_ARRIVALS)
+ROW_ARRIVALS = tl.constexpr(exchange.ROW_ARRIVALS)
+SUM_ARRIVALS = tl.constexpr(exchange.SUM_ARRIVALS)
+SOURCES_AT = tl.constexpr(exchange.SOURCES_AT)
+
+# Attributes of a LowLatencyLayout whose constants have other names.
+_NAMES = {
+    **{"W": "world_size", "W_LANES": "world_lanes", "M": "max_tokens", "K": "top_k"},
+    **{"K_LANES": "metadata_words", "L": "num_local_experts", "L_LANES": "local_lanes"},
+    **{"PARTS": "parts_of_token", "PART_LANES": "part_lanes"},
+    **{"DATA_LINES": "data_lines_at", "SCALE_LINES": "scale_lines_at"},
+}
 
 
 def constants(record: type[RecordT], **values: Hashable) -> RecordT:
@@ -72,7 +78,6 @@ class Layout:
     SUM_PARTS: tl.constexpr
     DATA_WORDS: tl.constexpr
     SCALE_WORDS: tl.constexpr
-    RETURN_WORDS: tl.constexpr
     DATA_PLANE: tl.constexpr
     SCALE_PLANE: tl.constexpr
     RETURN_PLANE: tl.constexpr
@@ -98,23 +103,9 @@ class Layout:
     def of(cls, layout: LowLatencyLayout) -> Layout:
         """Return the constants of a layout."""
         offsets = {f"{name.upper()}_AT": layout.offsets[name] for name in layout.buffer_sizes()}
-        numbers = {name.upper(): getattr(layout, name) for name in _NUMBERS}
-        return constants(
-            cls,
-            W=layout.world_size,
-            W_LANES=layout.world_lanes,
-            M=layout.max_tokens,
-            K=layout.top_k,
-            K_LANES=layout.metadata_words,
-            L=layout.num_local_experts,
-            L_LANES=layout.local_lanes,
-            PARTS=layout.parts_of_token,
-            PART_LANES=next_power_of_two(layout.parts_of_token),
-            DATA_LINES=layout.data_lines_at,
-            SCALE_LINES=layout.scale_lines_at,
-            **numbers,
-            **offsets,
-        )
+        names = [each.name for each in fields(cls) if each.name not in offsets]
+        numbers = {name: getattr(layout, _NAMES.get(name, name.lower())) for name in names}
+        return constants(cls, **numbers, **offsets)
 
 
 @dataclass(frozen=True, kw_only=True)

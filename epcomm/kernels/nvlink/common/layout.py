@@ -194,6 +194,11 @@ class LowLatencyLayout(MemoryLayout):
         """The most rows that return to the source of a token: one for each group, or K slots."""
         return self.top_k if self.returns_slots else self.world_size * self.groups
 
+    @property
+    def part_lanes(self) -> int:
+        """Those rows, rounded up to a power of two."""
+        return _lanes(self.parts_of_token)
+
     @cached_property
     def chunk_tokens(self) -> int:
         """The tokens of each chunk, of which the last one may have fewer."""

@@ -26,6 +26,8 @@ memory, the abort flag and the clock by itself, so what they found is reduced fi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -213,42 +215,42 @@ def bits_of_ranks(is_late: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
     return tl.sum(tl.where(is_late, 1 << tl.minimum(lane, 30), 0))
 
 
-@triton.jit
-def begin_wait(max_polls: tl.tensor) -> tl.tuple:
-    """Return the state of a wait, as end_look() returns it, before the first look."""
-    num_looks = max_polls * 0
-    # The result: ranks that are late, polls left, looks, and when the next poll ends.
-    return num_looks + 1, max_polls, num_looks, num_looks.to(tl.int64)  # pyright: ignore[reportReturnType]
+class Looks(NamedTuple):
+    """The looks of a wait so far: the ranks that are late as bits, and when the next poll ends."""
+
+    late: Any
+    polls_left: Any
+    number: Any
+    end_ns: Any
 
 
 @triton.jit
-def is_waiting(late: tl.tensor, polls_left: tl.tensor) -> tl.tensor:
+def begin_wait(max_polls: tl.tensor) -> Looks:
+    """Return the state of a wait before the first look."""
+    number = max_polls * 0
+    return Looks(number + 1, max_polls, number, number.to(tl.int64))
+
+
+@triton.jit
+def is_waiting(looks: Looks) -> tl.tensor:
     """Return whether to look again: a rank is late, no rank has aborted, and polls are left."""
-    return (late > 0) & (late < _ABORTED) & (polls_left > 0)
+    return (looks.late > 0) & (looks.late < _ABORTED) & (looks.polls_left > 0)
 
 
 @triton.jit
-def end_look(
-    late: tl.tensor,
-    aborted: tl.tensor,
-    polls_left: tl.tensor,
-    num_looks: tl.tensor,
-    end_ns: tl.tensor,
-    THREADS: tl.constexpr,
-) -> tl.tuple:
+def end_look(looks: Looks, late: tl.tensor, aborted: tl.tensor, THREADS: tl.constexpr) -> Looks:
     """Combine what all threads of the program have seen in a look, and count the look.
 
     late: bits of the ranks whose lines have not arrived, of all threads or [THREADS].
     aborted: the abort flag.
-    Returns: what begin_wait() returns, after this look.
     """
     seen = tl.where(aborted != 0, _ABORTED, late)
     late = tl.max(tl.zeros([THREADS], tl.int32) + seen)
-    num_looks += 1
-    spent, end_ns = polls_spent(num_looks, end_ns, THREADS)  # pyright: ignore[reportGeneralTypeIssues]
+    number = looks.number + 1
+    spent, end_ns = polls_spent(number, looks.end_ns, THREADS)  # pyright: ignore[reportGeneralTypeIssues]
     if _IS_INTERPRETED:
         spent *= _INTERPRETED_POLLS
-    return late, polls_left - spent, num_looks, end_ns
+    return Looks(late, looks.polls_left - spent, number, end_ns)
 
 
 @triton.jit
@@ -311,15 +313,13 @@ def await_all(
     """
     is_rank = living_ranks(peers, c)
     lines_ptr = int64_at(peers.buffer_address + lines_at) + tl.arange(0, c.W_LANES) * stride
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(peers.max_polls)
+    while is_waiting(looks):
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         lines = tl.load(lines_ptr, mask=is_rank, other=0, volatile=True)
         is_late = is_rank & (flag_of(lines) - wanted < 0)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            bits_of_ranks(is_late, c.W_LANES), aborted, polls_left, num_looks, end_ns, THREADS
-        )
-    return late
+        looks = end_look(looks, bits_of_ranks(is_late, c.W_LANES), aborted, THREADS)
+    return looks.late
 
 
 @triton.jit

@@ -128,33 +128,27 @@ def polls_spent(
 
 
 @triton.jit
-def _look(signals_ptr: tl.tensor, is_read: tl.tensor, SCOPE: tl.constexpr) -> tl.tensor:
-    """Load signals, acquiring what their sources released; 0 where is_read is not set."""
-    if _IS_TIMED:
-        # An atomic operation that adds 0 would double the time.
-        return tl.inline_asm_elementwise(  # pyright: ignore[reportReturnType]
-            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
-            "=&r,l,r",
-            [signals_ptr, is_read.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:  # noqa: RET505 - what is not compiled must be the other branch
-        return tl.load(signals_ptr, mask=is_read, other=0, volatile=True)
-
-
-@triton.jit
 def _behind(
     signals_ptr: tl.tensor,
     is_needed: tl.tensor,
-    is_read: tl.tensor,
     wanted: tl.tensor,
     SCOPE: tl.constexpr,
     IS_EXACT: tl.constexpr,
 ) -> tl.tensor:
-    """Look once; return 1 for each needed source whose signals have not arrived, int32."""
-    ahead = _look(signals_ptr, is_read, SCOPE) - wanted
+    """Look once, acquiring; return 1 for each needed source whose signals are missing, int32."""
+    if _IS_TIMED:
+        # An atomic operation that adds 0 would double the time.
+        found = tl.inline_asm_elementwise(
+            _ACQUIRE_SYS if SCOPE == "sys" else _ACQUIRE_GPU,  # pyright: ignore[reportArgumentType]
+            "=&r,l,r",
+            [signals_ptr, is_needed.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        found = tl.load(signals_ptr, mask=is_needed, other=0, volatile=True)
+    ahead = found - wanted
     is_behind = (ahead != 0) if IS_EXACT else (ahead < 0)
     return (is_needed & is_behind).to(tl.int32)
 
@@ -163,7 +157,6 @@ def _behind(
 def await_at(
     signals_ptr: tl.tensor,
     is_needed: tl.tensor,
-    is_read: tl.tensor,
     abort_ptr: tl.tensor | None,
     wanted: tl.tensor,
     max_polls: tl.tensor,
@@ -175,7 +168,7 @@ def await_at(
     IS_EXACT: they must equal `wanted`, as signals that are not written in each epoch.
 
     signals_ptr: [n], a signal of each source, of this rank.
-    is_needed: [n]: sources that are waited for.   is_read: [n]: signals that may be loaded.
+    is_needed: [n]: sources that are waited for, whose signals are loaded.
     abort_ptr: not 0 once any rank has timed out; None: none does.
     Returns: [n], int32, 1 for each source that is still missing, and the abort flag or 0.
     """
@@ -186,7 +179,7 @@ def await_at(
     end_ns = num_looks.to(tl.int64)
     # The loop carries only scalars, because a tensor would have to keep its layout.
     while (num_missing > 0) & (polls_left > 0):
-        num_missing = tl.sum(_behind(signals_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT))
+        num_missing = tl.sum(_behind(signals_ptr, is_needed, wanted, SCOPE, IS_EXACT))
         num_looks += 1
         spent, end_ns = polls_spent(num_looks, end_ns)  # pyright: ignore[reportGeneralTypeIssues]
         polls_left -= spent
@@ -195,7 +188,7 @@ def await_at(
             polls_left = tl.where(aborted != 0, 0, polls_left)
     missing = is_needed.to(tl.int32) * 0
     if num_missing > 0:
-        missing = _behind(signals_ptr, is_needed, is_read, wanted, SCOPE, IS_EXACT)
+        missing = _behind(signals_ptr, is_needed, wanted, SCOPE, IS_EXACT)
     # The other threads may load only after those that acquired.
     tl.debug_barrier()
     return missing, aborted
@@ -241,3 +234,23 @@ def abort_if_missing(
             # The store follows that fence: once the host finds it, it reads the rest of the report.
             tl.store(report_ptr + REPORT_WAIT, wait)
     return is_lost
+
+
+@triton.jit
+def await_signals(
+    peers: Peers,
+    signals_ptr: tl.tensor,
+    is_awaited: tl.tensor,
+    wait: tl.constexpr,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+) -> tl.tensor:
+    """Wait until signals of some sources equal the epoch; return whether this rank cannot continue.
+
+    signals_ptr, is_awaited: [W_LANES].   wait: a Wait.
+    """
+    abort_ptr = int32_at(peers.own_address)
+    missing, aborted = await_at(  # pyright: ignore[reportGeneralTypeIssues]
+        signals_ptr, is_awaited, abort_ptr, epoch, peers.max_polls, "sys", True
+    )
+    return abort_if_missing(missing, aborted, peers, wait, epoch, c)

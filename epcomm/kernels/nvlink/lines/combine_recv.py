@@ -8,25 +8,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from epcomm.kernels.launch import EXACT
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.dependent_launch import await_previous, overlapping
-from epcomm.kernels.nvlink.common.exchange import (
-    HELD_BATCH,
-    VARYING,
-    LowLatencyExchange,
-    Memory,
-    Peers,
-)
-from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import (
-    LINE_BYTES,
-    LINE_WORDS,
-    PART_LINES,
-)
+from epcomm.kernels.nvlink.common.constexprs import HELD_BATCH, LINE_BYTES, LINE_WORDS, PART_LINES
+from epcomm.kernels.nvlink.common.dependent_launch import await_previous
+from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
 from epcomm.kernels.nvlink.common.lines import (
     abort_if_late,
     begin_wait,
@@ -46,33 +33,12 @@ from epcomm.kernels.nvlink.common.status import (
     WAIT_COMBINE,
     note_faults,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.rounding import cast
 
 # A line of a part of each sum for each thread.
-_WARPS = 4
+WARPS = 4
 
-_THREADS = tl.constexpr(32 * _WARPS)
-_HELD_BATCH = tl.constexpr(HELD_BATCH)
-_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
-_PART_LINES = tl.constexpr(PART_LINES)
-
-
-@triton.jit
-def _columns_of(
-    part: tl.tensor,
-    plane: tl.constexpr,
-    HIDDEN: tl.constexpr,
-    EACH: tl.constexpr,
-    c: constexprs.Layout,
-) -> tl.tuple:
-    """Return the columns of a plane of a part of a sum, and which of them exist.
-
-    EACH: elements of a word.
-    """
-    lane = tl.arange(0, _PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
-    column = (part * _LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
-    return column, (lane < c.RETURN_PLANE * EACH) & (column < HIDDEN)  # pyright: ignore[reportReturnType]
+_THREADS = tl.constexpr(32 * WARPS)
 
 
 @triton.jit
@@ -81,7 +47,7 @@ def _added(
 ) -> tl.tuple:
     """Add the words of each plane to totals, float32, times a weight if there is one."""
     sums = ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         elements = elements_of(words[plane], dtype).to(tl.float32)
         if weight is not None:
             elements *= weight
@@ -100,16 +66,21 @@ def _store_sums(
     EACH: tl.constexpr,
     c: constexprs.Layout,
 ) -> None:
-    """Store each plane of a part of a sum, rounded once; NaN if the call has failed."""
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        column, is_element = _columns_of(part, plane, HIDDEN, EACH, c)  # pyright: ignore[reportGeneralTypeIssues]
+    """Store each plane of a part of a sum, rounded once; NaN if the call has failed.
+
+    EACH: elements of a word.
+    """
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        lane = tl.arange(0, PART_LINES * EACH)  # pyright: ignore[reportOperatorIssue]
+        column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
+        is_element = (lane < c.RETURN_PLANE * EACH) & (column < HIDDEN)
         total = tl.where(has_failed, float("nan"), totals[plane])
-        total = cast(total, out_row_ptr.dtype.element_ty)
+        total = cast(total, out_row_ptr.dtype.element_ty)  # pyright: ignore[reportAttributeAccessIssue]
         tl.store(out_row_ptr + column, total, mask=both(is_element, is_token))
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _receive_combine_lines_kernel(
+def receive_combine_lines_kernel(
     out_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
     is_sent_ptr: tl.tensor,
@@ -129,6 +100,9 @@ def _receive_combine_lines_kernel(
 
     Token 1 was sent to ranks 0 and 2: with two parts, program 3 adds the second halves of the lines
     of token 1 from ranks 0 and 2. With weights, its slots have separate lines.
+
+    If this rank refuses to combine, it has no tokens and still waits for the sums of
+    wanted_tokens, because until then ranks may read the rows that it sent.
     """
     token, part = tl.program_id(0) // c.SUM_PARTS, tl.program_id(0) % c.SUM_PARTS
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
@@ -138,10 +112,10 @@ def _receive_combine_lines_kernel(
     # no rows, it also sends a fault code to itself.
     has_failed = tl.load(peers.state + 2, volatile=True) == 1
     # The buffer then holds lines of another batch, with another epoch.
-    is_overwritten = tl.load(peers.state + _HELD_BATCH, volatile=True) != batch
+    is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     is_awaited = (token < wanted_tokens) & (has_failed == 0)
     combined_ptr = int64_at(buffer_address + c.COMBINED_LINES_AT)
-    lane = tl.arange(0, _PART_LINES)
+    lane = tl.arange(0, PART_LINES)
     line = part * c.RETURN_PLANE + lane
     is_line = both((lane < c.RETURN_PLANE) & (line < c.SUM_LINES), is_awaited)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -161,13 +135,13 @@ def _receive_combine_lines_kernel(
             weight_ptr = weights_ptr + token * c.K + each
             weights += (tl.load(weight_ptr, mask=is_token & (noted != 0), other=0.0),)
 
-    late, polls_left, num_looks, end_ns = begin_wait(max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(max_polls)
+    while is_waiting(looks):
         aborted = tl.load(int32_at(own_address), volatile=True)
         missing, any_code = epoch * 0, epoch * 0
-        zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
+        zeros = tl.zeros([PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
         totals = (zeros, zeros, zeros)
-        absent = tl.zeros([_PART_LINES], tl.int32)
+        absent = tl.zeros([PART_LINES], tl.int32)
         codes = ()
         for source in tl.static_range(c.W):
             combined = tl.load(combined_ptr + source, mask=living[source], other=0, volatile=True)
@@ -185,7 +159,7 @@ def _receive_combine_lines_kernel(
                 first = each * c.LINE_TOKENS + token
                 owner = each // c.GROUPS
                 code = codes[each // c.GROUPS]
-            sums = buffer_address + c.SUM_LINES_AT + first * (c.SUM_LINES * _LINE_BYTES)
+            sums = buffer_address + c.SUM_LINES_AT + first * (c.SUM_LINES * LINE_BYTES)
             is_part = both(is_line, sent[each] != 0)
             word0, word1, word2, flags = load_lines(sums, line, is_part)  # pyright: ignore[reportGeneralTypeIssues]
             # A rank that refuses sends nothing. Of all others each row is awaited: the next batch
@@ -199,15 +173,8 @@ def _receive_combine_lines_kernel(
                 totals = _added(totals, words, weights[each], dtype)  # pyright: ignore[reportArgumentType]
         missing = tl.where(is_overwritten, 0, missing | absent)
         any_code = tl.where(is_overwritten, FAULT_HANDLE, any_code)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            missing,
-            aborted,
-            polls_left,
-            num_looks,
-            end_ns,
-            _THREADS,
-        )
-        if late == 0:
+        looks = end_look(looks, missing, aborted, _THREADS)
+        if looks.late == 0:
             # Use the codes that the look found, because loading them again would take as long as
             # the look.
             if (tl.program_id(0) == 0) & (any_code != 0):
@@ -220,27 +187,9 @@ def _receive_combine_lines_kernel(
                 )
             has_failed |= any_code != 0
             _store_sums(out_row_ptr, totals, has_failed, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
-    if abort_if_late(peers, late, WAIT_COMBINE, epoch, c):
-        zeros = tl.zeros([_PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
+    if abort_if_late(peers, looks.late, WAIT_COMBINE, epoch, c):
+        zeros = tl.zeros([PART_LINES * EACH], tl.float32)  # pyright: ignore[reportOperatorIssue]
         zeros = (zeros, zeros, zeros)
-        _store_sums(out_row_ptr, zeros, late != 0, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
+        _store_sums(out_row_ptr, zeros, looks.late != 0, part, is_token, HIDDEN, EACH, c)  # pyright: ignore[reportArgumentType]
     if OVERLAPS:
         await_previous()
-
-
-def prepare_lines(exchange: LowLatencyExchange, out: Tensor) -> PreparedLaunch:
-    """Return the launch that receives sums in lines, sum_parts programs for each token.
-
-    Tokens are those of the dispatch. If this rank refuses to combine, `out` has none, and it still
-    waits for them, because until then ranks may read the rows that it sent.
-    """
-    return prepare(
-        exchange,
-        _receive_combine_lines_kernel,
-        [CHANGES] * 3,
-        3,
-        HIDDEN=out.shape[1],
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(out.device),
-    )

@@ -11,24 +11,17 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from epcomm.kernels.launch import EXACT, next_power_of_two
+from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import LINE_BYTES, LINE_WORDS
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
-    overlapping,
 )
-from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
-from epcomm.kernels.nvlink.common.launches import prepare
-from epcomm.kernels.nvlink.common.layout import (
-    LINE_BYTES,
-    LINE_WORDS,
-    PART_LINES,
-    LowLatencyLayout,
-)
+from epcomm.kernels.nvlink.common.exchange import VARYING, Memory, Peers
+from epcomm.kernels.nvlink.common.layout import PART_LINES, LowLatencyLayout
 from epcomm.kernels.nvlink.common.lines import await_credit, store_lines, words_of
 from epcomm.kernels.nvlink.common.signals import living_ranks
 from epcomm.kernels.nvlink.ll_dispatch_header import (
@@ -46,7 +39,6 @@ from epcomm.kernels.nvlink.ll_dispatch_header import (
     send_header,
     send_metadata,
 )
-from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 from epcomm.kernels.quantize.fp8 import quantize_blocks
 from epcomm.kernels.quantize.int8 import largest_bits, quantize_part
 
@@ -58,7 +50,6 @@ _THREADS = tl.constexpr(32 * _WARPS)
 _PLAIN = tl.constexpr(PLAIN)
 _FP8_POWER_OF_TWO = tl.constexpr(FP8_POWER_OF_TWO)
 _INT8 = tl.constexpr(INT8)
-_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
 
 
 @triton.jit
@@ -139,7 +130,7 @@ def _in_lanes(values: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit(do_not_specialize=VARYING)
-def _send_dispatch_lines_kernel(
+def send_dispatch_lines_kernel(
     x_ptr: tl.tensor,
     x_scales_ptr: tl.tensor | None,
     ids_ptr: tl.tensor,
@@ -188,13 +179,13 @@ def _send_dispatch_lines_kernel(
     # On their way while the credit is awaited.
     row_ptr = x_ptr + tl.cast(token, tl.int64) * rows.X_STRIDE
     elements, given = (), ()
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
         column, is_element = columns_of(  # pyright: ignore[reportGeneralTypeIssues]
-            part * _LINE_WORDS + plane, rows, PLANE, ELEMENT_LANES
+            part * LINE_WORDS + plane, rows, PLANE, ELEMENT_LANES
         )
         elements += (tl.load(row_ptr + column, mask=both(is_element, is_row), other=0.0),)
         if x_scales_ptr is not None:
-            scale_word = (part * _LINE_WORDS + plane) * c.SCALE_PLANE + scale_place
+            scale_word = (part * LINE_WORDS + plane) * c.SCALE_PLANE + scale_place
             is_given = both(lane % SCALE_LANES == 0, is_row)
             given += (
                 _given_scales(
@@ -222,7 +213,7 @@ def _send_dispatch_lines_kernel(
         tl.atomic_add(peers.counters + 1, tl.cast(num_others, tl.int64), sem="relaxed")
     else:
         words, scale_words = (), given
-        for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType]
+        for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
             if rows.KIND == _PLAIN:
                 # Rows are copied as bits, so that an interpreter need not know the dtype.
                 words += (words_of(elements[plane]),)
@@ -240,13 +231,13 @@ def _send_dispatch_lines_kernel(
                 )
                 words += (words_of(tl.reshape(codes, [LANES * 4])),)  # pyright: ignore[reportOperatorIssue]
                 scale_words += (_in_lanes(words_of(scales), LANES),)
-        is_word = has_word & (part * (_LINE_WORDS * c.DATA_PLANE) + place < c.DATA_WORDS)
+        is_word = has_word & (part * (LINE_WORDS * c.DATA_PLANE) + place < c.DATA_WORDS)
         line = part * c.DATA_PLANE + place
         scale_line = part * c.SCALE_PLANE + scale_place
-        first_scale = part * (_LINE_WORDS * c.SCALE_PLANE) + scale_place
+        first_scale = part * (LINE_WORDS * c.SCALE_PLANE) + scale_place
         is_scale = (lane % SCALE_LANES == 0) & (first_scale < c.SCALE_WORDS)
         # The lines of the row of this token, in the memory of any rank.
-        row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * _LINE_BYTES)
+        row_at = c.ROW_LINES_AT + (rank * c.LINE_TOKENS + token) * (c.ROW_LINES * LINE_BYTES)
         owners = tl.where(ids >= 0, ids // c.L, -1)
         num_sent = 0
         # The receiver of combine on this rank reads it.
@@ -261,46 +252,36 @@ def _send_dispatch_lines_kernel(
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
                 to = bases[turn] + row_at
-                store_lines(to + c.DATA_LINES * _LINE_BYTES, line, words, epoch, is_word)  # pyright: ignore[reportArgumentType]
+                store_lines(to + c.DATA_LINES * LINE_BYTES, line, words, epoch, is_word)  # pyright: ignore[reportArgumentType]
                 if c.SCALE_WORDS > 0:
-                    to += c.SCALE_LINES * _LINE_BYTES
+                    to += c.SCALE_LINES * LINE_BYTES
                     store_lines(to, scale_line, scale_words, epoch, is_scale)  # pyright: ignore[reportArgumentType]
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
 
 
 def num_parts(layout: LowLatencyLayout) -> int:
     """Return the programs that share a row."""
-    return -(-layout.data_words // (LINE_WORDS * layout.data_plane))
+    return -(-layout.data_words // (LINE_WORDS.value * layout.data_plane))
 
 
-def prepare_lines(
-    exchange: LowLatencyExchange,
-    rows: constexprs.SentRows,
-    hidden_states: Tensor,
-    kind: int,
-    scale_block: int,
-) -> PreparedLaunch:
-    """Return the launch that sends `rows` in lines, each row in num_parts() parts."""
-    layout = exchange.peers.layout
+def lines_constants(
+    layout: LowLatencyLayout, itemsize: int, kind: int, scale_block: int
+) -> dict[str, int]:
+    """Return the constants with which rows are sent in num_parts() parts.
+
+    itemsize: bytes of an element of the rows that are given.
+    """
     # Words of quantised rows have four elements.
-    is_plain = kind == PLAIN
-    elements_of_word = _WORD_BYTES // hidden_states.itemsize if is_plain else _WORD_BYTES
+    elements_of_word = _WORD_BYTES // itemsize if kind == PLAIN else _WORD_BYTES
     lanes = layout.data_plane
     if kind in (FP8, FP8_POWER_OF_TWO):
         lanes = layout.data_plane * next_power_of_two(scale_block) // scale_block
     lanes = max(PART_LINES, next_power_of_two(lanes))
-    return prepare(
-        exchange,
-        _send_dispatch_lines_kernel,
-        [CHANGES] * 5,
-        6,
-        rows=rows,
-        PARTS=num_parts(layout),
-        PLANE=layout.data_plane * elements_of_word,
-        LANES=lanes,
-        ELEMENT_LANES=lanes * elements_of_word,
-        CHUNK=max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
-        num_warps=_WARPS,
-        **EXACT,
-        **overlapping(hidden_states.device),
-    )
+    return {
+        "PARTS": num_parts(layout),
+        "PLANE": layout.data_plane * elements_of_word,
+        "LANES": lanes,
+        "ELEMENT_LANES": lanes * elements_of_word,
+        "CHUNK": max(32, next_power_of_two(layout.line_tokens * layout.top_k)),
+        "num_warps": _WARPS,
+    }

@@ -10,14 +10,11 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
+from epcomm.kernels.nvlink.common.constexprs import LINE_BYTES, LINE_WORDS, PART_LINES
 from epcomm.kernels.nvlink.common.exchange import Peers, SlabMemory
-from epcomm.kernels.nvlink.common.layout import (
-    LINE_BYTES,
-    LINE_WORDS,
-    PART_LINES,
-    LowLatencyLayout,
-)
+from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 from epcomm.kernels.nvlink.common.lines import (
+    Looks,
     abort_if_late,
     begin_wait,
     end_look,
@@ -38,9 +35,6 @@ UNPACKED_TOKENS = 4
 # Most programs that unpack rows: four on each of the SMs of an H200.
 _MOST_UNPACKERS = 528
 
-_LINE_BYTES, _LINE_WORDS = tl.constexpr(LINE_BYTES), tl.constexpr(LINE_WORDS)
-_PART_LINES = tl.constexpr(PART_LINES)
-
 
 @triton.jit
 def _await_lines(
@@ -55,16 +49,14 @@ def _await_lines(
 
     Nothing that is loaded here is returned: code that needs the words loads them after the wait.
     """
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(peers.max_polls)
+    while is_waiting(looks):
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         lines = tl.load(lines_ptr, mask=is_needed, other=0, volatile=True)
         is_absent = is_needed & (flag_of(lines) != epoch)
         bits = tl.where(is_absent, 1 << source_lane[:, None], 0)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            tl.max(tl.max(bits, axis=1)), aborted, polls_left, num_looks, end_ns, THREADS
-        )
-    return late
+        looks = end_look(looks, tl.max(tl.max(bits, axis=1)), aborted, THREADS)
+    return looks.late
 
 
 @triton.jit
@@ -120,7 +112,7 @@ def _store_words(
     """
     FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
     k = tl.arange(0, c.K_LANES)
-    for plane in tl.static_range(_LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         word = word_in_row(line, plane, c.DATA_PLANE)
         is_datum = both((line < FIRST_SCALE) & (word < c.DATA_WORDS), is_row)
         scale = word_in_row(tl.maximum(line - FIRST_SCALE, 0), plane, c.SCALE_PLANE)
@@ -169,14 +161,14 @@ def _unpack_tokens(
     token_of_entry, k_of_entry = entry // c.K_LANES, entry % c.K_LANES
     has_entry = first + token_of_entry < c.LINE_TOKENS
     header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
-    rows_at = (source * c.LINE_TOKENS + first) * (c.ROW_LINES * _LINE_BYTES)
+    rows_at = (source * c.LINE_TOKENS + first) * (c.ROW_LINES * LINE_BYTES)
     rows_at += peers.buffer_address + c.ROW_LINES_AT
-    line = piece * _PART_LINES + tl.arange(0, _PART_LINES)
+    line = piece * PART_LINES + tl.arange(0, PART_LINES)
     is_line = line < c.ROW_LINES - c.DATA_LINES
 
     num_tokens = 0
-    late, polls_left, num_looks, end_ns = begin_wait(peers.max_polls)  # pyright: ignore[reportGeneralTypeIssues]
-    while is_waiting(late, polls_left):
+    looks = begin_wait(peers.max_polls)
+    while is_waiting(looks):
         # All loads are under way together.
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         header = tl.load(header_ptr, volatile=True)
@@ -203,15 +195,8 @@ def _unpack_tokens(
             is_absent = both(is_line & (flags[each] != epoch), state_of_token == 1)
             is_late |= both(is_absent | (state_of_token == 2), is_sent)
             is_row += (is_sent & (state_of_token == 1),)
-        late, polls_left, num_looks, end_ns = end_look(  # pyright: ignore[reportGeneralTypeIssues]
-            tl.where(is_late, 1 << source, 0),
-            aborted,
-            polls_left,
-            num_looks,
-            end_ns,
-            THREADS,
-        )
-        if late == 0:
+        looks = end_look(looks, tl.where(is_late, 1 << source, 0), aborted, THREADS)
+        if looks.late == 0:
             num_tokens = sent_tokens
             # Of the look that found them: to load them again would take as long as to look.
             for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
@@ -220,19 +205,19 @@ def _unpack_tokens(
                     slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
                         peers,
                         source,
-                        rows_at + each * (c.ROW_LINES * _LINE_BYTES),
+                        rows_at + each * (c.ROW_LINES * LINE_BYTES),
                         is_row[each],
                         epoch,
                         c,
                         index,
                         THREADS,
                     )
-                    late |= missing
                     # That wait was as long as any: it is not begun again.
-                    polls_left = tl.where(missing != 0, 0, polls_left)
+                    polls_left = tl.where(missing != 0, 0, looks.polls_left)
+                    looks = Looks(looks.late | missing, polls_left, looks.number, looks.end_ns)
                 row = (source * c.M + first + each).to(tl.int64)
                 _store_words(peers, slabs, row, slots, words[each], line, is_row[each], c, index)
-    return late, num_tokens  # pyright: ignore[reportReturnType]
+    return looks.late, num_tokens  # pyright: ignore[reportReturnType]
 
 
 @triton.jit

@@ -163,7 +163,9 @@ class ExpertParallelMoE(nn.Module):
         self._check_hidden_size(x)
         tokens = x.reshape(-1, x.shape[-1])
         bias = self._correction_bias()
-        ids = () if input_ids is None else (input_ids.reshape(-1),)
+        ids = () if input_ids is None else (input_ids,)
+        if self._block_tokens is not None:
+            ids = tuple(each.reshape(-1) for each in ids)
         outputs = in_blocks(self._call_router, (tokens, *ids), self._block_tokens)
         logits = outputs[0] if isinstance(outputs, tuple) else outputs
         if self._is_chosen_by_router:

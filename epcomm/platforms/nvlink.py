@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from epcomm.config import environment
+
 _LIBRARY = "libnvidia-ml.so.1"
 # From nvml.h: NVML_SUCCESS, NVML_P2P_CAPS_INDEX_NVLINK, NVML_P2P_STATUS_OK, and
 # NVML_DEVICE_UUID_V2_BUFFER_SIZE.
@@ -133,3 +135,8 @@ def _call(library: ctypes.CDLL, name: str, *arguments: object) -> None:
         raise NvmlError(f"{_LIBRARY} has no {name}; install a newer driver") from error
     if result != _SUCCESS:
         raise NvmlError(f"{name} of {_LIBRARY} returned {result}; see nvmlReturn_t of nvml.h")
+
+
+def is_triton_interpreted() -> bool:
+    """Return whether Triton's kernels run in its interpreter, without importing Triton. Local."""
+    return environment().get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")

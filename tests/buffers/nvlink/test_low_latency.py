@@ -100,10 +100,11 @@ def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("case", "line_tokens"),
     [
-        ("batches", MIXED),
+        ("batches", IN_BULK),
         ("faults", IN_BULK),
         ("repeats", MIXED),
         # An interpreter takes many seconds for these.
+        pytest.param("batches", MIXED, marks=pytest.mark.slow),
         pytest.param("alone", MIXED, marks=pytest.mark.slow),
         pytest.param("shapes", MIXED, marks=pytest.mark.slow),
         pytest.param("faults", IN_LINES, marks=pytest.mark.slow),

@@ -7,12 +7,12 @@ rows are rows s * M to s * M + n of W * M.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from epcomm.platforms.nvlink import is_triton_interpreted
 from epcomm.protocol import HEADER_WORDS
 from epcomm.types import align_up
 
@@ -36,8 +36,7 @@ ANEW = (
 LINE_WORDS = 3
 # Three words and their flag, one access of 128 bits. Triton's interpreter has none: there, each
 # word has a flag of its own.
-_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on")
-LINE_BYTES = 24 if _IS_INTERPRETED else 16
+LINE_BYTES = 24 if is_triton_interpreted() else 16
 # A word and its flag.
 SHORT_LINE_BYTES = 8
 # The most lines that hold a part of a row: one for each thread of a program that receives them.

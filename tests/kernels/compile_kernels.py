@@ -362,6 +362,8 @@ ROWS: Mapping[str, Callable[[], None]] = {
 
 def quantize_to_fp8(dtype: torch.dtype, scales: torch.dtype, *, has_e4m3: bool = True) -> None:
     quantize_fp8.has_e4m3 = lambda device: has_e4m3
+    # Another call of this process may have prepared the launch for the other hardware.
+    quantize_fp8._prepared.cache_clear()
     wire = WireTensor(
         data=rows(4, HIDDEN, torch.float8_e4m3fn, 2 * MESSAGE),
         format=WireFormat(dtype=WireDtype.FP8_E4M3, scale_block=128, scale_dtype=scales),

@@ -24,8 +24,7 @@ BARRIER, FENCE = "BAR.SYNC.DEFER_BLOCKING", "MEMBAR.ALL.SYS"
 # Kernels that move rows between memories of GPUs, or within one.
 MOVERS = [
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
-    *("send dispatch words", "send lines bf16", "send lines fp8"),
-    *("send combine", "send combine groups", "send combine slots"),
+    *("send dispatch words", "send combine", "send combine groups", "send combine slots"),
     *("receive combine", "receive combine groups", "receive combine slots"),
     *("gather bf16", "gather fp8", "sums bf16 weighted", "sums fp32", "sums of parts"),
     *("scatter bf16", "scatter fp8", "fp8 bf16", "fp8 fp32", "fp8 without hardware"),

@@ -42,9 +42,11 @@ class FixedShapes(ABC):
 
     @abstractmethod
     def sum_products(self, rows: Tensor, other: Tensor, like: Tensor) -> Tensor:
-        """Return [L, K, N] like `like`: of each expert rows [rows, K] transposed times other.
+        """Return the product of each expert's rows [rows, K], transposed, and `other` [rows, N].
 
-        other: [rows, N].   One product for all rows of an expert.
+        like: [L, K, N], whose shape, dtype and device the result has.
+
+        There is one product for all rows of an expert.
         """
 
     @abstractmethod

@@ -43,8 +43,8 @@ def open_ranks(
 ) -> list[NVLinkLowLatency]:
     """Open the buffers of all ranks in this process."""
     layout = kind.layout_for(spec, world_size)
-    # Behind the layout are the signals of a barrier. Shared, because an interpreter computes in
-    # int32 with addresses below 2**31, as of a heap.
+    # The signals of a barrier follow the layout. The memory is shared, because the interpreter
+    # computes in int32 with addresses below 2**31, such as those of a heap.
     num_bytes = (layout.num_bytes + 1024) // 128 * 128
     blocks = torch.zeros(world_size, num_bytes, dtype=torch.uint8, device=device).share_memory_()
     addresses = tuple(block.data_ptr() for block in blocks)

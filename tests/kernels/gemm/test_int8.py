@@ -207,8 +207,8 @@ def test_first_product_is_exact_but_for_the_activation(
     assert hidden[~is_used].isnan().all()
     gate, up = given.products(case)[is_used].double().chunk(2, dim=1)
     expected = F.silu(gate) * up
-    # exp to a few units in the last place, two more for each unit of its argument, where that is
-    # rounded on the way to a power of two; a sum, a quotient, a product.
+    # The error of exp is a few units in the last place, and two more for each unit of its argument,
+    # which is rounded when it is scaled to a power of two. A sum, a quotient and a product follow.
     bound = (2 * gate.abs() + 16) * 2.0**-24 * expected.abs()
     assert ((hidden[is_used].double() - expected).abs() <= bound).all()
 

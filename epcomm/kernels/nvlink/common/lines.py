@@ -283,7 +283,7 @@ def send_to_all(
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> None:
-    """Send every rank a short line of the word 0: rank * stride of its region at `lines_at`."""
+    """Send a short line with the word 0 to every rank, at index rank * stride after `lines_at`."""
     is_rank = living_ranks(peers, c)
     bases = tl.load(peers.bases + tl.arange(0, c.W_LANES), mask=is_rank, other=0)
     addresses = bases + lines_at + peers.rank * (stride * _SHORT_LINE_BYTES)

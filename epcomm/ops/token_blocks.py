@@ -14,7 +14,7 @@ def in_blocks(
     tensors: Sequence[Tensor],
     block_tokens: int | None,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Call a function of tokens on blocks of them, and join the results.
+    """Call a function on blocks of tokens, and join the results.
 
     Matrix products choose their kernels by the number of rows, so a row of a product has other bits
     beside other numbers of rows. Blocks have one size: the last is padded with zeros, and without

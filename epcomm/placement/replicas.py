@@ -103,7 +103,7 @@ class ReplicaTables:
         self.logical_of_physical.copy_(torch.tensor(placement.physical_to_logical, device="cpu"))
 
     def choose(self, topk: TopKOutput) -> TopKOutput:
-        """Return the entries with physical ids from ReplicaTable.choose(), and with their sum groups.
+        """Return the entries with physical ids from ReplicaTable.choose(), and their groups.
 
         Physical ids are returned unchanged, and so are ids that are no [T, K] of int64 on this
         device, which the dispatcher refuses on all ranks.

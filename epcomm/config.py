@@ -103,9 +103,9 @@ class EPConfig:
     sum_groups: G, the number of groups of consecutive logical experts whose results are summed
         separately and then added in ascending order, so that y has the same bits on any number of
         ranks that divides G (docs/same_bits.md). None: each rank sums the results of its experts.
-    block_tokens: with sum_groups, ExpertParallelMoE computes its router, shared experts and other
-        parts on blocks of this many tokens, so that the bits of a token do not depend on the batch.
-        None: such a layer is refused, because matrix products depend on the number of rows.
+    block_tokens: ExpertParallelMoE computes its router, shared experts and other parts on blocks of
+        this many tokens, so that the bits of a token do not depend on the batch; other layers do
+        not read it. None: on all tokens at once, which such a layer refuses with sum_groups.
     record_load: ExpertParallelMoE, and layers of a model that transformers loads, count the tokens
         that chose each expert, for LoadRecorder; no other layer reads it.
     """

@@ -344,9 +344,7 @@ class ExpertParallelMoE(nn.Module):
 def _check_blocks(experts: ExpertParallelExperts) -> int | None:
     """Return EPConfig.block_tokens; refuse sum_groups without it."""
     config = experts.config
-    if config.sum_groups is None:
-        return None
-    if config.block_tokens is None:
+    if config.sum_groups is not None and config.block_tokens is None:
         raise ConfigError(
             "ExpertParallelMoE: sum_groups is set, but the bits of the router and of shared "
             f"experts depend on the number of tokens ({experts.group.where}); set "

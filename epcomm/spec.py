@@ -171,7 +171,8 @@ class BufferSpec:
     sum_groups: G, see EPConfig.sum_groups; combine returns one row per (token, group) that a rank
         holds, and applies the router weights. None: one row per (token, rank).
     sums_at_source: with sum_groups, combine returns one row per slot without weights, and the
-        source rank sums by group, because experts of one group are on several ranks.
+        source rank sums by group with the router weights that it dispatched, because experts of
+        one group are on several ranks.
     scale_layout: the layout of the scales of slabs, in the layout MASKED over NVLink. Other buffers
         do not change it; see WireTensor.scale_layout.
     hosts: the hosts of the ranks; None if there is one host or the hosts are unknown.

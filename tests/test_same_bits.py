@@ -65,9 +65,13 @@ class Batch:
         return Batch(*(each[tokens] for each in vars(self).values()))
 
     def padded(self, number: int) -> Batch:
-        """Append tokens without experts."""
+        """Append tokens without experts, which hold NaN."""
         new = (
-            torch.full((number, *each.shape[1:]), -1, dtype=each.dtype)
+            torch.full(
+                (number, *each.shape[1:]),
+                float("nan") if each.is_floating_point() else -1,
+                dtype=each.dtype,
+            )
             for each in vars(self).values()
         )
         return Batch(*map(torch.cat, zip(vars(self).values(), new, strict=True)))

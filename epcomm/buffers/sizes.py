@@ -194,7 +194,7 @@ class RowBytes:
     def of(cls, spec: BufferSpec, *, backward: bool = False, returned_columns: int = 1) -> RowBytes:
         """Return the bytes of rows in the forward pass, or in the backward pass.
 
-        returned_columns: a row of combine has so many times H elements.
+        returned_columns: the number of times H elements of a row in combine.
 
         Forward: dispatch sends elements, ids and weights; combine sends sums. Backward: dispatch
         sends gradients; combine sends gradients of rows and weights.

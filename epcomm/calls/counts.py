@@ -225,9 +225,10 @@ def read_counts(
         if min(slots) < 0 or not least <= sum(slots) <= num_rows * spec.top_k:
             expected = f"{least} to {num_rows * spec.top_k} for {num_rows} rows"
             calls.reject(rank, f"slots {shown(slots)}, expected {expected}")
-        pairs, most_pairs = words[PAIRS], 0 if spec.sum_groups is None else sum(slots)
-        if rows_have_slots and not min(least, most_pairs) <= pairs <= most_pairs:
-            calls.reject(rank, f"pairs {pairs}, expected {least} to {most_pairs}")
+        fewest, most_pairs = (0, 0) if spec.sum_groups is None else (least, sum(slots))
+        pairs = words[PAIRS]
+        if rows_have_slots and not fewest <= pairs <= most_pairs:
+            calls.reject(rank, f"pairs {pairs}, expected {fewest} to {most_pairs}")
     return Counts(
         rows_to_rank=tuple(words[ROWS] for words in sent),
         rows_from_rank=tuple(words[ROWS] for words in headers),

@@ -21,7 +21,9 @@ from torch import Tensor
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
+    mark_pairs,
     members_of,
+    number_pairs,
     reduce_rows,
     row_ops_for,
     sum_parts,
@@ -29,21 +31,6 @@ from epcomm.ops.slots import (
 from epcomm.records import SlotIndex
 from epcomm.spec import BufferSpec
 from epcomm.types import sum_dtype
-
-
-def mark_pairs(columns: Tensor, num_columns: int) -> Tensor:
-    """Return which pairs have an entry, [N, num_columns], bool; columns: [N, K], -1 for none."""
-    shape = (columns.shape[0], num_columns + 1)
-    found = torch.zeros(shape, dtype=torch.bool, device=columns.device)
-    # One more column takes the entries without a column.
-    found.scatter_(1, torch.where(columns < 0, num_columns, columns).long(), True)
-    return found[:, :num_columns]
-
-
-def number_pairs(has_entry: Tensor) -> Tensor:
-    """Return the number of each pair by row, then column, [N, C], int64, -1 without an entry."""
-    numbers = has_entry.flatten().cumsum(0).view(has_entry.shape) - 1
-    return torch.where(has_entry, numbers, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

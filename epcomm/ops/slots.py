@@ -121,6 +121,24 @@ def members_of(table: Tensor, num_members: int, *, is_exact: bool = True) -> Mem
     return Members(flat=flat, offsets=offsets, has_tail=not is_exact)
 
 
+def mark_pairs(columns: Tensor, num_columns: int) -> Tensor:
+    """Return which (row, column) pairs have an entry, [N, num_columns], bool.
+
+    columns: [N, K], the column of each entry, such as the rank of its expert; -1 for none.
+    """
+    shape = (columns.shape[0], num_columns + 1)
+    found = torch.zeros(shape, dtype=torch.bool, device=columns.device)
+    # One more column takes the entries without a column.
+    found.scatter_(1, torch.where(columns < 0, num_columns, columns).long(), True)
+    return found[:, :num_columns]
+
+
+def number_pairs(has_entry: Tensor) -> Tensor:
+    """Return the number of each pair by row, then column, [N, C], int64, -1 without an entry."""
+    numbers = has_entry.flatten().cumsum(0).view(has_entry.shape) - 1
+    return torch.where(has_entry, numbers, -1)
+
+
 def slots_by_row(index: SlotIndex) -> AnyMembers:
     """Return the slots of each received row, in k order."""
     assert index.slots_of_row is not None, "an index over rows has its inverse"

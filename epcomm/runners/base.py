@@ -43,7 +43,7 @@ _MAX_SUMMANDS = (2**31 - 1) // 128**2
 
 @dataclass(frozen=True, kw_only=True)
 class BatchInvariance:
-    """Whether the bits of a row depend on the number, the positions or the values of other rows.
+    """The answer whether the bits of a row depend on the number, positions or values of others.
 
     reasons: why they may depend on them; empty if they do not.
     rests_on: what must be equal wherever bits are compared, as text.

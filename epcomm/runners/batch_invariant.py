@@ -1,7 +1,7 @@
 """Compute unquantised experts so that the bits of a row do not depend on other rows.
 
-On CPUs every product has one of two fixed shapes (epcomm.ops.fixed_blocks); on GPUs every tile has
-one shape and one order of sums (epcomm.kernels.gemm.fixed_tiles). EPConfig.sum_groups needs this.
+On CPUs every product has one of a few fixed shapes (epcomm.ops.fixed_blocks); on GPUs every tile
+has one shape and one order of sums (epcomm.kernels.gemm.fixed_tiles). EPConfig.sum_groups needs it.
 """
 
 from __future__ import annotations

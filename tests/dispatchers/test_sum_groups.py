@@ -76,7 +76,8 @@ class Batch:
         return cls(
             x=normal(TOKENS, H).to(dtype),
             ids=ids,
-            weights=normal(TOKENS, K).to(sums),
+            # Weights of masked entries are not read.
+            weights=normal(TOKENS, K).to(sums).masked_fill(ids < 0, float("nan")),
             grad_y=normal(TOKENS, H).to(dtype),
             slope=normal(E).to(dtype),
             logical=torch.cat([normal(E).argsort(), normal(E).argsort()[:REPLICAS]]),

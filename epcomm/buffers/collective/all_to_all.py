@@ -57,8 +57,6 @@ from epcomm.ops.group_sums import (
     Pairs,
     SumGroups,
     as_members,
-    mark_pairs,
-    number_pairs,
     sum_entries,
     sum_weighted,
 )
@@ -68,7 +66,9 @@ from epcomm.ops.slots import (
     count_experts,
     index_slots,
     localize,
+    mark_pairs,
     members_of,
+    number_pairs,
     reduce_rows,
     reduce_rows_onto,
     row_ops_of,
@@ -130,13 +130,9 @@ class SendPlan:
         call, num_local, world_size = self._call, self._num_local, calls.world_size
         num_experts = num_local * world_size
         self._topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
-        # An extra column receives the entries without an expert.
         destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
-        shape, device = (destination.shape[0], world_size + 1), destination.device
-        needed = torch.zeros(shape, dtype=torch.bool, device=device)
-        needed.scatter_(1, torch.where(destination < 0, world_size, destination), True)
         # Whether token t goes to rank r, [T, W].
-        self._needed = needed[:, :world_size]
+        self._needed = mark_pairs(destination, world_size)
         # Convert each token once, not once per copy; rows are gathered from the result.
         self._wire = wire_tensor_of(call, self._layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
@@ -174,8 +170,7 @@ class SendPlan:
     def order(self, num_sends: int) -> SendOrder:
         """Return the order of the rows; num_sends is their number, known after the headers."""
         needed = self._needed
-        by_rank = needed.T.flatten().cumsum(0).view(needed.shape[1], needed.shape[0]).T - 1
-        rows_of_token = members_of(torch.where(needed, by_rank, -1), num_sends)
+        rows_of_token = members_of(number_pairs(needed.T).T, num_sends)
         tokens = torch.arange(needed.shape[0], device=needed.device)
         token_of_row = torch.empty(num_sends, dtype=torch.int64, device=needed.device)
         token_of_row[rows_of_token.flat] = torch.repeat_interleave(
@@ -360,7 +355,7 @@ class GroupedExchangePlan(CollectiveExchangePlan):
     ) -> Callable[[slice], Tensor]:
         if rows_per is RowsPer.ROW:
             # The rows are those that another exchange has returned, see return_rows().
-            return lambda part: rows[part].contiguous()
+            return super().returned(rows, rows_per, slot_weights)
         members = self.pairs.members(self.num_slots)
         weights = None if self.groups.sums_at_source else slot_weights
         return lambda part: sum_weighted(rows, members.part(part), weights)

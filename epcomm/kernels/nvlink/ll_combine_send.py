@@ -82,7 +82,7 @@ _CHUNK_GRIDS = 1
 
 
 class _Sent(NamedTuple):
-    """What a sender reads: results, weights of slots or None, and the index, as pointers."""
+    """Pointers to the results that a sender reads, to slot weights or None, and to the index."""
 
     rows: Any
     weights: Any

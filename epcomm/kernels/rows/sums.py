@@ -26,7 +26,7 @@ _TILE_SHARE = 2
 
 
 class _Terms(NamedTuple):
-    """What a sum reads, as pointers: rows, and the sources and weights or None."""
+    """Pointers to the rows that a sum reads, to their sources, and to weights or None."""
 
     rows: Any
     sources: Any

@@ -195,7 +195,7 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def part_lanes(self) -> int:
-        """Those rows, rounded up to a power of two."""
+        """The number parts_of_token, rounded up to a power of two."""
         return _lanes(self.parts_of_token)
 
     @cached_property

@@ -34,7 +34,7 @@ from epcomm import EPGroup
 from epcomm.bench.check import CheckError
 from epcomm.bench.options import BenchOptions, read_numbers
 from epcomm.bench.ranks import of_all_ranks
-from epcomm.bench.timing import captured
+from epcomm.bench.timing import Captured, captured
 from epcomm.bench.turns import percentiles_of, wait_for_all
 from epcomm.cli.records import takes_records
 from epcomm.platforms.cuda import num_sms_of
@@ -51,7 +51,7 @@ _MOST_OTHERS = 64
 class Load:
     """Calls in a graph, and the stream that they run on."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: Captured
     stream: torch.cuda.Stream
 
     @classmethod

@@ -64,7 +64,23 @@ class Clock:
         return laps + [(end - start) * 1e3 for start, end in pairwise(host_s)]
 
 
-def captured(call: Callable[[], object], *, warm_up: bool = True) -> torch.cuda.CUDAGraph:
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A graph, and the call that it captured, which holds the tensors that a replay reads.
+
+    Otherwise the next capture, which empties the allocator's cache, unmaps the memory of those that
+    were allocated before the graph.
+    """
+
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], object]
+
+    def replay(self) -> None:
+        """Launch the kernels of the call."""
+        self.graph.replay()
+
+
+def captured(call: Callable[[], object], *, warm_up: bool = True) -> Captured:
     """Capture a call as a graph, whose replay needs no launch from Python for each kernel.
 
     warm_up: make the call once before, to compile kernels and to allocate.
@@ -75,4 +91,4 @@ def captured(call: Callable[[], object], *, warm_up: bool = True) -> torch.cuda.
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph
+    return Captured(graph, call)

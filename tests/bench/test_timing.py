@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from epcomm.bench.timing import Clock, Percentiles, slowest_rank
+from epcomm.bench.timing import Captured, Clock, Percentiles, captured, slowest_rank
 
 
 def test_percentiles_of_known_numbers() -> None:
@@ -39,3 +39,18 @@ def test_a_clock_counts_between_marks_and_forgets() -> None:
         clock.mark()
     assert len(clock.take()) == 2
     assert clock.take() == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_graph_keeps_what_it_reads() -> None:
+    def ones(y: torch.Tensor) -> Captured:
+        # 64 MiB of its own, which the allocator could return to the device.
+        x = torch.ones(2**24, dtype=torch.float32, device="cuda")
+        return captured(lambda: y.copy_(x.sum()))
+
+    first, second = torch.zeros(2, 1, dtype=torch.float32, device="cuda")
+    graphs = [ones(first), ones(second)]
+    for y, graph in zip((first, second), graphs, strict=True):
+        y.zero_()
+        graph.replay()
+        assert y.item() == 2**24

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from types import MappingProxyType
 from typing import ClassVar, Generic
 
@@ -183,9 +182,12 @@ class NVLinkHost(ABC, Generic[LayoutT]):
         """Close without waiting for other ranks."""
         if self._memory is None:
             return
-        # The preceding error may be one of the device, which would raise it again here.
-        with suppress(RuntimeError):
+        try:
             self._synchronize()
+        except RuntimeError:
+            # The preceding error is one of the device. torch would end the process if the memory
+            # were freed now, and nobody would see that error.
+            return
         self._release()
 
     def _release(self) -> None:

@@ -557,10 +557,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
     @property
     def _num_programs(self) -> int:
-        """Return P: at least one per header of a rank, at most the rows that a rank may reduce."""
-        if self._device.type != "cuda":
-            return max(self._world_size, _INTERPRETED_PROGRAMS)
-        return max(self._world_size, min(self.max_programs, self._layout.num_rows))
+        """Return P: at least one per header of a rank."""
+        is_cuda = self._device.type == "cuda"
+        return max(self._world_size, self.max_programs if is_cuda else _INTERPRETED_PROGRAMS)
 
 
 class NVLinkLowLatencyBuffer(NVLinkLowLatency, Buffer):

@@ -77,6 +77,9 @@ _LEAST_SLOTS = 1
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 2
+# Parts of a sum in lines that a program sends at once. Programs send a piece each, as far as that
+# goes, because a piece takes 1.6 us whatever its size.
+_LINE_PARTS = 32 * _WARPS // PART_LINES.value
 # Grids of senders that share a chunk.
 _CHUNK_GRIDS = 1
 
@@ -558,13 +561,22 @@ def send_combine(
                 PIECES=-(-hidden_size // columns),
                 SLOTS=max(_LEAST_SLOTS, next_power_of_two(layout.top_k // layout.world_size or 1)),
                 WORKERS=_CHUNK_GRIDS * exchange.peers.num_programs,
-                LINE_PARTS=32 * _WARPS // PART_LINES.value,
+                LINE_PARTS=_LINE_PARTS,
                 PER_ROW=per_row,
             ),
             num_warps=_WARPS,
             **EXACT,
             **overlapping(rows.device),
         )
-    grids = -(-(num_tokens or layout.max_tokens) // _TOKENS_OF_GRID)
-    grid = exchange.peers.num_programs * min(grids, _MOST_GRIDS)
-    launch(grid, rows, slot_weights, slots_of_row, first_slot, batch, status)
+    num_programs = _num_programs(exchange, num_tokens or layout.max_tokens)
+    launch(num_programs, rows, slot_weights, slots_of_row, first_slot, batch, status)
+
+
+def _num_programs(exchange: LowLatencyExchange, num_tokens: int) -> int:
+    """Return a multiple of P for about num_tokens tokens of each rank."""
+    layout, each = exchange.peers.layout, exchange.peers.num_programs
+    grids = -(-num_tokens // _TOKENS_OF_GRID)
+    if num_tokens <= layout.line_tokens:
+        pieces = num_tokens * layout.world_size * -(-layout.sum_parts // _LINE_PARTS)
+        grids = -(-pieces // each)
+    return each * min(grids, _MOST_GRIDS)

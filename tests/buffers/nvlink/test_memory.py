@@ -63,6 +63,18 @@ def test_memory_that_cannot_grow_keeps_its_layout(monkeypatch: pytest.MonkeyPatc
     assert buffer._layout is old
 
 
+def test_memory_is_not_freed_on_a_device_that_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    memory = SymmetricMemory(block=torch.empty(0, dtype=torch.uint8), addresses=(), keeps=None)
+    buffer = object.__new__(NVLinkBuffer)
+    buffer._device, buffer._memory = torch.device("cuda", 0), memory
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    buffer.abandon()
+    assert buffer._memory is memory, "torch would end the process"
+
+
 def test_memory_is_that_of_the_device_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     current, asked = ["cuda:0"], []
 

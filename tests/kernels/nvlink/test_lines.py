@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from epcomm.kernels import launch
+from epcomm.kernels.nvlink import ll_combine_send
 from epcomm.kernels.nvlink.common.exchange import SlabMemory
 from epcomm.kernels.nvlink.common.layout import LINE_BYTES
 from epcomm.kernels.nvlink.common.lines import elements_of, flag_of, line_of, word_of, words_of
@@ -100,6 +101,16 @@ def test_each_piece_of_a_source_has_as_many_programs(
     # 24 pieces of the rows of each source.
     layout = replace(layout, line_tokens=line_tokens, data_words=24 * 3 * 128, data_plane=128)
     assert dispatch_unpack.num_unpackers(layout, num_tokens) == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "grids"), [(1, 1), (8, 1), (32, 2), (33, 2), (128, 2)])
+def test_each_piece_of_a_sum_in_lines_has_a_sender(num_tokens: int, grids: int) -> None:
+    exchange = make_ranks(2, torch.device("cpu"))[0].exchange
+    # 10 parts of a sum, two at a time.
+    layout = replace(exchange.peers.layout, line_tokens=32, return_words=3584)
+    peers = replace(exchange.peers, layout=layout, num_programs=128)
+    found = ll_combine_send._num_programs(replace(exchange, peers=peers), num_tokens)
+    assert found == 128 * grids
 
 
 def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:

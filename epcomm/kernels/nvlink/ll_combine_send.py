@@ -72,16 +72,14 @@ from epcomm.kernels.rounding import cast
 # A whole row of 7168 elements, 32 for each thread: an item takes about 2 us whatever its size, and
 # two programs fit on an SM.
 _WARPS, _SENT_COLUMNS = 8, 8192
-# Slots of a row that a program adds at once, at least; the mean number of them, if that is more.
-_LEAST_SLOTS = 1
+# Slots of a row that a program adds at once: with 4, one program would fill the registers of an SM.
+_SLOTS = 2
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
 _TOKENS_OF_GRID, _MOST_GRIDS = 8, 2
 # Parts of a sum in lines that a program sends at once. Programs send a piece each, as far as that
 # goes, because a piece takes 1.6 us whatever its size.
 _LINE_PARTS = 32 * _WARPS // PART_LINES.value
-# Grids of senders that share a chunk.
-_CHUNK_GRIDS = 1
 
 
 class _Sent(NamedTuple):
@@ -450,8 +448,8 @@ def _send_combine_kernel(
     and 2: its sum is 5 + 4 and .5 + 6, at rank * M + 3 - M of rank 1 if M is 2 or 3. If slots
     return, rows 5 and 2 are sent to 3 * t and 3 * t + 2 of the source, where it is token t.
 
-    WORKERS programs send a chunk: the first 128 of 256 programs send chunks 0 and 2, the others 1
-    and 3.
+    WORKERS programs send a chunk, at most one for each piece: with 128, the first 128 of 256
+    programs send chunks 0 and 2, the others 1 and 3.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
@@ -477,9 +475,10 @@ def _send_combine_kernel(
     num_chunks = (most + c.CHUNK_TOKENS - 1) // c.CHUNK_TOKENS
     num_workers = tl.minimum(num_programs, results.WORKERS)
     worker = program % num_workers
-    for chunk in tl.range(
-        program // num_workers, num_chunks, num_programs // num_workers, num_stages=1
-    ):
+    at_once = num_programs // num_workers
+    # Programs that do not make up all workers of a chunk send nothing.
+    first = tl.where(program < at_once * num_workers, program // num_workers, num_chunks)
+    for chunk in tl.range(first, num_chunks, at_once, num_stages=1):
         begin = chunk * c.CHUNK_TOKENS
         end = tl.minimum(begin + c.CHUNK_TOKENS, most)
         num_sent += _send_chunk(
@@ -559,8 +558,11 @@ def send_combine(
                 HIDDEN=hidden_size,
                 COLUMNS=columns,
                 PIECES=-(-hidden_size // columns),
-                SLOTS=max(_LEAST_SLOTS, next_power_of_two(layout.top_k // layout.world_size or 1)),
-                WORKERS=_CHUNK_GRIDS * exchange.peers.num_programs,
+                SLOTS=_SLOTS,
+                WORKERS=min(
+                    exchange.peers.num_programs,
+                    layout.chunk_tokens * layout.world_size * -(-hidden_size // columns),
+                ),
                 LINE_PARTS=_LINE_PARTS,
                 PER_ROW=per_row,
             ),

@@ -37,6 +37,8 @@ from epcomm.kernels.rounding import cast
 
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _WARPS, _COLUMNS = 8, 4096
+# Most receivers, in multiples of P: as many as fit on the SMs without a sender.
+_GRIDS = 2
 
 _THREADS = tl.constexpr(32 * _WARPS)
 
@@ -89,17 +91,18 @@ def _receive_combine_kernel(
     COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Add up the parts of tokens p, p + P, ... in program p of P, when their chunk has come.
+    """Add up pieces p, p + P, ... of rows in program p of P, when the chunk of the token is there.
 
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
     and two slots a token: that of rows 2 and 3, times the weights of token 1.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
+    PIECES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS  # pyright: ignore[reportAssignmentType]
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
-    following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
+    following = _sent_parts_of(is_sent_ptr, program // PIECES, num_tokens, c)
     is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
     is_source = living_ranks(peers, c)
@@ -111,9 +114,10 @@ def _receive_combine_kernel(
 
     dtype = out_ptr.dtype.element_ty
     awaited = -1
-    for token in tl.range(program, wanted_tokens, tl.num_programs(0), num_stages=1):
+    for item in tl.range(program, wanted_tokens * PIECES, tl.num_programs(0), num_stages=1):
+        token, piece = item // PIECES, item % PIECES
         parts = following
-        next_token = token + tl.num_programs(0)
+        next_token = (item + tl.num_programs(0)) // PIECES
         following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
         chunk = token // c.CHUNK_TOKENS
         if (chunk != awaited) & (is_lost == 0):
@@ -121,26 +125,25 @@ def _receive_combine_kernel(
             signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
             is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
             awaited = chunk
-        is_token = token < num_tokens
+        column = piece * COLUMNS + tl.arange(0, COLUMNS)
+        is_element = column < HIDDEN
+        total = tl.zeros([COLUMNS], tl.float32)
+        for index in tl.static_range(c.PARTS):
+            is_there = (parts >> index) & 1 != 0
+            place = index * c.M + tl.cast(token, tl.int64)
+            if weights_ptr is not None:
+                place = tl.cast(token, tl.int64) * c.PARTS + index
+            part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
+            # The load starts before it is known whether the call has failed.
+            part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
+            if weights_ptr is not None:
+                weight_ptr = weights_ptr + token * c.PARTS + index
+                part *= tl.load(weight_ptr, mask=is_there, other=0.0)
+            total += part
+        total = tl.where(has_failed | is_lost, float("nan"), total)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
-        for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
-            column = begin + tl.arange(0, COLUMNS)
-            is_element = column < HIDDEN
-            total = tl.zeros([COLUMNS], tl.float32)
-            for index in tl.static_range(c.PARTS):
-                is_there = (parts >> index) & 1 != 0
-                place = index * c.M + tl.cast(token, tl.int64)
-                if weights_ptr is not None:
-                    place = tl.cast(token, tl.int64) * c.PARTS + index
-                part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
-                # The load starts before it is known whether the call has failed.
-                part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
-                if weights_ptr is not None:
-                    weight_ptr = weights_ptr + token * c.PARTS + index
-                    part *= tl.load(weight_ptr, mask=is_there, other=0.0)
-                total += part
-            total = tl.where(has_failed | is_lost, float("nan"), total)
-            tl.store(out_row_ptr + column, cast(total, dtype), mask=both(is_element, is_token))
+        is_stored = both(is_element, token < num_tokens)
+        tl.store(out_row_ptr + column, cast(total, dtype), mask=is_stored)
     if OVERLAPS:
         await_previous()
 
@@ -196,5 +199,6 @@ def receive_combine(
     if in_lines:
         grid = max(1, wanted_tokens) * peers.layout.sum_parts
     else:
-        grid = max(1, min(wanted_tokens, peers.num_programs))
+        pieces = wanted_tokens * -(-hidden_size // _COLUMNS)
+        grid = max(1, min(pieces, _GRIDS * peers.num_programs))
     launch(grid, out, topk_weights, is_sent, num_tokens, wanted_tokens, batch)

@@ -217,7 +217,7 @@ def time_call(
     spans = sorted(
         (each.time_range.start, each.time_range.end)
         for each in found.events() or ()
-        if each.name in _NORMAL_KERNELS or each.name.startswith("_")
+        if each.name in _NORMAL_KERNELS or each.name.endswith("_kernel")
     )
     assert len(spans) == _CALLS * kernels, f"CUPTI reported {len(spans)} kernels"
     starts = range(0, len(spans), kernels)

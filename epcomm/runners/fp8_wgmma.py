@@ -25,13 +25,11 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     @classmethod
     def _reasons(cls, weights: ExpertTensors, machine: Machine) -> list[str]:
         from epcomm.kernels.cuda_jit import nvrtc_is_installed
-        from epcomm.kernels.gemm.fp8_hopper import HIDDEN_DTYPES, MAX_EXPERTS
+        from epcomm.kernels.gemm.fp8_hopper import HIDDEN_DTYPES
 
         reasons = super()._reasons(weights, machine)
         if weights.dtype not in HIDDEN_DTYPES:
             reasons.append(f"hidden states are {weights.dtype}, expected bfloat16 or float16")
-        if weights.num_experts > MAX_EXPERTS:
-            reasons.append(f"{weights.num_experts} experts, at most {MAX_EXPERTS}")
         is_on_gpu = machine.device_of(weights.gate_up_proj).type == "cuda"
         if is_on_gpu and not machine.has_library(nvrtc_is_installed):
             reasons.append("NVRTC is not installed")

@@ -33,6 +33,7 @@ constexpr int SCALES_BYTES = TILE_ROWS * 4;
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
 constexpr int ROWS_PER_CONSUMER = 64;
+constexpr int ROWS_PER_WARP = 16;
 // Number of stages whose rows may still be in flight while the next stage is requested.
 constexpr int LAG = 2;
 // Number of rows that one thread of the producer copies, 16 bytes each; eight threads copy a row.
@@ -40,6 +41,13 @@ constexpr int COPIES = TILE_ROWS / (WARPGROUP / 8);
 
 struct alignas(64) TensorMap {
     uint64 words[16];
+};
+
+// What the copy engine reads and writes.
+struct Maps {
+    const TensorMap* rows;  // rows in the order of slots, or null
+    const TensorMap* matrices;
+    const TensorMap* out;  // results in the order of slots, or null
 };
 
 // The arguments of both products. Strides count elements.
@@ -98,6 +106,19 @@ __device__ __forceinline__ void copy_box(uint32 target, const TensorMap* map, ui
         : "memory");
 }
 
+// Writes a swizzled box of 128 bytes of each of a warp's rows; column counts bytes.
+__device__ __forceinline__ void write_box(const TensorMap* map, uint32 source, int column, int row) {
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(
+                     map),
+                 "r"(source), "r"(column), "r"(row)
+                 : "memory");
+}
+
+// Waits until the copy engine has read what this thread has asked it to write.
+__device__ __forceinline__ void wait_for_writes() {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
 __device__ __forceinline__ void copy_16_bytes(uint32 target, const void* source) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(source) : "memory");
 }
@@ -141,53 +162,66 @@ struct Tile {
     int column;    // tile of columns
 };
 
-// The tiles of this block, in order. Row tiles come first: neighbours share a matrix.
+// The tiles of this block, in order. Row tiles come first: neighbours share a matrix. Each warp finds
+// them from the counts of 32 experts, one a lane; a list of all experts would take memory of a stage.
 struct Tiles {
     const Rows& rows;
-    const int* starts;  // [num_experts + 1], first tile of each expert
     int num_column_tiles;
     int next;
-    int expert;
+    int first_expert;  // expert of lane 0
+    int count;         // slots of this lane's expert
+    int slot;          // its first slot
+    int end;           // tiles of all experts up to it
 
-    __device__ Tiles(const Rows& rows, const int* starts, int num_column_tiles)
-        : rows(rows), starts(starts), num_column_tiles(num_column_tiles), next(blockIdx.x),
-          expert(0) {}
+    __device__ Tiles(const Rows& rows, int num_column_tiles)
+        : rows(rows), num_column_tiles(num_column_tiles), next(blockIdx.x), first_expert(0) {
+        find_ends(0);
+    }
 
+    static __device__ __forceinline__ int num_row_tiles(int count) {
+        return (count + TILE_ROWS - 1) / TILE_ROWS;
+    }
+
+    // before: tiles of experts before first_expert.
+    __device__ void find_ends(int before) {
+        const int lane = threadIdx.x % 32, expert = first_expert + lane;
+        const bool is_expert = expert < rows.num_experts;
+        count = is_expert ? rows.counts[expert] : 0;
+        slot = is_expert ? rows.first_slot[expert] : 0;
+        end = num_row_tiles(count) * num_column_tiles;
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other = __shfl_up_sync(~0u, end, step);
+            if (lane >= step) end += other;
+        }
+        end += before;
+    }
+
+    // The threads of a warp call this together.
     __device__ bool take(Tile& tile) {
-        while (expert < rows.num_experts && next >= starts[expert + 1]) ++expert;
-        if (expert == rows.num_experts) return false;
-        const int row_tiles = (starts[expert + 1] - starts[expert]) / num_column_tiles;
-        const int local = next - starts[expert];
-        tile.expert = expert;
+        unsigned is_later;
+        while ((is_later = __ballot_sync(~0u, next < end)) == 0) {
+            first_expert += 32;
+            if (first_expert >= rows.num_experts) return false;
+            find_ends(__shfl_sync(~0u, end, 31));
+        }
+        const int lane = __ffs(is_later) - 1;
+        tile.expert = first_expert + lane;
+        const int num_rows = __shfl_sync(~0u, count, lane), row_tiles = num_row_tiles(num_rows);
+        const int local = next - (__shfl_sync(~0u, end, lane) - row_tiles * num_column_tiles);
         tile.column = local / row_tiles;
         const int first_row = (local - tile.column * row_tiles) * TILE_ROWS;
-        tile.num_rows = min(TILE_ROWS, rows.counts[expert] - first_row);
-        tile.slot = rows.first_slot[expert] + first_row;
+        tile.num_rows = min(TILE_ROWS, num_rows - first_row);
+        tile.slot = __shfl_sync(~0u, slot, lane) + first_row;
         next += gridDim.x;
         return true;
     }
 };
 
-// One warp fills starts: starts[e] is the number of tiles of all experts before e.
-__device__ void find_starts(const Rows& rows, int num_column_tiles, int* starts) {
-    const int lane = threadIdx.x;
-    int total = 0;
-    if (lane == 0) starts[0] = 0;
-    for (int first = 0; first < rows.num_experts; first += 32) {
-        const int expert = first + lane;
-        const int count = expert < rows.num_experts ? rows.counts[expert] : 0;
-        int sum = (count + TILE_ROWS - 1) / TILE_ROWS * num_column_tiles;
-        for (int step = 1; step < 32; step *= 2) {
-            const int other = __shfl_up_sync(~0u, sum, step);
-            if (lane >= step) sum += other;
-        }
-        if (expert < rows.num_experts) starts[expert + 1] = total + sum;
-        total += __shfl_sync(~0u, sum, 31);
-    }
-}
-
+// Addresses in shared memory.
 struct Shared {
     uint32 stages;
+    uint32 results;  // a warp's rows of a block of H
     uint32 scales;
     uint32 full;
     uint32 empty;
@@ -235,10 +269,9 @@ struct RowReader {
     }
 };
 
-// rows_map: the map of rows that are in the order of slots, or null.
 template <typename Epilogue>
-__device__ void produce(const Rows& rows, const TensorMap* rows_map, const TensorMap* map,
-                        Tiles tiles, const Shared& shared, const Epilogue& epilogue) {
+__device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
+                        const Epilogue& epilogue) {
     constexpr bool IS_PACKED = Epilogue::ROWS_ARE_PACKED;
     const int thread = threadIdx.x % WARPGROUP;
     const int chunk = thread % 8, first = thread / 8;
@@ -257,10 +290,10 @@ __device__ void produce(const Rows& rows, const TensorMap* rows_map, const Tenso
             const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
             if (thread == 0) {
                 barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
-                copy_box(target + TILE_BYTES, map, full, k * BLOCK, matrix_row);
-                copy_box(target + 2 * TILE_BYTES, map, full, k * BLOCK,
+                copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
+                copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
                          matrix_row + epilogue.matrix_step());
-                if (IS_PACKED) copy_box(target, rows_map, full, k * BLOCK, tile.slot);
+                if (IS_PACKED) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
             }
             if (!IS_PACKED) reader.copy(target + own);
             copy_4_bytes(shared.scales_of(stage) + thread * 4, reader.scales + k);
@@ -346,6 +379,15 @@ __device__ __forceinline__ void add_scaled(float (&totals)[64], const float (&su
     for (int i = 0; i < 64; ++i) totals[i] += sums[i] * (i & 2 ? scale_8 : scale);
 }
 
+// The compiler computes a word again wherever it is used, between two products too, unless it is
+// the result of a shuffle.
+__device__ __forceinline__ uint32 keep(uint32 word) {
+    return __shfl_sync(~0u, word, threadIdx.x % 32);
+}
+
+// Returns a word that is equal in all threads of a warp.
+__device__ __forceinline__ uint32 keep_uniform(uint32 word) { return __shfl_sync(~0u, word, 0); }
+
 __device__ __forceinline__ float load_shared(uint32 address) {
     float value;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address) : "memory");
@@ -392,6 +434,7 @@ struct GateUp {
 
     static constexpr int COLUMNS_PER_TILE = BLOCK;
     static constexpr bool ROWS_ARE_PACKED = IS_PACKED;
+    static constexpr int RESULT_BYTES = 0;
 
     __device__ __forceinline__ int matrix_step() const { return inner_blocks * BLOCK; }
     __device__ __forceinline__ int num_column_tiles() const { return inner_blocks; }
@@ -403,7 +446,7 @@ struct GateUp {
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int row, float (&gate)[64],
-                                          float (&up)[64]) const {
+                                          float (&up)[64], const TensorMap*, uint32) const {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
             gate[i] = __fdividef(gate[i], 1.0f + __expf(-gate[i])) * up[i];
@@ -476,7 +519,16 @@ struct Float16 {
     }
 };
 
-// The epilogue of down: two blocks of H, times router weights, two bytes an element.
+// Stores four matrices of 8 rows and 16 bytes to shared memory: word i of a thread is in row lane / 4
+// and word lane % 4 of matrix i, whose row r is at the address of lane 8 i + r.
+__device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&words)[4]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+}
+
+// The epilogue of down: two blocks of H, times router weights, two bytes an element. A warp stores 16
+// rows by the copy engine, if all of them are rows of the tile, else 16 bytes a thread.
 template <typename Element>
 struct Down {
     const float* matrix_scales;  // [L, H / 128, k_blocks]
@@ -486,6 +538,9 @@ struct Down {
 
     static constexpr int COLUMNS_PER_TILE = 2 * BLOCK;
     static constexpr bool ROWS_ARE_PACKED = true;
+    static constexpr int BOX_BYTES = ROWS_PER_WARP * 128;
+    // Of each warp, one block of H, which is two boxes.
+    static constexpr int RESULT_BYTES = 2 * BOX_BYTES;
 
     __device__ __forceinline__ bool has_second(const Tile& tile) const {
         return 2 * tile.column + 1 < hidden_blocks;
@@ -500,20 +555,65 @@ struct Down {
         return first_block(tile) + has_second(tile);
     }
 
+    // results: shared memory of this warp.
     __device__ __forceinline__ void store(const Tile& tile, int row, const float (&first)[64],
-                                          const float (&second)[64]) const {
+                                          const float (&second)[64], const TensorMap* map,
+                                          uint32 results) const {
+        const int first_row = keep_uniform(row);  // of this warp
+        const int64 slot = tile.slot + row;
+        const bool is_row = row < tile.num_rows, is_row_8 = row + 8 < tile.num_rows;
+        const float weight = slot_weights && is_row ? slot_weights[slot] : 1.0f;
+        const float weight_8 = slot_weights && is_row_8 ? slot_weights[slot + 8] : 1.0f;
+        if (first_row + ROWS_PER_WARP <= tile.num_rows) {
+            const int column = tile.column * COLUMNS_PER_TILE;
+            write_block(map, results, tile.slot + first_row, column, weight, weight_8, first);
+            if (has_second(tile)) {
+                write_block(map, results, tile.slot + first_row, column + BLOCK, weight, weight_8,
+                            second);
+            }
+            return;
+        }
+        uint16* at = out + slot * (hidden_blocks * BLOCK) + tile.column * COLUMNS_PER_TILE;
+        uint16* at_8 = at + 8 * (hidden_blocks * BLOCK);
+        store_block<0>(at, is_row, weight, first);
+        store_block<1>(at_8, is_row_8, weight_8, first);
+        store_block<0>(at + BLOCK, is_row && has_second(tile), weight, second);
+        store_block<1>(at_8 + BLOCK, is_row_8 && has_second(tile), weight_8, second);
+    }
+
+    __device__ __forceinline__ void write_block(const TensorMap* map, uint32 results, int slot,
+                                                int column, float weight, float weight_8,
+                                                const float (&totals)[64]) const {
+        const int lane = threadIdx.x % 32;
+        // Boxes that are written still must have been read before others replace them.
+        if (lane == 0) wait_for_writes();
+        __syncwarp();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const bool is_row = row + 8 * half < tile.num_rows;
-            const int64 slot = tile.slot + row + 8 * half;
-            const float weight = slot_weights && is_row ? slot_weights[slot] : 1.0f;
-            uint16* at = out + slot * (hidden_blocks * BLOCK) + tile.column * COLUMNS_PER_TILE;
-            store_block(at, is_row, weight, half, first);
-            store_block(at + BLOCK, is_row && has_second(tile), weight, half, second);
+        for (int group = 0; group < 16; group += 2) {
+            const int i = 4 * group;
+            const uint32 words[4] = {
+                Element::pair(totals[i] * weight, totals[i + 1] * weight),
+                Element::pair(totals[i + 2] * weight_8, totals[i + 3] * weight_8),
+                Element::pair(totals[i + 4] * weight, totals[i + 5] * weight),
+                Element::pair(totals[i + 6] * weight_8, totals[i + 7] * weight_8),
+            };
+            // The 16 bytes of this lane's row, permuted as the copy engine expects.
+            const int chunk = (group % 8 + lane / 16) ^ (lane % 8);
+            store_matrices(results + group / 8 * BOX_BYTES + lane % 16 * 128 + chunk * 16, words);
+        }
+        // The copy engine reads through another proxy than these stores write.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) {
+            write_box(map, results, 2 * column, slot);
+            write_box(map, results + BOX_BYTES, 2 * column + 128, slot);
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
         }
     }
 
-    __device__ __forceinline__ void store_block(uint16* at, bool is_stored, float weight, int half,
+    // HALF: 1 for the rows eight further on.
+    template <int HALF>
+    __device__ __forceinline__ void store_block(uint16* at, bool is_stored, float weight,
                                                 const float (&totals)[64]) const {
         const int quarter = threadIdx.x % 4;
 #pragma unroll
@@ -521,7 +621,7 @@ struct Down {
             uint32 words[4];
 #pragma unroll
             for (int g = 0; g < 4; ++g) {
-                const int i = 4 * (group + g) + 2 * half;
+                const int i = 4 * (group + g) + 2 * HALF;
                 words[g] = Element::pair(totals[i] * weight, totals[i + 1] * weight);
             }
             transpose_in_quad(words);
@@ -533,88 +633,124 @@ struct Down {
     }
 };
 
-// The compiler computes a word again wherever it is used, between two products too, unless it is
-// the result of a shuffle.
-__device__ __forceinline__ uint32 keep(uint32 word) {
-    return __shfl_sync(~0u, word, threadIdx.x % 32);
+// The next stage that a consumer reads. Tiles follow one another without a gap, so a tile may begin at
+// any stage.
+struct Position {
+    int stage;
+    int parity;
+
+    __device__ __forceinline__ void advance(int blocks) {
+        parity ^= (stage + blocks) / NUM_STAGES & 1;
+        stage = (stage + blocks) % NUM_STAGES;
+    }
+};
+
+// The scales of a matrix along K, of 32 blocks a lane each, so that none is loaded between products.
+struct LaneScales {
+    const float* scales;
+    float held;
+    float next;
+
+    __device__ __forceinline__ float load(int block, int k_blocks) const {
+        return __ldg(scales + max(0, min(block + static_cast<int>(threadIdx.x % 32), k_blocks - 1)));
+    }
+    __device__ __forceinline__ LaneScales(const float* matrix_scales, int block, int k, int k_blocks)
+        : scales(matrix_scales + static_cast<int64>(block) * k_blocks), next(load(k, k_blocks)) {}
+    // Lane 0 holds the scale of block k from now on.
+    __device__ __forceinline__ void advance(int k, int k_blocks) {
+        held = next;
+        next = load(k + 32, k_blocks);
+    }
+    __device__ __forceinline__ float get(int lane) const {
+        return __shfl_sync(~0u, held, lane);
+    }
+};
+
+// Releases the stages of a tile of which this consumer has no rows.
+__device__ __forceinline__ void pass_over(Position at, uint32 full, bool is_first, int k_blocks) {
+    for (int k = 0; k < k_blocks; ++k, at.advance(1)) {
+        barrier_wait(full + at.stage * 8, at.parity);
+        if (is_first) barrier_arrive(full + (NUM_STAGES + at.stage) * 8);
+    }
 }
 
-// Returns a word that is equal in all threads of a warp.
-__device__ __forceinline__ uint32 keep_uniform(uint32 word) { return __shfl_sync(~0u, word, 0); }
-
 template <typename Epilogue>
-__device__ void consume(const Rows& rows, Tiles tiles, const Shared& shared,
+__device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
     const int consumer = keep_uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x % WARPGROUP;
     const int lane = threadIdx.x % 32;
-    const int row = keep(consumer * ROWS_PER_CONSUMER + thread / 32 * 16 + lane / 4);
+    const int row = keep(consumer * ROWS_PER_CONSUMER + thread / 32 * ROWS_PER_WARP + lane / 4);
     // Barriers of full stages, followed by those of empty ones.
     const uint32 full = keep_uniform(shared.full);
     const uint32 stages = keep_uniform(matrix_descriptor(shared.stages));
     const uint32 scales = keep(shared.scales + row * 4);
     const bool is_first = keep(lane) == 0;
-    int stage = 0, parity = 0;
+    const int k_blocks = rows.k_blocks;
+    Position at{0, 0};
     bool is_full = false;
     Tile tile;
-    while (tiles.take(tile)) {
+    for (; tiles.take(tile); at.advance(k_blocks)) {
         if (consumer * ROWS_PER_CONSUMER >= tile.num_rows) {
-            for (int k = 0; k < rows.k_blocks; ++k) {
-                barrier_wait(full + stage * 8, parity);
-                if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
-                if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
-            }
+            pass_over(at, full, is_first, k_blocks);
             is_full = false;
             continue;
         }
-        const float* first_scales = epilogue.matrix_scales
-                                    + static_cast<int64>(epilogue.first_block(tile)) * rows.k_blocks;
-        const float* second_scales = epilogue.matrix_scales
-                                     + static_cast<int64>(epilogue.second_block(tile)) * rows.k_blocks;
         float first[64], second[64], sums[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
-        float next_first = __ldg(first_scales), next_second = __ldg(second_scales);
+        // A round reads all stages; the first one begins, and the last one ends, in their midst.
+        const int begin = -at.stage;
+        int parity = at.parity;
+        LaneScales first_scales(epilogue.matrix_scales, epilogue.first_block(tile), begin, k_blocks);
+        LaneScales second_scales(epilogue.matrix_scales, epilogue.second_block(tile), begin, k_blocks);
 #pragma unroll 1
-        for (int k = 0; k < rows.k_blocks; ++k) {
-            if (!is_full) barrier_wait(full + stage * 8, parity);
-            const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
-            const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
-            start(sums, a, a_tile + TILE_BYTES / 16);
-            // The code until finish() runs while the product does, and costs no time.
-            const float scale = load_shared(scales + stage * SCALES_BYTES);
-            const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
-            const float by_first = scale * next_first, by_first_8 = scale_8 * next_first;
-            const float by_second = scale * next_second, by_second_8 = scale_8 * next_second;
-            const int ahead = min(k + 1, rows.k_blocks - 1);
-            next_first = __ldg(first_scales + ahead);
-            next_second = __ldg(second_scales + ahead);
-            finish(sums);
-            add_scaled(first, sums, by_first, by_first_8);
-            start(sums, a, a_tile + 2 * TILE_BYTES / 16);
-            const uint32 empty = full + (NUM_STAGES + stage) * 8;
-            if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
-            is_full = barrier_is_over(full + stage * 8, parity);
-            finish(sums);
-            if (is_first) barrier_arrive(empty);
-            add_scaled(second, sums, by_second, by_second_8);
+        for (int group = begin; group < k_blocks; group += 32) {
+            first_scales.advance(group, k_blocks);
+            second_scales.advance(group, k_blocks);
+#pragma unroll 1
+            for (int k = group; k < min(group + 32, k_blocks); k += NUM_STAGES, parity ^= 1) {
+                // The addresses of stages are constants.
+#pragma unroll
+                for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                    if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
+                    if (!is_full) barrier_wait(full + stage * 8, parity);
+                    const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+                    const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
+                    start(sums, a, a_tile + TILE_BYTES / 16);
+                    // The code until finish() runs while the product does, and costs no time.
+                    const float scale = load_shared(scales + stage * SCALES_BYTES);
+                    const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
+                    const float by_first = first_scales.get(k - group + stage);
+                    const float by_second = second_scales.get(k - group + stage);
+                    finish(sums);
+                    add_scaled(first, sums, scale * by_first, scale_8 * by_first);
+                    start(sums, a, a_tile + 2 * TILE_BYTES / 16);
+                    const int next = (stage + 1) % NUM_STAGES;
+                    is_full = barrier_is_over(full + next * 8, next ? parity : parity ^ 1);
+                    finish(sums);
+                    if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
+                    add_scaled(second, sums, scale * by_second, scale_8 * by_second);
+                }
+            }
         }
-        epilogue.store(tile, row, first, second);
+        const uint32 results = shared.results
+                               + threadIdx.x / 32 * Epilogue::RESULT_BYTES;
+        epilogue.store(tile, row, first, second, maps.out, results);
     }
+    if (Epilogue::RESULT_BYTES && lane == 0) wait_for_writes();
 }
 
 template <typename Epilogue>
-__device__ __forceinline__ void run(const Rows& rows, const TensorMap* rows_map,
-                                    const TensorMap* map, const Epilogue& epilogue) {
-    extern __shared__ uint8 memory[];
-    const uint32 base = (shared_address(memory) + 1023) / 1024 * 1024;
+__device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Epilogue& epilogue) {
+    // The start of a swizzled box.
+    extern __shared__ __align__(1024) uint8 memory[];
     Shared shared;
-    shared.stages = base;
-    shared.scales = base + NUM_STAGES * STAGE_BYTES;
+    shared.stages = shared_address(memory);
+    shared.results = shared.stages + NUM_STAGES * STAGE_BYTES;
+    shared.scales = shared.results + CONSUMERS * WARPGROUP / 32 * Epilogue::RESULT_BYTES;
     shared.full = shared.scales + NUM_STAGES * SCALES_BYTES;
     shared.empty = shared.full + NUM_STAGES * 8;
-    int* starts = reinterpret_cast<int*>(memory + (shared.empty + NUM_STAGES * 8 - shared_address(memory)));
-    if (threadIdx.x < 32) find_starts(rows, epilogue.num_column_tiles(), starts);
-    if (threadIdx.x == 32) {
+    if (threadIdx.x == 0) {
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             // Each producer thread arrives once for its rows, and one of them for the matrices.
             barrier_init(shared.full_of(stage), WARPGROUP + 1);
@@ -623,13 +759,13 @@ __device__ __forceinline__ void run(const Rows& rows, const TensorMap* rows_map,
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    const Tiles tiles(rows, starts, epilogue.num_column_tiles());
+    const Tiles tiles(rows, epilogue.num_column_tiles());
     if (threadIdx.x / WARPGROUP == CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        produce(rows, rows_map, map, tiles, shared, epilogue);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        produce(rows, maps, tiles, shared, epilogue);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        consume(rows, tiles, shared, epilogue);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        consume(rows, maps, tiles, shared, epilogue);
     }
 }
 
@@ -671,28 +807,30 @@ __global__ void __launch_bounds__(PACK_THREADS)
 __global__ void __launch_bounds__(384, 1)
     gate_up_fp8(const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
                 const __grid_constant__ GateUp<false> epilogue) {
-    run(rows, nullptr, &map, epilogue);
+    run(rows, Maps{nullptr, &map, nullptr}, epilogue);
 }
 
 __global__ void __launch_bounds__(384, 1)
     gate_up_fp8_packed(const __grid_constant__ TensorMap rows_map,
                        const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
                        const __grid_constant__ GateUp<true> epilogue) {
-    run(rows, &rows_map, &map, epilogue);
+    run(rows, Maps{&rows_map, &map, nullptr}, epilogue);
 }
 
 __global__ void __launch_bounds__(384, 1)
     down_fp8_bfloat16(const __grid_constant__ TensorMap rows_map,
-                      const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
+                      const __grid_constant__ TensorMap map,
+                      const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,
                       const __grid_constant__ Down<BFloat16> epilogue) {
-    run(rows, &rows_map, &map, epilogue);
+    run(rows, Maps{&rows_map, &map, &out_map}, epilogue);
 }
 
 __global__ void __launch_bounds__(384, 1)
     down_fp8_float16(const __grid_constant__ TensorMap rows_map,
-                     const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
+                     const __grid_constant__ TensorMap map,
+                     const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,
                      const __grid_constant__ Down<Float16> epilogue) {
-    run(rows, &rows_map, &map, epilogue);
+    run(rows, Maps{&rows_map, &map, &out_map}, epilogue);
 }
 
 }  // extern "C"

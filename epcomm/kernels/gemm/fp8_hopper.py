@@ -26,13 +26,15 @@ SOURCE = Path(__file__).with_name("fp8_hopper.cu")
 _THREADS = 384
 # Threads of a block of pack_rows; each warp copies a slot.
 _PACK_THREADS = 256
-# Four stages of three tiles of 16 KB with the scales of 128 rows and two barriers, and up to 1024
-# bytes that align the start of dynamic shared memory.
-_SHARED_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8) + 1024
+# Four stages of three tiles of 16 KB with the scales of 128 rows and two barriers.
+_STAGES_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8)
+# Rows that a warp of down_fp8() stores at a time. Eight warps keep a block of H of 16 rows each.
+_ROWS_PER_WARP = 16
+_RESULTS_BYTES = 8 * _ROWS_PER_WARP * 2 * BLOCK
+# Bytes of a row that the copy engine stores at a time.
+_BOX_BYTES = 128
 # Bytes that one thread copies at a time.
 _COPY_BYTES = 16
-# With more experts, the list of their first tiles does not fit into shared memory after the stages.
-MAX_EXPERTS = 4096
 # Number of slots an expert from which copying rows into the order of slots is faster. On an H200
 # with 1024 slots an expert, gate and up took 1899 us through the index and 1622 us from copied
 # rows, plus 132 us for the copy; with 32, reading the matrices is the limit, and both took 240 us.
@@ -179,9 +181,9 @@ class _Kernels:
 def _kernels(device_index: int) -> _Kernels:
     with torch.cuda.device(device_index):
         module = CudaModule(_cubin())
-        shared_bytes = _SHARED_BYTES + 4 * (MAX_EXPERTS + 1)
 
-        def kernel(name: str) -> CudaKernel:
+        def kernel(name: str, results_bytes: int = 0) -> CudaKernel:
+            shared_bytes = _STAGES_BYTES + results_bytes
             return module.kernel(name, threads=_THREADS, shared_bytes=shared_bytes)
 
         return _Kernels(
@@ -189,8 +191,8 @@ def _kernels(device_index: int) -> _Kernels:
             gate_up=kernel("gate_up_fp8"),
             gate_up_packed=kernel("gate_up_fp8_packed"),
             down={
-                torch.bfloat16: kernel("down_fp8_bfloat16"),
-                torch.float16: kernel("down_fp8_float16"),
+                torch.bfloat16: kernel("down_fp8_bfloat16", _RESULTS_BYTES),
+                torch.float16: kernel("down_fp8_float16", _RESULTS_BYTES),
             },
             num_sms=num_sms_of(device_index),
         )
@@ -202,7 +204,7 @@ def _cubin() -> bytes:
 
 
 def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
-    """Compute what its namesake in fp8.py does, for at most MAX_EXPERTS experts.
+    """Compute what its namesake in fp8.py does.
 
     From PACKED_SLOTS_PER_EXPERT slots an expert on, rows are copied into the order of slots first,
     which allocates [C, H] bytes until the call ends; C counts padding too. Host sync: none.
@@ -264,7 +266,7 @@ def _packed_codes(
 
 
 def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
-    """Compute what its namesake in fp8.py does, for bfloat16 or float16 and at most MAX_EXPERTS.
+    """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -289,10 +291,14 @@ def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> Non
     matrix_map = byte_matrix_map(
         matrices.data_ptr(), num_experts * hidden_size, inner_size, BLOCK, BLOCK
     )
+    # Of results the copy engine stores the bytes.
+    out_map = byte_matrix_map(
+        out.data_ptr(), num_slots, 2 * hidden_size, _ROWS_PER_WARP, _BOX_BYTES
+    )
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
         blocks = min(num_tiles, kernels.num_sms)
-        kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, rows, epilogue)
+        kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, out_map, rows, epilogue)
 
 
 def _rows(given: Product) -> _Rows:

@@ -68,14 +68,15 @@ def machine_code(tmp_path: Path) -> dict[str, str]:
 def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
     assert set(machine_code) == {*PRODUCTS, "pack_rows"}
     for code in map(machine_code.__getitem__, PRODUCTS):
-        # Two products over 128 columns of K, in steps of 32.
-        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 8
+        # Four stages of two products over 128 columns of K, in steps of 32.
+        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 32
         # A wait after each step instead of each product is how the compiler serialises them.
-        assert len(re.findall(r"QGMMA.*gsb0", code)) == 2
-        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 2
-        # The loop over K keeps everything in registers.
+        assert len(re.findall(r"QGMMA.*gsb0", code)) == 8
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 8
+        # The loop over K keeps everything in registers, loads nothing, and computes descriptors in
+        # uniform registers, from constants.
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
-        assert not re.search(r"\b(STL|LDL)\b", code[first:last])
+        assert not re.search(r"\b(STL|LDL|LDG|R2UR)\b", code[first:last])
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
     # Matrices come by the copy engine, and rows 16 bytes at a time.
     assert gate_up.count("UTMALDG.2D") == 2
@@ -83,6 +84,10 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
     for packed in (machine_code["gate_up_fp8_packed"], down):
         assert packed.count("UTMALDG.2D") == 3
         assert "LDGSTS.E.BYPASS.128" not in packed
+    # Two boxes of each of two blocks of H.
+    assert down.count("UTMASTG.2D") == 4
+    assert down.count("STSM.16.M88.4") == 16
+    assert "FENCE.VIEW.ASYNC" in down[down.index("STSM") : down.index("UTMASTG")]
     assert "LDG.E.128" in machine_code["pack_rows"]
     # Tensor cores read through another proxy than the one that LDGSTS writes by.
     assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]

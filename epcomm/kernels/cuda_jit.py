@@ -27,6 +27,9 @@ _NO_INTERLEAVE = 0
 _SWIZZLE_128B = 3
 _PROMOTE_L2_256B = 3
 _FILL_WITH_ZEROS = 0
+_STREAM_SERIALIZATION = 6
+# The first driver that captures early launches into graphs is that of CUDA 12.3.
+_EARLY_DRIVER = 12030
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 
@@ -39,6 +42,27 @@ class TensorMap(ctypes.Structure):
     """Describes a tensor to the copy engine; passed by value to kernels."""
 
     _fields_ = [("words", c_uint64 * (_TENSOR_MAP_BYTES // 8))]
+
+
+class _LaunchAttribute(ctypes.Structure):
+    # The value is a union of 64 bytes.
+    _fields_ = [("id", c_int), ("_", c_int), ("value", c_int), ("_value", c_int * 15)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = [
+        ("sizes", c_uint32 * 7),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_LaunchAttribute)),
+        ("num_attributes", c_uint32),
+    ]
+
+
+# Cached, because making it takes several us.
+@lru_cache(maxsize=1024)
+def _early_config(stream: int, *sizes: int) -> _LaunchConfig:
+    attribute = _LaunchAttribute(id=_STREAM_SERIALIZATION, value=1)
+    return _LaunchConfig(sizes, stream, ctypes.pointer(attribute), 1)
 
 
 def compile_to_cubin(source: str, *, arch: str, name: str) -> bytes:
@@ -85,20 +109,27 @@ class CudaKernel:
     shared_bytes: int
     is_cooperative: bool
 
-    def launch(self, blocks: int, *arguments: ctypes.Structure) -> None:
+    def launch(self, blocks: int, *arguments: ctypes.Structure, is_early: bool = False) -> None:
         """Enqueue the kernel on torch's current stream, with copies of arguments. No host sync.
+
+        is_early: blocks may begin as soon as the kernel that precedes it in the stream permits, and
+            wait for the end of that kernel themselves.
 
         Raises:
             CudaError: the driver refused the launch.
         """
         pointers = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         # torch.cuda.current_stream() makes an object, which takes 2 us.
-        stream = c_void_p(torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice()))
-        sizes = (self.function, blocks, 1, 1, self.threads, 1, 1, self.shared_bytes, stream)
-        if self.is_cooperative:
-            launch = partial(driver().cuLaunchCooperativeKernel, *sizes, pointers)
+        stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+        sizes = (blocks, 1, 1, self.threads, 1, 1, self.shared_bytes)
+        ordinary = (self.function, *sizes, c_void_p(stream), pointers)
+        if is_early and _driver_version() >= _EARLY_DRIVER:
+            config = byref(_early_config(stream, *sizes))
+            launch = partial(driver().cuLaunchKernelEx, config, self.function, pointers, None)
+        elif self.is_cooperative:
+            launch = partial(driver().cuLaunchCooperativeKernel, *ordinary)
         else:
-            launch = partial(driver().cuLaunchKernel, *sizes, pointers, None)
+            launch = partial(driver().cuLaunchKernel, *ordinary, None)
         status = launch()
         if status == _INVALID_CONTEXT:
             # A thread, for example of autograd, in which torch has not called CUDA yet.
@@ -226,6 +257,13 @@ def driver() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaError("cuda_jit: libcuda.so.1 was not found; install NVIDIA's driver") from error
+
+
+@cache
+def _driver_version() -> int:
+    version = c_int()
+    _check_driver(driver().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
+    return version.value
 
 
 def _check_nvrtc(status: int, what: str) -> None:

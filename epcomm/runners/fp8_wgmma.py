@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 from epcomm.platforms.cuda import Capabilities
@@ -46,4 +46,4 @@ class Fp8WgmmaRunner(Fp8TritonRunner):
     def _products(self) -> tuple[Multiply, Multiply]:
         from epcomm.kernels.gemm.fp8_hopper import down_fp8, gate_up_fp8
 
-        return gate_up_fp8, down_fp8
+        return gate_up_fp8, partial(down_fp8, is_early=True)

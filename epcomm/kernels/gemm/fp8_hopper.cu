@@ -5,16 +5,15 @@
 // 128 columns of K into shared memory: matrices by the copy engine, rows too where they are stored as slots
 // do, else through the index, 16 bytes a thread. The other two multiply 64 slots each: while one
 // scales its sums and adds them up in float32, the other has the tensor cores. A block keeps taking
-// tiles until there are none, and finds them from the counts on the device.
+// tiles until there are none, and finds them from the counts on the device. Results of down are
+// written by the copy engine.
 //
-// One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11), us of gate and up, and of down,
-// contenders in turn in one run: 1622 and 925 with rows stored as slots are (copying them there took
-// 132), 1899 and 921 through the index. Tensor cores alone would take 1790 for both at 1490 MHz, to
-// which the limit of power lowers clocks. What a consumer does between two products is what costs:
-// with scales, descriptors and numbers of stages computed there and not while a product runs, both
-// took 5% longer. Tried and slower: clusters of two blocks that fetch matrices for one another (3%),
-// consumers that take turns (2%), rows as operands in registers (10%); of rows through the index, one
-// row at a time by the copy engine (36%), and a warp that fences what others have copied (18%).
+// What a consumer does between two products is what costs, so that rounds of all stages are unrolled:
+// descriptors are then sums of constants in uniform registers, and no scale of a matrix is loaded.
+// On an H200 (2026-11) that alone took 11% from gate and up. Tried and slower: clusters of two blocks
+// that fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in
+// registers (10%); of rows through the index, one row at a time by the copy engine (36%), and a warp
+// that fences what others have copied (18%).
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -155,6 +154,16 @@ __device__ __forceinline__ void wait_for_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// Lets the next kernel of the stream begin where multiprocessors are free, if it was launched to.
+__device__ __forceinline__ void let_next_kernel_begin() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+// Waits until the kernel before this one has ended, if this one was launched to begin earlier.
+__device__ __forceinline__ void wait_for_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
 struct Tile {
     int expert;
     int num_rows;  // 1 to TILE_ROWS
@@ -277,22 +286,33 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     const int chunk = thread % 8, first = thread / 8;
     // Chunks of a row are permuted by its number, as the copy engine does with boxes.
     const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
+    // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
+    const auto request_matrices = [&](int stage, int k, int matrix_row) {
+        const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
+        barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
+        copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
+        copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
+                 matrix_row + epilogue.matrix_step());
+    };
     int stage = 0, parity = 1, number = 0;
+    const int num_early = min(NUM_STAGES, rows.k_blocks);
     Tile tile;
     while (tiles.take(tile)) {
-        RowReader reader(rows, tile);
         const int matrix_row = tile.expert * rows.num_columns
                                + tile.column * Epilogue::COLUMNS_PER_TILE;
+        if (number == 0) {
+            // The kernel before this one makes rows, but no matrices.
+            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k, matrix_row);
+            wait_for_kernel_before();
+        }
+        RowReader reader(rows, tile);
         // If the loop were unrolled, the addresses of several stages would not fit into registers.
 #pragma unroll 1
         for (int k = 0; k < rows.k_blocks; ++k) {
             barrier_wait(shared.empty_of(stage), parity);
             const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
             if (thread == 0) {
-                barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
-                copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
-                copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
-                         matrix_row + epilogue.matrix_step());
+                if (number >= num_early) request_matrices(stage, k, matrix_row);
                 if (IS_PACKED) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
             }
             if (!IS_PACKED) reader.copy(target + own);
@@ -311,6 +331,8 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
             if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
         }
     }
+    // A block without tiles does not end before that kernel either: the next one does not wait for it.
+    wait_for_kernel_before();
     if (IS_PACKED) return;
     wait_for_copies<0>();
     for (int behind = min(LAG, number); behind > 0; --behind) {
@@ -413,6 +435,13 @@ __device__ __forceinline__ void transpose_in_quad(Word (&words)[4]) {
     }
 }
 
+// Bit-equal to 1.0f + __expf(-x), which also computes the subnormal numbers that do not change the sum.
+__device__ __forceinline__ float one_plus_exp_of_minus(float x) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x * -1.4426950408889634f));
+    return 1.0f + power;
+}
+
 __device__ __forceinline__ uint32 e4m3_pair(float first, float second) {
     uint16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
@@ -449,7 +478,7 @@ struct GateUp {
                                           float (&up)[64], const TensorMap*, uint32) const {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
-            gate[i] = __fdividef(gate[i], 1.0f + __expf(-gate[i])) * up[i];
+            gate[i] = __fdividef(gate[i], one_plus_exp_of_minus(gate[i])) * up[i];
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) store_row(tile, row + 8 * half, half, gate);
@@ -566,8 +595,10 @@ struct Down {
         const float weight_8 = slot_weights && is_row_8 ? slot_weights[slot + 8] : 1.0f;
         if (first_row + ROWS_PER_WARP <= tile.num_rows) {
             const int column = tile.column * COLUMNS_PER_TILE;
+            await_results();
             write_block(map, results, tile.slot + first_row, column, weight, weight_8, first);
             if (has_second(tile)) {
+                await_results();
                 write_block(map, results, tile.slot + first_row, column + BLOCK, weight, weight_8,
                             second);
             }
@@ -581,13 +612,16 @@ struct Down {
         store_block<1>(at_8 + BLOCK, is_row_8 && has_second(tile), weight_8, second);
     }
 
+    // Waits until the copy engine has read this warp's boxes, so that others may replace them.
+    static __device__ __forceinline__ void await_results() {
+        if (threadIdx.x % 32 == 0) wait_for_writes();
+        __syncwarp();
+    }
+
     __device__ __forceinline__ void write_block(const TensorMap* map, uint32 results, int slot,
                                                 int column, float weight, float weight_8,
                                                 const float (&totals)[64]) const {
         const int lane = threadIdx.x % 32;
-        // Boxes that are written still must have been read before others replace them.
-        if (lane == 0) wait_for_writes();
-        __syncwarp();
 #pragma unroll
         for (int group = 0; group < 16; group += 2) {
             const int i = 4 * group;
@@ -645,11 +679,14 @@ struct Position {
     }
 };
 
-// The scales of a matrix along K, of 32 blocks a lane each, so that none is loaded between products.
+// Number of blocks of K whose matrix scales a warp holds, one a lane: those of whole rounds.
+constexpr int GROUP = 32 / NUM_STAGES * NUM_STAGES;
+
+// The scales of a matrix along K, a group of blocks at a time, so that none is loaded between products.
 struct LaneScales {
     const float* scales;
     float held;
-    float next;
+    float next;  // those of the next group
 
     __device__ __forceinline__ float load(int block, int k_blocks) const {
         return __ldg(scales + max(0, min(block + static_cast<int>(threadIdx.x % 32), k_blocks - 1)));
@@ -659,7 +696,7 @@ struct LaneScales {
     // Lane 0 holds the scale of block k from now on.
     __device__ __forceinline__ void advance(int k, int k_blocks) {
         held = next;
-        next = load(k + 32, k_blocks);
+        next = load(k + GROUP, k_blocks);
     }
     __device__ __forceinline__ float get(int lane) const {
         return __shfl_sync(~0u, held, lane);
@@ -704,11 +741,11 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
         LaneScales first_scales(epilogue.matrix_scales, epilogue.first_block(tile), begin, k_blocks);
         LaneScales second_scales(epilogue.matrix_scales, epilogue.second_block(tile), begin, k_blocks);
 #pragma unroll 1
-        for (int group = begin; group < k_blocks; group += 32) {
+        for (int group = begin; group < k_blocks; group += GROUP) {
             first_scales.advance(group, k_blocks);
             second_scales.advance(group, k_blocks);
 #pragma unroll 1
-            for (int k = group; k < min(group + 32, k_blocks); k += NUM_STAGES, parity ^= 1) {
+            for (int k = group; k < min(group + GROUP, k_blocks); k += NUM_STAGES, parity ^= 1) {
                 // The addresses of stages are constants.
 #pragma unroll
                 for (int stage = 0; stage < NUM_STAGES; ++stage) {
@@ -759,6 +796,7 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
+    let_next_kernel_begin();
     const Tiles tiles(rows, epilogue.num_column_tiles());
     if (threadIdx.x / WARPGROUP == CONSUMERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
@@ -784,6 +822,7 @@ extern "C" {
 // Copies the codes of each slot, a warp a slot; padding is left as it is.
 __global__ void __launch_bounds__(PACK_THREADS)
     pack_rows(const __grid_constant__ Rows rows, const __grid_constant__ Packed packed) {
+    let_next_kernel_begin();
     const int64 slot = static_cast<int64>(blockIdx.x) * (PACK_THREADS / 32) + threadIdx.x / 32;
     if (slot >= packed.num_slots) return;
     const int row = rows.row_of_slot[slot];

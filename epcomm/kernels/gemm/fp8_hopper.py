@@ -242,7 +242,8 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
         rows_map = byte_matrix_map(
             packed.data_ptr(), num_slots, hidden_size, TILE_ROWS, BLOCK, packed.stride(0)
         )
-        kernels.gate_up_packed.launch(blocks, rows_map, matrix_map, rows, epilogue)
+        arguments = (rows_map, matrix_map, rows, epilogue)
+        kernels.gate_up_packed.launch(blocks, *arguments, is_early=packed is not codes)
 
 
 def _packed_codes(
@@ -265,8 +266,13 @@ def _packed_codes(
     return packed
 
 
-def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> None:
+def down_fp8(
+    given: Product, *, slot_weights: Tensor | None, out: Tensor, is_early: bool = False
+) -> None:
     """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
+
+    is_early: matrices may be read before gate_up_fp8() has ended, if nothing was enqueued since;
+        counts and matrices must be older than that.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -298,7 +304,8 @@ def down_fp8(given: Product, *, slot_weights: Tensor | None, out: Tensor) -> Non
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
         blocks = min(num_tiles, kernels.num_sms)
-        kernels.down[out.dtype].launch(blocks, rows_map, matrix_map, out_map, rows, epilogue)
+        arguments = (rows_map, matrix_map, out_map, rows, epilogue)
+        kernels.down[out.dtype].launch(blocks, *arguments, is_early=is_early)
 
 
 def _rows(given: Product) -> _Rows:

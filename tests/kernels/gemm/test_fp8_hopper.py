@@ -79,16 +79,20 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
         assert not re.search(r"\b(STL|LDL|LDG|R2UR)\b", code[first:last])
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
     # Matrices come by the copy engine, and rows 16 bytes at a time.
-    assert gate_up.count("UTMALDG.2D") == 2
+    assert gate_up.count("UTMALDG.2D") == 4
     assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
     for packed in (machine_code["gate_up_fp8_packed"], down):
-        assert packed.count("UTMALDG.2D") == 3
+        assert packed.count("UTMALDG.2D") == 5
+        # The first matrices are requested before the kernel that makes the rows has ended.
+        wait = packed.index("ACQBULK")
+        assert packed.count("UTMALDG.2D", 0, wait) == 2
         assert "LDGSTS.E.BYPASS.128" not in packed
     # Two boxes of each of two blocks of H.
     assert down.count("UTMASTG.2D") == 4
     assert down.count("STSM.16.M88.4") == 16
     assert "FENCE.VIEW.ASYNC" in down[down.index("STSM") : down.index("UTMASTG")]
     assert "LDG.E.128" in machine_code["pack_rows"]
+    assert all("PREEXIT" in code for code in machine_code.values())
     # Tensor cores read through another proxy than the one that LDGSTS writes by.
     assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
     for code in machine_code.values():
@@ -192,15 +196,22 @@ ROWS_CASE = Case(
 )
 
 
+# A warp finds the tiles of 32 experts at a time.
 @needs_hopper
+@pytest.mark.parametrize("repeats", [1, 6], ids=["12 experts", "72 experts"])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["through the index", "packed"])
 @pytest.mark.parametrize("dtype", fp8_hopper.HIDDEN_DTYPES, ids=str)
 def test_blocks_that_take_several_tiles_equal_the_plain_runner(
-    dtype: torch.dtype, is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    is_packed: bool,
+    repeats: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Use experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
-    hidden, inner, counts = 1152, 640, [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
+    hidden, inner = 1152, 640
+    counts = repeats * [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     num_row_tiles = sum(-(-count // fp8_hopper.TILE_ROWS) for count in counts)
     # A tile has the width of one block of I, or of two blocks of H.

@@ -61,6 +61,7 @@ struct Rows {
     int num_experts;
     int k_blocks;
     int num_columns;  // rows of one matrix
+    int packed_from;  // experts with as many slots have codes in the order of slots, too
 };
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
@@ -169,6 +170,7 @@ struct Tile {
     int num_rows;  // 1 to TILE_ROWS
     int slot;      // slot of the first row
     int column;    // tile of columns
+    bool is_packed;
 };
 
 // The tiles of this block, in order. Row tiles come first: neighbours share a matrix. Each warp finds
@@ -222,6 +224,7 @@ struct Tiles {
         const int first_row = (local - tile.column * row_tiles) * TILE_ROWS;
         tile.num_rows = min(TILE_ROWS, num_rows - first_row);
         tile.slot = __shfl_sync(~0u, slot, lane) + first_row;
+        tile.is_packed = num_rows >= rows.packed_from;
         next += gridDim.x;
         return true;
     }
@@ -241,7 +244,7 @@ struct Shared {
     __device__ __forceinline__ uint32 empty_of(int stage) const { return empty + stage * 8; }
 };
 
-// Copies the rows of a tile, through the index.
+// Copies the rows of a tile through the index, and scales.
 struct RowReader {
     const uint8* codes;
     const float* scales;
@@ -249,14 +252,14 @@ struct RowReader {
     int row_ids[COPIES];
     int num_rows;
 
-    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile) {
+    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile, bool is_packed) {
         const int thread = threadIdx.x % WARPGROUP, first = thread / 8;
         codes = rows.codes + thread % 8 * 16;
         codes_stride = rows.codes_stride;
         num_rows = tile.num_rows;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            row_ids[i] = row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
+            row_ids[i] = is_packed ? 0 : row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
         }
         scales = rows.scales + row_of(rows, tile, thread) * rows.scales_stride;
     }
@@ -281,49 +284,59 @@ struct RowReader {
 template <typename Epilogue>
 __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
-    constexpr bool IS_PACKED = Epilogue::ROWS_ARE_PACKED;
     const int thread = threadIdx.x % WARPGROUP;
     const int chunk = thread % 8, first = thread / 8;
     // Chunks of a row are permuted by its number, as the copy engine does with boxes.
     const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
-    // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
-    const auto request_matrices = [&](int stage, int k, int matrix_row) {
-        const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
-        barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
-        copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
-        copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
-                 matrix_row + epilogue.matrix_step());
-    };
     int stage = 0, parity = 1, number = 0;
+    // Number of stages whose rows may still be in flight, through the index.
+    int lag = 0;
+    const auto arrive_behind = [&] { barrier_arrive(shared.full_of((stage + NUM_STAGES - lag) % NUM_STAGES)); };
+    const auto finish_copies = [&] {
+        wait_for_copies<0>();
+        for (; lag > 0; --lag) arrive_behind();
+    };
     const int num_early = min(NUM_STAGES, rows.k_blocks);
     Tile tile;
     while (tiles.take(tile)) {
+        const bool is_packed = !Epilogue::HAS_INDEX || tile.is_packed;
         const int matrix_row = tile.expert * rows.num_columns
                                + tile.column * Epilogue::COLUMNS_PER_TILE;
+        // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
+        const auto request_matrices = [&](int stage, int k) {
+            const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
+            barrier_expect(full, (is_packed ? 3 : 2) * TILE_BYTES);
+            copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
+            copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
+                     matrix_row + epilogue.matrix_step());
+        };
         if (number == 0) {
             // The kernel before this one makes rows, but no matrices.
-            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k, matrix_row);
+            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k);
             wait_for_kernel_before();
         }
-        RowReader reader(rows, tile);
+        if (is_packed && lag) finish_copies();
+        RowReader reader(rows, tile, is_packed);
         // If the loop were unrolled, the addresses of several stages would not fit into registers.
 #pragma unroll 1
         for (int k = 0; k < rows.k_blocks; ++k) {
             barrier_wait(shared.empty_of(stage), parity);
             const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
             if (thread == 0) {
-                if (number >= num_early) request_matrices(stage, k, matrix_row);
-                if (IS_PACKED) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
+                if (number >= num_early) request_matrices(stage, k);
+                if (is_packed) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
             }
-            if (!IS_PACKED) reader.copy(target + own);
+            if (!is_packed) reader.copy(target + own);
             copy_4_bytes(shared.scales_of(stage) + thread * 4, reader.scales + k);
-            if (IS_PACKED) {
+            if (is_packed) {
                 barrier_arrive_after_copies(full);
             } else {
                 asm volatile("cp.async.commit_group;" ::: "memory");
-                if (number >= LAG) {
+                if (lag == LAG) {
                     wait_for_copies<LAG>();
-                    barrier_arrive(shared.full_of((stage + NUM_STAGES - LAG) % NUM_STAGES));
+                    arrive_behind();
+                } else {
+                    ++lag;
                 }
             }
             ++number;
@@ -333,11 +346,7 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     }
     // A block without tiles does not end before that kernel either: the next one does not wait for it.
     wait_for_kernel_before();
-    if (IS_PACKED) return;
-    wait_for_copies<0>();
-    for (int behind = min(LAG, number); behind > 0; --behind) {
-        barrier_arrive(shared.full_of((stage + NUM_STAGES - behind) % NUM_STAGES));
-    }
+    finish_copies();
 }
 
 // The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
@@ -453,8 +462,6 @@ struct alignas(16) Words {
 };
 
 // The epilogue of gate and up: silu(gate) * up of the block, as codes and scales.
-// IS_PACKED: codes of rows are in the order of slots.
-template <bool IS_PACKED>
 struct GateUp {
     const float* matrix_scales;  // [L, 2I / 128, k_blocks]
     uint8* codes;                // [C, I]
@@ -462,7 +469,7 @@ struct GateUp {
     int inner_blocks;
 
     static constexpr int COLUMNS_PER_TILE = BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = IS_PACKED;
+    static constexpr bool HAS_INDEX = true;
     static constexpr int RESULT_BYTES = 0;
 
     __device__ __forceinline__ int matrix_step() const { return inner_blocks * BLOCK; }
@@ -566,7 +573,7 @@ struct Down {
     int hidden_blocks;
 
     static constexpr int COLUMNS_PER_TILE = 2 * BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = true;
+    static constexpr bool HAS_INDEX = false;
     static constexpr int BOX_BYTES = ROWS_PER_WARP * 128;
     // Of each warp, one block of H, which is two boxes.
     static constexpr int RESULT_BYTES = 2 * BOX_BYTES;
@@ -807,7 +814,7 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     }
 }
 
-// The shared memory for codes of slots that are stored elsewhere.
+// The memory for codes in the order of slots.
 struct Packed {
     uint8* codes;  // [num_slots, 128 k_blocks]
     int64 num_slots;
@@ -817,16 +824,29 @@ constexpr int PACK_THREADS = 256;
 // Number of loads of 16 bytes that a thread has in flight.
 constexpr int PACK_LOADS = 4;
 
+// Returns the count of the expert that has the slot, or 0 for padding. The threads of a warp call this
+// together, for one slot.
+__device__ int count_of_slot(const Rows& rows, int64 slot) {
+    for (int first = 0; first < rows.num_experts; first += 32) {
+        const int expert = first + threadIdx.x % 32;
+        const bool is_expert = expert < rows.num_experts;
+        const int count = is_expert ? rows.counts[expert] : 0;
+        const int64 begin = is_expert ? rows.first_slot[expert] : 0;
+        const uint32 has_slot = __ballot_sync(~0u, begin <= slot && slot < begin + count);
+        if (has_slot) return __shfl_sync(~0u, count, __ffs(has_slot) - 1);
+    }
+    return 0;
+}
+
 extern "C" {
 
-// Copies the codes of each slot, a warp a slot; padding is left as it is.
+// Copies the codes of the slots of experts with packed_from slots or more, a warp a slot.
 __global__ void __launch_bounds__(PACK_THREADS)
     pack_rows(const __grid_constant__ Rows rows, const __grid_constant__ Packed packed) {
     let_next_kernel_begin();
     const int64 slot = static_cast<int64>(blockIdx.x) * (PACK_THREADS / 32) + threadIdx.x / 32;
-    if (slot >= packed.num_slots) return;
+    if (slot >= packed.num_slots || count_of_slot(rows, slot) < rows.packed_from) return;
     const int row = rows.row_of_slot[slot];
-    if (row < 0) return;
     const int num_words = rows.k_blocks * (BLOCK / 16);
     const Words* from = reinterpret_cast<const Words*>(rows.codes + row * rows.codes_stride);
     Words* to = reinterpret_cast<Words*>(packed.codes) + slot * num_words;
@@ -843,16 +863,10 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
 }
 
+// rows_map: of codes in the order of slots; not read where no expert has packed_from slots.
 __global__ void __launch_bounds__(384, 1)
-    gate_up_fp8(const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                const __grid_constant__ GateUp<false> epilogue) {
-    run(rows, Maps{nullptr, &map, nullptr}, epilogue);
-}
-
-__global__ void __launch_bounds__(384, 1)
-    gate_up_fp8_packed(const __grid_constant__ TensorMap rows_map,
-                       const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                       const __grid_constant__ GateUp<true> epilogue) {
+    gate_up_fp8(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,
+                const __grid_constant__ Rows rows, const __grid_constant__ GateUp epilogue) {
     run(rows, Maps{&rows_map, &map, nullptr}, epilogue);
 }
 

@@ -96,6 +96,11 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, int parity) {
         : "memory");
 }
 
+// Fetches a map that the copy engine reads later.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    if (map) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Copies a swizzled box of 128 columns and 128 rows.
 __device__ __forceinline__ void copy_box(uint32 target, const TensorMap* map, uint32 barrier,
                                          int column, int row) {
@@ -794,6 +799,11 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     shared.scales = shared.results + CONSUMERS * WARPGROUP / 32 * Epilogue::RESULT_BYTES;
     shared.full = shared.scales + NUM_STAGES * SCALES_BYTES;
     shared.empty = shared.full + NUM_STAGES * 8;
+    if (threadIdx.x == WARPGROUP) {
+        prefetch_map(maps.matrices);
+        prefetch_map(maps.rows);
+        prefetch_map(maps.out);
+    }
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             // Each producer thread arrives once for its rows, and one of them for the matrices.

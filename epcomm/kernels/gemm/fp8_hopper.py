@@ -26,8 +26,8 @@ SOURCE = Path(__file__).with_name("fp8_hopper.cu")
 _THREADS = 384
 # Threads of a block of pack_rows; each warp copies a slot.
 _PACK_THREADS = 256
-# Four stages of three tiles of 16 KB with the scales of 128 rows and two barriers.
-_STAGES_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8)
+# Four stages of three tiles of 16 KB with the scales of 128 rows, two scales and two barriers.
+_STAGES_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 4 + 2 * 8)
 # Rows that a warp of down_fp8() stores at a time. Eight warps keep a block of H of 16 rows each.
 _ROWS_PER_WARP = 16
 _RESULTS_BYTES = 8 * _ROWS_PER_WARP * 2 * BLOCK
@@ -272,8 +272,8 @@ def down_fp8(
 ) -> None:
     """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
 
-    is_early: matrices may be read before gate_up_fp8() has ended, if nothing was enqueued since;
-        counts and matrices must be older than that.
+    is_early: the kernel may begin before gate_up_fp8() has ended, if nothing was enqueued since.
+        All operands but codes and scales must be older than that kernel.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.

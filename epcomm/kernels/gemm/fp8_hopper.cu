@@ -239,7 +239,7 @@ struct Tiles {
 // Addresses in shared memory.
 struct Shared {
     uint32 stages;
-    uint32 results;  // a warp's rows of a block of H
+    uint32 results;        // of each warp, 16 rows of a block of H
     uint32 scales;         // of rows
     uint32 matrix_scales;  // one of each of two matrices
     uint32 full;

@@ -34,7 +34,7 @@ from epcomm import EPConfig, EPGroup, Mode, MoESpec, TopKOutput, WireDtype
 from epcomm.bench.check import check_contender, run_experts
 from epcomm.bench.contenders.all_gather import all_gather, reduce_scatter
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import Experts, SentBytes
+from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.options import BenchOptions, read_numbers
 from epcomm.bench.ranks import of_all_ranks
@@ -127,12 +127,12 @@ def launched(call: Callable[[], object], device: torch.device, *, is_graph: bool
     return lambda clock: {"call": time_launch(launch, device, clock)}
 
 
-def nccl_calls(batch: RankBatch, experts: Experts) -> dict[str, Timed]:
+def nccl_calls(batch: RankBatch, num_experts: int) -> dict[str, Timed]:
     """Return the calls of NCCL for a known routing: gathers, exchanges and sums."""
-    x, contender = batch.x, ExpertRows(experts)
+    x, contender = batch.x, ExpertRows(num_experts)
     exchanged = contender.dispatch(batch)
     rows, results = torch.empty_like(exchanged.rows), torch.randn_like(exchanged.rows)
-    everything, y = x.new_empty(experts.world_size * x.shape[0], x.shape[1]), torch.empty_like(x)
+    everything, y = x.new_empty(dist.get_world_size() * x.shape[0], x.shape[1]), torch.empty_like(x)
 
     def all_to_all() -> None:
         sent = x.index_select(0, exchanged.token_of_row)
@@ -157,9 +157,8 @@ def by_tokens(options: BenchOptions, pairs: int) -> dict[str, object]:
             us |= of_epcomm(options, wire, pairs, group)
     (tokens,) = options.tokens
     with EPGroup(dist.group.WORLD) as group:
-        experts = Experts.of(group, options.experts)
         batches = options.make_batches(tokens, group.world_size, group.device)
-        found = time_all(nccl_calls(batches[group.rank], experts), group.device, options)
+        found = time_all(nccl_calls(batches[group.rank], options.experts), group.device, options)
         us |= {name: spans["call"] for name, spans in found.items()}
     return {"tokens": tokens, "us": {name: asdict(each) for name, each in us.items()}}
 

@@ -31,6 +31,7 @@ from rich.console import Console
 from benchmarks.bench_nvlink import WIRES, open_normal
 from benchmarks.measuring import Output, ranks_of_torchrun, report_of, write_report
 from epcomm import EPGroup
+from epcomm.bench.bounds import dense_product
 from epcomm.bench.check import CheckError
 from epcomm.bench.options import BenchOptions, read_numbers
 from epcomm.bench.ranks import of_all_ranks
@@ -80,11 +81,7 @@ class Product:
 
     def on(self, device: torch.device) -> Callable[[], object]:
         """Return the product of two FP8 matrices, which can be asked to leave SMs free."""
-        codes = torch.float8_e4m3fn
-        left = torch.randn(self.m, self.k, device=device).to(codes)
-        right = torch.randn(self.n, self.k, device=device).to(codes).t()
-        one = torch.ones((), device=device)
-        return lambda: torch.ops.aten._scaled_mm(left, right, one, one, out_dtype=torch.bfloat16)
+        return dense_product("fp8", self.m, self.n, self.k, device)
 
 
 def time_once(measured: Load, other: Load | None, num_others: int) -> tuple[float, bool]:

@@ -33,8 +33,10 @@ _OVERLAP = {
     "dispatch": "dispatch",
     "beside the product": "dispatch_beside",
 }
+# Columns of a result of experts in eight bits, beside bf16.
+_RUNNERS = ("fp8", "fp8 in triton", "deep_gemm", "int8")
 # Columns of a result between hosts, in ms.
-_HOST_SPANS = ("dispatch_without_grouping", "combine", "total", "total_without_grouping")
+_HOST_SPANS = ("dispatch_without_grouping", "combine", "total_without_grouping")
 # Routers by the name of their column; `reference` is plain torch.
 _ROUTERS = {
     "gate": "gate",
@@ -52,28 +54,54 @@ def render(result: Result) -> str:
 
 
 def _render_bench(result: Result) -> str:
-    """Return a row for each T and a column for each contender: medians of a pair, in us."""
-    results: Sequence[Result] = result["results"]
-    names = list(dict.fromkeys(map(_contender, results)))
-    times = {(each["tokens"], _contender(each)): each["us"]["pair"]["p50"] for each in results}
-    rows = [
-        [str(tokens), *(_number(times.get((tokens, name)), 0) for name in names)]
-        for tokens in dict.fromkeys(each["tokens"] for each in results)
-    ]
-    sizes = result["configuration"]
+    """Return a row for each T and a column for each contender: medians of whole calls, in us.
+
+    The cell of a layer has its parts too, and there is a row for each format of the experts.
+    """
+    cells: dict[tuple[str, str], str] = {}
+    for bound in result.get("bounds", ()):
+        cells[_row(bound), "bound"] = _with_parts(bound["us"])
+    for each in result["results"]:
+        us = {span: times["p50"] for span, times in each["us"].items()}
+        cells[_row(each), _contender(each)] = (
+            f"{us['pair']:.0f}" if "pair" in us else _with_parts(us)
+        )
+    rows, names = (list(dict.fromkeys(found)) for found in zip(*cells, strict=True))
+    table = [[row, *(cells.get((row, name), "") for name in names)] for row in rows]
+    sizes, rates = result["configuration"], result.get("rates")
+    what = "whole layers (dispatch, products, combine)" if rates else "dispatch and combine"
     caption = (
         f"{sizes['ranks']} ranks over {sizes['transport']} on {_where(result)}, {_layer(sizes)}, "
-        f"{sizes['dtype']}, {_torch(result)}; medians in us of dispatch and combine on the slowest "
-        f"rank, {sizes['iterations']} calls of each in turn: `{result['command']}`"
+        f"{sizes['dtype']}, {_torch(result)}; medians in us of {what} on the slowest rank, "
+        f"{sizes['iterations']} calls of each in turn: `{result['command']}`"
     )
-    table = _table(["tokens a rank", *names], rows, is_first_text=False)
-    return _page(table, caption, *_copies_caption(result, "a pair"))
+    if rates:
+        units = {"_gb_per_s": " {:.0f} GB/s", "_tflops": " {:.0f} TFLOP/s"}
+        found = [
+            name.removesuffix(suffix) + text.format(rate)
+            for name, rate in rates.items()
+            for suffix, text in units.items()
+            if name.endswith(suffix)
+        ]
+        caption += f"; I = {sizes['intermediate']}; the bound follows from {', '.join(found)}"
+    return _page(_table(["tokens a rank", *names], table, is_first_text=False), caption)
+
+
+def _row(each: Result) -> str:
+    """Return the head of a row: T, and the format of experts."""
+    weights = each.get("weights")
+    return f"{each['tokens']}, {weights}" if weights else str(each["tokens"])
+
+
+def _with_parts(us: Mapping[str, float]) -> str:
+    parts = ", ".join(f"{us[part]:.0f}" for part in ("dispatch", "products", "combine"))
+    return f"{us['layer']:.0f} ({parts})"
 
 
 def _contender(timing: Result) -> str:
-    backend = TITLES.get(timing["backend"], timing["backend"])
-    mode = (timing["mode"] or "torch").replace("_", " ")
-    return f"{mode}, {backend}" + (", graph" if timing["in_graph"] else "")
+    parts = [(timing["mode"] or "torch").replace("_", " ")]
+    parts += [TITLES.get(timing["backend"], timing["backend"]), timing.get("runner", "")]
+    return ", ".join(filter(None, [*parts, "graph" if timing["in_graph"] else ""]))
 
 
 def _render_dispatch_combine(result: Result) -> str:
@@ -99,21 +127,17 @@ def _render_dispatch_combine(result: Result) -> str:
         f"calls of each in turn, by bench_dispatch_combine.py of commit {commit}"
     )
     table = _table(["ms on the slowest rank", *heads, "times as fast"], rows)
-    return _page(table, caption, *_copies_caption(result, "`total without grouping`"))
-
-
-def _copies_caption(result: Result, what: str) -> list[str]:
     if "copies" not in result:
-        return []
+        return _page(table, caption)
     copies = result["copies"]
-    caption = (
+    of_copies = (
         f"In the same run all ranks at once copy {copies['copy_gb_per_s']:.1f} GB/s. Of that rate "
-        f"{what} reaches {copies['copied_over_copy_rate']:.0%} if rows out and "
+        f"`total without grouping` reaches {copies['copied_over_copy_rate']:.0%} if rows out and "
         f"sums back are counted once ({copies['copied_bytes'] / 1e6:.1f} MB of all ranks), and "
         f"{copies['touched_over_copy_rate']:.0%} if what must be read and what must be written are "
         f"both counted, there and of the copies ({copies['touched_bytes'] / 1e6:.1f} MB)."
     )
-    return ["", caption]
+    return _page(table, caption, "", of_copies)
 
 
 def _render_nvlink(result: Result) -> str:
@@ -225,15 +249,16 @@ def _render_hosts(result: Result) -> str:
     """Return a row for each contender, and how near it is to the time of its bytes alone."""
     sizes, found = result["configuration"], result["contenders"]
     rate = float(sizes["gbit_per_s"])
-    first = next(iter(found.values()))["ms"]["total"]["p50"]
+    total = "total_without_grouping"
+    first = next(iter(found.values()))["ms"][total]["p50"]
     rows = []
     for name, each in found.items():
         ms, num_bytes = each["ms"], each["host_bytes"]["total"]
         cells = [f"{ms[span]['p50']:.0f}" for span in _HOST_SPANS]
-        cells += [f"{ms['total'][quantile]:.0f}" for quantile in _QUANTILES[1:]]
+        cells += [f"{ms[total][quantile]:.0f}" for quantile in _QUANTILES[1:]]
         # The milliseconds in which a host sends its bytes.
         cells += [f"{num_bytes / 1e6:.1f}", f"{num_bytes * 8 / (rate * 1e9) * 1e3:.0f}"]
-        rows.append([name, *cells, f"{ms['total']['p50'] / first:.2f}"])
+        rows.append([name, *cells, f"{ms[total]['p50'] / first:.2f}"])
     heads = [f"{_words(span)}, ms" for span in _HOST_SPANS]
     heads += [f"total {quantile}" for quantile in _QUANTILES[1:]]
     heads += ["MB from a host", "wire alone, ms", "times as fast"]
@@ -251,13 +276,17 @@ def _render_hosts(result: Result) -> str:
 def _render_gemm(result: Result) -> str:
     """Return the table of experts: BF16 comes last among the ways timed in all findings."""
     findings = result["findings"]
-    names = [name for name in findings[0]["ms"] if name != "bf16"]
+    names = [name for name in findings[0]["ms"] if name in _RUNNERS]
+    ratios = [name for name in findings[0] if name.startswith("ratio_")]
     rows = []
     for finding in findings:
-        skew = f", skewed {finding['skew']}:1" if finding["skew"] > 1 else ""
+        skews = {0: ", all to an eighth of the experts", 1: ""}
+        skew = skews.get(finding["skew"], f", skewed {finding['skew']}:1")
         ms = {name: finding["ms"][name]["p50"] for name in (*names, "bf16")}
         cells = [f"{value:.2f}" for value in ms.values()]
-        rows.append([f"{finding['rows']}{skew}", *cells, f"{ms['bf16'] / ms[names[0]]:.2f}"])
+        cells.append(f"{ms['bf16'] / ms[names[0]]:.2f}")
+        cells += [_number(finding.get(name), 2) for name in ratios]
+        rows.append([f"{finding['rows']}{skew}", *cells])
     sizes, share = result["configuration"], findings[-1]["weights_over_copy_rate"]
     caption = (
         f"{sizes['experts']} experts, H = {sizes['hidden']}, I = {sizes['inner']}, on "
@@ -265,6 +294,9 @@ def _render_gemm(result: Result) -> str:
         f"{share:.0%} of the rate of a copy: `{result['command']}`"
     )
     heads = ["rows", *(f"{name} p50 ms" for name in (*names, "bf16")), "times as fast"]
+    if ratios:
+        heads += [f"{name.removeprefix('ratio_')} / DeepGEMM" for name in ratios]
+        caption += f"; ratios of times to {result['ratios_to']}"
     return _page(_table(heads, rows, is_first_text=False), caption)
 
 
@@ -364,7 +396,6 @@ def _page(table: Sequence[str], *captions: str) -> str:
 _RENDERERS: Mapping[str, Callable[[Result], str]] = MappingProxyType(
     {
         BENCHMARK: _render_bench,
-        "memory": _render_bench,
         "dispatch_combine": _render_dispatch_combine,
         "nvlink": _render_nvlink,
         "beside": _render_beside,

@@ -27,7 +27,7 @@ from benchmarks.tables import render
 from epcomm import EPGroup, Mode
 from epcomm.bench.check import CheckError
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import Contender, DispatchedT, Experts
+from epcomm.bench.contenders.base import Contender, DispatchedT
 from epcomm.bench.options import BenchOptions
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Timing
@@ -41,10 +41,8 @@ from tests.hosts.network import sent_bytes
 _COUNTED_CALLS = 4
 # Spans of the result, and what `epcomm bench` calls them.
 _SPANS = {
-    "dispatch": "grouped_dispatch",
     "dispatch_without_grouping": "dispatch",
     "combine": "combine",
-    "total": "grouped_pair",
     "total_without_grouping": "pair",
 }
 
@@ -70,12 +68,11 @@ def _sent_of_all(batch: RankBatch) -> int:
 def bytes_of_contenders(options: BenchOptions, group: EPGroup) -> dict[str, float]:
     """Count the bytes of every backend, and of the plain torch contenders. Collective: yes."""
     (tokens,), spec = options.tokens, options.moe_spec()
-    experts = Experts.of(group, options.experts)
     contenders: dict[str, Contender] = {
         backend: Epcomm(group, spec, options.config(Mode.NORMAL, tokens, backend))
         for backend in options.backends
     }
-    contenders |= {name: make(experts) for name, make in ALTERNATIVES.items()}
+    contenders |= {name: make(options.experts) for name, make in ALTERNATIVES.items()}
     batch = options.make_batches(tokens, group.world_size, group.device)[group.rank]
     return {name: count_bytes(each, batch) for name, each in contenders.items()}
 

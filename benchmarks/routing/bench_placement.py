@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -32,10 +33,9 @@ from epcomm import (
     balance,
 )
 from epcomm.bench.check import CheckError
-from epcomm.bench.layer import layer_call
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles
-from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns
+from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_parts
 from epcomm.cli.records import takes_records
 from epcomm.placement.balance import rank_loads
 from epcomm.testing.oracle import relative_error
@@ -147,7 +147,12 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
     if not error <= TOLERANCE:
         raise CheckError(f"results with placed experts have an error of {error:.1e}")
     calls = {
-        name: layer_call(layer, x, topk, in_graph=is_in_graph(layer.plan.prefill, device))
+        name: time_parts(
+            {"layer": partial(layer, x, topk)},
+            "layer",
+            device,
+            in_graph=is_in_graph(layer.plan.prefill, device),
+        )
         for name, layer in layers.items()
     }
     take_turns(calls, device, num_rounds=3)

@@ -1,4 +1,4 @@
-"""Recommend a mode and backend at each T in one sentence, by the medians of a pair."""
+"""Recommend a mode and backend at each T in one sentence, by medians of whole calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _best_by_tokens(timings: Iterable[Timing]) -> dict[int, Timing]:
 
 
 def _median(timing: Timing) -> float:
-    return timing.us["pair"].p50
+    return timing.whole.p50
 
 
 def _listed(parts: Sequence[str]) -> str:

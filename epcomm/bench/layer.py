@@ -1,4 +1,4 @@
-"""Time whole layers: dispatch, experts by a runner, combine; from Python, and in a device graph.
+"""Time whole layers and their parts: from Python, and in a device graph.
 
 Experts are random SwiGLU, each made from its own seed, so that any rank can compute any token in
 float64 without the others: the first tokens of each rank are checked so before a layer is timed.
@@ -7,182 +7,293 @@ float64 without the others: the first tokens of each rank are checked so before 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from epcomm.bench.contenders.backends import find_backends
-from epcomm.bench.options import BenchOptions, dtype_of
+from epcomm.bench.bounds import bound_layer
+from epcomm.bench.contenders.all_gather import AllGather
+from epcomm.bench.options import FP8, BenchOptions, dtype_of
 from epcomm.bench.ranks import faults_of_all
-from epcomm.bench.records import Timing, Wrong
-from epcomm.bench.timing import Clock, captured
-from epcomm.bench.turns import Timed, is_in_graph, time_all, time_launch, wait_for_all
-from epcomm.config import Mode
-from epcomm.errors import EPError
+from epcomm.bench.records import Report, Timing, Wrong
+from epcomm.bench.report import name_of
+from epcomm.bench.turns import Timed, has_graphs, time_all, time_parts
+from epcomm.config import EPConfig, Mode
+from epcomm.errors import BackendUnavailable, ConfigError, EPError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.records import TopKOutput
+from epcomm.ops.slots import aligned_counts, count_experts
+from epcomm.quantization import dequantize, quantize
+from epcomm.records import RowsDispatchOutput
+from epcomm.registry import runner_class
 from epcomm.testing.data import RankBatch
 from epcomm.testing.oracle import relative_error
-from epcomm.weights.unquantized import ExpertWeights
+from epcomm.weights.quantized import Fp8BlockWeights
+from epcomm.weights.unquantized import ExpertTensors, ExpertWeights
 
 # Tokens of each rank that are compared: each costs K experts in float64.
 _CHECKED_TOKENS = 8
 # Roundings of a value before it is y: both products, the activation, the weighted result, the sum
 # of a rank and y.
 _NUM_ROUNDINGS = 6
-# Calls in a graph: receive buffers that are used in turn must end as they began.
-_CALLS = 2
+# Half of the largest error of a code of E4M3: the reference quantises what kernels quantise, and
+# only activations near the middle between two codes get another one.
+_CODE_ERROR = 2**-5
+# The runner that is timed beside the one of `auto` where it can compute the experts.
+_OTHER_RUNNER = "deep_gemm"
+# These read counts on the host, so they cannot be captured.
+_HOST_RUNNERS = frozenset({"reference", "quantized_reference"})
+# A budget has a quarter more slots than the batch needs, because an engine does not know the need.
+_SPARE = 1.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Layer:
-    """A layer that is timed, in a graph or launched from Python."""
+class Layer:
+    """A layer with its batch: from hidden states and routing to y [T, H].
 
-    mode: Mode
-    layer: ExpertParallelExperts
-    in_graph: bool = False
+    timing: without times.
+    dispatch, products, combine: the parts; products take what dispatch returned, and combine takes
+        what both returned, results first.   whole: all three in one call.
+    """
+
+    timing: Timing
+    is_capturable: bool
+    dispatch: Callable[[], Any]
+    products: Callable[[Any], Any]
+    combine: Callable[[Any, Any], Tensor]
+    whole: Callable[[], Tensor]
+    check: Callable[[], None] = lambda: None
+
+    def timed(self, device: torch.device, *, in_graph: bool) -> Timed:
+        """Return a function that times the layer and its parts. Collective: yes."""
+        # What the parts have returned.
+        left: dict[str, Any] = {}
+
+        def dispatch() -> None:
+            left["rows"] = self.dispatch()
+
+        def products() -> None:
+            left["results"] = self.products(left["rows"])
+
+        def combine() -> None:
+            self.combine(left["results"], left["rows"])
+
+        parts = {"dispatch": dispatch, "products": products, "combine": combine}
+        return time_parts({**parts, "layer": self.whole}, "layer", device, in_graph=in_graph)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Case:
+    """Layers at one T with experts of one format; batches: of all ranks."""
+
+    options: BenchOptions
+    weights: str
+    group: EPGroup
+    batches: Sequence[RankBatch]
+    report: Report
 
     @property
-    def name(self) -> str:
-        how = ", graph" if self.in_graph else ""
-        return f"layer in {self.mode.value} on {self.layer.plan.prefill.backend}{how}"
+    def batch(self) -> RankBatch:
+        return self.batches[self.group.rank]
+
+    def measure(self, on_round: Callable[[], None]) -> None:
+        """Check all layers, and time those that are right in turn. Collective: yes."""
+        group, experts, expected = self.group, self.make_experts(), self.expected()
+        ids = [each.topk_ids for each in self.batches]
+        self.report.bounds.append(bound_layer(self.weights, experts, ids, group, self.report.rates))
+        # Each layer that is right, eager or replayed from a graph.
+        ways: list[tuple[Layer, bool]] = []
+        for layer in self.open_layers(experts):
+            if faults := faults_of_all(self.find_fault(layer, expected)):
+                name = f"layer in {layer.timing.mode or 'torch'} on {name_of(layer.timing)}"
+                self.report.wrong.append(Wrong(name=name, tokens=layer.timing.tokens, fault=faults))
+            else:
+                ways += [(layer, in_graph) for in_graph in _ways_of(layer, group.device)]
+        calls = {
+            str(number): layer.timed(group.device, in_graph=in_graph)
+            for number, (layer, in_graph) in enumerate(ways)
+        }
+        us = time_all(calls, group.device, self.options, on_round=on_round)
+        for (layer, in_graph), spans in zip(ways, us.values(), strict=True):
+            layer.check()
+            self.report.results.append(replace(layer.timing, in_graph=in_graph, us=spans))
+
+    def open_layers(self, experts: ExpertTensors) -> list[Layer]:
+        """Open layers of epcomm, and one over torch's collectives for each of their runners."""
+        opened: list[Layer] = []
+        runners = ["auto"]
+        if runner_class(_OTHER_RUNNER).supports(experts).ok:
+            runners.append(_OTHER_RUNNER)
+        for mode, backend, runner in product(self.options.modes, self.options.backends, runners):
+            config = self.options.config(mode, self.batch.x.shape[0], backend)
+            config = replace(config, runner=runner)
+            exact = self._open(config, experts)
+            opened += exact
+            if exact and mode is Mode.NORMAL and has_graphs(self.group.device):
+                # The host reads exact sizes, so a graph needs a budget.
+                budget = self._num_slots(exact[0].timing.runner)
+                opened += self._open(replace(config, max_recv_slots=budget), experts)
+        names = dict.fromkeys(each.timing.runner for each in opened)
+        return [*opened, *(self._gathered(experts, name) for name in names)]
+
+    def _open(self, config: EPConfig, experts: ExpertTensors) -> list[Layer]:
+        """Open a layer of epcomm; none if it is refused, which is reported."""
+        top_k = self.options.top_k
+        try:
+            layer = ExpertParallelExperts(experts, self.group, config, top_k=top_k, is_local=True)
+        except (BackendUnavailable, ConfigError) as error:
+            self.report.add_absent(config, f"{self.weights} experts: {error}")
+            return []
+        for name, parameter in layer.expert_parameters().items():
+            # All layers share the experts.
+            parameter.data = experts.tensors()[name]
+        phase, dispatcher = layer.plan.prefill, layer.phases.prefill
+        made = Layer(
+            timing=replace(
+                self._untimed,
+                mode=phase.mode.value,
+                backend=phase.backend,
+                runner=layer.plan.runner or "",
+            ),
+            is_capturable=phase.is_capturable,
+            dispatch=partial(dispatcher.dispatch, self.batch.x, self.batch.topk),
+            products=lambda rows: layer.runner.run(rows, layer.weights),
+            combine=lambda results, rows: dispatcher.combine(results),
+            whole=partial(layer, self.batch.x, self.batch.topk),
+            check=layer.check,
+        )
+        return [made]
+
+    @property
+    def _untimed(self) -> Timing:
+        tokens = self.batch.x.shape[0]
+        return Timing(mode="", backend=AllGather.backend, tokens=tokens, weights=self.weights)
+
+    def _gathered(self, experts: ExpertTensors, name: str) -> Layer:
+        """Return an all-gather, experts by a runner, and a reduce-scatter."""
+        runner = runner_class(name)()
+        contender = AllGather(self.options.experts, runner, experts, self._num_slots(name))
+
+        def products(rows: RowsDispatchOutput) -> Tensor:
+            return runner.run(rows, experts).hidden_states
+
+        def whole() -> Tensor:
+            rows = contender.dispatch(self.batch)
+            return contender.combine(products(rows), rows)
+
+        return Layer(
+            timing=replace(self._untimed, runner=name),
+            is_capturable=True,
+            dispatch=partial(contender.dispatch, self.batch),
+            products=products,
+            combine=contender.combine,
+            whole=whole,
+        )
+
+    def _num_slots(self, runner: str) -> int:
+        """Return a budget of slots for this batch, with the padding that a runner needs."""
+        ids = torch.cat([each.topk_ids for each in self.batches])
+        counts = count_experts(ids, self.options.experts).view(self.group.world_size, -1)
+        aligned = aligned_counts(counts, runner_class(runner).expert_alignment)
+        return math.ceil(_SPARE * int(aligned.sum(dim=1).max()))
+
+    def make_experts(self) -> ExpertTensors:
+        """Make the experts of this rank, [L, ...]."""
+        num_local = self.options.experts // self.group.world_size
+        first = self.group.rank * num_local
+        made = [self._expert(expert) for expert in range(first, first + num_local)]
+        return made[0].with_tensors(
+            {name: torch.cat([each.tensors()[name] for each in made]) for name in made[0].tensors()}
+        )
+
+    def _expert(self, expert: int) -> ExpertTensors:
+        """Make one expert, [1, ...], which is equal on any rank."""
+        options, device = self.options, self.group.device
+        assert options.intermediate is not None, "a whole layer was asked for"
+        hidden, inner = options.hidden, options.intermediate
+        generator = torch.Generator(device).manual_seed(options.seed + 104729 * (expert + 1))
+
+        def matrix(rows: int, columns: int) -> Tensor:
+            shape = (1, rows, columns)
+            values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
+            return (values / columns**0.5).to(dtype_of(options.dtype))
+
+        gate_up, down = matrix(2 * inner, hidden), matrix(hidden, inner)
+        plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)
+        return Fp8BlockWeights.from_unquantized(plain) if self.weights == FP8 else plain
+
+    def expected(self) -> Tensor:
+        """Compute y of the first tokens in float64, [at most _CHECKED_TOKENS, H]."""
+        x = self.batch.x[:_CHECKED_TOKENS]
+        y = torch.zeros_like(x, dtype=torch.float64)
+        for token, experts in enumerate(self.batch.topk_ids[:_CHECKED_TOKENS].tolist()):
+            for k, expert in enumerate(experts):
+                made = self._expert(expert)
+                is_fp8 = isinstance(made, Fp8BlockWeights)
+                matrices = made.dequantized() if is_fp8 else made.tensors()
+                gate_up, down = (each[0].double() for each in matrices.values())
+                gate, up = (gate_up @ _as_read(x[token], made)).chunk(2)
+                result = down @ _as_read(gate / (1 + torch.exp(-gate)) * up, made)
+                y[token] += self.batch.topk_weights[token, k].double() * result
+        return y
+
+    def find_fault(self, layer: Layer, expected: Tensor) -> str:
+        """Return how far a layer is from the formula on this rank, '' if within its roundings."""
+        try:
+            y = layer.whole()
+        except EPError as error:
+            return str(error)
+        error, limit = relative_error(y[:_CHECKED_TOKENS], expected), self._tolerance()
+        return "" if error <= limit else f"y is off by {error:.1e}, allowed {limit:.1e}"
+
+    def _tolerance(self) -> float:
+        """Return the largest error of y, as a share of its largest value.
+
+        Besides the roundings, products add H and I terms in float32, whose errors add up like a
+        random walk.
+        """
+        options = self.options
+        assert options.intermediate is not None, "a whole layer was asked for"
+        adding = math.sqrt(options.hidden + options.intermediate) * torch.finfo(torch.float32).eps
+        codes = _CODE_ERROR if self.weights == FP8 else 0.0
+        return _NUM_ROUNDINGS * torch.finfo(dtype_of(options.dtype)).eps + adding + codes
 
 
 def measure_layers(
-    options: BenchOptions, group: EPGroup, batch: RankBatch
-) -> tuple[list[Timing], list[Wrong]]:
-    """Check and time a layer on every backend that serves, in every mode, in turn.
+    options: BenchOptions,
+    group: EPGroup,
+    batches: Sequence[RankBatch],
+    report: Report,
+    on_round: Callable[[], None],
+) -> None:
+    """Check and time layers with experts of each format, on every backend that serves, in turn.
+
+    batches: of all ranks.
 
     Collective: yes.   Host sync: yes.
     """
-    topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-    tokens = batch.x.shape[0]
-    right: list[_Layer] = []
-    wrong: list[Wrong] = []
-    expected = _expected(options, batch)
-    for each in _open_layers(options, tokens, group):
-        faults = faults_of_all(_find_fault(options, each, batch.x, topk, expected))
-        if faults:
-            wrong.append(Wrong(name=each.name, tokens=tokens, fault=faults))
-            continue
-        right.append(each)
-        if is_in_graph(each.layer.plan.prefill, group.device):
-            right.append(replace(each, in_graph=True))
-    calls = {e.name: layer_call(e.layer, batch.x, topk, in_graph=e.in_graph) for e in right}
-    us = time_all(calls, group.device, options)
-    for each in right:
-        each.layer.check()
-    timings = [
-        Timing(
-            mode=each.mode.value,
-            backend=each.layer.plan.prefill.backend,
-            runner=each.layer.plan.runner or "",
-            tokens=tokens,
-            in_graph=each.in_graph,
-            us=us[each.name],
-        )
-        for each in right
-    ]
-    return timings, wrong
+    for weights in options.weights:
+        case = _Case(options=options, weights=weights, group=group, batches=batches, report=report)
+        case.measure(on_round)
 
 
-def _open_layers(options: BenchOptions, tokens: int, group: EPGroup) -> list[_Layer]:
-    num_local = options.experts // group.world_size
-    first = group.rank * num_local
-    made = [_expert(options, expert, group.device) for expert in range(first, first + num_local)]
-    weights = ExpertWeights(
-        gate_up_proj=torch.stack([gate_up for gate_up, _ in made]),
-        down_proj=torch.stack([down for _, down in made]),
-    )
-    opened = []
-    for mode in options.modes:
-        config = options.config(mode, tokens)
-        serving, _ = find_backends(group, options.moe_spec(), config, options.backends)
-        for backend in serving:
-            config = options.config(mode, tokens, backend)
-            layer = ExpertParallelExperts(
-                weights, group, config, top_k=options.top_k, is_local=True
-            )
-            opened.append(_Layer(mode=mode, layer=layer))
-    return opened
+def _ways_of(layer: Layer, device: torch.device) -> tuple[bool, ...]:
+    """Return whether a layer is replayed from a graph, or both values to time it eager too."""
+    can_replay = layer.is_capturable and has_graphs(device)
+    if not can_replay or layer.timing.runner in _HOST_RUNNERS:
+        return (False,)
+    # Normal mode has a budget of slots for graphs alone.
+    return (True,) if layer.timing.mode == Mode.NORMAL else (False, True)
 
 
-def _expert(options: BenchOptions, expert: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Make gate_up [2I, H] and down [H, I] of one expert, which are equal on any rank."""
-    assert options.intermediate is not None, "a whole layer was asked for"
-    hidden, inner = options.hidden, options.intermediate
-    generator = torch.Generator(device).manual_seed(options.seed + 104729 * (expert + 1))
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        shape = (rows, columns)
-        values = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
-        return (values / columns**0.5).to(dtype_of(options.dtype))
-
-    return matrix(2 * inner, hidden), matrix(hidden, inner)
-
-
-def _expected(options: BenchOptions, batch: RankBatch) -> Tensor:
-    """Compute y of the first tokens in float64, [at most _CHECKED_TOKENS, H]."""
-    x = batch.x[:_CHECKED_TOKENS].double()
-    y = torch.zeros_like(x)
-    for token, experts in enumerate(batch.topk_ids[:_CHECKED_TOKENS].tolist()):
-        for k, expert in enumerate(experts):
-            gate_up, down = (each.double() for each in _expert(options, expert, x.device))
-            gate, up = (gate_up @ x[token]).chunk(2)
-            result = down @ (gate / (1 + torch.exp(-gate)) * up)
-            y[token] += batch.topk_weights[token, k].double() * result
-    return y
-
-
-def _find_fault(
-    options: BenchOptions, each: _Layer, x: Tensor, topk: TopKOutput, expected: Tensor
-) -> str:
-    """Return how far the layer is from the formula on this rank, '' if within its roundings."""
-    try:
-        y = each.layer(x, topk)
-    except EPError as error:
-        return str(error)
-    error = relative_error(y[:_CHECKED_TOKENS], expected)
-    limit = _tolerance(options)
-    return "" if error <= limit else f"y is off by {error:.1e}, allowed {limit:.1e}"
-
-
-def _tolerance(options: BenchOptions) -> float:
-    """Return the largest error of y, as a share of its largest value.
-
-    Besides the roundings, products add H and I terms in float32, whose errors add up like a random
-    walk.
-    """
-    assert options.intermediate is not None, "a whole layer was asked for"
-    adding = math.sqrt(options.hidden + options.intermediate) * torch.finfo(torch.float32).eps
-    return _NUM_ROUNDINGS * torch.finfo(dtype_of(options.dtype)).eps + adding
-
-
-def layer_call(
-    layer: ExpertParallelExperts, x: Tensor, topk: TopKOutput, *, in_graph: bool
-) -> Timed:
-    """Return a function that times a call of a layer as the span `layer`, eager or replayed.
-
-    Collective: in a graph.
-    """
-    device = x.device
-    if not in_graph:
-
-        def eager(clock: Clock) -> Mapping[str, float]:
-            wait_for_all(device)
-            clock.mark()
-            layer(x, topk)
-            clock.mark()
-            return {"layer": clock.take()[0]}
-
-        return eager
-
-    def calls() -> None:
-        for _ in range(_CALLS):
-            layer(x, topk)
-
-    graph = captured(calls)
-    return lambda clock: {"layer": time_launch(graph.replay, device, clock) / _CALLS}
+def _as_read(row: Tensor, experts: ExpertTensors) -> Tensor:
+    """Return a row [H] or [I] as a product reads it, in float64: with the values of its codes."""
+    if isinstance(experts, Fp8BlockWeights):
+        codes = quantize(row.float().unsqueeze(0), experts.wire_format)
+        row = dequantize(codes, torch.float32)[0]
+    return row.double()

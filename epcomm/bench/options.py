@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import NoReturn
 
@@ -17,6 +18,19 @@ from epcomm.types import MAX_SIZE, WireDtype, is_size
 _DTYPES = {
     each.value: each.torch_dtype for each in (WireDtype.BF16, WireDtype.FP16, WireDtype.FP32)
 }
+# The format of experts in eight bits.
+FP8 = "fp8"
+# H, I, E and K by model, as the config.json of its repository on Hugging Face has them:
+# hidden_size, moe_intermediate_size (intermediate_size of gpt-oss), num_experts_per_tok, and the
+# experts as n_routed_experts (DeepSeek-V3, Kimi-K2-Instruct), num_experts (Qwen3-30B-A3B) or
+# num_local_experts (gpt-oss-120b). Without a name, a layer that a laptop runs.
+SHAPES: Mapping[str, Mapping[str, int]] = {
+    "": {"hidden": 1024, "intermediate": 1024, "experts": 32, "top_k": 8},
+    "deepseek_v3": {"hidden": 7168, "intermediate": 2048, "experts": 256, "top_k": 8},
+    "qwen3_30b": {"hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8},
+    "gpt_oss_120b": {"hidden": 2880, "intermediate": 2880, "experts": 128, "top_k": 4},
+    "kimi_k2": {"hidden": 7168, "intermediate": 2048, "experts": 384, "top_k": 8},
+}
 # Seeds of ranks and experts are slightly larger, and a generator takes 64 bits.
 _MAX_SEED = 2**63 - 1
 # The modes whose dispatch and combine can be timed separately.
@@ -30,7 +44,10 @@ class BenchOptions:
     tokens: T, on each rank, one after another.   hidden: H.   experts: of all ranks.   top_k: K.
     modes, backends: of epcomm; the plain torch contenders are always measured.
     dtype: of the hidden states.   wire: of rows towards the experts of epcomm, None for dtype.
-    intermediate: I of a whole layer, None to time none.
+    intermediate: I of whole layers, which are timed instead of their dispatch and combine alone;
+        None for those.
+    weights: formats of the experts of whole layers: that of dtype, or fp8.
+    shape: the name of the shape from which sizes come, for the report.
     iterations, warm_up: timed and untimed calls of each contender at each T.
     seed: of tokens, routing and experts.   command: by which the run was started.
     """
@@ -44,6 +61,8 @@ class BenchOptions:
     dtype: str = "bf16"
     wire: WireDtype | None = None
     intermediate: int | None = None
+    weights: tuple[str, ...] = ()
+    shape: str = ""
     iterations: int = 30
     warm_up: int = 5
     seed: int = 0
@@ -65,6 +84,10 @@ class BenchOptions:
             most = f"at most the {self.experts} experts; give fewer, or more --experts"
             _refuse("top_k", str(self.top_k), most)
         dtype_of(self.dtype)
+        formats = [self.dtype, FP8]
+        has_none = self.intermediate is not None and not self.weights
+        if has_none or not set(formats).issuperset(self.weights):
+            _refuse("weights", repr(",".join(self.weights)), f"some of {formats}")
         if self.wire is not None and self.intermediate is not None:
             raise ConfigError(
                 f"epcomm bench: --wire is {self.wire} with --layer, whose experts decide the "
@@ -112,7 +135,7 @@ def described(options: BenchOptions) -> dict[str, str | int]:
     return {
         name: ",".join(map(str, value)) if isinstance(value, tuple) else value
         for name, value in values.items()
-        if value is not None
+        if value not in (None, (), "")
     }
 
 
@@ -123,20 +146,27 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
+def sizes_of(shape: str) -> Mapping[str, int]:
+    """Return the sizes of a shape of SHAPES, by field of BenchOptions; ConfigError if unknown."""
+    if shape not in SHAPES:
+        _refuse("shape", repr(shape), f"one of {sorted(filter(None, SHAPES))}")
+    return SHAPES[shape]
+
+
 def read_numbers(text: str) -> tuple[int, ...]:
     """Read a list such as `1,128,1024`; raise ConfigError if it is invalid."""
     try:
-        return tuple(dict.fromkeys(map(int, _parts(text))))
+        return tuple(dict.fromkeys(map(int, read_names(text))))
     except ValueError:
         _refuse("tokens", shown(text), "numbers such as 1,128,1024")
 
 
 def read_modes(text: str) -> tuple[Mode, ...]:
     """Read `normal,low_latency`; ConfigError for a mode that cannot be measured here."""
-    names, found = [mode.value for mode in MODES], _parts(text)
+    names, found = [mode.value for mode in MODES], read_names(text)
     if not found or not set(names).issuperset(found):
         _refuse("modes", repr(text), f"some of {names}")
-    return tuple(map(Mode, dict.fromkeys(found)))
+    return tuple(map(Mode, found))
 
 
 def read_wire(text: str | None) -> WireDtype | None:
@@ -149,15 +179,15 @@ def read_wire(text: str | None) -> WireDtype | None:
 
 def read_backends(text: str) -> tuple[str, ...]:
     """Read `auto`, which is every backend, or names; ConfigError for an unknown one."""
-    found = [name for part in _parts(text) for name in backend_names(part, Mode.AUTO)]
+    found = [name for part in read_names(text) for name in backend_names(part, Mode.AUTO)]
     if not found:
         raise ConfigError("epcomm bench: --backend is empty, expected auto or names of backends")
     return tuple(dict.fromkeys(found))
 
 
-def _parts(text: str) -> list[str]:
-    """Return what is between the commas, without blanks."""
-    return [part.strip() for part in text.split(",") if part.strip()]
+def read_names(text: str) -> tuple[str, ...]:
+    """Return what is between the commas, without blanks and repetitions."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
 def _refuse(name: str, found: str, expected: str) -> NoReturn:

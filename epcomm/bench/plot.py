@@ -1,13 +1,12 @@
-"""Draw the medians of a pair by tokens; matplotlib is not a dependency of the wheel."""
+"""Draw medians of whole calls by tokens; matplotlib is not a dependency of the wheel."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from epcomm.bench.advice import TITLES
-from epcomm.bench.records import Report, Timing
+from epcomm.bench.records import Report
+from epcomm.bench.report import name_of
 from epcomm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,15 +52,15 @@ def draw(report: Report) -> Figure:
 
     figure = Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
-    for name, points in _lines(report.results).items():
+    for name, points in _lines(report).items():
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
-    sizes = report.configuration
+    sizes, calls = report.configuration, "layer" if report.is_of_layers else "dispatch + combine"
     place = report.hardware.get("accelerator", sizes["device"])
     axes.set(
         xscale="log",
         yscale="log",
         xlabel="tokens a rank",
-        ylabel="dispatch + combine, us (p50 of the slowest rank)",
+        ylabel=f"{calls}, us (p50 of the slowest rank)",
         title=f"{sizes['ranks']} ranks on {place}, H = {sizes['hidden']}, "
         f"top-{sizes['top_k']} of {sizes['experts']}",
     )
@@ -72,9 +71,14 @@ def draw(report: Report) -> Figure:
     return figure
 
 
-def _lines(timings: Sequence[Timing]) -> dict[str, list[tuple[int, float]]]:
+def _lines(report: Report) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of each line, by its name: those of bounds, then those of contenders."""
+    points = [(f"bound: {b.weights}", b.tokens, b.us["layer"]) for b in report.bounds]
+    points += [
+        (f"{each.mode or 'torch'}: {name_of(each)}", each.tokens, each.whole.p50)
+        for each in report.results
+    ]
     lines: dict[str, list[tuple[int, float]]] = {}
-    for each in sorted(timings, key=lambda timing: timing.tokens):
-        name = f"{each.mode or 'torch'}: {TITLES.get(each.backend, each.backend)}"
-        lines.setdefault(name, []).append((each.tokens, each.us["pair"].p50))
+    for name, tokens, us in sorted(points, key=lambda point: point[1]):
+        lines.setdefault(name, []).append((tokens, us))
     return lines

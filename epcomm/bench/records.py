@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
-from epcomm.bench.contenders.backends import MissingContender
+from epcomm.bench.bounds import Bound
 from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.timing import Percentiles
+from epcomm.config import EPConfig, Mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,26 +16,41 @@ class Timing:
     """The times of one contender at one T.
 
     mode: of epcomm; empty for plain torch, whose contender is then named in `backend`.
-    runner: the runner of a whole layer, else empty.
+    runner, weights: of a whole layer, and the format of its experts; else empty.
     in_graph: calls are replayed from a device graph, else launched from Python.
     us: percentiles over iterations in microseconds, each as long as its slowest rank, by span:
-        dispatch, combine and pair, which is both; or layer. Where calls are launched from Python,
-        also grouped_dispatch and grouped_pair, which put the rows of an expert next to one another.
+        dispatch, combine and pair, which is both; of a layer dispatch, products, combine and
+        layer, which is one call.
     sent_bytes: of one call on the rank that sends most; None of a whole layer.
     """
 
     mode: str
     backend: str
     tokens: int
-    in_graph: bool
-    us: Mapping[str, Percentiles]
+    in_graph: bool = False
+    us: Mapping[str, Percentiles] = field(default_factory=dict)
     runner: str = ""
+    weights: str = ""
     sent_bytes: SentBytes | None = None
 
     @property
     def is_of_torch(self) -> bool:
         """Whether the contender is plain torch."""
         return not self.mode
+
+    @property
+    def whole(self) -> Percentiles:
+        """The times of a whole call: a pair, or a layer."""
+        return self.us["layer" if self.weights else "pair"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MissingContender:
+    """A backend that does not serve a mode here, with the reasons."""
+
+    backend: str
+    mode: Mode
+    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,16 +69,31 @@ class Wrong:
 class Report:
     """The results of one run, and all facts that they depend on.
 
+    results: of dispatch and combine, or of whole layers.
+    rates, bounds: of whole layers: see bounds.py.   wrong: what was not timed for that.
     absent: contenders that cannot run here, with reasons.   advice: the best choice at each T.
-    layers: times of whole layers; empty unless they were asked for.
     """
 
     configuration: Mapping[str, str | int]
     hardware: Mapping[str, str | int]
     versions: Mapping[str, str]
     command: str
-    results: Sequence[Timing]
-    layers: Sequence[Timing]
-    wrong: Sequence[Wrong]
-    absent: Sequence[MissingContender]
-    advice: str
+    rates: Mapping[str, float]
+    results: list[Timing] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
+    wrong: list[Wrong] = field(default_factory=list)
+    absent: list[MissingContender] = field(default_factory=list)
+    advice: str = ""
+
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether whole layers were timed."""
+        return bool(self.rates)
+
+    def add_absent(self, config: EPConfig, reason: str) -> None:
+        """Note why a configuration does not serve, once for each backend and mode."""
+        known = {(each.backend, each.mode) for each in self.absent}
+        if (config.backend, config.mode) not in known:
+            mode = Mode(config.mode)
+            missing = MissingContender(backend=config.backend, mode=mode, reasons=(reason,))
+            self.absent.append(missing)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -19,7 +19,6 @@ def as_json(report: Report) -> str:
     """Return the report as one JSON object, indented; EPConfig.measurements reads it."""
     values = {"benchmark": BENCHMARK, **asdict(report)}
     values["results"] = [_as_record(each) for each in report.results]
-    values["layers"] = [_as_record(each) for each in report.layers]
     return json.dumps(values, indent=2) + "\n"
 
 
@@ -37,16 +36,18 @@ def _as_record(timing: Timing) -> Mapping[str, Any]:
     return values
 
 
-def times_table(timings: Sequence[Timing], *, of_layers: bool = False) -> Table:
-    """Return the times of dispatch, combine and both, or of layers, by T, the fastest first.
+def times_table(report: Report) -> Table:
+    """Return the times of calls and of their parts by T, the fastest first, with their bounds.
 
     Numbers of seven digits fit into 80 columns; only the backend is folded, because rich would cut
     digits off.
     """
-    span, halves = ("layer", ()) if of_layers else ("pair", ("dispatch", "combine"))
-    headings = [f"{half}\np50" for half in halves]
-    headings += [f"{span}\n{quantile}" for quantile in ("p50", "p95", "p99")]
-    numbers = headings if of_layers else [*headings, "MB\nsent"]
+    parts, whole = ("dispatch", "combine"), "pair"
+    if report.is_of_layers:
+        parts, whole = ("dispatch", "products", "combine"), "layer"
+    headings = [f"{part}\np50" for part in parts]
+    headings += [f"{whole}\n{quantile}" for quantile in ("p50", "p95", "p99")]
+    numbers = headings if report.is_of_layers else [*headings, "MB\nsent"]
     table = Table(
         Column("T", justify="right"),
         Column("mode", no_wrap=True),
@@ -59,21 +60,25 @@ def times_table(timings: Sequence[Timing], *, of_layers: bool = False) -> Table:
         title="us on the slowest rank",
         title_justify="left",
     )
-    ordered = sorted(timings, key=lambda each: (each.tokens, each.us[span].p50))
-    for number, timing in enumerate(ordered, 1):
-        both, sent = timing.us[span], timing.sent_bytes
-        times = [*(timing.us[half].p50 for half in halves), both.p50, both.p95, both.p99]
-        cells = [f"{us:.0f}" for us in times]
-        table.add_row(
-            str(timing.tokens),
-            timing.mode or "torch",
-            _name(timing),
-            *(cells if sent is None else (*cells, f"{sent.total / 1e6:.2f}")),
-            end_section=number == len(ordered) or ordered[number].tokens != timing.tokens,
-        )
+    timings = sorted(report.results, key=lambda each: each.whole.p50)
+    for section in sorted({(each.tokens, each.weights) for each in timings}):
+        for bound in report.bounds:
+            if (bound.tokens, bound.weights) == section:
+                cells = [f"{bound.us[span]:.0f}" for span in (*parts, whole)]
+                table.add_row(str(bound.tokens), "bound", bound.weights, *cells)
+        for each in timings:
+            if (each.tokens, each.weights) == section:
+                times = [each.us[part].p50 for part in parts]
+                times += [each.whole.p50, each.whole.p95, each.whole.p99]
+                cells = [f"{us:.0f}" for us in times]
+                if each.sent_bytes is not None:
+                    cells.append(f"{each.sent_bytes.total / 1e6:.2f}")
+                table.add_row(str(each.tokens), each.mode or "torch", name_of(each), *cells)
+        table.add_section()
     return table
 
 
-def _name(timing: Timing) -> str:
-    parts = [TITLES.get(timing.backend, timing.backend), timing.runner]
+def name_of(timing: Timing) -> str:
+    """Return what was timed in one mode: the backend, the experts, and whether in a graph."""
+    parts = [TITLES.get(timing.backend, timing.backend), timing.weights, timing.runner]
     return ", ".join(filter(None, [*parts, "graph" if timing.in_graph else ""]))

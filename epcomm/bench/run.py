@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
 from epcomm.bench.advice import advise
+from epcomm.bench.bounds import measure_rates
 from epcomm.bench.check import CheckError, check_contender
 from epcomm.bench.contenders.all_gather import AllGather
-from epcomm.bench.contenders.backends import Epcomm, MissingContender, find_backends
-from epcomm.bench.contenders.base import Contender, Experts
+from epcomm.bench.contenders.backends import Epcomm
+from epcomm.bench.contenders.base import Contender
 from epcomm.bench.contenders.expert_rows import ExpertRows
 from epcomm.bench.layer import measure_layers
 from epcomm.bench.machine import describe_hardware, describe_versions
@@ -22,22 +24,14 @@ from epcomm.bench.options import BenchOptions, described
 from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.records import Report, Timing, Wrong
 from epcomm.bench.turns import call_of, is_in_graph, time_all
+from epcomm.errors import BackendUnavailable, ConfigError
 from epcomm.group import EPGroup
+from epcomm.testing.data import RankBatch
 
-# The contenders that are plain torch, by name.
-ALTERNATIVES: Mapping[str, Callable[[Experts], Contender]] = MappingProxyType(
+# The contenders that are plain torch, by name, each made for a number of experts.
+ALTERNATIVES: Mapping[str, Callable[[int], Contender]] = MappingProxyType(
     {ExpertRows.name: ExpertRows, AllGather.name: AllGather}
 )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Found:
-    """The results of a run so far."""
-
-    timings: list[Timing] = field(default_factory=list)
-    layers: list[Timing] = field(default_factory=list)
-    wrong: list[Wrong] = field(default_factory=list)
-    absent: dict[tuple[str, str], MissingContender] = field(default_factory=dict)
 
 
 def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
@@ -53,19 +47,10 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
         EPTimeout: some rank did not arrive.
     """
     options.check_ranks(dist.get_world_size())
-    found = _Found()
-    device = torch.device("cpu")
-    for tokens in options.tokens:
-        # A group for each T: its buffers are closed before the next are opened.
-        with EPGroup(dist.group.WORLD) as group, torch.no_grad():
-            device = group.device
-            _measure(options, tokens, group, found, partial(on_round, tokens))
-            if options.intermediate is not None:
-                batch = options.make_batches(tokens, group.world_size, device)[group.rank]
-                timings, wrong = measure_layers(options, group, batch)
-                found.layers.extend(timings)
-                found.wrong.extend(wrong)
-    return Report(
+    with EPGroup(dist.group.WORLD) as group:
+        device = group.device
+    is_of_layers = options.intermediate is not None
+    report = Report(
         configuration={
             **described(options),
             "ranks": dist.get_world_size(),
@@ -75,34 +60,42 @@ def run_bench(options: BenchOptions, on_round: Callable[[int], None]) -> Report:
         hardware=describe_hardware(device),
         versions=describe_versions(device),
         command=options.command,
-        results=found.timings,
-        layers=found.layers,
-        wrong=found.wrong,
-        absent=list(found.absent.values()),
-        advice=advise(found.timings),
+        rates=measure_rates(options, device) if is_of_layers else {},
     )
+    measure = measure_layers if is_of_layers else _measure_pairs
+    for tokens in options.tokens:
+        # A group for each T: its buffers are closed before the next are opened.
+        with EPGroup(dist.group.WORLD) as group, torch.no_grad():
+            batches = options.make_batches(tokens, group.world_size, device)
+            measure(options, group, batches, report, partial(on_round, tokens))
+    return replace(report, advice=advise(report.results))
 
 
-def _measure(
+def _measure_pairs(
     options: BenchOptions,
-    tokens: int,
     group: EPGroup,
-    found: _Found,
+    batches: Sequence[RankBatch],
+    report: Report,
     on_round: Callable[[], None],
 ) -> None:
-    """Check and time all contenders at one T. Collective: yes."""
-    batches = options.make_batches(tokens, group.world_size, group.device)
+    """Check and time all contenders at one T; batches: of all ranks. Collective: yes."""
+    batch, tokens = batches[group.rank], len(batches[group.rank].x)
     num_local = options.experts // group.world_size
+    opened: list[Contender] = []
+    for mode, backend in product(options.modes, options.backends):
+        config = options.config(mode, tokens, backend)
+        try:
+            opened.append(Epcomm(group, options.moe_spec(), config))
+        except (BackendUnavailable, ConfigError) as error:
+            report.add_absent(config, str(error))
     right: list[Contender] = []
-    for contender in _contenders(options, tokens, group, found):
+    for contender in [*opened, *(make(options.experts) for make in ALTERNATIVES.values())]:
         try:
             check_contender(contender, batches, group.rank, num_local)
         except CheckError as fault:
-            found.wrong.append(Wrong(name=contender.name, tokens=tokens, fault=str(fault)))
+            report.wrong.append(Wrong(name=contender.name, tokens=tokens, fault=str(fault)))
         else:
             right.append(contender)
-    batch = batches[group.rank]
-    del batches
     sent = {
         each.name: max(of_all_ranks(each.sent_bytes(batch)), key=lambda rank: rank.total)
         for each in right
@@ -111,7 +104,7 @@ def _measure(
     us = time_all(calls, group.device, options, on_round=on_round)
     for contender in right:
         contender.check()
-        found.timings.append(
+        report.results.append(
             Timing(
                 mode=contender.mode,
                 backend=contender.backend,
@@ -121,19 +114,3 @@ def _measure(
                 sent_bytes=sent[contender.name],
             )
         )
-
-
-def _contenders(
-    options: BenchOptions, tokens: int, group: EPGroup, found: _Found
-) -> list[Contender]:
-    """Open every contender. Collective: yes."""
-    opened: list[Contender] = []
-    spec = options.moe_spec()
-    for mode in options.modes:
-        serving, absent = find_backends(group, spec, options.config(mode, tokens), options.backends)
-        found.absent.update({(each.mode.value, each.backend): each for each in absent})
-        opened += [
-            Epcomm(group, spec, options.config(mode, tokens, backend)) for backend in serving
-        ]
-    experts = Experts.of(group, options.experts)
-    return [*opened, *(make(experts) for make in ALTERNATIVES.values())]

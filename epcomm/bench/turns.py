@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,8 +20,8 @@ Timed = Callable[[Clock], Mapping[str, float]]
 
 # Cycles that all GPUs sleep after a collective, so that the host is ahead of them: 60 us.
 _HEAD_START = 100_000
-# Pairs in a graph: receive buffers that are used in turn must end as they began.
-_PAIRS = 2
+# Calls in a graph: receive buffers that are used in turn must end as they began.
+_CALLS = 2
 
 
 def wait_for_all(device: torch.device) -> None:
@@ -97,79 +96,73 @@ def percentiles_of(spans: Sequence[Mapping[str, float]]) -> dict[str, Percentile
     return {name: Percentiles.of(1e3 * ms for ms in times) for name, times in slowest.items()}
 
 
-def call_of(contender: Contender, batch: RankBatch, first_expert: int) -> Timed:
-    """Return a function that times a call: replayed from graphs if possible, else eager.
+def call_of(contender: Contender[DispatchedT], batch: RankBatch, first_expert: int) -> Timed:
+    """Return a function that times dispatch, combine and pairs of both: from a graph if possible.
+
+    Results of experts are computed before. The routing of `batch` is replayed.
 
     Collective: yes.
     """
-    if is_in_graph(contender, batch.x.device):
-        return graph_call(contender, batch, first_expert)
-    return partial(run_call, contender, batch)
+    waiting = [contender.dispatch(batch)]
+    results = run_experts(contender.group(waiting[0]), first_expert)
+    contender.combine(results, waiting[0])
 
+    def dispatch() -> None:
+        waiting[0] = contender.dispatch(batch)
 
-def run_call(
-    contender: Contender[DispatchedT], batch: RankBatch, clock: Clock
-) -> Mapping[str, float]:
-    """Time one dispatch and combine, with stand-ins of experts between them that are not timed.
-
-    Both halves start on all ranks together, so neither includes a wait for earlier work of another
-    rank.
-    """
-    device = batch.x.device
-    wait_for_all(device)
-    clock.mark()
-    dispatched = contender.dispatch(batch)
-    clock.mark()
-    grouped = contender.group(dispatched)
-    clock.mark()
-    results = grouped.rows.clone(memory_format=torch.contiguous_format)
-    del grouped
-    wait_for_all(device)
-    clock.mark()
-    contender.combine(results, dispatched)
-    clock.mark()
-    dispatch, group, _, combine = clock.take()
-    return {
+    parts = {
         "dispatch": dispatch,
-        "grouped_dispatch": dispatch + group,
-        "combine": combine,
-        "pair": dispatch + combine,
-        "grouped_pair": dispatch + group + combine,
+        "combine": lambda: contender.combine(results, waiting[0]),
+        "pair": lambda: contender.combine(results, contender.dispatch(batch)),
     }
+    device = batch.x.device
+    return time_parts(parts, "pair", device, in_graph=is_in_graph(contender, device))
+
+
+def time_parts(
+    parts: Mapping[str, Callable[[], object]], whole: str, device: torch.device, *, in_graph: bool
+) -> Timed:
+    """Return a function that times each part, all ranks together; one may end what another began.
+
+    whole: the part that is a whole call.   in_graph: parts are replayed from graphs; else eager.
+
+    Collective: as the parts.
+    """
+    num_calls, timed = (_CALLS, time_launch) if in_graph else (1, _time_eager)
+
+    def calls() -> None:
+        for _ in range(num_calls):
+            parts[whole]()
+
+    launches = {**parts, whole: calls}
+    if in_graph:
+        for part in launches.values():
+            part()
+        # No part can be made alone to warm up, because it ends what another one began.
+        launches = {name: captured(part, warm_up=False).replay for name, part in launches.items()}
+
+    def call(clock: Clock) -> Mapping[str, float]:
+        ms = {name: timed(launch, device, clock) for name, launch in launches.items()}
+        return {**ms, whole: ms[whole] / num_calls}
+
+    return call
+
+
+def _time_eager(call: Callable[[], object], device: torch.device, clock: Clock) -> float:
+    """Return the milliseconds of a call without a wait for earlier work of another rank."""
+    wait_for_all(device)
+    clock.mark()
+    call()
+    clock.mark()
+    (ms,) = clock.take()
+    return ms
 
 
 def is_in_graph(what: Contender | PhasePlan, device: torch.device) -> bool:
     """Return whether calls are replayed from a graph here: where they can, on a GPU. Local."""
-    return what.is_capturable and device.type == "cuda"
+    return what.is_capturable and has_graphs(device)
 
 
-def graph_call(contender: Contender[DispatchedT], batch: RankBatch, first_expert: int) -> Timed:
-    """Capture a dispatch, its combine and pairs of both as graphs; return the call that times them.
-
-    The time includes no launch from Python. Results of experts are computed before. The routing of
-    `batch` is replayed.
-
-    Collective: yes.
-    """
-    device = batch.x.device
-    dispatched = contender.dispatch(batch)
-    results = run_experts(contender.group(dispatched), first_expert)
-    contender.combine(results, dispatched)
-    waiting: list[DispatchedT] = []
-    # Dispatch and combine alternate, so neither can be run alone for warm-up.
-    dispatching = captured(lambda: waiting.append(contender.dispatch(batch)), warm_up=False)
-    combining = captured(lambda: contender.combine(results, waiting[-1]), warm_up=False)
-
-    def pairs() -> None:
-        for _ in range(_PAIRS):
-            contender.combine(results, contender.dispatch(batch))
-
-    pairing = captured(pairs)
-
-    def call(clock: Clock) -> Mapping[str, float]:
-        both, dispatch, combine = (
-            time_launch(graph.replay, device, clock) for graph in (pairing, dispatching, combining)
-        )
-        return {"dispatch": dispatch, "combine": combine, "pair": both / _PAIRS}
-
-    return call
+def has_graphs(device: torch.device) -> bool:
+    """Return whether the device has graphs. Local."""
+    return device.type == "cuda"

@@ -14,7 +14,16 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from epcomm.bench.options import BenchOptions, read_backends, read_modes, read_numbers, read_wire
+from epcomm.bench.options import (
+    SHAPES,
+    BenchOptions,
+    read_backends,
+    read_modes,
+    read_names,
+    read_numbers,
+    read_wire,
+    sizes_of,
+)
 from epcomm.bench.plot import check_plot, check_writable, draw
 from epcomm.bench.ranks import (
     join_ranks,
@@ -44,19 +53,23 @@ class RunOptions:
         int | None, typer.Option(help="CPU ranks to start here; leave it out under torchrun.")
     ] = None
     tokens: Annotated[str, typer.Option(help="T of each rank, one after another.")] = "1,128,1024"
-    hidden: Annotated[int, typer.Option(help="H.")] = 1024
-    experts: Annotated[int, typer.Option(help="Of all ranks together.")] = 32
-    top_k: Annotated[int, typer.Option(help="Experts of a token, uniformly random.")] = 8
+    shape: Annotated[
+        str, typer.Option(help=f"Sizes of a model, which options change: {', '.join(SHAPES)[2:]}.")
+    ] = ""
+    hidden: Annotated[int | None, typer.Option(help="H.")] = None
+    experts: Annotated[int | None, typer.Option(help="Of all ranks together.")] = None
+    top_k: Annotated[int | None, typer.Option(help="Experts of a token, uniformly random.")] = None
     modes: Annotated[str, typer.Option(help="Of normal, low_latency and standard.")] = (
         "normal,low_latency"
     )
     backend: Annotated[
         str, typer.Option(help="auto for all, or names that `epcomm doctor` lists.")
     ] = "auto"
-    layer: Annotated[bool, typer.Option("--layer", help="Time whole layers too.")] = False
-    intermediate: Annotated[
-        int | None, typer.Option(help="I of an expert of --layer; H if it is left out.")
-    ] = None
+    layer: Annotated[bool, typer.Option("--layer", help="Time whole layers instead.")] = False
+    intermediate: Annotated[int | None, typer.Option(help="I of an expert of --layer.")] = None
+    weights: Annotated[
+        str, typer.Option(help="Of --layer: fp8, and what --dtype is, by default.")
+    ] = ""
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
         str | None,
@@ -68,16 +81,22 @@ class RunOptions:
 
     def read(self) -> BenchOptions:
         """Return the options; raise ConfigError if one of them is invalid."""
-        inner = self.hidden if self.intermediate is None else self.intermediate
+        sizes: dict[str, int | None] = dict(sizes_of(self.shape))
+        given = {name: getattr(self, name) for name in sizes}
+        sizes |= {name: size for name, size in given.items() if size is not None}
+        weights = read_names(self.weights) or (self.dtype,)
+        if not self.layer:
+            sizes["intermediate"], weights = None, ()
         # These fields of BenchOptions have the values of their options.
-        names = ("hidden", "experts", "top_k", "dtype", "iterations", "warm_up", "seed")
+        names = ("shape", "dtype", "iterations", "warm_up", "seed")
         return BenchOptions(
             tokens=read_numbers(self.tokens),
             modes=read_modes(self.modes),
             backends=read_backends(self.backend),
-            intermediate=inner if self.layer else None,
+            weights=weights,
             wire=read_wire(self.wire),
             command=_command(),
+            **sizes,
             **{name: getattr(self, name) for name in names},
         )
 
@@ -155,7 +174,10 @@ def bench_on_rank(options: BenchOptions, shown_as: ReportOptions) -> int:
     is_first = dist.get_rank() == 0
     console = Console(stderr=True, quiet=not is_first)
     with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("checking", total=len(options.tokens) * options.iterations)
+        num_rounds = len(options.tokens) * options.iterations
+        if options.intermediate is not None:
+            num_rounds *= len(options.weights)
+        task = progress.add_task("checking", total=num_rounds)
 
         def show(tokens: int) -> None:
             progress.update(task, description=f"T = {tokens}", advance=1)
@@ -183,33 +205,26 @@ def _show(found: Report, report: ReportOptions) -> None:
         f"{sizes['ranks']} ranks on {sizes['device']} over {sizes['transport']}, "
         f"H = {sizes['hidden']}, top-{sizes['top_k']} of {sizes['experts']}, {sizes['dtype']}"
     )
-    console.print(times_table(found.results))
-    if found.layers:
-        console.print(times_table(found.layers, of_layers=True))
+    console.print(times_table(found))
     for line in _absent_lines(found, is_verbose=report.verbose):
         write(line)
     for each in found.wrong:
         write(f"wrong, and not timed, at T = {each.tokens}: {each.fault}")
     if report.output is not None:
-        write(
-            f"written to {report.output}; EPConfig(measurements={str(report.output)!r}) makes auto "
-            "choose by it"
-        )
+        text = f"written to {report.output}"
+        if not found.is_of_layers:
+            text += f"; EPConfig(measurements={str(report.output)!r}) makes auto choose by it"
+        write(text)
     write(found.advice)
 
 
 def _absent_lines(report: Report, *, is_verbose: bool) -> list[str]:
     """Return the backends that were not timed, in one line; verbose: a line each with reasons."""
+    if is_verbose:
+        return [f"not timed, {e.mode.value}: {'; '.join(e.reasons)}" for e in report.absent]
     modes: dict[str, list[str]] = {}
-    reasons: dict[str, dict[str, None]] = {}
     for each in report.absent:
         modes.setdefault(each.backend, []).append(each.mode.value)
-        reasons.setdefault(each.backend, {}).update(dict.fromkeys(each.reasons))
-    if is_verbose or not modes:
-        return [
-            f"not timed: {backend} in {', '.join(modes[backend])}: {'; '.join(found)}"
-            for backend, found in reasons.items()
-        ]
     timed = {each.backend for each in report.results}
     names = [f"{b} in {' and '.join(m)}" if b in timed else b for b, m in modes.items()]
-    return [f"not timed (--verbose prints why): {', '.join(names)}"]
+    return [f"not timed (--verbose prints why): {', '.join(names)}"] if names else []

@@ -36,10 +36,22 @@ def test_a_marker_without_a_result_is_an_error() -> None:
         fill("<!-- benchmark:missing -->\n<!-- /benchmark -->")
 
 
-def test_results_beside_copies_say_how_near_they_are() -> None:
-    """The test uses a made-up result, because no page has one of this program."""
+def test_a_table_of_layers_has_parts_and_bounds() -> None:
+    """The test uses a made-up result: a layer of two parts of the time of its bound."""
     result = json.loads((RESULTS / "h200x2_bench.json").read_text("utf-8"))
-    older = json.loads((RESULTS / "cpu_shared_memory.json").read_text("utf-8"))
-    text = render({**result, "benchmark": "memory", "copies": older["copies"]})
-    assert text.startswith("| tokens a rank | normal, nvlink |")
-    assert "all ranks at once copy 14.8 GB/s. Of that rate a pair reaches 21%" in text
+    spans = {"dispatch": 10.0, "products": 50.0, "combine": 20.0, "layer": 78.0}
+    layer = {
+        "mode": "low_latency",
+        "backend": "nvlink",
+        "runner": "fp8_wgmma",
+        "weights": "fp8",
+        "tokens": 128,
+        "in_graph": True,
+        "us": {span: {"p50": us} for span, us in spans.items()},
+    }
+    bound = {"tokens": 128, "weights": "fp8", "us": {**spans, "layer": 40.0}}
+    rates = {"copy_gb_per_s": 4237.2, "fp8_tflops": 1431.0}
+    text = render({**result, "results": [layer], "bounds": [bound], "rates": rates})
+    assert text.startswith("| tokens a rank | bound | low latency, nvlink, fp8_wgmma, graph |")
+    assert "| 128, fp8 | 40 (10, 50, 20) | 78 (10, 50, 20) |" in text
+    assert "the bound follows from copy 4237 GB/s, fp8 1431 TFLOP/s" in text

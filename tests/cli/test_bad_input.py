@@ -113,6 +113,8 @@ WORDS = [
         (BENCH, "--experts 4", "--top-k is 8, expected at most the 4 experts; give fewer, or more"),
         (BENCH, "--wire fp8", "--wire is 'fp8', expected one of ['fp8_e4m3', 'int8']"),
         (BENCH, "--wire int8 --layer", "--wire is int8 with --layer, whose experts decide"),
+        (BENCH, "--shape gpt", "--shape is 'gpt', expected one of ['deepseek_v3', "),
+        (BENCH, "--layer --weights int4", "--weights is 'int4', expected some of ['bf16', 'fp8']"),
         (BENCH, "--seed -1", "--seed is -1, expected 0 to 9223372036854775807"),
         (BENCH, "--output /dev/null/report.json", "/dev/null/report.json cannot be written ("),
         (BENCH, "--plot plot.mp3", "--plot is 'plot.mp3', expected a name that ends in one of"),

@@ -1,21 +1,23 @@
-"""Send all tokens to every rank, and sum the results by a reduce-scatter, in plain torch.
+"""Send all tokens to every rank, and sum the results by a reduce-scatter: torch's collectives.
 
-Rows are grouped by expert, by source rank and token within an expert. Every entry of topk_ids is an
+Rows are numbered by expert, by source rank and token within it. Every entry of topk_ids is an
 expert: -1 is not supported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from epcomm.bench.contenders.base import INT_BYTES, Contender, Experts, Grouped, SentBytes
-from epcomm.bench.contenders.local_ops import inverse_of, sum_weighted
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped, SentBytes
+from epcomm.ops.slots import count_experts, index_slots, pack, reduce_rows, slots_by_row
+from epcomm.quantization import arrange_scales, quantizer_for
+from epcomm.records import Handle, RowsDispatchOutput
+from epcomm.runners.base import ExpertRunner
 from epcomm.testing.data import RankBatch
+from epcomm.types import Layout, RowReading, WeightsAppliedBy, WireFormat, WireTensor
+from epcomm.weights.unquantized import ExpertTensors
 
 # torch 2.13 renamed these; 2.11 has only the old names.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,71 +27,78 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 _WEIGHT_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class AllGatherBatch:
-    """One dispatch of AllGather on this rank; M is the largest T.
-
-    rows: [W * M, H], the tokens of all ranks, each rank padded to M.
-    row_of_slot: [C], the row of each pair of this rank's experts, by expert.
-    slots_by_row: [C], the same pairs by row; offsets: [W * M + 1], which of them a row owns.
-    slot_weights: [C], float32, in the order of slots_by_row.
-    num_tokens: T of this rank.
-    """
-
-    rows: Tensor
-    num_rows_per_expert: Tensor
-    row_of_slot: Tensor
-    slots_by_row: Tensor
-    offsets: Tensor
-    slot_weights: Tensor
-    num_tokens: int
-
-
-class AllGather(Contender[AllGatherBatch]):
+class AllGather(Contender[RowsDispatchOutput]):
     """The contender that gathers all tokens on all ranks, and reduce-scatters their sums."""
 
     name = backend = "all_gather"
 
-    def __init__(self, experts: Experts) -> None:
-        """Keep the owners of the experts."""
-        self._experts = experts
-        self.source_order = range(experts.world_size)
-        # One rounding on this rank, and one for each addition of the reduce-scatter.
-        self.num_roundings = experts.world_size
+    def __init__(
+        self,
+        num_experts: int,
+        runner: ExpertRunner | None = None,
+        experts: ExpertTensors | None = None,
+        num_slots: int | None = None,
+    ) -> None:
+        """Divide the experts of all ranks, num_experts, among them in order.
 
-    def dispatch(self, batch: RankBatch) -> AllGatherBatch:
-        """Gather tokens and routing, and find the pairs of this rank's experts.
-
-        Collective: yes; T may differ and be 0.   Host sync: twice, for the sizes.
+        runner, experts: of this rank, for rows that the runner reads; None: in their own dtype.
+        num_slots: limit of the slots of a rank, so that the host reads nothing; None: exact.
         """
-        num_tokens, num_local = batch.x.shape[0], self._experts.num_local
-        max_tokens = int(self._gathered(torch.tensor([num_tokens], device=batch.x.device)).max())
-        padding = (0, 0, 0, max_tokens - num_tokens)
-        ids = self._gathered(F.pad(batch.topk_ids, padding, value=-1))
-        weights = self._gathered(F.pad(batch.topk_weights, padding))
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._num_experts, self._num_slots = num_experts, num_slots
+        self._reading: RowReading | None = None
+        self._expert_alignment = 1 if runner is None else runner.expert_alignment
+        if runner is not None and experts is not None and experts.wire_format.dtype.is_quantized:
+            readings = runner.readings(experts, Layout.ROWS)
+            self._reading = next(each for each in readings if each.format == experts.wire_format)
+        self.source_order = range(self._world_size)
+        # One rounding on this rank, and one for each addition of the reduce-scatter.
+        self.num_roundings = self._world_size
 
-        local_ids = ids - self._experts.rank * num_local
-        is_mine = (local_ids >= 0) & (local_ids < num_local)
-        pairs = is_mine.flatten().nonzero().flatten()
-        expert_of_pair = local_ids.flatten()[pairs]
-        order = expert_of_pair.argsort(stable=True)
-        return AllGatherBatch(
-            rows=self._gathered(F.pad(batch.x, padding)),
-            num_rows_per_expert=expert_of_pair.bincount(minlength=num_local),
-            row_of_slot=pairs[order] // ids.shape[1],
-            slots_by_row=inverse_of(order),
-            offsets=F.pad(is_mine.sum(dim=1).cumsum(0), (1, 0)),
-            slot_weights=weights.flatten()[pairs],
-            num_tokens=num_tokens,
+    def dispatch(self, batch: RankBatch) -> RowsDispatchOutput:
+        """Gather tokens and routing, and number the pairs of this rank's experts.
+
+        Collective: yes, with the same T.   Host sync: once, for counts; none with num_slots.
+        """
+        ids, num_local = self._gathered(batch.topk_ids), self._num_experts // self._world_size
+        first_expert = self._rank * num_local
+        counts = count_experts(ids, self._num_experts)[first_expert : first_expert + num_local]
+        index, slot_weights = index_slots(
+            ids.int(),
+            self._gathered(batch.topk_weights),
+            counts,
+            self._num_slots or counts.tolist(),
+            first_expert=first_expert,
+            expert_alignment=self._expert_alignment,
+        )
+        return RowsDispatchOutput(
+            hidden_states=self._gather_rows(batch.x),
+            index=index,
+            slot_weights=slot_weights,
+            weights_applied_by=WeightsAppliedBy.COMBINE,
+            handle=Handle(owner=self, num_tokens=batch.x.shape[0]),
         )
 
-    def group(self, dispatched: AllGatherBatch) -> Grouped:
+    def _gather_rows(self, x: Tensor) -> WireTensor:
+        if self._reading is None:
+            return WireTensor(data=self._gathered(x), format=WireFormat.of(x.dtype))
+        rows, layout = quantizer_for(x.device)(x, self._reading.format), self._reading.scale_layout
+        assert rows.scales is not None, "quantised rows have scales"
+        return WireTensor(
+            data=self._gathered(rows.data),
+            format=rows.format,
+            scales=arrange_scales(self._gathered(rows.scales), layout),
+            scale_layout=layout,
+        )
+
+    def group(self, dispatched: RowsDispatchOutput) -> Grouped:
         return Grouped(
-            rows=dispatched.rows.index_select(0, dispatched.row_of_slot),
-            num_rows_per_expert=dispatched.num_rows_per_expert,
+            rows=pack(dispatched.hidden_states.data, dispatched.index),
+            num_rows_per_expert=dispatched.num_tokens_per_expert,
+            first_row=dispatched.index.first_slot[:-1],
         )
 
-    def combine(self, results: Tensor, dispatched: AllGatherBatch) -> Tensor:
+    def combine(self, results: Tensor, dispatched: RowsDispatchOutput) -> Tensor:
         """Sum this rank's results for each token, then those of all ranks.
 
         The sums of a rank are float32 and cast once; the sum over ranks is made in the dtype of the
@@ -97,27 +106,26 @@ class AllGather(Contender[AllGatherBatch]):
 
         Collective: yes.   Host sync: none.
         """
-        partial = sum_weighted(
-            results, dispatched.slots_by_row, dispatched.slot_weights, dispatched.offsets
-        )
-        y = partial.new_empty(partial.shape[0] // self._experts.world_size, partial.shape[1])
-        reduce_scatter(y, partial)
-        return y[: dispatched.num_tokens]
+        sums = reduce_rows(results, slots_by_row(dispatched.index), dispatched.slot_weights)
+        y = sums.new_empty(sums.shape[0] // self._world_size, sums.shape[1])
+        reduce_scatter(y, sums)
+        return y
 
     def sent_bytes(self, batch: RankBatch) -> SentBytes:
         """Count W - 1 blocks per rank, as a ring or a direct exchange sends them."""
-        num_blocks = self._experts.world_size - 1
-        num_tokens = num_blocks * self.dispatch(batch).rows.shape[0] // self._experts.world_size
+        num_tokens = (self._world_size - 1) * batch.x.shape[0]
         row_bytes = batch.x.shape[1] * batch.x.element_size()
         routing_bytes = batch.topk_ids.shape[1] * (INT_BYTES + _WEIGHT_BYTES)
         return SentBytes(
             dispatch=num_tokens * (row_bytes + routing_bytes),
             combine=num_tokens * row_bytes,
-            control=num_blocks * INT_BYTES,
+            control=0,
         )
 
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Gather the tensors [N, ...] of all ranks into [W * N, ...]."""
-        gathered = tensor.new_empty(self._experts.world_size * tensor.shape[0], *tensor.shape[1:])
-        all_gather(gathered, tensor)
-        return gathered
+        # Collectives have no 8-bit floats.
+        sent = tensor.contiguous().view(torch.uint8)
+        found = sent.new_empty(self._world_size * sent.shape[0], *sent.shape[1:])
+        all_gather(found, sent)
+        return found.view(tensor.dtype)

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from epcomm.bench.contenders.base import Contender, Grouped, SentBytes
-from epcomm.config import EPConfig, Mode
+from epcomm.config import EPConfig
 from epcomm.experts import PhaseDispatchers
 from epcomm.group import EPGroup
 from epcomm.ops.slots import pack
 from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.quantization import dequantize
-from epcomm.records import DispatchOutput, MaskedDispatchOutput, TopKOutput
-from epcomm.registry import backend_class, class_names
+from epcomm.records import DispatchOutput, MaskedDispatchOutput
+from epcomm.registry import backend_class
 from epcomm.spec import MoESpec
 from epcomm.testing.data import RankBatch
 from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
@@ -25,15 +24,6 @@ from epcomm.types import RowsPer, WeightsAppliedBy, WireDtype
 # The largest error of an element as a share of the largest of its row: half a step of E4M3 at 448,
 # where steps are 32, and half a step of INT8 at 127.
 _ROW_ERRORS = {WireDtype.FP8_E4M3: 16 / 448, WireDtype.INT8: 0.5 / 127}
-
-
-@dataclass(frozen=True, kw_only=True)
-class MissingContender:
-    """A backend that does not serve a mode here, with every reason."""
-
-    backend: str
-    mode: Mode
-    reasons: tuple[str, ...]
 
 
 class Epcomm(Contender[DispatchOutput]):
@@ -64,8 +54,7 @@ class Epcomm(Contender[DispatchOutput]):
         self._dispatcher = PhaseDispatchers(group, spec, config, chosen).prefill
 
     def dispatch(self, batch: RankBatch) -> DispatchOutput:
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        return self._dispatcher.dispatch(batch.x, topk)
+        return self._dispatcher.dispatch(batch.x, batch.topk)
 
     def group(self, dispatched: DispatchOutput) -> Grouped:
         counts = dispatched.num_tokens_per_expert
@@ -100,25 +89,3 @@ class Epcomm(Contender[DispatchOutput]):
             combine=after.combine_bytes - before.combine_bytes,
             control=after.control_bytes - before.control_bytes,
         )
-
-
-def find_backends(
-    group: EPGroup, spec: MoESpec, config: EPConfig, names: Sequence[str]
-) -> tuple[list[str], list[MissingContender]]:
-    """Return which of the backends called `names` serve the mode of `config` on all ranks.
-
-    Collective: yes; every rank finds the same.
-    Raises:
-        ConfigError: no backend at all serves the layer in this mode.
-    """
-    mode = Mode(config.mode)
-    rejected = {each.name: each.reasons for each in plan(config, spec, group).prefill.rejected}
-    for name in names:
-        if not any(mode in backend_class(kind).modes for kind in class_names(name)):
-            rejected[name] = (f"has no mode {mode.value}",)
-    absent = [
-        MissingContender(backend=name, mode=mode, reasons=rejected[name])
-        for name in names
-        if name in rejected
-    ]
-    return [name for name in names if name not in rejected], absent

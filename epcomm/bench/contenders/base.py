@@ -14,7 +14,6 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from epcomm.group import EPGroup
 from epcomm.testing.data import RankBatch
 
 DispatchedT = TypeVar("DispatchedT")
@@ -40,42 +39,22 @@ class SentBytes:
         return self.dispatch + self.combine + self.control
 
 
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The owners of the experts: each rank has L, `num_local`, in rank order."""
-
-    rank: int
-    world_size: int
-    num_local: int
-
-    @classmethod
-    def of(cls, group: EPGroup, num_experts: int) -> Experts:
-        """Return the owners of `num_experts` experts among the ranks of a group."""
-        num_local = num_experts // group.world_size
-        return cls(rank=group.rank, world_size=group.world_size, num_local=num_local)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Grouped:
     """The rows that a grouped GEMM reads.
 
     rows: [C, H]; rows of one expert are neighbours, and rows past the counts are undefined.
     num_rows_per_expert: [L], number of rows of each expert.
-    first_row: [L], the first row of each expert; None: the runs follow one another.
+    first_row: [L], the first row of each expert.
     """
 
     rows: Tensor
     num_rows_per_expert: Tensor
-    first_row: Tensor | None = None
+    first_row: Tensor
 
     def runs(self) -> list[range]:
         """Return the rows of each local expert, as positions in `rows`. Host sync: yes."""
-        counts = self.num_rows_per_expert.tolist()
-        if self.first_row is None:
-            ends = self.num_rows_per_expert.cumsum(0).tolist()
-            starts = [end - count for end, count in zip(ends, counts, strict=True)]
-        else:
-            starts = self.first_row.tolist()
+        starts, counts = self.first_row.tolist(), self.num_rows_per_expert.tolist()
         return [range(start, start + n) for start, n in zip(starts, counts, strict=True)]
 
 

@@ -1,7 +1,7 @@
 """Exchange one row for each (token, expert) pair over all_to_all_single of torch.
 
-This is what an engineer would write with torch.distributed, without code of epcomm. Worked example,
-2 ranks with one expert each, on rank 0:
+This is what an engineer would write with torch.distributed. Worked example, 2 ranks with one expert
+each, on rank 0:
 
     topk_ids [[1, 0], [0, 1]]     pairs by expert: (0, 1), (1, 0), (0, 0), (1, 1)
     rows that are sent            tokens 0, 1 to rank 0 and tokens 0, 1 to rank 1
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.bench.contenders.base import INT_BYTES, Contender, Experts, Grouped, SentBytes
-from epcomm.bench.contenders.local_ops import inverse_of, sum_weighted
+from epcomm.bench.contenders.base import INT_BYTES, Contender, Grouped, SentBytes
+from epcomm.ops.slots import MemberTable, count_experts, members_of, reduce_rows, row_ops_for
 from epcomm.testing.data import RankBatch
 
 
@@ -30,8 +30,8 @@ class ExpertRowsBatch:
 
     rows: [R, H], received rows, by source rank, then expert.
     order: [R], puts `rows` in expert order.
-    token_of_row: [T * K], the token of each row that is sent.
-    row_of_pair: [T * K], the index of the result of (t, k) among the rows that are returned.
+    token_of_row, weight_of_row: [T * K], of each row that is sent, and returned.
+    row_of_pair: [T, K], int32, the row of (t, k) among them.
     send_splits, recv_splits: [W] rows to and from each rank.
     """
 
@@ -40,7 +40,7 @@ class ExpertRowsBatch:
     order: Tensor
     token_of_row: Tensor
     row_of_pair: Tensor
-    topk_weights: Tensor
+    weight_of_row: Tensor
     send_splits: Sequence[int]
     recv_splits: Sequence[int]
 
@@ -51,18 +51,19 @@ class ExpertRows(Contender[ExpertRowsBatch]):
     name = backend = "expert_rows"
     num_roundings = 1
 
-    def __init__(self, experts: Experts) -> None:
-        """Keep the owners of the experts."""
-        self._experts = experts
-        self.source_order = range(experts.world_size)
+    def __init__(self, num_experts: int) -> None:
+        """Divide the experts of all ranks among them, in order."""
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._num_local = num_experts // self._world_size
+        self.source_order = range(self._world_size)
 
     def dispatch(self, batch: RankBatch) -> ExpertRowsBatch:
         """Send the rows. Collective: yes; T may differ and be 0.   Host sync: once, for counts."""
-        world_size, num_local = self._experts.world_size, self._experts.num_local
+        world_size, num_local = self._world_size, self._num_local
         flat_ids = batch.topk_ids.flatten()
         pairs_by_expert = flat_ids.argsort(stable=True)
         num_experts = world_size * num_local
-        sent_counts = flat_ids.bincount(minlength=num_experts).view(world_size, num_local)
+        sent_counts = count_experts(flat_ids, num_experts).view(world_size, num_local)
         received_counts = torch.empty_like(sent_counts)
         dist.all_to_all_single(received_counts, sent_counts)
         send_splits, recv_splits = torch.stack([sent_counts, received_counts]).sum(dim=2).tolist()
@@ -81,16 +82,18 @@ class ExpertRows(Contender[ExpertRowsBatch]):
             num_rows_per_expert=received_counts.sum(0),
             order=expert_of_row.argsort(stable=True),
             token_of_row=token_of_row,
-            row_of_pair=inverse_of(pairs_by_expert),
-            topk_weights=batch.topk_weights,
+            row_of_pair=pairs_by_expert.argsort().view(batch.topk_ids.shape).int(),
+            weight_of_row=batch.topk_weights.flatten()[pairs_by_expert],
             send_splits=send_splits,
             recv_splits=recv_splits,
         )
 
     def group(self, dispatched: ExpertRowsBatch) -> Grouped:
+        counts = dispatched.num_rows_per_expert
         return Grouped(
             rows=dispatched.rows.index_select(0, dispatched.order),
-            num_rows_per_expert=dispatched.num_rows_per_expert,
+            num_rows_per_expert=counts,
+            first_row=counts.cumsum(0) - counts,
         )
 
     def combine(self, results: Tensor, dispatched: ExpertRowsBatch) -> Tensor:
@@ -98,22 +101,23 @@ class ExpertRows(Contender[ExpertRowsBatch]):
 
         Host sync: none.
         """
-        sent = results.index_select(0, inverse_of(dispatched.order))
-        returned = results.new_empty(dispatched.row_of_pair.shape[0], results.shape[1])
+        sent = torch.empty_like(results)
+        sent[dispatched.order] = results
+        table = dispatched.row_of_pair
+        returned = results.new_empty(table.numel(), results.shape[1])
         dist.all_to_all_single(
             returned, sent, list(dispatched.send_splits), list(dispatched.recv_splits)
         )
-        weights = dispatched.topk_weights
-        num_tokens, top_k = weights.shape
-        offsets = torch.arange(num_tokens + 1, device=returned.device) * top_k
-        return sum_weighted(returned, dispatched.row_of_pair, weights.flatten(), offsets)
+        has_kernels = row_ops_for(returned) is not None
+        members = MemberTable(table=table) if has_kernels else members_of(table, table.numel())
+        return reduce_rows(returned, members, dispatched.weight_of_row)
 
     def sent_bytes(self, batch: RankBatch) -> SentBytes:
         """Count rows without headers in both directions, and a count for each expert."""
-        dispatched, rank = self.dispatch(batch), self._experts.rank
+        dispatched, rank = self.dispatch(batch), self._rank
         row_bytes = batch.x.shape[1] * batch.x.element_size()
         return SentBytes(
             dispatch=(sum(dispatched.send_splits) - dispatched.send_splits[rank]) * row_bytes,
             combine=(sum(dispatched.recv_splits) - dispatched.recv_splits[rank]) * row_bytes,
-            control=(self._experts.world_size - 1) * self._experts.num_local * INT_BYTES,
+            control=(self._world_size - 1) * self._num_local * INT_BYTES,
         )

@@ -3,7 +3,7 @@ import torch
 
 from epcomm import EPConfig, EPGroup, Mode, MoESpec
 from epcomm.bench.contenders.backends import Epcomm
-from epcomm.bench.contenders.base import Experts, SentBytes
+from epcomm.bench.contenders.base import SentBytes
 from epcomm.bench.run import ALTERNATIVES
 from epcomm.buffers.sizes import CallShape
 from epcomm.testing.data import RankBatch
@@ -25,10 +25,7 @@ def batch_of(rank: int) -> RankBatch:
 def test_every_contender_counts_what_was_counted_by_hand() -> None:
     with EPGroup() as group, torch.no_grad():
         rank = group.rank
-        experts = Experts.of(group, 4)
-        sent = {
-            name: make(experts).sent_bytes(batch_of(rank)) for name, make in ALTERNATIVES.items()
-        }
+        sent = {name: make(4).sent_bytes(batch_of(rank)) for name, make in ALTERNATIVES.items()}
         spec = MoESpec(hidden_size=4, num_experts=4, top_k=2, dtype=torch.float32)
         epcomm = Epcomm(group, spec, EPConfig(mode=Mode.NORMAL, max_tokens_per_rank=3))
         counted = epcomm.sent_bytes(batch_of(rank))
@@ -39,7 +36,7 @@ def test_every_contender_counts_what_was_counted_by_hand() -> None:
     assert sent["expert_rows"] == SentBytes(
         dispatch=pairs[rank] * ROW_BYTES, combine=pairs[1 - rank] * ROW_BYTES, control=2 * 8
     )
-    assert sent["all_gather"] == SentBytes(dispatch=3 * (16 + 24), combine=3 * 16, control=8)
+    assert sent["all_gather"] == SentBytes(dispatch=3 * (16 + 24), combine=3 * 16, control=0)
     # A row of 16 B is sent with its 2 ids and 2 weights, 16 B more, and is returned without them.
     assert (counted.dispatch, counted.combine) == (2 * 32, 2 * 16)
     assert counted == SentBytes(

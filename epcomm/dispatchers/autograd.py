@@ -29,12 +29,12 @@ from torch.library import Library
 
 from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.calls.call import DispatchCall
-from epcomm.ops.slots import gather_rows, gather_scalars
+from epcomm.ops.slots import dot_rows, gather_rows, gather_scalars
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import dequantize
 from epcomm.records import ExchangePlan, RowsCombineInput, SlotIndex
-from epcomm.types import RowsPer, WireFormat, WireTensor, sum_dtype
+from epcomm.types import RowsPer, WireFormat, WireTensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,8 +151,7 @@ class _Combine(torch.autograd.Function):
             grad, grad_weights = gather_rows(grad_rows, exchange_plan.index), None
             if ctx.saved_tensors:  # type: ignore[attr-defined]
                 rows, slot_weights = ctx.saved_tensors  # type: ignore[attr-defined]
-                dtype = sum_dtype(rows.dtype)
-                grad_weights = (grad.to(dtype) * rows.to(dtype)).sum(dim=1)
+                grad_weights = dot_rows(grad, rows)
                 grad = (grad * slot_weights.unsqueeze(1)).to(grad.dtype)
         return grad, grad_weights, None, None, None, None, None
 

@@ -428,6 +428,21 @@ def sum_parts(parts: Tensor, dtype: torch.dtype, bias: Tensor | None = None) -> 
     return total.to(dtype)
 
 
+def dot_rows(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum over the columns of the products of two [N, H] of one dtype: [N].
+
+    Sums are in sum_dtype(). The order of the additions depends on H alone; in plain torch a single
+    row of more than 32,768 columns has another order than several.
+
+    Host sync: none.   Deterministic: yes.
+    """
+    ops = row_ops_for(left)
+    if ops is not None:
+        return ops.dot_rows(left, right)
+    dtype = sum_dtype(left.dtype)
+    return (left.to(dtype) * right.to(dtype)).sum(dim=1)
+
+
 def count_experts(topk_ids: Tensor, num_experts: int) -> Tensor:
     """Count the entries of topk_ids [T, K] that name each expert, [E], int64; -1 counts nowhere."""
     counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=topk_ids.device)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from epcomm.kernels.rows.dots import dot_rows
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.row_topk import read_row_topk
 from epcomm.kernels.rows.scatter import scatter_tokens
@@ -17,7 +18,7 @@ from epcomm.kernels.rows.tiles import row_stride
 from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.platforms.cuda import start_read
 from epcomm.records import SlotIndex
-from epcomm.types import align_up
+from epcomm.types import align_up, sum_dtype
 
 
 class TritonRowOps:
@@ -52,6 +53,13 @@ class TritonRowOps:
             parts = parts.contiguous()
         out = parts.new_empty(parts.shape[1:], dtype=dtype)
         sum_parts(parts, out)
+        return out
+
+    def dot_rows(self, left: Tensor, right: Tensor) -> Tensor:
+        """Return the sum over the columns of the products of two [N, H], in sum_dtype(): [N]."""
+        left, right = _with_adjacent_columns(left), _with_adjacent_columns(right)
+        out = left.new_empty(left.shape[0], dtype=sum_dtype(left.dtype))
+        dot_rows(left, right, out)
         return out
 
     def index_slots(

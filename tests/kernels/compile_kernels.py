@@ -49,6 +49,7 @@ from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
+from epcomm.kernels.rows.dots import dot_rows
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
@@ -339,6 +340,7 @@ ROWS: Mapping[str, Callable[[], None]] = {
     "gather fp8": lambda: gather_rows(
         rows(4, HIDDEN, U8, 2 * MESSAGE), i32(8), rows(8, HIDDEN, U8)
     ),
+    "dots bf16": lambda: dot_rows(Y, Y, f32(2)),
     "sums bf16 weighted": lambda: sum_rows(rows(8, HIDDEN, BF16), i32(2, 8), Y, f32(8)),
     "sums fp32": lambda: sum_rows(f32(8, HIDDEN), i32(2, 8), f32(2, HIDDEN)),
     "sums of parts": lambda: sum_parts(torch.empty(8, 2, HIDDEN, dtype=BF16), Y),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from epcomm.kernels.rows.dots import dot_rows
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sums import sum_parts, sum_rows
@@ -125,6 +126,37 @@ def test_parts_are_summed_wherever_they_lie(hidden: int, device: torch.device) -
     assert torch.equal(out, expected)
 
 
+def dots_of(left: Tensor, right: Tensor) -> Tensor:
+    """Add columns that are 1024 apart, then neighbours: each product and each sum is rounded."""
+    wide = torch.float64 if left.dtype is torch.float64 else torch.float32
+    products, hidden = left.to(wide) * right.to(wide), left.shape[1]
+    width = min(1024, 1 << (hidden - 1).bit_length())
+    total = torch.zeros(left.shape[0], width, dtype=wide, device=left.device)
+    for block in products.split(width, dim=1):
+        total[:, : block.shape[1]] += block
+    while total.shape[1] > 1:
+        total = total[:, ::2] + total[:, 1::2]
+    return total[:, 0]
+
+
+@pytest.mark.parametrize(("dtype", "hidden"), SHAPES, ids=str)
+def test_dots_do_not_depend_on_the_number_of_rows(
+    dtype: torch.dtype, hidden: int, device: torch.device
+) -> None:
+    num_rows = 5
+    left, right = (random_rows(num_rows + n, hidden, dtype, device)[:num_rows] for n in range(2))
+    expected = dots_of(left, right)
+    splits = [
+        (begin, end) for end in range(1, num_rows + 1) for begin in range(end if hidden < 99 else 1)
+    ]
+    for begin, end in splits:
+        out = torch.full((end - begin,), NAN, dtype=expected.dtype, device=device)
+        # Slices begin at addresses of any alignment.
+        dot_rows(left[begin:end], right[begin:end], out)
+        assert torch.equal(out, expected[begin:end])
+    assert torch.equal(TritonRowOps().dot_rows(left.t().contiguous().t(), right), expected)
+
+
 @pytest.mark.parametrize("hidden", HIDDEN)
 def test_scatter_brings_scales_ids_and_weights(hidden: int, device: torch.device) -> None:
     num_tokens, top_k = 6, 3
@@ -164,6 +196,7 @@ def test_nothing_to_do(device: torch.device) -> None:
     gather_rows(rows, torch.full((2,), -1, dtype=torch.int32, device=device), padding)
     assert not padding.any()
     sum_rows(rows, none.view(0, 2), torch.empty(0, 4, device=device))
+    dot_rows(rows, rows, torch.empty(0, device=device))
     scatter_tokens((rows, None, None, None), none.view(0, 2), (rows, None, None, None))
 
 
@@ -184,6 +217,9 @@ def test_rows_beyond_2_to_the_31_elements(device: torch.device) -> None:
     far.zero_()
     sum_rows(rows, last.view(3, 1), far)
     assert torch.equal(far[2], rows[2])
+    dots = torch.empty(3, device=device)
+    dot_rows(rows, far, dots)
+    assert torch.equal(dots[2:], dots_of(rows[2:], far[2:]))
     far.zero_()
     nothing = (None, None, None)
     table = torch.tensor([[-1], [-1], [2]], dtype=torch.int32, device=device)

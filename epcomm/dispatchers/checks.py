@@ -159,10 +159,12 @@ class CallChecks:
                     f"combine: rows_per is {rows_per!r}, expected RowsPer.SLOT or RowsPer.ROW "
                     f"({self.where}); pass one of them"
                 )
-            if rows_per is RowsPer.ROW and slot_weights is not None:
+            use = "sums slots by group" if self.spec.sum_groups is not None else None
+            use = use if slot_weights is None else "applies the weights of each slot"
+            if rows_per is RowsPer.ROW and use is not None:
                 return ShapeError(
-                    "combine: rows_per is ROW but combine applies the weights of each slot "
-                    f"({self.where}); pass one row per slot"
+                    f"combine: rows_per is ROW but combine {use} ({self.where}); pass one row per "
+                    "slot"
                 )
         fault = self._mismatch("hidden_states", rows, whole, self.dtype)
         if fault is None and slot_weights is not None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import EPConfig, EPGroup, MoESpec, TopKOutput
+from epcomm import EPConfig, EPGroup, ExpertWeights, MoESpec, TopKOutput
 from epcomm.buffers.collective import all_to_all
 from epcomm.dispatchers import (
     DeepEPLowLatencyDispatcher,
@@ -23,13 +23,14 @@ from epcomm.dispatchers import (
     Dispatcher,
     StandardDispatcher,
 )
-from epcomm.errors import ConfigError
+from epcomm.errors import EPError, ShapeError
 from epcomm.ops import group_sums, slots
 from epcomm.ops.group_sums import SumGroups
 from epcomm.ops.slots import Members, pack
 from epcomm.planning.plan import plan
 from epcomm.records import RowsDispatchOutput
 from epcomm.spec import HostLayout
+from epcomm.types import RowsPer
 
 H, E, K, TOKENS, M = 64, 16, 6, 22, 22
 REPLICAS = 8
@@ -295,11 +296,51 @@ def test_a_fault_of_the_sums_is_found(mutant: str | None, monkeypatch: pytest.Mo
     assert all(is_equal) is (mutant is None)
 
 
-def test_groups_that_ranks_cannot_hold_are_refused() -> None:
-    spec = MoESpec(hidden_size=H, num_experts=E, top_k=K)
-    for groups, world_size, reason in (
-        (3, 1, "sum_groups is 3, expected a divisor of the 16 experts"),
-        (2, 4, "sum_groups is 2, expected a multiple of the 4 ranks"),
-    ):
-        with pytest.raises(ConfigError, match=reason):
-            plan(EPConfig(sum_groups=groups), spec, world_size=world_size)
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["collective", "low latency"])
+def test_sums_of_rows_are_refused_on_every_rank(group: EPGroup, way: str) -> None:
+    kind, config = WAYS[way]
+    spec, batch = MoESpec(hidden_size=H, num_experts=E, top_k=K), Batch.make(torch.bfloat16)
+    dispatcher, part = kind(group, spec, replace(config, sum_groups=4)), batch.part(group.rank, 2)
+    out = dispatcher.dispatch(batch.x[part], batch.entries(part, placed=False))
+    results = out.combine_input(compute(out, batch.slope))
+    if group.rank == 0:
+        rows = out.hidden_states.data
+        results = replace(results, hidden_states=rows, rows_per=RowsPer.ROW, slot_weights=None)
+    reason = "on rank 0" if group.rank else "ROW but combine sums slots by group .*; pass one row"
+
+    def combine() -> None:
+        dispatcher.combine(results)
+        dispatcher.check()
+
+    with pytest.raises(ShapeError, match=reason):
+        combine()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (EPConfig(sum_groups=3), "sum_groups is 3, expected a divisor of the 16 experts"),
+        (EPConfig(sum_groups=1), "sum_groups is 1, expected a multiple of the 2 ranks"),
+        (EPConfig(sum_groups=4, backend="deep_ep"), "sums the results itself, in an order that"),
+        (EPConfig(sum_groups=4, runner="grouped_mm"), "the bits of a row may depend on other rows"),
+        (
+            EPConfig(sum_groups=4, backend="nvlink", mode="normal", redundant_experts=4),
+            "sum_groups with redundant_experts needs a row for each slot",
+        ),
+    ],
+    ids=["experts", "ranks", "backend", "runner", "placement"],
+)
+def test_what_cannot_sum_by_group_is_refused_on_every_rank(
+    group: EPGroup, config: EPConfig, reason: str
+) -> None:
+    num_experts = E + (config.redundant_experts or 0)
+    spec = MoESpec(hidden_size=H, num_experts=num_experts, top_k=K)
+    weights = ExpertWeights(
+        gate_up_proj=torch.zeros(num_experts // 2, 16, H, dtype=torch.bfloat16),
+        down_proj=torch.zeros(num_experts // 2, H, 8, dtype=torch.bfloat16),
+    )
+    with pytest.raises(EPError, match=reason) as caught:
+        plan(config, spec, group, weights=weights)
+    assert "\n" not in str(caught.value)

@@ -273,13 +273,18 @@ def send_combine(*, returns_slots: bool = False, sum_groups: int | None = None) 
 
 
 def receive_combine(
-    *, in_lines: bool, returns_slots: bool = False, sum_groups: int | None = None
+    *,
+    in_lines: bool,
+    returns_slots: bool = False,
+    sum_groups: int | None = None,
+    at_source: bool = False,
 ) -> None:
     ll_combine_recv.receive_combine(
         low_latency_exchange(returns_slots=returns_slots, sum_groups=sum_groups),
         Y,
         rows(128, sum_groups or 8, U8),
         f32(2, 8) if returns_slots else None,
+        i32(2, 8) if at_source else None,
         wanted_tokens=2,
         in_lines=in_lines,
         batch=0,
@@ -306,6 +311,9 @@ LOW_LATENCY: Mapping[str, Callable[[], None]] = {
     "receive combine": partial(receive_combine, in_lines=False),
     "receive combine groups": partial(receive_combine, in_lines=False, sum_groups=32),
     "receive combine slots": partial(receive_combine, in_lines=False, returns_slots=True),
+    "receive combine at source": partial(
+        receive_combine, in_lines=False, returns_slots=True, at_source=True
+    ),
     "receive lines": partial(receive_combine, in_lines=True),
     "receive lines groups": partial(receive_combine, in_lines=True, sum_groups=32),
     "receive lines slots": partial(receive_combine, in_lines=True, returns_slots=True),

@@ -26,6 +26,7 @@ MOVERS = [
     *("send dispatch bf16", "send dispatch fp8", "send dispatch int8", "send dispatch odd"),
     *("send dispatch words", "send combine", "send combine groups", "send combine slots"),
     *("receive combine", "receive combine groups", "receive combine slots"),
+    "receive combine at source",
     *("gather bf16", "gather fp8", "sums bf16 weighted", "sums fp32", "sums of parts"),
     *("scatter bf16", "scatter fp8", "fp8 bf16", "fp8 fp32", "fp8 without hardware"),
     *("int8 rint127", "int8 div", "int8 triton"),
@@ -45,7 +46,7 @@ PUBLISHERS = [
 # Kernels that wait for what other ranks wrote.
 WAITERS = [
     *("receive dispatch", "receive dispatch masked", "receive combine"),
-    *("receive combine groups", "receive combine slots", "barrier"),
+    *("receive combine groups", "receive combine slots", "receive combine at source", "barrier"),
 ]
 # Kernels whose results are bit-equal to plain torch.
 EXACT = [

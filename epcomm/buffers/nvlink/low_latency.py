@@ -25,6 +25,7 @@ from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reas
 from epcomm.buffers.nvlink.low_latency_state import (
     NVLinkLowLatencyExchangePlan,
     ReceiveBuffer,
+    SlotTerms,
     kind_of,
     scale_words,
 )
@@ -108,7 +109,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             reasons.append(f"serves at most {MAX_LINE_RANKS} ranks, not {world_size}")
         if spec.dispatch_format.dtype is WireDtype.INT8 and spec.dispatch_format.scale_block:
             reasons.append(f"INT8 rows have one scale, not {spec.dispatch_format}")
-        if spec.returns_slots and spec.top_k > MAX_RETURNED_ROWS:
+        if (spec.returns_slots or spec.sums_at_source) and spec.top_k > MAX_RETURNED_ROWS:
             reasons.append(f"returns at most {MAX_RETURNED_ROWS} slots a token, not {spec.top_k}")
         reasons += group_reasons(spec, world_size)
         if cls.handed_layout is Layout.MASKED and spec.expert_alignment > 1:
@@ -182,9 +183,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._no_rows = torch.zeros(
             1, spec.hidden_size, dtype=self._sum_dtype, device=self._block.device
         )
-        self._no_weights = torch.zeros(
-            0, spec.top_k, dtype=torch.float32, device=self._block.device
-        )
+        if self._layout.returns_slots:
+            for receive_buffer in self._receive_buffers:
+                receive_buffer.terms = self._terms_of(self._empty_call(self._sum_dtype))
         if self._device.type == "cuda":
             self._warm_up()
 
@@ -234,13 +235,15 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             hidden_states = hidden_states.data if scales is None else as_words(hidden_states.data)
         elif self._plain_dtype is not None and hidden_states.dtype is not self._plain_dtype:
             hidden_states = hidden_states.to(self._plain_dtype)
+        if self._spec.sums_at_source:
+            receive_buffer.terms = self._terms_of(call)
         receive_buffer.num_tokens = num_tokens
         receive_buffer.is_in_lines = 0 < self._line_tokens >= num_tokens
         self._kernels.send_dispatch(
             receive_buffer.exchange,
             hidden_states if hidden_states.stride(-1) == 1 else hidden_states.contiguous(),
             call.topk_ids.contiguous(),
-            None if self._spec.returns_slots else call.topk_weights.contiguous(),
+            None if self._layout.returns_slots else call.topk_weights.contiguous(),
             receive_buffer.is_sent,
             status=status,
             batch=receive_buffer.batch_word,
@@ -253,6 +256,15 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             in_lines=receive_buffer.is_in_lines,
         )
         return receive_buffer
+
+    def _terms_of(self, call: DispatchCall) -> SlotTerms:
+        """Copy the weights and groups of a call, which the caller may overwrite before combine."""
+        weights, groups = call.topk_weights.clone(memory_format=torch.contiguous_format), None
+        if self._spec.sums_at_source:
+            # A call without tokens has no groups.
+            found = call.topk_ids if call.topk_groups is None else call.topk_groups
+            groups = found.to(torch.int32, memory_format=torch.contiguous_format)
+        return SlotTerms(weights=weights, groups=groups)
 
     def _receive(self, receive_buffer: ReceiveBuffer, batch: int = -1) -> None:
         """Receive the batch of a receive buffer; `batch` unless it has just been sent."""
@@ -307,8 +319,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             receive_buffer = self._find_batch(exchange_plan, error)
             code = FaultCode.of(error, in_combine=True)
             y = self._send_results(receive_buffer, rows, 0, per_row=True, code=code)
-            weights = self._no_weights if self._spec.returns_slots else None
-            return self._take_sums(receive_buffer, y, weights), None
+            return self._take_sums(receive_buffer, y), None
         assert exchange_plan is not None, "it is None with an error alone"
         assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
@@ -324,7 +335,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     ) -> Pending[Tensor]:
         assert not self._spec.returns_slots, "combine_slots_async() returns a row for each slot"
         receive_buffer, y = self._begin_combine(rows, exchange_plan, rows_per, slot_weights)
-        return self._receive_later(receive_buffer, y, None)
+        return self._receive_later(receive_buffer, y)
 
     def combine_slots_async(
         self,
@@ -334,13 +345,11 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         *,
         out: Tensor | None = None,
     ) -> Pending[Tensor]:
-        weights = topk_weights.contiguous()
         receive_buffer, y = self._begin_combine(rows, exchange_plan, RowsPer.SLOT, out=out)
-        return self._receive_later(receive_buffer, y, weights)
+        receive_buffer.terms = SlotTerms(weights=topk_weights.contiguous())
+        return self._receive_later(receive_buffer, y)
 
-    def _receive_later(
-        self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None
-    ) -> Pending[Tensor]:
+    def _receive_later(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Pending[Tensor]:
         """Return what receives the sums that other ranks have begun to send."""
         sent_on = torch.cuda.current_stream(y.device) if y.is_cuda else None
 
@@ -350,7 +359,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             if sent_on is not None and sent_on != (stream := torch.cuda.current_stream(y.device)):
                 y.record_stream(stream)
             self._follow()
-            return self._take_sums(receive_buffer, y, topk_weights)
+            return self._take_sums(receive_buffer, y)
 
         receive_buffer.unfinished = receive
 
@@ -436,15 +445,15 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         receive_buffer.is_open = False
         return y
 
-    def _take_sums(
-        self, receive_buffer: ReceiveBuffer, y: Tensor, topk_weights: Tensor | None = None
-    ) -> Tensor:
+    def _take_sums(self, receive_buffer: ReceiveBuffer, y: Tensor) -> Tensor:
         """End the combine of a batch: write y, and return it."""
+        terms = receive_buffer.terms
         self._kernels.receive_combine(
             receive_buffer.exchange,
             y,
             receive_buffer.is_sent,
-            topk_weights,
+            terms and terms.weights,
+            terms and terms.groups,
             # As this rank sent, which its header told all ranks.
             wanted_tokens=receive_buffer.num_tokens,
             in_lines=receive_buffer.is_in_lines,
@@ -530,7 +539,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             # No row has a slot, so a single row can stand for all C.
             if self._spec.returns_slots:
                 combining = self.combine_slots_async(
-                    self._no_rows, out.exchange_plan, self._no_weights
+                    self._no_rows, out.exchange_plan, call.topk_weights
                 )
             else:
                 combining = self.combine_async(

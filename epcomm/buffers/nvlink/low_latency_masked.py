@@ -36,7 +36,7 @@ def scale_reasons(spec: BufferSpec) -> list[str]:
 def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
     """Allocate slabs for a receive buffer, with the strides of received rows; slot s is row s.
 
-    If each slot returns, allocate memory for the sources of the slots too.
+    With BufferSpec.returns_slots, allocate memory for the sources of the slots too.
     """
     rows, layout = receive_buffer.rows, receive_buffer.exchange.peers.layout
     num_local, capacity, device = spec.num_local_experts, layout.num_rows, rows.data.device
@@ -49,7 +49,7 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
         scales=scales,
         scale_layout=None if scales is None else spec.scale_layout,
     )
-    if layout.returns_slots:
+    if spec.returns_slots:
         receive_buffer.sources = SlotSources(
             token_of_slot=torch.full((num_local, capacity), -1, dtype=torch.int32, device=device),
             ranges=torch.zeros(num_local, layout.world_size, dtype=torch.int64, device=device),

@@ -26,7 +26,7 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
     """The plan of W * M received rows; those of rank s begin at s * M, and its first T are filled.
 
     batch: number of the dispatch; receive buffers are used in turn.
-    sources: the sources of the slots, in the layout MASKED if each slot returns; else None.
+    sources: the sources of the slots, in the layout MASKED with BufferSpec.returns_slots.
     """
 
     batch: int
@@ -47,6 +47,14 @@ class SlotSources:
     ranges: Tensor
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SlotTerms:
+    """The weights of returned slots, [T, K], float32, and their sum groups, int32, or None."""
+
+    weights: Tensor
+    groups: Tensor | None = None
+
+
 @dataclass(kw_only=True, eq=False)
 class ReceiveBuffer:
     """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
@@ -56,7 +64,7 @@ class ReceiveBuffer:
     is_sent: [M, W], uint8, whether the token was sent to the rank; if each slot returns, [M, K],
         1 + the rank that has the slot.   slot_weights: None if each slot returns.
     slabs, scale_strides: the memory to which rows of MASKED are copied.   sources: the sources of
-        slots that return.
+        slots that return.   terms: how slots that return are summed; None if none return.
     batch: number of the last dispatch, of T = num_tokens, sent in lines or in bulk; its header has
         the batch.   is_open: the batch awaits its combine.   is_combined: this rank has received
         the sums, so that the batch can be combined again.
@@ -74,6 +82,7 @@ class ReceiveBuffer:
     slabs: SlabMemory = NO_SLABS
     scale_strides: tuple[int, int, int] = (0, 0, 0)
     sources: SlotSources | None = None
+    terms: SlotTerms | None = None
     batch: int = -1
     num_tokens: int = 0
     is_in_lines: bool = False

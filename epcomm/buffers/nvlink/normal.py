@@ -121,6 +121,9 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
 
     @classmethod
     def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
+        if spec.sums_at_source:
+            why = "returns sums, but sum_groups with redundant_experts needs a row for each slot"
+            return (f"{why}, as low latency returns",)
         return tuple(group_reasons(spec, world_size))
 
     @classmethod

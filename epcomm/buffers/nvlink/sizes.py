@@ -51,9 +51,7 @@ def normal_layout(
 def group_reasons(spec: BufferSpec, world_size: int) -> list[str]:
     """Return why a buffer cannot return a sum of each group of experts; none if it can."""
     groups = spec.sum_groups
-    if spec.sums_at_source:
-        return ["returns no slots that the source sums by group"]
-    if groups is None or groups == world_size:
+    if groups is None or groups == world_size or spec.sums_at_source:
         return []
     if groups % world_size or spec.num_local_experts % (groups // world_size):
         return [
@@ -74,6 +72,9 @@ def low_latency_layout(
         format are whole words.
     """
     assert spec.max_tokens_per_rank is not None, "plan() has checked the limit"
+    if spec.sums_at_source:
+        # Only the receiver of slots in bulk adds them by group.
+        line_tokens = 0
     sizes = _block_sizes(spec, world_size, spec.max_tokens_per_rank, num_buffers)
     wire, hidden_size = spec.dispatch_format, spec.hidden_size
     block = wire.scale_block or _WORD_BYTES
@@ -94,7 +95,7 @@ def low_latency_layout(
         return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
         data_plane=data_plane,
         scale_plane=scale_plane,
-        returns_slots=spec.returns_slots,
+        returns_slots=spec.returns_slots or spec.sums_at_source,
     )
 
 
@@ -110,7 +111,7 @@ def _block_sizes(
         "top_k": spec.top_k,
         "num_local_experts": spec.num_local_experts,
         "num_buffers": num_buffers,
-        "groups": spec.returned_columns(world_size),
+        "groups": 1 if spec.sums_at_source else spec.returned_columns(world_size),
         "data_bytes": align_up(max(out_bytes, gradient_bytes), VECTOR_BYTES),
         "scale_bytes": align_up(spec.dispatch_format.scale_bytes(spec.hidden_size), VECTOR_BYTES),
         "return_bytes": align_up(max(home_bytes, gradient_bytes), VECTOR_BYTES),
@@ -195,7 +196,7 @@ def low_latency_traffic(
     """Return Buffer.wire_bytes() of low latency; signals and flags of lines are not counted."""
     out, combine_bytes = row_bytes(spec)
     control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
-    num_returned = call.slots_received if spec.returns_slots else call.sums_sent
+    num_returned = call.slots_received if layout.returns_slots else call.sums_sent
     return BufferTraffic(
         dispatch_bytes=call.rows_sent * out,
         combine_bytes=num_returned * combine_bytes,

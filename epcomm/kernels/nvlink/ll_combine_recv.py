@@ -1,8 +1,8 @@
 """Low-latency combine over NVLink, its receiver of many tokens: sums, or slots, came in bulk.
 
 It adds the sums of a token in the order of groups, in float32, and casts once, so that sums do
-not depend on arrival order. Programs wait for the chunk of their tokens alone. Few tokens are
-received by lines/combine_recv.py.
+not depend on arrival order. Slots that have groups are added by group first, and cast for each.
+Programs wait for the chunk of their tokens alone. Few tokens are received by lines/combine_recv.py.
 
 Memory order: as in ll_combine_send.py.
 """
@@ -73,10 +73,48 @@ def _await_codes(
     return tl.where(is_overwritten, FAULT_HANDLE, word_of(lines)), is_lost  # pyright: ignore[reportReturnType]
 
 
+@triton.jit
+def _lowest_group(
+    parts: tl.tensor, groups_ptr: tl.tensor, token: tl.tensor, c: constexprs.Layout
+) -> tl.tensor:
+    """Return the parts of the lowest group: of parts 7 with the groups 3 1 1 these are 6."""
+    part = tl.arange(0, c.PART_LANES)
+    is_part = ((parts >> part) & 1) != 0
+    groups = tl.load(groups_ptr + token * c.PARTS + part, mask=is_part, other=0x7FFFFFFF)
+    return tl.sum(tl.where(is_part & (groups == tl.min(groups)), 1 << part, 0))
+
+
+@triton.jit
+def _sum_of_parts(
+    parts: tl.tensor,
+    weights_ptr: tl.tensor | None,
+    buffer_address: tl.tensor,
+    token: tl.tensor,
+    column: tl.tensor,
+    is_element: tl.tensor,
+    dtype: tl.constexpr,
+    c: constexprs.Layout,
+) -> tl.tensor:
+    """Return some columns of the sum of the parts of a token, in float32."""
+    total = tl.zeros(column.shape, tl.float32)
+    for index in tl.static_range(c.PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+        is_there = (parts >> index) & 1 != 0
+        place = index * c.M + tl.cast(token, tl.int64)
+        if weights_ptr is not None:
+            place = tl.cast(token, tl.int64) * c.PARTS + index
+        part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
+        part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
+        if weights_ptr is not None:
+            part *= tl.load(weights_ptr + token * c.PARTS + index, mask=is_there, other=0.0)
+        total += part
+    return total
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _receive_combine_kernel(
     out_ptr: tl.tensor,
     weights_ptr: tl.tensor | None,
+    groups_ptr: tl.tensor | None,
     is_sent_ptr: tl.tensor,
     memory: Memory,
     own_address: tl.tensor,
@@ -127,19 +165,20 @@ def _receive_combine_kernel(
             awaited = chunk
         column = piece * COLUMNS + tl.arange(0, COLUMNS)
         is_element = column < HIDDEN
-        total = tl.zeros([COLUMNS], tl.float32)
-        for index in tl.static_range(c.PARTS):
-            is_there = (parts >> index) & 1 != 0
-            place = index * c.M + tl.cast(token, tl.int64)
-            if weights_ptr is not None:
-                place = tl.cast(token, tl.int64) * c.PARTS + index
-            part_ptr = row_at(buffer_address + c.RETURNED_AT, place, dtype, c) + column
-            # The load starts before it is known whether the call has failed.
-            part = tl.load(part_ptr, mask=both(is_element, is_there), other=0.0).to(tl.float32)
-            if weights_ptr is not None:
-                weight_ptr = weights_ptr + token * c.PARTS + index
-                part *= tl.load(weight_ptr, mask=is_there, other=0.0)
-            total += part
+        # Loads start before it is known whether the call has failed.
+        if groups_ptr is None:
+            total = _sum_of_parts(
+                parts, weights_ptr, buffer_address, token, column, is_element, dtype, c
+            )
+        else:
+            total, left = tl.zeros([COLUMNS], tl.float32), parts
+            while left != 0:
+                group = _lowest_group(left, groups_ptr, token, c)
+                partial = _sum_of_parts(
+                    group, weights_ptr, buffer_address, token, column, is_element, dtype, c
+                )
+                total += cast(partial, dtype).to(tl.float32)
+                left &= ~group
         total = tl.where(has_failed | is_lost, float("nan"), total)
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
         is_stored = both(is_element, token < num_tokens)
@@ -153,6 +192,7 @@ def receive_combine(
     out: Tensor,
     is_sent: Tensor,
     topk_weights: Tensor | None = None,
+    topk_groups: Tensor | None = None,
     *,
     wanted_tokens: int,
     in_lines: bool,
@@ -169,6 +209,8 @@ def receive_combine(
         is_sent: as send_dispatch() wrote it.
         topk_weights: [T, K], float32, contiguous: weights of the slots that have returned; others
             are ignored.
+        topk_groups: [T, K], int32, contiguous: the groups of these slots, from 0, or None. The sum
+            of each group is cast, and they are added in ascending order; not with in_lines.
         wanted_tokens: T of the dispatch. If this rank refuses, it still waits for their sums,
             because until then ranks may read the rows that it sent.
         in_lines: as passed to send_dispatch(), with `batch`.
@@ -177,7 +219,8 @@ def receive_combine(
     """
     num_tokens, hidden_size = out.shape
     peers = exchange.peers
-    key = ("receive sums", in_lines, out.dtype, hidden_size, topk_weights is None)
+    terms = (topk_weights, is_sent) if in_lines else (topk_weights, topk_groups, is_sent)
+    key = ("receive sums", in_lines, out.dtype, hidden_size, *(each is None for each in terms))
     launch = exchange.launches.get(key)
     if launch is None:
         kernel: object = receive_combine_lines_kernel
@@ -188,7 +231,7 @@ def receive_combine(
         launch = exchange.launches[key] = prepare(
             exchange,
             kernel,
-            [CHANGES] * 3,
+            [CHANGES] * (1 + len(terms)),
             3,
             HIDDEN=hidden_size,
             **constants,
@@ -201,4 +244,4 @@ def receive_combine(
     else:
         pieces = wanted_tokens * -(-hidden_size // _COLUMNS)
         grid = max(1, min(pieces, _GRIDS * peers.num_programs))
-    launch(grid, out, topk_weights, is_sent, num_tokens, wanted_tokens, batch)
+    launch(grid, out, *terms, num_tokens, wanted_tokens, batch)

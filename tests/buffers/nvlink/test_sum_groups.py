@@ -29,13 +29,16 @@ from epcomm.types import RowsPer
 from tests.buffers.nvlink.test_return_slots import results_of
 from tests.cases.specs import buffer_spec
 
+NAN = float("nan")
 HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS = 20, 5, 4, 3
 # The most tokens that a rank sends in lines: with 2, ranks of one batch differ, by their T.
 IN_LINES, MIXED, IN_BULK = 3, 2, 0
 
 
-def spec_of(sum_groups: int | None) -> BufferSpec:
-    return buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS, sum_groups=sum_groups)
+def spec_of(sum_groups: int | None, *, at_source: bool = False) -> BufferSpec:
+    return buffer_spec(
+        HIDDEN, TOP_K, NUM_LOCAL, MAX_TOKENS, sum_groups=sum_groups, sums_at_source=at_source
+    )
 
 
 def open_ranks(
@@ -71,15 +74,24 @@ def open_ranks(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """The tokens of one rank."""
+    """The tokens of one rank; groups: of each expert."""
 
     x: Tensor
     topk_ids: Tensor
     topk_weights: Tensor
+    groups: Tensor
 
     @classmethod
-    def of(cls, number: int, rank: int, world_size: int) -> Batch:
-        """Make up to M tokens, some with entries for no expert."""
+    def of(
+        cls, number: int, rank: int, world_size: int, num_groups: int, *, at_source: bool
+    ) -> Batch:
+        """Make up to M tokens, some with entries for no expert.
+
+        at_source: the experts of a group are on several ranks.
+        """
+        groups = torch.arange(NUM_LOCAL * world_size) * num_groups // (NUM_LOCAL * world_size)
+        if at_source:
+            groups = groups[torch.randperm(len(groups), generator=torch.Generator().manual_seed(3))]
         generator = torch.Generator().manual_seed(10 * number + rank)
         num_tokens = (2 * number + rank + 2) % (MAX_TOKENS + 1)
         scores = torch.rand(num_tokens, NUM_LOCAL * world_size, generator=generator)
@@ -88,26 +100,28 @@ class Batch:
         return cls(
             x=torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16),
             topk_ids=ids,
-            topk_weights=torch.rand(ids.shape, generator=generator),
+            topk_weights=torch.rand(ids.shape, generator=generator).masked_fill(ids < 0, NAN),
+            groups=groups,
         )
 
     def call(self, device: torch.device) -> DispatchCall:
         return DispatchCall(
             hidden_states=self.x.to(device),
             topk_ids=self.topk_ids.to(device),
-            topk_weights=self.topk_weights.to(device),
+            topk_weights=self.topk_weights.clone().to(device),
+            topk_groups=self.groups[self.topk_ids].to(device),
             flags=BatchFlags.NONE,
         )
 
-    def expected_y(self, num_groups: int, num_experts: int) -> Tensor:
+    def expected_y(self) -> Tensor:
         """Add the entries of a group in k order, round; add the groups in order, round."""
         y = torch.zeros(self.x.shape)
-        for group in range(num_groups):
+        for group in range(int(self.groups.max()) + 1):
             total = torch.zeros(self.x.shape)
             for k in range(TOP_K):
                 ids = self.topk_ids[:, k : k + 1]
                 rows = (self.x.float() * (ids + 1)).to(torch.bfloat16).float()
-                is_there = (ids >= 0) & (ids // (num_experts // num_groups) == group)
+                is_there = (ids >= 0) & (self.groups[ids] == group)
                 total += torch.where(is_there, self.topk_weights[:, k : k + 1] * rows, 0.0)
             y += total.to(torch.bfloat16).float()
         return y.to(torch.bfloat16)
@@ -115,13 +129,20 @@ class Batch:
 
 @pytest.mark.parametrize("kind", [NVLinkLowLatencyBuffer, NVLinkMaskedBuffer])
 @pytest.mark.parametrize(
-    ("world_size", "groups", "line_tokens"),
+    ("world_size", "groups", "line_tokens", "at_source"),
     [
-        (2, 2, MIXED),
+        (2, 2, MIXED, False),
+        (2, 2, MIXED, True),
         # An interpreter takes many seconds for these.
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in ((2, 1, MIXED), (2, 4, IN_LINES), (4, 2, IN_BULK), (4, 4, IN_LINES))
+            for case in (
+                (2, 1, MIXED, False),
+                (2, 4, IN_LINES, False),
+                (4, 2, IN_BULK, False),
+                (4, 4, IN_LINES, False),
+                (4, 2, IN_BULK, True),
+            )
         ),
     ],
 )
@@ -130,19 +151,29 @@ def test_sums_are_those_of_groups(
     world_size: int,
     groups: int,
     line_tokens: int,
+    at_source: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
     num_groups = world_size * groups
-    buffers = open_ranks(kind, spec_of(num_groups), world_size, device)
+    spec = spec_of(num_groups, at_source=at_source)
+    buffers = open_ranks(kind, spec, world_size, device)
+
+    def batches_of(number: int) -> list[Batch]:
+        ranks = range(world_size)
+        return [Batch.of(number, r, world_size, num_groups, at_source=at_source) for r in ranks]
+
     for number in range(3):
-        batches = [Batch.of(number, rank, world_size) for rank in range(world_size)]
-        dispatching = [
-            buffer.dispatch_async(batch.call(device))
-            for buffer, batch in zip(buffers, batches, strict=True)
-        ]
+        batches = batches_of(number)
+        calls = [batch.call(device) for batch in batches]
+        dispatching = [b.dispatch_async(call) for b, call in zip(buffers, calls, strict=True)]
         sent = [each.wait() for each in dispatching]
+        for call in calls:
+            # Combine does not read the tensors of the caller.
+            call.topk_weights.fill_(NAN)
+            if call.topk_groups is not None:
+                call.topk_groups.fill_(0)
         combining = [
             buffer.combine_async(
                 results_of(out, rank),
@@ -154,34 +185,42 @@ def test_sums_are_those_of_groups(
         ]
         for rank, batch in enumerate(batches):
             y = combining[rank].wait()
-            wanted = batch.expected_y(num_groups, NUM_LOCAL * world_size)
-            assert torch.equal(y.cpu(), wanted), f"batch {number}, rank {rank}"
+            assert torch.equal(y.cpu(), batch.expected_y()), f"batch {number}, rank {rank}"
     for rank, buffer in enumerate(buffers):
         buffer.check()
-        sent = [bytes_of(kind, buffer._spec, number, rank, world_size) for number in range(3)]
+        sent = [bytes_of(kind, spec, batches_of(number), rank) for number in range(3)]
         assert buffer.traffic().combine_bytes == sum(sent)
 
 
 def bytes_of(
-    kind: type[NVLinkLowLatency], spec: BufferSpec, number: int, rank: int, world_size: int
+    kind: type[NVLinkLowLatency], spec: BufferSpec, batches: list[Batch], rank: int
 ) -> int:
     """Return the bytes that plans predict for the combine of a batch."""
     assert spec.sum_groups is not None
     shape = CallShape.of(
-        [Batch.of(number, source, world_size).topk_ids for source in range(world_size)],
+        [batch.topk_ids for batch in batches],
         rank,
         num_local_experts=NUM_LOCAL,
-        group_size=NUM_LOCAL * world_size // spec.sum_groups,
+        group_size=NUM_LOCAL * len(batches) // spec.sum_groups,
     )
     return kind.wire_bytes(spec, shape).combine_bytes
 
 
 @pytest.mark.parametrize(
-    ("sum_groups", "reason"),
-    [(None, None), (2, None), (8, None), (3, "no whole groups"), (16, "no whole groups")],
+    ("sum_groups", "at_source", "reason"),
+    [
+        (None, False, None),
+        (2, False, None),
+        (8, False, None),
+        (3, False, "no whole groups"),
+        (16, False, "no whole groups"),
+        # A rank may have parts of groups.
+        (1, True, None),
+    ],
 )
 def test_groups_of_each_rank_have_as_many_experts(
-    sum_groups: int | None, reason: str | None
+    sum_groups: int | None, at_source: bool, reason: str | None
 ) -> None:
-    found = NVLinkLowLatencyBuffer.lacks(Mode.LOW_LATENCY, spec_of(sum_groups), 2)
+    spec = spec_of(sum_groups, at_source=at_source)
+    found = NVLinkLowLatencyBuffer.lacks(Mode.LOW_LATENCY, spec, 2)
     assert (reason in found[0]) if reason else not found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -322,9 +322,9 @@ class ExpertParallelMoE(nn.Module):
         return None if bias is None else bias.reshape(-1)
 
     def _through(self, name: str | None, x: Tensor) -> Tensor:
-        if name is None:
-            return x
-        part = self.get_submodule(name)
+        return x if name is None else self._in_blocks(self.get_submodule(name), x)
+
+    def _in_blocks(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self._block_tokens is None:
             return part(x)
         y = in_blocks(part, (x.reshape(-1, x.shape[-1]),), self._block_tokens)
@@ -335,9 +335,16 @@ class ExpertParallelMoE(nn.Module):
         layout = self._layout
         if layout.shared_experts is None:
             return y
-        shared = self._through(layout.shared_experts, x)
-        if layout.shared_experts_gate is not None:
-            shared = torch.sigmoid(self._through(layout.shared_experts_gate, x)) * shared
+        shared_experts = self.get_submodule(layout.shared_experts)
+
+        def compute(x: Tensor) -> Tensor:
+            shared = shared_experts(x)
+            if layout.shared_experts_gate is None:
+                return shared
+            # In the block, because torch computes the last elements of a tensor in another way.
+            return torch.sigmoid(self.get_submodule(layout.shared_experts_gate)(x)) * shared
+
+        shared = self._in_blocks(compute, x)
         return (y + shared) / 2 if layout.averages_shared_experts else y + shared
 
 

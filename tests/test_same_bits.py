@@ -239,3 +239,16 @@ def test_blocks_compute_router_and_shared_experts_alike(group: EPGroup, alone: E
     mine = parts(group.world_size, shuffled=True)[group.rank]
     with torch.no_grad():
         assert torch.equal(block(x[mine]), whole(x)[mine])
+
+
+@pytest.mark.ranks(1)
+def test_gate_of_shared_experts_does_not_depend_on_the_number_of_tokens(group: EPGroup) -> None:
+    """On CPUs a sigmoid computes the last elements of a tensor in another way."""
+    config = EPConfig(sum_groups=4, mode="normal", block_tokens=16)
+    block = ExpertParallelMoE.from_transformers(BLOCKS["qwen2_moe"](), group, config)
+    x = 4 * torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        whole = block(x)
+        # Without the block, token 4 differs in a batch of five.
+        for num_tokens in (0, 3, 5, 15):
+            assert torch.equal(block(x[:num_tokens]), whole[:num_tokens])

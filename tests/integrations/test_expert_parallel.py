@@ -349,6 +349,13 @@ def test_tokens_that_chose_an_expert_are_counted(layout: str, mode: str, folder:
         assert [list(windows[0]) for windows in load_.windows_by_layer.values()] == expected
 
 
-def test_copies_of_experts_that_transformers_places_are_refused() -> None:
-    with pytest.raises(ConfigError, match="redundant_experts is 4, expected None, because transf"):
-        register_expert_parallel(EPConfig(redundant_experts=4))
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (EPConfig(redundant_experts=4), "redundant_experts is 4, expected None, because transf"),
+        (EPConfig(sum_groups=8), "sum_groups is 8, expected None, because the bits of the model's"),
+    ],
+)
+def test_what_the_models_own_parts_cannot_do_is_refused(config: EPConfig, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        register_expert_parallel(config)

@@ -63,7 +63,8 @@ def register_expert_parallel(
     Raises:
         ConfigError: config.router is set, but the model's own router is used; or
             config.redundant_experts is set, but transformers cuts, loads and saves one copy of each
-            expert in the order of their ids.
+            expert in the order of their ids; or config.sum_groups is set, but the bits of the
+            model's own router and experts depend on the number of tokens.
     """
     config = config or EPConfig()
     if config.router is not Router.AUTO:
@@ -71,13 +72,19 @@ def register_expert_parallel(
             f"register_expert_parallel: router is {config.router!s}, expected auto, because the "
             "model's own router chooses the experts; leave EPConfig.router out"
         )
-    if config.redundant_experts is not None:
-        raise ConfigError(
-            f"register_expert_parallel: redundant_experts is {config.redundant_experts}, expected "
-            "None, because transformers cuts, loads and saves one copy of each expert in the order "
-            "of their ids; for experts that move load the model whole, or on meta, and replace "
-            "each block by ExpertParallelMoE.from_transformers(block, group, config)"
-        )
+    reasons = {
+        "redundant_experts": "transformers cuts, loads and saves one copy of each expert in the "
+        "order of their ids",
+        "sum_groups": "the bits of the model's own router and experts depend on the number of "
+        "tokens",
+    }
+    for field, reason in reasons.items():
+        if (value := getattr(config, field)) is not None:
+            raise ConfigError(
+                f"register_expert_parallel: {field} is {value}, expected None, because {reason}; "
+                "load the model whole, or on meta, and replace each block by "
+                "ExpertParallelMoE.from_transformers(block, group, config)"
+            )
     from transformers.distributed.expert_parallel import (
         EPImplementation,
         EPImplementationInterface,

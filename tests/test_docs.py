@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from epcomm import EPGroup
-from scripts.config_table import PAGE, fill
+from scripts import config_table, same_bits_table
 from tests.cases.docs_names import names_of
 from tests.cases.shared_folder import shared_folder
 
@@ -120,6 +120,7 @@ def test_links_of_pages_outside_the_site_lead_somewhere(page: str) -> None:
     assert not missing
 
 
-def test_the_table_of_the_configuration_is_current() -> None:
-    text = PAGE.read_text("utf-8")
-    assert fill(text) == text, "run: python -m scripts.config_table"
+@pytest.mark.parametrize("script", [config_table, same_bits_table], ids=lambda each: each.__name__)
+def test_generated_tables_are_current(script: ModuleType) -> None:
+    text = script.PAGE.read_text("utf-8")
+    assert script.fill(text) == text, f"run: python -m {script.__name__}"

@@ -246,8 +246,8 @@ def group_regions(
 ) -> tuple[Region, ...]:
     """Return the region of the tables of sum groups, or nothing without BufferSpec.sum_groups.
 
-    A pair has its row (int64) and the slot of each entry (int32); a token of this rank has the row
-    of each of its addends (int64). See epcomm/ops/group_sums.py.
+    A pair has the slot of each entry (int32); a token of this rank has the row of each of its
+    addends (int64). See epcomm/ops/group_sums.py.
 
     Args:
         spec: the specification of the buffer.
@@ -257,7 +257,7 @@ def group_regions(
     """
     if spec.sum_groups is None:
         return ()
-    pair_bytes = 8 + 4 * spec.top_k
+    pair_bytes = 4 * spec.top_k
     addend_bytes = 8 * (spec.top_k if spec.sums_at_source else spec.sum_groups)
     max_bytes = None
     if max_tokens is not None and max_pairs is not None:

@@ -13,6 +13,7 @@ is added (docs/same_bits.md).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from epcomm.ops.slots import (
     number_pairs,
     reduce_rows,
     row_ops_for,
+    slots_by_row,
     sum_parts,
 )
 from epcomm.records import SlotIndex
@@ -74,128 +76,114 @@ class SumGroups:
         rank = torch.div(ids, self.num_local, rounding_mode="floor")
         return torch.where(ids < 0, -1, rank * self.num_columns + entry)
 
+    def source(
+        self, entries: Tensor, topk_groups: Tensor | None, topk_weights: Tensor
+    ) -> SourceSums | None:
+        """Return the sums of this rank's tokens, None where the rank of the experts sums.
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Pairs:
-    """The pairs of some rows, and the sources of each.
-
-    row_of_pair: [P], int64; 0 past the pairs in use.
-    table: [P, K], int32, contiguous; the source of entry k if it belongs to the pair, else -1.
-    """
-
-    row_of_pair: Tensor
-    table: Tensor
-
-    @classmethod
-    def of(cls, sources: Tensor, columns: Tensor, numbers: Tensor, num_pairs: int) -> Pairs:
-        """Return the pairs of N rows.
-
-        Args:
-            sources: [N, K], the source of each entry, -1 for none.
-            columns: [N, K], the column of each entry, -1 for none.
-            numbers: [N, C], the number of each pair.
-            num_pairs: P, at least the number of pairs with an entry.
-
-        Host sync: none.
+        entries: [T, K], the returned row of each entry, -1 for none.
         """
-        device, (num_rows, top_k) = sources.device, sources.shape
-        pair = numbers.gather(1, columns.clamp(min=0).long())
-        # One more pair takes the entries without a column.
-        pair = torch.where(columns < 0, num_pairs, pair)
-        entry = torch.arange(top_k, device=device).expand(num_rows, top_k)
-        table = torch.full((num_pairs + 1, top_k), -1, dtype=torch.int32, device=device)
-        table[pair, entry] = sources.to(torch.int32)
-        rows = torch.arange(num_rows, device=device).unsqueeze(1).expand(num_rows, top_k)
-        row_of_pair = torch.zeros(num_pairs + 1, dtype=torch.int64, device=device)
-        row_of_pair[pair] = rows
-        return cls(row_of_pair=row_of_pair[:num_pairs], table=table[:num_pairs])
-
-    def members(self, num_members: int, *, is_exact: bool = True) -> AnyMembers:
-        """Return the sources of each pair, in k order; see members_of()."""
-        return as_members(self.table, num_members, is_exact=is_exact)
-
-    def scalars(self, row_scalars: Tensor) -> Tensor:
-        """Return the scalars [P, K] of each pair's entries, 0 for others; row_scalars: [N, K]."""
-        return torch.where(self.table >= 0, row_scalars[self.row_of_pair], 0)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class WideSums:
-    """Sums by group of received rows, with a returned row of num_columns * H for each of them.
-
-    Columns without an entry are zero. Sizes do not depend on the routing.
-
-    groups: the groups of the buffer.
-    table: [R * num_columns, K], as Pairs.table.
-    num_members, is_exact: see members_of().
-    topk: the entries of the tokens whose sums return to this rank; None unless the source sums.
-    """
-
-    groups: SumGroups
-    table: Tensor
-    num_members: int
-    is_exact: bool
-    topk: SourceEntries | None
-
-    @classmethod
-    def of(
-        cls,
-        groups: SumGroups,
-        ids: Tensor,
-        index: SlotIndex,
-        topk: SourceEntries,
-    ) -> WideSums:
-        """Return the sums over an index.
-
-        ids: [R, K], experts of this rank, -1 for none.
-        """
-        slots, counts = index.slots_of_row, index.host_num_tokens_per_expert
-        assert slots is not None, "an index over rows has its inverse"
-        num_pairs = ids.shape[0] * groups.num_columns
-        numbers = torch.arange(num_pairs, device=ids.device).view(-1, groups.num_columns)
-        most = slots.numel() if index.row_of_slot is None else index.row_of_slot.shape[0]
-        return cls(
-            groups=groups,
-            table=Pairs.of(slots, groups.columns(ids), numbers, num_pairs).table,
-            num_members=min(most, slots.numel()) if counts is None else sum(counts),
-            is_exact=counts is not None,
-            topk=topk if groups.sums_at_source else None,
+        if not self.sums_at_source:
+            return None
+        assert topk_groups is not None, "checked by the dispatcher"
+        return SourceSums(
+            num_groups=self.num_groups,
+            entries=entries,
+            # The caller may overwrite its tensors before combine reads them.
+            groups=topk_groups.clone(),
+            weights=topk_weights.detach().clone(),
         )
 
-    def returned(self, rows: Tensor, slot_weights: Tensor | None) -> Tensor:
-        """Return the sums of the expert results of each received row, [R, num_columns * H]."""
-        members = as_members(self.table, self.num_members, is_exact=self.is_exact)
-        weights = None if self.groups.sums_at_source else slot_weights
-        sums = sum_weighted(rows, members, weights)
-        return sums.view(-1, self.groups.num_columns * rows.shape[1])
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SourceSums:
+    """How a source rank sums one returned row per entry of its tokens.
+
+    num_groups: G.   entries: [T, K], the row of each entry, -1 for none.
+    groups, weights: [T, K], of each entry; not read for none.
+    """
+
+    num_groups: int
+    entries: Tensor
+    groups: Tensor
+    weights: Tensor
+
+    def total(self, rows: Tensor, *, has_weights: bool) -> Tensor:
+        """Sum rows [N, H], first by group and then over the groups, to [T, H].
+
+        Host sync: none.   Deterministic: yes.
+        """
+        entries, num_rows, (num_tokens, top_k) = self.entries, rows.shape[0], self.entries.shape
+        if num_rows == 0:
+            return rows.new_zeros(num_tokens, rows.shape[1])
+        columns = torch.where(entries < 0, -1, self.groups)
+        numbers = number_pairs(mark_pairs(columns, self.num_groups))
+        most = num_tokens * min(top_k, self.num_groups)
+        table = pair_table(entries, columns, numbers, most)
+        weight_of_row = None
+        if has_weights:
+            # One more row takes the masked entries.
+            weight_of_row = self.weights.new_zeros(num_rows + 1)
+            weight_of_row[torch.where(entries < 0, num_rows, entries).long()] = self.weights
+            weight_of_row = weight_of_row[:num_rows]
+        members = as_members(table, num_tokens * top_k, is_exact=False)
+        sums = sum_weighted(rows, members, weight_of_row)
+        return reduce_rows(sums, as_members(numbers, most, is_exact=False))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupSums:
+    """The rows of groups that a rank returns, and what it does with those that return to it.
+
+    table: [P, K], int32, the slots of each returned row, -1 for none; None if another exchange
+        sums them.
+    source: see SumGroups.source().
+    num_columns: the returned rows of a received row where their number does not depend on the
+        routing; rows without a slot are zero.
+    """
+
+    table: Tensor | None
+    source: SourceSums | None
+    num_columns: int = 1
+
+    def sums(
+        self, rows: Tensor, index: SlotIndex, slot_weights: Tensor | None
+    ) -> Callable[[slice], Tensor]:
+        """Return a function that computes a range of the returned rows from results of slots."""
+        assert self.table is not None, "this exchange sums"
+        members, weights = slots_by_row(index, self.table), slot_weights
+        if self.source is not None:
+            weights = None
+        return lambda part: sum_weighted(rows, members.part(part), weights)
 
     def total(self, returned: Tensor, bias: Tensor | None, *, has_weights: bool) -> Tensor:
         """Return y [T, H] of returned rows [W, T, num_columns * H], onto bias [T, H] or None."""
-        columns = returned.unflatten(2, (self.groups.num_columns, -1))
-        if self.topk is None:
-            parts = columns.transpose(1, 2).flatten(0, 1)
-            return sum_parts(parts, returned.dtype, bias)
+        columns = returned.unflatten(2, (self.num_columns, -1))
+        if self.source is None:
+            return sum_parts(columns.transpose(1, 2).flatten(0, 1), returned.dtype, bias)
         assert bias is None, "no client with a bias has experts of a group on several ranks"
-        return self.topk.total(columns, self.groups, has_weights=has_weights)
+        return self.source.total(columns.flatten(0, 2), has_weights=has_weights)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SourceEntries:
-    """The entries of tokens whose sums a source rank computes: ids, groups and weights, [T, K]."""
+def pair_table(sources: Tensor, columns: Tensor, numbers: Tensor, num_pairs: int) -> Tensor:
+    """Return the source of each entry of each pair of N rows, [P, K], int32, -1 for other entries.
 
-    ids: Tensor
-    groups: Tensor | None
-    weights: Tensor
+    Args:
+        sources: [N, K], the source of each entry, -1 for none.
+        columns: [N, K], the column of each entry, -1 for none.
+        numbers: [N, C], the number of each pair.
+        num_pairs: P, at least the number of pairs with an entry.
 
-    def total(self, columns: Tensor, groups: SumGroups, *, has_weights: bool) -> Tensor:
-        """Return y [T, H] of one row per entry, in columns [W, T, K, H]."""
-        assert self.groups is not None, "checked by the dispatcher"
-        num_tokens, top_k = columns.shape[1:3]
-        entry = torch.arange(num_tokens * top_k, device=columns.device).view(num_tokens, top_k)
-        owner = torch.div(self.ids, groups.num_local, rounding_mode="floor")
-        entries = torch.where(self.ids < 0, -1, owner * num_tokens * top_k + entry)
-        weights = self.weights if has_weights else None
-        return sum_entries(columns.flatten(0, 2), entries, self.groups, groups.num_groups, weights)
+    Host sync: none.
+    """
+    device, (num_rows, top_k) = sources.device, sources.shape
+    pair = numbers.gather(1, columns.clamp(min=0).long())
+    # One more pair takes the entries without a column.
+    pair = torch.where(columns < 0, num_pairs, pair)
+    entry = torch.arange(top_k, device=device).expand(num_rows, top_k)
+    table = torch.full((num_pairs + 1, top_k), -1, dtype=torch.int32, device=device)
+    table[pair, entry] = sources.to(torch.int32)
+    return table[:num_pairs]
 
 
 def as_members(table: Tensor, num_members: int, *, is_exact: bool = True) -> AnyMembers:
@@ -217,35 +205,3 @@ def sum_weighted(rows: Tensor, members: AnyMembers, weights: Tensor | None) -> T
         return reduce_rows(rows, members, weights)
     products = rows.to(sum_dtype(rows.dtype)) * weights.unsqueeze(1)
     return reduce_rows(products, members).to(rows.dtype)
-
-
-def sum_entries(
-    rows: Tensor, entries: Tensor, groups: Tensor, num_groups: int, weights: Tensor | None
-) -> Tensor:
-    """Sum one row per entry, first by group and then over the groups, to [T, H].
-
-    Args:
-        rows: [N, H].
-        entries: [T, K], the row of each entry, -1 for none.
-        groups: [T, K], the group of each entry; read where entries >= 0.
-        num_groups: G.
-        weights: [T, K], in sum_dtype() of the rows, or None.
-
-    Host sync: none.   Deterministic: yes.
-    """
-    num_rows, (num_tokens, top_k) = rows.shape[0], entries.shape
-    if num_rows == 0:
-        return rows.new_zeros(num_tokens, rows.shape[1])
-    columns = torch.where(entries < 0, -1, groups)
-    numbers = number_pairs(mark_pairs(columns, num_groups))
-    most = num_tokens * min(top_k, num_groups)
-    pairs = Pairs.of(entries, columns, numbers, most)
-    weight_of_row = None
-    if weights is not None:
-        # One more row takes the masked entries.
-        weight_of_row = weights.new_zeros(num_rows + 1)
-        weight_of_row[torch.where(entries < 0, num_rows, entries).long()] = weights
-        weight_of_row = weight_of_row[:num_rows]
-    members = pairs.members(num_tokens * top_k, is_exact=False)
-    sums = sum_weighted(rows, members, weight_of_row)
-    return reduce_rows(sums, as_members(numbers, most, is_exact=False))

@@ -139,16 +139,20 @@ def number_pairs(has_entry: Tensor) -> Tensor:
     return torch.where(has_entry, numbers, -1)
 
 
-def slots_by_row(index: SlotIndex) -> AnyMembers:
-    """Return the slots of each received row, in k order."""
+def slots_by_row(index: SlotIndex, table: Tensor | None = None) -> AnyMembers:
+    """Return the slots of each received row, in k order, or those of each line of a table.
+
+    table: [N, K], int32, contiguous, each slot once, -1 for none.
+    """
     assert index.slots_of_row is not None, "an index over rows has its inverse"
-    if row_ops_for(index.slots_of_row) is not None:
-        return MemberTable(table=index.slots_of_row)
+    table = index.slots_of_row if table is None else table
+    if row_ops_for(table) is not None:
+        return MemberTable(table=table)
     if index.host_num_tokens_per_expert is not None:
-        return members_of(index.slots_of_row, sum(index.host_num_tokens_per_expert))
+        return members_of(table, sum(index.host_num_tokens_per_expert))
     assert index.row_of_slot is not None, "an index over rows has slots"
     max_members = min(index.slots_of_row.numel(), index.row_of_slot.shape[0])
-    return members_of(index.slots_of_row, max_members, is_exact=False)
+    return members_of(table, max_members, is_exact=False)
 
 
 def aligned_counts(counts: Tensor, expert_alignment: int) -> Tensor:

@@ -25,7 +25,6 @@ from epcomm.dispatchers import (
 )
 from epcomm.errors import EPError, ShapeError
 from epcomm.ops import group_sums, slots
-from epcomm.ops.group_sums import SumGroups
 from epcomm.ops.slots import Members, pack
 from epcomm.planning.plan import plan
 from epcomm.records import RowsDispatchOutput
@@ -86,7 +85,7 @@ class Batch:
 
     def entries(self, part: slice, *, placed: bool) -> TopKOutput:
         """Return the entries of some tokens; `placed`: each names one of its expert's replicas."""
-        ids, weights = self.ids[part], self.weights[part].clone()
+        ids, weights = self.ids[part].clone(), self.weights[part].clone()
         if not placed:
             return TopKOutput(topk_ids=ids, topk_weights=weights)
         first = [(self.logical == expert).nonzero()[0] for expert in range(E)]
@@ -174,6 +173,10 @@ def run(
     local = dispatcher.plan.buffer_spec.num_local_experts
     with torch.set_grad_enabled(trains):
         out = dispatcher.dispatch(x, topk)
+        # Combine does not read the tensors of the caller.
+        for each in (topk.topk_ids, topk.topk_weights.detach(), topk.topk_groups):
+            if each is not None:
+                each.zero_()
         results = compute(out, batch.slope[logical[rank * local :][:local]])
         y = dispatcher.combine(out.combine_input(results))
         if trains:
@@ -230,10 +233,6 @@ def test_bits_do_not_depend_on_hosts(hosts: str) -> None:
         check_bits(group, NORMAL, EPConfig(backend="hierarchical"), torch.bfloat16)
 
 
-def one_group(groups: SumGroups) -> SumGroups:
-    return replace(groups, num_columns=1)
-
-
 def in_steps(sums: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Round the sum of the groups after each addition."""
 
@@ -262,36 +261,79 @@ def of_rounded_products(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def of_flipped(make: Callable[..., Members]) -> Callable[..., Members]:
-    def mutant(table: Tensor, *args: object, **options: object) -> Members:
-        return make(table.flip(1), *args, **options)
+    def mutant(*args: object, **options: object) -> Members:
+        flipped = (each.flip(1) if isinstance(each, Tensor) else each for each in args)
+        return make(*flipped, **options)
 
     return mutant
 
 
-# What is replaced where, and by what it is replaced.
-MUTANTS: dict[str, tuple[object, str, Callable[[Any], Any]]] = {
-    "groups by rank": (all_to_all.SumGroups, "of", lambda of: lambda *args: one_group(of(*args))),
-    "another order of k": (group_sums, "as_members", of_flipped),
-    "another order of groups": (all_to_all, "as_members", of_flipped),
-    "sums rounded after each group": (all_to_all, "reduce_rows", in_steps),
-    "weights applied before rounding": (all_to_all, "sum_weighted", of_rounded_products),
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """What is replaced where, and by what it is replaced.
+
+    is_placed: found where experts have replicas, so that the source rank sums.
+    """
+
+    owner: object
+    name: str
+    change: Callable[[Any], Any]
+    is_placed: bool = False
+
+
+MUTANTS = {
+    "groups by rank": Mutant(
+        owner=all_to_all.SumGroups,
+        name="of",
+        change=lambda of: lambda *args: replace(of(*args), num_columns=1),
+    ),
+    "another order of k": Mutant(owner=group_sums, name="slots_by_row", change=of_flipped),
+    "another order of groups": Mutant(owner=all_to_all, name="as_members", change=of_flipped),
+    "sums rounded after each group": Mutant(owner=all_to_all, name="reduce_rows", change=in_steps),
+    "weights applied before rounding": Mutant(
+        owner=group_sums, name="sum_weighted", change=of_rounded_products
+    ),
+    "another order at the source": Mutant(
+        owner=group_sums, name="as_members", change=of_flipped, is_placed=True
+    ),
+    "one group at the source": Mutant(
+        owner=group_sums,
+        name="SourceSums",
+        change=lambda make: (
+            lambda num_groups, groups, **rest: make(
+                num_groups=1, groups=torch.zeros_like(groups), **rest
+            )
+        ),
+        is_placed=True,
+    ),
+    "groups of physical experts": Mutant(
+        owner=group_sums,
+        name="SourceSums",
+        change=lambda make: (
+            lambda entries, groups, **rest: make(entries=entries, groups=groups.flip(1), **rest)
+        ),
+        is_placed=True,
+    ),
 }
 
 
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("mutant", [None, *MUTANTS])
 def test_a_fault_of_the_sums_is_found(mutant: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Mutant(owner=slots, name="pack", change=lambda same: same)
     if mutant is not None:
-        owner, name, change = MUTANTS[mutant]
-        monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+        found = MUTANTS[mutant]
+        monkeypatch.setattr(found.owner, found.name, found.change(getattr(found.owner, found.name)))
     is_equal, whole = [], slice(0, TOKENS)
+    redundant = REPLICAS if found.is_placed else 0
     with EPGroup() as group:
         # In bfloat16, few sums show the order of their float32 additions.
         for dtype in (torch.bfloat16, torch.float32):
-            spec = MoESpec(hidden_size=H, num_experts=E, top_k=K, dtype=dtype)
-            dispatcher = NORMAL(group, spec, EPConfig(backend="collective", sum_groups=4))
-            batch = Batch.make(dtype)
-            (y,) = run(dispatcher, batch, whole, 0, trains=False)
+            spec = MoESpec(hidden_size=H, num_experts=E + redundant, top_k=K, dtype=dtype)
+            config = EPConfig(backend="collective", sum_groups=4)
+            dispatcher = NORMAL(group, spec, replace(config, redundant_experts=redundant or None))
+            batch, groups = Batch.make(dtype), 4 if found.is_placed else None
+            (y,) = run(dispatcher, batch, whole, 0, trains=False, groups=groups)
             is_equal.append(torch.equal(y, expected(batch, 4)[0]))
     assert all(is_equal) is (mutant is None)
 

@@ -134,7 +134,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
             num_rows=gathered.topk_ids.shape[0],
             index=index,
             call=gathered.batch,
-            wide_sums=self._wide_sums(call, gathered.sent_ids, gathered.topk_ids, index),
+            group_sums=self._group_sums(call, gathered.sent_ids, gathered.topk_ids, index),
             tokens_of_rank=counts.rows_from_rank,
             row_of_token=gathered.row_of_token,
         )

@@ -14,7 +14,7 @@ A RowMover moves rows and sums by collectives; HostMover of shared_memory moves 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
@@ -53,13 +53,7 @@ from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives
 from epcomm.config import Mode
 from epcomm.errors import EPError
-from epcomm.ops.group_sums import (
-    Pairs,
-    SumGroups,
-    as_members,
-    sum_entries,
-    sum_weighted,
-)
+from epcomm.ops.group_sums import GroupSums, SumGroups, as_members, pair_table
 from epcomm.ops.slots import (
     AnyMembers,
     MemberTable,
@@ -267,117 +261,68 @@ class CollectiveExchangePlan(SignedExchangePlan):
     """The rows that this rank sends and receives in one dispatch.
 
     send_splits, recv_splits: [W], number of rows to and from each rank.
-    table: number of rows from each rank to each rank; None unless all ranks receive all headers.
+    returned_splits: [W] each, number of rows that combine returns to and from each rank.
+    table, returned_table: number of rows from each rank to each rank, in dispatch and in combine;
+        None unless all ranks receive all headers.
+    addends: with sum_groups, see SendPlan.returned_rows().
     views_epoch: the epoch of the exchange if the rows are views that a later exchange overwrites;
         else None.
     """
 
     send_splits: tuple[int, ...]
     recv_splits: tuple[int, ...]
+    returned_splits: tuple[tuple[int, ...], tuple[int, ...]]
     sends: SendOrder
     table: RowTable | None = None
+    returned_table: RowTable | None = None
+    addends: Tensor | None = None
     views_epoch: int | None = None
 
     def rows_from_ranks(self) -> Tensor:
         device = self.index.num_tokens_per_expert.device
         return torch.tensor(self.recv_splits, dtype=torch.int32, device=device)
 
-    @property
-    def returned_splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The number of rows that combine returns to each rank, and from each rank, [W]."""
-        return self.recv_splits, self.send_splits
-
-    @property
-    def returned_table(self) -> RowTable | None:
-        """The number of rows that combine returns to each rank from each rank, as `table`."""
-        return self.table
-
     def returned(
         self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None
     ) -> Callable[[slice], Tensor]:
         """Return a function that computes a range of the rows that combine returns."""
         if rows_per is RowsPer.ROW:
+            # With sum_groups they are those that another exchange has returned.
             return lambda part: rows[part].contiguous()
+        if self.group_sums is not None:
+            return self.group_sums.sums(rows, self.index, slot_weights)
         slots = slots_by_row(self.index)
         return lambda part: reduce_rows(rows, slots.part(part), slot_weights)
 
     def returned_scalars(self, row_scalars: Tensor) -> Tensor:
-        """Return the scalars of the rows that combine returns."""
-        return row_scalars
+        """Return the scalars of the rows that combine returns, 0 for entries of other rows."""
+        if self.group_sums is None:
+            return row_scalars
+        slots, row_of_slot = self.group_sums.table, self.index.row_of_slot
+        assert slots is not None, "this exchange sums"
+        assert row_of_slot is not None, "an index over rows has slots"
+        # Every returned row has a slot.
+        row = row_of_slot[slots.amax(1).long()].long()
+        return torch.where(slots >= 0, row_scalars[row], 0)
 
     @property
     def returned_of_token(self) -> AnyMembers:
         """The returned rows of each token, in the order of the sum."""
-        return self.sends.rows_of_token
+        if self.addends is None:
+            return self.sends.rows_of_token
+        return as_members(self.addends, sum(self.returned_splits[1]))
 
     def total(
         self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
     ) -> Tensor:
         """Return y [T, H] of the rows that all ranks return, [N, H], by rank."""
+        if self.group_sums is not None and self.group_sums.source is not None:
+            assert bias is None, "no client with a bias has experts of a group on several ranks"
+            return self.group_sums.source.total(returned, has_weights=has_weights)
         members = self.returned_of_token
         if bias is None:
             return reduce_rows(returned, members)
         return reduce_rows_onto(bias, returned, members)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GroupedExchangePlan(CollectiveExchangePlan):
-    """The plan of a dispatch whose combine returns rows of groups; see epcomm/ops/group_sums.py.
-
-    groups: the groups of the buffer.
-    pairs: the rows that this rank returns, each with the slots that it sums.
-    num_slots: the number of these slots.
-    splits: returned_splits.
-    pair_table: returned_table.
-    addends: [T, G], or [T, K] with sums_at_source: see SendPlan.returned_rows().
-    topk_groups, topk_weights: [T, K]; None unless the source sums.
-    """
-
-    groups: SumGroups
-    pairs: Pairs
-    num_slots: int
-    splits: tuple[tuple[int, ...], tuple[int, ...]]
-    pair_table: RowTable | None
-    addends: Tensor
-    topk_groups: Tensor | None
-    topk_weights: Tensor | None
-
-    @property
-    def returned_splits(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.splits
-
-    @property
-    def returned_table(self) -> RowTable | None:
-        return self.pair_table
-
-    def returned(
-        self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None
-    ) -> Callable[[slice], Tensor]:
-        if rows_per is RowsPer.ROW:
-            # The rows are those that another exchange has returned, see return_rows().
-            return super().returned(rows, rows_per, slot_weights)
-        members = self.pairs.members(self.num_slots)
-        weights = None if self.groups.sums_at_source else slot_weights
-        return lambda part: sum_weighted(rows, members.part(part), weights)
-
-    def returned_scalars(self, row_scalars: Tensor) -> Tensor:
-        return self.pairs.scalars(row_scalars)
-
-    @property
-    def returned_of_token(self) -> AnyMembers:
-        return as_members(self.addends, sum(self.splits[1]))
-
-    def total(
-        self, returned: Tensor, bias: Tensor | None = None, *, has_weights: bool = False
-    ) -> Tensor:
-        if not self.groups.sums_at_source:
-            return super().total(returned, bias, has_weights=has_weights)
-        assert bias is None, "no client with a bias has experts of a group on several ranks"
-        assert self.topk_groups is not None, "checked by the dispatcher"
-        weights = self.topk_weights if has_weights else None
-        return sum_entries(
-            returned, self.addends, self.topk_groups, self.groups.num_groups, weights
-        )
 
 
 class RowMover:
@@ -578,8 +523,10 @@ class RowsBuffer(OverCollectives, AddsBias):
             index=index,
             send_splits=send_splits,
             recv_splits=counts.rows_from_rank,
+            returned_splits=(counts.rows_from_rank, send_splits),
             sends=sends,
             table=self._mover.table,
+            returned_table=self._mover.table,
             views_epoch=None if is_kept else self._mover.epoch,
             call=batch,
         )
@@ -616,25 +563,23 @@ class RowsBuffer(OverCollectives, AddsBias):
         sending: SendPlan,
         received: Tensor,
         counts: Counts,
-    ) -> GroupedExchangePlan:
+    ) -> CollectiveExchangePlan:
         """Return the plan with the rows that combine returns for the received rows."""
-        ids = self._dispatch_layout.ids(received)
-        columns = groups.columns(localize(ids, self._first_expert, groups.num_local))
-        slots = exchange_plan.index.slots_of_row
-        if slots is None:
-            # Without an index there are no slots here; the table only marks the entries.
-            slots = columns
-        numbers = number_pairs(mark_pairs(columns, groups.num_columns))
-        return GroupedExchangePlan(
-            **vars(exchange_plan),
-            groups=groups,
-            pairs=Pairs.of(slots, columns, numbers, sum(counts.pairs_from_rank)),
-            num_slots=sum(counts.tokens_per_expert),
-            splits=(counts.pairs_from_rank, counts.pairs_to_rank),
-            pair_table=self._mover.pair_table,
-            addends=sending.returned_rows(),
-            topk_groups=call.topk_groups,
-            topk_weights=call.topk_weights.detach() if groups.sums_at_source else None,
+        table, slots = None, exchange_plan.index.slots_of_row
+        if slots is not None:
+            ids = self._dispatch_layout.ids(received)
+            columns = groups.columns(localize(ids, self._first_expert, groups.num_local))
+            numbers = number_pairs(mark_pairs(columns, groups.num_columns))
+            table = pair_table(slots, columns, numbers, sum(counts.pairs_from_rank))
+        addends = sending.returned_rows()
+        return replace(
+            exchange_plan,
+            group_sums=GroupSums(
+                table=table, source=groups.source(addends, call.topk_groups, call.topk_weights)
+            ),
+            returned_splits=(counts.pairs_from_rank, counts.pairs_to_rank),
+            returned_table=self._mover.pair_table,
+            addends=addends,
         )
 
     def _with_topk(self, out: Dispatched, received: Tensor) -> Dispatched:

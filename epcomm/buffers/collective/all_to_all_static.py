@@ -153,7 +153,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
             index=index,
             has_failed=has_failed,
             call=batch,
-            wide_sums=self._wide_sums(call, topk_ids, ids, index),
+            group_sums=self._group_sums(call, topk_ids, ids, index),
         )
         return Dispatched(
             rows=layout.wire_tensor(rows),

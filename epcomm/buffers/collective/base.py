@@ -16,7 +16,7 @@ from epcomm.calls.counts import Counts, exchange_counts
 from epcomm.calls.header import CallKind, CallSign, rows_size
 from epcomm.calls.order import Calls
 from epcomm.errors import EPError
-from epcomm.ops.group_sums import SourceEntries, SumGroups, WideSums
+from epcomm.ops.group_sums import GroupSums, SumGroups, pair_table
 from epcomm.ops.slots import localize, reduce_rows, row_ops_of, slots_by_row, sum_parts
 from epcomm.platforms.machine import Machine
 from epcomm.records import ExchangePlan, SlotIndex
@@ -37,20 +37,23 @@ class SignedExchangePlan(ExchangePlan):
     """The plan of a buffer over collectives.
 
     call: the sign of the dispatch, for the calls along this plan.
-    wide_sums: the sums by group, with BufferSpec.sum_groups in buffers whose sizes are independent
-        of the routing.
+    group_sums: the sums by group, with BufferSpec.sum_groups.
     """
 
     call: CallSign
-    wide_sums: WideSums | None = None
+    group_sums: GroupSums | None = None
 
     def sums(self, rows: Tensor, rows_per: RowsPer, slot_weights: Tensor | None) -> Tensor:
         """Return the sum of the expert results of each row, [R, H], zero without a slot.
 
-        With wide_sums, one for each of its columns, [R, num_columns * H].
+        With group_sums, one for each of its columns, [R, num_columns * H].
         """
-        if self.wide_sums is not None:
-            return self.wide_sums.returned(rows, slot_weights)
+        if self.group_sums is not None:
+            sums, columns = (
+                self.group_sums.sums(rows, self.index, slot_weights),
+                self.group_sums.num_columns,
+            )
+            return sums(slice(0, self.num_rows * columns)).view(-1, columns * rows.shape[1])
         if rows_per is RowsPer.SLOT:
             return reduce_rows(rows, slots_by_row(self.index), slot_weights)
         assert self.index.slots_of_row is not None, "an index over rows"
@@ -65,8 +68,8 @@ class SignedExchangePlan(ExchangePlan):
         bias: [T, H] or None, see sum_parts().
         has_weights: router weights are to be applied, unless they have been.
         """
-        if self.wide_sums is not None:
-            return self.wide_sums.total(returned, bias, has_weights=has_weights)
+        if self.group_sums is not None:
+            return self.group_sums.total(returned, bias, has_weights=has_weights)
         return sum_parts(returned, returned.dtype, bias)
 
 
@@ -165,21 +168,30 @@ class OverCollectives:
     def close(self) -> None:
         """Do nothing, because calls allocate their memory."""
 
-    def _wide_sums(
+    def _group_sums(
         self, call: DispatchCall, topk_ids: Tensor, ids: Tensor, index: SlotIndex
-    ) -> WideSums | None:
+    ) -> GroupSums | None:
         """Return the sums by group of received rows with these ids, or None without sum_groups.
 
         topk_ids: [T, K], the checked ids of this rank's tokens.
         ids: [R, K], the ids of received rows.
         """
-        if self._groups is None:
+        groups, num_local = self._groups, self._spec.num_local_experts
+        if groups is None:
             return None
-        local_ids = localize(ids, self._first_expert, self._spec.num_local_experts)
-        topk = SourceEntries(
-            ids=topk_ids, groups=call.topk_groups, weights=call.topk_weights.detach()
+        columns = groups.columns(localize(ids, self._first_expert, num_local))
+        num_pairs = ids.shape[0] * groups.num_columns
+        numbers = torch.arange(num_pairs, device=ids.device).view(-1, groups.num_columns)
+        assert index.slots_of_row is not None, "an index over rows has its inverse"
+        # Returned rows are numbered by rank, token and column.
+        owner = torch.div(topk_ids, num_local, rounding_mode="floor")
+        entry = torch.arange(topk_ids.numel(), device=ids.device).view_as(topk_ids)
+        entries = torch.where(topk_ids < 0, -1, owner * topk_ids.numel() + entry)
+        return GroupSums(
+            table=pair_table(index.slots_of_row, columns, numbers, num_pairs),
+            source=groups.source(entries, call.topk_groups, call.topk_weights),
+            num_columns=groups.num_columns,
         )
-        return WideSums.of(self._groups, local_ids, index, topk)
 
     def _scalar_layout(self, dtype: torch.dtype, num_columns: int = 1) -> RowLayout:
         """Return the layout of combine's rows with elements of `dtype` and row scalars.

@@ -110,7 +110,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
             num_rows=num_tokens,
             index=index,
             call=batch,
-            wide_sums=self._wide_sums(*self._share_of(call, topk_ids), topk_ids, index),
+            group_sums=self._group_sums(*self._share_of(call, topk_ids), topk_ids, index),
         )
         return Dispatched(
             # Unquantised rows share the memory of the caller's tensor, but not its history.

@@ -25,7 +25,7 @@ from torch import Tensor
 from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
 from epcomm.buffers.collective.all_to_all import (
     CollectiveBuffer,
-    GroupedExchangePlan,
+    CollectiveExchangePlan,
     RowsBuffer,
 )
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
@@ -236,7 +236,8 @@ class HierarchicalBuffer(Buffer):
         """Return the outer plan with the returned rows of a token in ascending order of groups."""
         if self._group_order is None:
             return outer
-        assert isinstance(outer, GroupedExchangePlan), "the buffer has groups"
+        assert isinstance(outer, CollectiveExchangePlan), "HostRowsBuffer made it"
+        assert outer.addends is not None, "the buffer has groups"
         return replace(outer, addends=outer.addends[:, self._group_order])
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
@@ -327,12 +328,14 @@ class HierarchicalBuffer(Buffer):
         With sum_groups they are the rows of groups as the ranks of this host have rounded them.
         """
         inner, outer = exchange_plan.inner, exchange_plan.outer
-        if not isinstance(inner, GroupedExchangePlan):
+        if self._spec.sum_groups is None:
             return self._inner.combine(
                 rows, inner, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
             )
         assert isinstance(self._inner, RowsBuffer), "inner_buffer_class() chose it"
-        assert isinstance(outer, GroupedExchangePlan), "of the same groups"
+        assert isinstance(outer, CollectiveExchangePlan), "HostRowsBuffer made it"
+        assert isinstance(inner, CollectiveExchangePlan), "a RowsBuffer made it"
+        assert inner.addends is not None, "the buffer has groups"
         returned, scalars = self._inner.return_rows(
             rows, inner, rows_per=rows_per, slot_weights=slot_weights, row_scalars=row_scalars
         )

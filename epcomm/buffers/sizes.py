@@ -241,36 +241,6 @@ def index_region(spec: BufferSpec, *, rows_per_token: int, max_rows: int | None)
     )
 
 
-def group_regions(
-    spec: BufferSpec, *, max_tokens: int | None, per_token: int, max_pairs: int | None
-) -> tuple[Region, ...]:
-    """Return the region of the tables of sum groups, or nothing without BufferSpec.sum_groups.
-
-    A pair has the slot of each entry (int32); a token of this rank has the row of each of its
-    addends (int64). See epcomm/ops/group_sums.py.
-
-    Args:
-        spec: the specification of the buffer.
-        max_tokens: M.
-        per_token: the most pairs of one token, on all ranks together.
-        max_pairs: the most pairs of one rank.
-    """
-    if spec.sum_groups is None:
-        return ()
-    pair_bytes = 4 * spec.top_k
-    addend_bytes = 8 * (spec.top_k if spec.sums_at_source else spec.sum_groups)
-    max_bytes = None
-    if max_tokens is not None and max_pairs is not None:
-        max_bytes = max_tokens * addend_bytes + max_pairs * pair_bytes
-    return (
-        Region(
-            name="sum groups",
-            bytes_per_token=per_token * pair_bytes + addend_bytes,
-            max_bytes=max_bytes,
-        ),
-    )
-
-
 def slot_regions(spec: BufferSpec, *, row_bytes: int, max_rows: int | None) -> tuple[Region, ...]:
     """Return the regions that the runner needs for R rows: packed slots and their results.
 

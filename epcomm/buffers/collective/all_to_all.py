@@ -33,7 +33,6 @@ from epcomm.buffers.sizes import (
     CallShape,
     Region,
     RowBytes,
-    group_regions,
     index_region,
     rows_region,
     slot_regions,
@@ -105,15 +104,17 @@ class SendOrder:
         ops.scatter_tokens((hidden_states, *nothing), self.rows_of_token.table, (out, *nothing))
 
 
+@dataclass(kw_only=True, eq=False)
 class SendPlan:
-    """Plans the rows that one dispatch sends; its methods are called in the order below."""
+    """Plans the rows that one dispatch sends; its methods are called in the order below.
 
-    def __init__(
-        self, call: DispatchCall, layout: RowLayout, num_local: int, groups: SumGroups | None
-    ) -> None:
-        """Plan the rows of `call` in the layout `layout`; num_local is L."""
-        self._call, self._layout, self._num_local = call, layout, num_local
-        self._groups = groups
+    call: the dispatch.   layout: of its rows.   num_local: L.   groups: the sum groups.
+    """
+
+    call: DispatchCall
+    layout: RowLayout
+    num_local: int
+    groups: SumGroups | None
 
     def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
         """Count the rows and slots and return the headers; see make_headers(). Host sync: none.
@@ -121,21 +122,21 @@ class SendPlan:
         Memory is allocated and tokens are converted here, before the headers are sent, so that they
         can report a failure.
         """
-        call, num_local, world_size = self._call, self._num_local, calls.world_size
+        call, num_local, world_size = self.call, self.num_local, calls.world_size
         num_experts = num_local * world_size
         self._topk_ids, fault = guard_ids(call.topk_ids, num_experts, call.error)
         destination = torch.div(self._topk_ids, num_local, rounding_mode="floor")
         # Whether token t goes to rank r, [T, W].
         self._needed = mark_pairs(destination, world_size)
         # Convert each token once, not once per copy; rows are gathered from the result.
-        self._wire = wire_tensor_of(call, self._layout.format)
+        self._wire = wire_tensor_of(call, self.layout.format)
         counts = (fault, self._needed.sum(0), count_experts(self._topk_ids, num_experts))
         pairs = self._mark_pairs(world_size)
         return make_headers(calls, sign, call.flags, counts, has_rest=has_rest, pairs=pairs)
 
     def _mark_pairs(self, world_size: int) -> Tensor | None:
         """Mark the rows that return for each token; return their number by rank, [W], or None."""
-        groups = self._groups
+        groups = self.groups
         if groups is None:
             return None
         self._columns = groups.columns(self._topk_ids)
@@ -152,8 +153,8 @@ class SendPlan:
         by_rank = self._has_pair.transpose(0, 1)
         numbers = number_pairs(by_rank.flatten(0, 1)).view(by_rank.shape).transpose(0, 1)
         numbers = numbers.flatten(1)
-        assert self._groups is not None, "only rows of groups are numbered"
-        if not self._groups.sums_at_source:
+        assert self.groups is not None, "only rows of groups are numbered"
+        if not self.groups.sums_at_source:
             return numbers
         found = numbers.gather(1, self._columns.clamp(min=0))
         return torch.where(self._columns < 0, -1, found)
@@ -175,45 +176,35 @@ class SendPlan:
     def packed(self, order: SendOrder) -> Tensor | WriteRows:
         """Return all packed rows, or a function that writes a range of them."""
         assert order.token_of_row is not None, "as order() made it"
-        token_of_row, weights = order.token_of_row, self._call.topk_weights
+        token_of_row, weights = order.token_of_row, self.call.topk_weights
 
         def write(rows: slice, out: Tensor) -> None:
-            self._layout.pack_tokens(
+            self.layout.pack_tokens(
                 self._wire, token_of_row[rows], self._topk_ids, weights, out=out
             )
 
         return write
 
 
+@dataclass(kw_only=True, eq=False)
 class KernelSendPlan(SendPlan):
-    """Plans by kernels, which number and pack rows during the exchange of headers."""
+    """Plans by kernels, which number and pack rows into memory during the exchange of headers."""
 
-    def __init__(
-        self,
-        call: DispatchCall,
-        layout: RowLayout,
-        num_local: int,
-        groups: SumGroups | None,
-        *,
-        ops: TritonRowOps,
-        memory: Scratch,
-    ) -> None:
-        """Plan a call as SendPlan does; the kernels of `ops` pack rows into `memory`."""
-        super().__init__(call, layout, num_local, groups)
-        self._ops, self._memory = ops, memory
+    ops: TritonRowOps
+    memory: Scratch
 
     def headers(self, calls: Calls, sign: CallSign, *, has_rest: bool) -> tuple[Tensor, Tensor]:
-        call, num_local = self._call, self._num_local
+        call, num_local = self.call, self.num_local
         self._topk_ids = call.topk_ids.contiguous()
         num_tokens, top_k = self._topk_ids.shape
-        self._wire = wire_tensor_of(call, self._layout.format)
+        self._wire = wire_tensor_of(call, self.layout.format)
         # Allocate for the most rows; their number is known only after packing.
         most = num_tokens * min(top_k, calls.world_size)
-        self._rows = self._memory.rows(most, self._layout.row_bytes, torch.uint8)
+        self._rows = self.memory.rows(most, self.layout.row_bytes, torch.uint8)
         words = calls.header(CallKind.DISPATCH, sign, flags=int(call.flags))[:ROWS]
         words[-2] = fault_word(call.error)
         self._header, rest = empty_headers(calls, num_local, has_rest=has_rest)
-        self._ops.count_sends(
+        self.ops.count_sends(
             self._topk_ids,
             self._header,
             rest,
@@ -222,7 +213,7 @@ class KernelSendPlan(SendPlan):
             slots_at=HEADER_WORDS,
             num_local=num_local,
         )
-        if self._groups is not None:
+        if self.groups is not None:
             # The kernel reports ids that are out of range.
             is_expert = (self._topk_ids >= 0) & (self._topk_ids < num_local * calls.world_size)
             self._topk_ids = torch.where(is_expert, self._topk_ids, -1)
@@ -233,16 +224,16 @@ class KernelSendPlan(SendPlan):
         return self._header, rest
 
     def run_ahead(self) -> None:
-        self._row_of_rank = self._ops.order_sends(
-            self._topk_ids, self._header, rows_at=ROWS, num_local=self._num_local
+        self._row_of_rank = self.ops.order_sends(
+            self._topk_ids, self._header, rows_at=ROWS, num_local=self.num_local
         )
-        layout, rows = self._layout, self._rows
-        self._ops.scatter_tokens(
+        layout, rows = self.layout, self._rows
+        self.ops.scatter_tokens(
             (
                 self._wire.data,
                 self._wire.scales,
                 self._topk_ids,
-                self._call.topk_weights.contiguous(),
+                self.call.topk_weights.contiguous(),
             ),
             self._row_of_rank,
             (layout.data(rows), layout.scales(rows), layout.ids(rows), layout.scalars(rows)),
@@ -441,6 +432,14 @@ class RowsBuffer(OverCollectives, AddsBias):
         max_sent = None if max_tokens is None else max_tokens * copies
         max_rows = None if max_tokens is None else max_tokens * world_size
         max_pairs = None if max_rows is None else max_rows * of_row
+        tables = []
+        if spec.sum_groups is not None:
+            addends = spec.top_k if spec.sums_at_source else spec.sum_groups
+            # int32 for each entry of a returned row, and int64 for each addend of a token.
+            tables = [
+                rows_region("group slots", 4 * spec.top_k, per_token=returned, max_rows=max_pairs),
+                rows_region("addends", 8 * addends, per_token=1, max_rows=max_tokens),
+            ]
         # SendOrder has two int64 for each row, and one offset for each token.
         order_bytes = 16 * copies + 8
         return (
@@ -454,7 +453,7 @@ class RowsBuffer(OverCollectives, AddsBias):
             rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
-            *group_regions(spec, max_tokens=max_tokens, per_token=returned, max_pairs=max_pairs),
+            *tables,
             rows_region(
                 "partial sums",
                 row.combine,
@@ -587,11 +586,14 @@ class RowsBuffer(OverCollectives, AddsBias):
         return out
 
     def _send_plan(self, call: DispatchCall) -> SendPlan:
-        layout, num_local = self._dispatch_layout, self._spec.num_local_experts
-        if self._row_ops is None:
-            return SendPlan(call, layout, num_local, self._groups)
-        return KernelSendPlan(
-            call, layout, num_local, self._groups, ops=self._row_ops, memory=self._packed
+        kind = SendPlan
+        if self._row_ops is not None:
+            kind = partial(KernelSendPlan, ops=self._row_ops, memory=self._packed)
+        return kind(
+            call=call,
+            layout=self._dispatch_layout,
+            num_local=self._spec.num_local_experts,
+            groups=self._groups,
         )
 
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:

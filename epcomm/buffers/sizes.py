@@ -191,16 +191,21 @@ class RowBytes:
     combine: int
 
     @classmethod
-    def of(cls, spec: BufferSpec, *, backward: bool = False, returned_columns: int = 1) -> RowBytes:
+    def of(
+        cls, spec: BufferSpec, world_size: int | None = None, *, backward: bool = False
+    ) -> RowBytes:
         """Return the bytes of rows in the forward pass, or in the backward pass.
 
-        returned_columns: the number of times H elements of a row in combine.
+        world_size: W, if a row in combine has all that returns for one (token, rank).
 
         Forward: dispatch sends elements, ids and weights; combine sends sums. Backward: dispatch
         sends gradients; combine sends gradients of rows and weights.
         """
+        returned_size = spec.hidden_size
+        if world_size is not None:
+            returned_size *= spec.returned_columns(world_size)
         layout = RowLayout(
-            hidden_size=spec.hidden_size * (returned_columns if backward else 1),
+            hidden_size=returned_size if backward else spec.hidden_size,
             top_k=spec.top_k,
             format=spec.hidden_format if backward else spec.dispatch_format,
             has_ids=not backward,
@@ -208,7 +213,6 @@ class RowBytes:
         if backward:
             bare = spec.hidden_format.data_bytes(spec.hidden_size)
             return cls(dispatch=bare, combine=layout.row_bytes)
-        returned_size = spec.hidden_size * returned_columns
         return cls(dispatch=layout.row_bytes, combine=spec.hidden_format.data_bytes(returned_size))
 
 

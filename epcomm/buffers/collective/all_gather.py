@@ -87,8 +87,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        columns, max_tokens = spec.returned_columns(world_size), spec.max_tokens_per_rank
-        row = RowBytes.of(spec, returned_columns=columns)
+        row, max_tokens = RowBytes.of(spec, world_size), spec.max_tokens_per_rank
         max_rows = None if max_tokens is None else max_tokens * world_size
         return (
             Region(name="headers", max_bytes=2 * world_size * counts_bytes(spec.num_local_experts)),
@@ -106,8 +105,7 @@ class AllGatherBuffer(OverCollectives, Buffer):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        columns, tokens = spec.returned_columns(call.world_size), call.tokens_of_rank
-        row = RowBytes.of(spec, backward=backward, returned_columns=columns)
+        row, tokens = RowBytes.of(spec, call.world_size, backward=backward), call.tokens_of_rank
         header_bytes = 0 if backward else counts_bytes(spec.num_local_experts)
         num_others, elsewhere = call.world_size - 1, spec.ranks_elsewhere(call.rank)
         num_summed = sum(tokens[other] for other in elsewhere)

@@ -62,7 +62,7 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
-        row, max_tokens = _row_bytes(spec, world_size), _max_tokens(spec)
+        row, max_tokens = RowBytes.of(spec, world_size), _max_tokens(spec)
         num_rows, num_slots = (1 + max_tokens) * world_size, num_static_slots(spec, world_size)
         index = index_bytes(
             spec,
@@ -91,7 +91,8 @@ class StaticCollectiveBuffer(OverCollectives, AddsBias):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        row, num_rows = _row_bytes(spec, call.world_size, backward=backward), _max_tokens(spec)
+        num_rows = _max_tokens(spec)
+        row = RowBytes.of(spec, call.world_size, backward=backward)
         num_others, num_elsewhere = call.world_size - 1, len(spec.ranks_elsewhere(call.rank))
         header_bytes = row.dispatch + row.combine
         return BufferTraffic(
@@ -250,11 +251,6 @@ def _read_codes(returned: Tensor) -> Tensor:
     Every dtype of sums represents these small integers exactly.
     """
     return returned[:, 0, 0].long()
-
-
-def _row_bytes(spec: BufferSpec, world_size: int, *, backward: bool = False) -> RowBytes:
-    columns = spec.returned_columns(world_size)
-    return RowBytes.of(spec, backward=backward, returned_columns=columns)
 
 
 def num_static_slots(spec: BufferSpec, world_size: int) -> int:

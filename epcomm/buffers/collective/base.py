@@ -49,10 +49,8 @@ class SignedExchangePlan(ExchangePlan):
         With group_sums, one for each of its columns, [R, num_columns * H].
         """
         if self.group_sums is not None:
-            sums, columns = (
-                self.group_sums.sums(rows, self.index, slot_weights),
-                self.group_sums.num_columns,
-            )
+            sums = self.group_sums.sums(rows, self.index, slot_weights)
+            columns = self.group_sums.num_columns
             return sums(slice(0, self.num_rows * columns)).view(-1, columns * rows.shape[1])
         if rows_per is RowsPer.SLOT:
             return reduce_rows(rows, slots_by_row(self.index), slot_weights)
@@ -183,13 +181,16 @@ class OverCollectives:
         num_pairs = ids.shape[0] * groups.num_columns
         numbers = torch.arange(num_pairs, device=ids.device).view(-1, groups.num_columns)
         assert index.slots_of_row is not None, "an index over rows has its inverse"
-        # Returned rows are numbered by rank, token and column.
-        owner = torch.div(topk_ids, num_local, rounding_mode="floor")
-        entry = torch.arange(topk_ids.numel(), device=ids.device).view_as(topk_ids)
-        entries = torch.where(topk_ids < 0, -1, owner * topk_ids.numel() + entry)
+        source = None
+        if groups.sums_at_source:
+            # Returned rows are numbered by rank, token and entry.
+            owner = torch.div(topk_ids, num_local, rounding_mode="floor")
+            entry = torch.arange(topk_ids.numel(), device=ids.device).view_as(topk_ids)
+            entries = torch.where(topk_ids < 0, -1, owner * topk_ids.numel() + entry)
+            source = groups.source(entries, call.topk_groups, call.topk_weights)
         return GroupSums(
             table=pair_table(index.slots_of_row, columns, numbers, num_pairs),
-            source=groups.source(entries, call.topk_groups, call.topk_weights),
+            source=source,
             num_columns=groups.num_columns,
         )
 

@@ -60,7 +60,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         row, max_tokens = RowBytes.of(spec), spec.max_tokens_per_rank
-        wide = RowBytes.of(spec, returned_columns=spec.returned_columns(world_size))
+        wide = RowBytes.of(spec, world_size)
         hidden_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
         padded = None if max_tokens is None else align_up(max_tokens, world_size)
         # Rows need no memory, because they are the caller's hidden states.
@@ -78,8 +78,7 @@ class ReplicatedBuffer(OverCollectives, Buffer):
     ) -> BufferTraffic:
         share = align_up(call.tokens_of_rank[call.rank], call.world_size) // call.world_size
         # Every rank sends each other rank one share of the partial sums and one of the totals.
-        columns = spec.returned_columns(call.world_size)
-        wide = RowBytes.of(spec, backward=backward, returned_columns=columns)
+        wide = RowBytes.of(spec, call.world_size, backward=backward)
         share_bytes = share * (wide.combine + RowBytes.of(spec, backward=backward).combine)
         return BufferTraffic(
             combine_bytes=share_bytes * (call.world_size - 1),

@@ -186,7 +186,12 @@ def run(
 
 
 # The number of groups, and that where experts are placed, which may be below the number of ranks.
-GROUPS = {torch.bfloat16: (8, 2), torch.float32: (16, 8), torch.float64: (8, 2)}
+GROUPS = {
+    torch.bfloat16: (8, 2),
+    torch.float16: (4, 2),
+    torch.float32: (16, 8),
+    torch.float64: (8, 2),
+}
 CASES = [(way, dtype) for way in WAYS for dtype in (torch.bfloat16, torch.float32)]
 
 
@@ -195,6 +200,11 @@ CASES = [(way, dtype) for way in WAYS for dtype in (torch.bfloat16, torch.float3
 def test_bits_are_those_of_the_definition(group: EPGroup, way: str, dtype: torch.dtype) -> None:
     kind, config = WAYS[way]
     check_bits(group, kind, config, dtype)
+
+
+@pytest.mark.ranks(1, 2, 4)
+def test_four_groups_have_the_bits_of_the_definition(group: EPGroup) -> None:
+    check_bits(group, NORMAL, EPConfig(backend="shared_memory"), torch.float16)
 
 
 def check_bits(

@@ -22,7 +22,7 @@ from epcomm.buffers.nvlink.low_latency import (
 from epcomm.buffers.nvlink.memory import SymmetricMemory
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
-from epcomm.errors import RankNames
+from epcomm.errors import RankNames, ShapeError
 from epcomm.protocol import BatchFlags
 from epcomm.spec import BufferSpec
 from epcomm.types import RowsPer
@@ -204,6 +204,24 @@ def bytes_of(
         group_size=NUM_LOCAL * len(batches) // spec.sum_groups,
     )
     return kind.wire_bytes(spec, shape).combine_bytes
+
+
+def test_a_refusal_reaches_ranks_that_sum_slots() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    buffers = open_ranks(NVLinkLowLatencyBuffer, spec_of(4, at_source=True), 2, device)
+    batches = [Batch.of(0, rank, 2, 4, at_source=True) for rank in range(2)]
+    calls = [batch.call(device) for batch in batches]
+    dispatching = [b.dispatch_async(call) for b, call in zip(buffers, calls, strict=True)]
+    sent = [each.wait() for each in dispatching]
+    results = [results_of(out, rank) for rank, out in enumerate(sent)]
+    combining = buffers[0].combine_async(results[0], sent[0].exchange_plan, rows_per=RowsPer.SLOT)
+    error = ShapeError("bad rows here")
+    buffers[1].combine(results[1][:0], sent[1].exchange_plan, rows_per=RowsPer.ROW, error=error)
+    y = combining.wait()
+    assert len(y)
+    assert y.isnan().all()
+    with pytest.raises(ShapeError, match="on rank 1"):
+        buffers[0].check()
 
 
 @pytest.mark.parametrize(

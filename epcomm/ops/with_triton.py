@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from epcomm.kernels.rows.dots import dot_rows
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.row_topk import read_row_topk
 from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
-from epcomm.kernels.rows.sums import sum_parts, sum_rows
+from epcomm.kernels.rows.sums import dot_rows, sum_parts, sum_rows
 from epcomm.kernels.rows.tiles import row_stride
 from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.platforms.cuda import start_read

@@ -49,12 +49,11 @@ from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.quantize import fp8 as quantize_fp8
 from epcomm.kernels.quantize.int8 import quantize_int8_triton
 from epcomm.kernels.routing.gate import GateForm, route_tokens
-from epcomm.kernels.rows.dots import dot_rows
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
-from epcomm.kernels.rows.sums import sum_parts, sum_rows
+from epcomm.kernels.rows.sums import dot_rows, sum_parts, sum_rows
 from epcomm.kernels.rows.token_layout import write_token_layout
 from epcomm.quantization import FP8_FLOAT32_SCALES, INT8_PER_TOKEN
 from epcomm.records import ReplicaTable

@@ -1,7 +1,8 @@
 """Sum rows that a table names, by weight or without: the local half of combine.
 
 A program keeps its part of a sum in registers, so results are read once and sums written once, 16
-bytes at a time; a float32 copy of the rows is never made.
+bytes at a time; a float32 copy of the rows is never made. Dot products of rows are the gradients of
+the weights: their order depends on H alone, not on the number of rows or their addresses.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from epcomm.kernels.launch import EXACT, check_rows
+from epcomm.kernels.launch import EXACT, check_rows, next_power_of_two
 from epcomm.kernels.rounding import cast
 from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import WARPS, row_stride, tile_of
 
 # Columns of a table up to which the loop is unrolled, so that all loads of a target are in flight.
 _MOST_UNROLLED = 16
+# Columns that a dot product adds apart: 16 bytes of bfloat16 for each thread.
+_DOT_COLUMNS = 1024
 # A tile has fewer rows than a copy's: sums take four bytes for two that are read, and several rows
 # are in flight.
 _TILE_SHARE = 2
@@ -165,6 +168,71 @@ def _launch(
         DTYPE=tl.float64 if rows.dtype is torch.float64 else tl.float32,
         ROWS=tile.rows,
         COLUMNS=tile.columns,
+        num_warps=WARPS,
+        **EXACT,
+    )
+
+
+@triton.jit
+def _dot_rows_kernel(
+    left_ptr: tl.tensor,
+    right_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    LEFT_STRIDE: tl.constexpr,
+    RIGHT_STRIDE: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    DTYPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HALVINGS: tl.constexpr,
+) -> None:
+    """Multiply one row a program: first add columns that are COLUMNS apart, then neighbours.
+
+    With four COLUMNS, the products 1 2 3 4 5 make (6 + 2) + (3 + 4).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([COLUMNS], DTYPE)
+    for begin in tl.range(0, HIDDEN, COLUMNS):
+        column = begin + tl.arange(0, COLUMNS)
+        left_row_ptr, right_row_ptr = left_ptr + row * LEFT_STRIDE, right_ptr + row * RIGHT_STRIDE
+        left = tl.load(left_row_ptr + column, mask=column < HIDDEN, other=0.0).to(DTYPE)
+        right = tl.load(right_row_ptr + column, mask=column < HIDDEN, other=0.0).to(DTYPE)
+        total += left * right
+    # A sum of two numbers has one order.
+    for _ in tl.static_range(HALVINGS):
+        total = tl.sum(tl.reshape(total, [total.shape[0] // 2, 2]), 1)
+    tl.store(out_ptr + row + tl.arange(0, 1), total)
+
+
+def dot_rows(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Write the sum over the columns of the products of two matrices.
+
+    Products and sums are float32, and float64 of float64 rows; a product is rounded before it is
+    added.
+
+    Args:
+        left, right: [N, H], of one dtype and any row strides.
+        out: [N], contiguous, written.
+
+    Allocates nothing.   Compiled for each dtype, H and strides.
+    Host sync: none.   Graph capture: after one call.   Deterministic: yes.
+    Raises:
+        ShapeError: a tensor is not on a GPU, or its columns are not adjacent.
+    """
+    check_rows("dot_rows", left=left, right=right)
+    num_rows, hidden_size = left.shape
+    if num_rows == 0:
+        return
+    columns = min(_DOT_COLUMNS, next_power_of_two(hidden_size))
+    launch(
+        _dot_rows_kernel,
+        num_rows,
+        (left, right, out),
+        LEFT_STRIDE=row_stride(left),
+        RIGHT_STRIDE=row_stride(right),
+        HIDDEN=hidden_size,
+        DTYPE=tl.float64 if left.dtype is torch.float64 else tl.float32,
+        COLUMNS=columns,
+        HALVINGS=columns.bit_length() - 1,
         num_warps=WARPS,
         **EXACT,
     )

@@ -8,10 +8,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from epcomm.kernels.rows.dots import dot_rows
 from epcomm.kernels.rows.gather import gather_rows
 from epcomm.kernels.rows.scatter import scatter_tokens
-from epcomm.kernels.rows.sums import sum_parts, sum_rows
+from epcomm.kernels.rows.sums import dot_rows, sum_parts, sum_rows
 from epcomm.ops.with_triton import TritonRowOps
 
 NAN = float("nan")

@@ -215,11 +215,17 @@ class HierarchicalBuffer(Buffer):
             if not (isinstance(problem, EPError) and problem.was_passed_on):
                 self._refuse_between(problem)
             raise
+        outer = came.exchange_plan
+        if self._group_order is not None:
+            assert isinstance(outer, CollectiveExchangePlan), "HostRowsBuffer made it"
+            assert outer.addends is not None, "the buffer has groups"
+            # Add the returned rows of a token in ascending order of groups.
+            outer = replace(outer, addends=outer.addends[:, self._group_order])
         exchange_plan = HierarchicalExchangePlan(
             num_tokens=call.num_tokens,
             num_rows=inner.exchange_plan.num_rows,
             index=inner.index,
-            outer=self._with_group_order(came.exchange_plan),
+            outer=outer,
             inner=inner.exchange_plan,
         )
         return replace(inner, exchange_plan=exchange_plan)
@@ -231,14 +237,6 @@ class HierarchicalBuffer(Buffer):
             return None
         group_size = spec.num_local_experts * self._collectives.world_size // spec.sum_groups
         return places[::group_size] // group_size
-
-    def _with_group_order(self, outer: ExchangePlan) -> ExchangePlan:
-        """Return the outer plan with the returned rows of a token in ascending order of groups."""
-        if self._group_order is None:
-            return outer
-        assert isinstance(outer, CollectiveExchangePlan), "HostRowsBuffer made it"
-        assert outer.addends is not None, "the buffer has groups"
-        return replace(outer, addends=outer.addends[:, self._group_order])
 
     def _dispatch_inside(self, call: DispatchCall) -> Dispatched:
         """Dispatch inside the host; report a failure before the header to its ranks."""

@@ -27,8 +27,9 @@ _NO_INTERLEAVE = 0
 _SWIZZLE_128B = 3
 _PROMOTE_L2_256B = 3
 _FILL_WITH_ZEROS = 0
-# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
-_MAY_START_EARLY = 6
+_STREAM_SERIALIZATION = 6
+# The first driver that captures early launches into graphs is that of CUDA 12.3.
+_EARLY_DRIVER = 12030
 _TENSOR_MAP_BYTES = 128
 _TENSOR_MAP_ALIGNMENT = 64
 
@@ -44,35 +45,24 @@ class TensorMap(ctypes.Structure):
 
 
 class _LaunchAttribute(ctypes.Structure):
-    _fields_ = [("id", c_int), ("padding", c_int), ("value", c_uint64 * 8)]
+    # The value is a union of 64 bytes.
+    _fields_ = [("id", c_int), ("_", c_int), ("value", c_int), ("_value", c_int * 15)]
 
 
-class LaunchConfig(ctypes.Structure):
-    """The argument of cuLaunchKernelEx that has sizes, stream and attributes."""
-
+class _LaunchConfig(ctypes.Structure):
     _fields_ = [
-        ("grid_x", c_uint32),
-        ("grid_y", c_uint32),
-        ("grid_z", c_uint32),
-        ("block_x", c_uint32),
-        ("block_y", c_uint32),
-        ("block_z", c_uint32),
-        ("shared_bytes", c_uint32),
+        ("sizes", c_uint32 * 7),
         ("stream", c_void_p),
-        ("attributes", c_void_p),
+        ("attributes", POINTER(_LaunchAttribute)),
         ("num_attributes", c_uint32),
     ]
 
 
-_EARLY = _LaunchAttribute(_MAY_START_EARLY, 0, (1,))
-# Attributes of a launch that may begin before the kernel that precedes it in the stream has ended.
-EARLY = ctypes.addressof(_EARLY)
-
-
 # Cached, because making it takes several us.
 @lru_cache(maxsize=1024)
-def _early_config(stream: int, *sizes: int) -> LaunchConfig:
-    return LaunchConfig(*sizes, stream, EARLY, 1)
+def _early_config(stream: int, *sizes: int) -> _LaunchConfig:
+    attribute = _LaunchAttribute(id=_STREAM_SERIALIZATION, value=1)
+    return _LaunchConfig(sizes, stream, ctypes.pointer(attribute), 1)
 
 
 def compile_to_cubin(source: str, *, arch: str, name: str) -> bytes:
@@ -133,7 +123,7 @@ class CudaKernel:
         stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
         sizes = (blocks, 1, 1, self.threads, 1, 1, self.shared_bytes)
         ordinary = (self.function, *sizes, c_void_p(stream), pointers)
-        if is_early:
+        if is_early and _driver_version() >= _EARLY_DRIVER:
             config = byref(_early_config(stream, *sizes))
             launch = partial(driver().cuLaunchKernelEx, config, self.function, pointers, None)
         elif self.is_cooperative:
@@ -267,6 +257,13 @@ def driver() -> ctypes.CDLL:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise CudaError("cuda_jit: libcuda.so.1 was not found; install NVIDIA's driver") from error
+
+
+@cache
+def _driver_version() -> int:
+    version = c_int()
+    _check_driver(driver().cuDriverGetVersion(byref(version)), "cuDriverGetVersion")
+    return version.value
 
 
 def _check_nvrtc(status: int, what: str) -> None:

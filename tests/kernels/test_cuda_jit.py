@@ -18,15 +18,21 @@ class Arguments(Structure):
 
 
 @pytest.mark.parametrize(
-    ("is_cooperative", "is_early", "called"),
+    ("is_cooperative", "is_early", "version", "called"),
     [
-        (False, False, "cuLaunchKernel"),
-        (True, False, "cuLaunchCooperativeKernel"),
-        (False, True, "cuLaunchKernelEx"),
+        (False, False, 13000, "cuLaunchKernel"),
+        (True, False, 13000, "cuLaunchCooperativeKernel"),
+        (False, True, 12030, "cuLaunchKernelEx"),
+        # This driver could not capture an early launch.
+        (False, True, 12020, "cuLaunchKernel"),
     ],
 )
 def test_a_thread_without_a_context_takes_that_of_the_kernel(
-    is_cooperative: bool, is_early: bool, called: str, monkeypatch: pytest.MonkeyPatch
+    is_cooperative: bool,
+    is_early: bool,
+    version: int,
+    called: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Imitate the driver in an autograd thread in which torch has not called CUDA."""
     current: list[int | None] = [None]
@@ -45,6 +51,7 @@ def test_a_thread_without_a_context_takes_that_of_the_kernel(
     # Blocks that wait for one another must be launched cooperatively.
     driver = SimpleNamespace(cuCtxSetCurrent=set_context, **{called: launch})
     monkeypatch.setattr(cuda_jit, "driver", lambda: driver)
+    monkeypatch.setattr(cuda_jit, "_driver_version", lambda: version)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *_: 0, raising=False)
     kernel = cuda_jit.CudaKernel(

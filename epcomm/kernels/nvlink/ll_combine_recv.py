@@ -37,8 +37,6 @@ from epcomm.kernels.rounding import cast
 
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _WARPS, _COLUMNS = 8, 4096
-# Most receivers, in multiples of P: as many as fit on the SMs without a sender.
-_GRIDS = 2
 
 _THREADS = tl.constexpr(32 * _WARPS)
 
@@ -129,18 +127,17 @@ def _receive_combine_kernel(
     COLUMNS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Add up pieces p, p + P, ... of rows in program p of P, when the chunk of the token is there.
+    """Add up the parts of tokens p, p + P, ... in program p of P, when their chunk has come.
 
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
     and two slots a token: that of rows 2 and 3, times the weights of token 1.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
-    PIECES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS  # pyright: ignore[reportAssignmentType]
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
-    following = _sent_parts_of(is_sent_ptr, program // PIECES, num_tokens, c)
+    following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
     is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
     is_source = living_ranks(peers, c)
@@ -152,10 +149,9 @@ def _receive_combine_kernel(
 
     dtype = out_ptr.dtype.element_ty
     awaited = -1
-    for item in tl.range(program, wanted_tokens * PIECES, tl.num_programs(0), num_stages=1):
-        token, piece = item // PIECES, item % PIECES
+    for token in tl.range(program, wanted_tokens, tl.num_programs(0), num_stages=1):
         parts = following
-        next_token = (item + tl.num_programs(0)) // PIECES
+        next_token = token + tl.num_programs(0)
         following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
         chunk = token // c.CHUNK_TOKENS
         if (chunk != awaited) & (is_lost == 0):
@@ -163,26 +159,27 @@ def _receive_combine_kernel(
             signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
             is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
             awaited = chunk
-        column = piece * COLUMNS + tl.arange(0, COLUMNS)
-        is_element = column < HIDDEN
-        # Loads start before it is known whether the call has failed.
-        if groups_ptr is None:
-            total = _sum_of_parts(
-                parts, weights_ptr, buffer_address, token, column, is_element, dtype, c
-            )
-        else:
-            total, left = tl.zeros([COLUMNS], tl.float32), parts
-            while left != 0:
-                group = _lowest_group(left, groups_ptr, token, c)
-                partial = _sum_of_parts(
-                    group, weights_ptr, buffer_address, token, column, is_element, dtype, c
-                )
-                total += cast(partial, dtype).to(tl.float32)
-                left &= ~group
-        total = tl.where(has_failed | is_lost, float("nan"), total)
+        is_token = token < num_tokens
         out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
-        is_stored = both(is_element, token < num_tokens)
-        tl.store(out_row_ptr + column, cast(total, dtype), mask=is_stored)
+        for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
+            column = begin + tl.arange(0, COLUMNS)
+            is_element = column < HIDDEN
+            # Loads start before it is known whether the call has failed.
+            if groups_ptr is None:
+                total = _sum_of_parts(
+                    parts, weights_ptr, buffer_address, token, column, is_element, dtype, c
+                )
+            else:
+                total, left = tl.zeros([COLUMNS], tl.float32), parts
+                while left != 0:
+                    group = _lowest_group(left, groups_ptr, token, c)
+                    partial = _sum_of_parts(
+                        group, weights_ptr, buffer_address, token, column, is_element, dtype, c
+                    )
+                    total += cast(partial, dtype).to(tl.float32)
+                    left &= ~group
+            total = tl.where(has_failed | is_lost, float("nan"), total)
+            tl.store(out_row_ptr + column, cast(total, dtype), mask=both(is_element, is_token))
     if OVERLAPS:
         await_previous()
 
@@ -242,6 +239,5 @@ def receive_combine(
     if in_lines:
         grid = max(1, wanted_tokens) * peers.layout.sum_parts
     else:
-        pieces = wanted_tokens * -(-hidden_size // _COLUMNS)
-        grid = max(1, min(pieces, _GRIDS * peers.num_programs))
+        grid = max(1, min(wanted_tokens, peers.num_programs))
     launch(grid, out, *terms, num_tokens, wanted_tokens, batch)

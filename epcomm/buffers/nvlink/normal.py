@@ -22,11 +22,7 @@ from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsRowTopk, Ro
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import region_rows
 from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
-from epcomm.buffers.nvlink.normal_plans import (
-    ExchangePlanMemory,
-    NVLinkNormalExchangePlan,
-)
-from epcomm.buffers.nvlink.plan_blocks import PlanBlock
+from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan, PlanBlock
 from epcomm.buffers.nvlink.sizes import (
     backward_row_bytes,
     group_reasons,
@@ -163,9 +159,6 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         self._sum_dtype = spec.hidden_format.dtype.torch_dtype
         # Ranks that exclude_ranks() has excluded.
         self._excluded_ranks: tuple[int, ...] = ()
-        self._plan_memory = ExchangePlanMemory(
-            spec=spec, world_size=self._world_size, device=self._device
-        )
 
     def prepare(self) -> None:
         """Map the blocks of all ranks.
@@ -242,7 +235,7 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             # Only the code of the error is sent. Unless ranks compare their calls, y is NaN on the
             # others.
             self._faults.note_own(error)
-            exchange_plan = self._plan_memory.empty_exchange_plan()
+            exchange_plan = self._empty_exchange_plan()
         assert isinstance(exchange_plan, NVLinkNormalExchangePlan), "it is of this buffer"
         scalars = None
         if row_scalars is not None:
@@ -318,7 +311,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             scales = scales if scales.stride(-1) == 1 else scales.contiguous()
         if num_tokens > self._layout.max_tokens:
             data, scales = data[:0], None if scales is None else scales[:0]
-        block = self._plan_memory.block(
+        block = PlanBlock.of(
+            self._spec,
+            self._world_size,
+            self._device,
             num_tokens,
             self._most_sizes,
             has_budget=self.is_static,
@@ -406,6 +402,24 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         )
         row_topk = block.row_topk(sizes)
         return out if row_topk is None else RowTopkDispatched(**vars(out), row_topk=row_topk)
+
+    def _empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
+        """Return the plan of a dispatch in which nothing was sent, and nothing arrived."""
+        sizes = IndexSizes(num_rows=0, num_slots=0, per_expert=None, is_dense=True)
+        block = PlanBlock.of(
+            self._spec, self._world_size, self._device, 0, sizes, has_budget=False, is_compact=True
+        )
+        block.memory.zero_()
+        parts = block.parts(sizes)
+        return NVLinkNormalExchangePlan(
+            num_tokens=0,
+            num_rows=0,
+            index=parts.index,
+            sends=parts.sends,
+            arrivals=parts.arrivals,
+            owns_rows=True,
+            capacity_tokens=0,
+        )
 
     def _copied(
         self, rows: WireTensor, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int

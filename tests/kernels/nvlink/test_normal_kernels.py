@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
-from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
-from epcomm.buffers.nvlink.plan_blocks import PlanBlockParts
+from epcomm.buffers.nvlink.normal_plans import PlanBlock, PlanBlockParts
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
@@ -84,9 +83,10 @@ class Rank0:
         """Send tokens to the expert of this rank; indices begin as 77."""
         num_rows = WORLD_SIZE * MAX_TOKENS
         sizes = IndexSizes(num_rows=num_rows, num_slots=num_rows, per_expert=None, is_dense=False)
-        memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=self.device)
-        block = memory.block(
-            num_tokens, sizes, has_budget=has_budget, is_compact=False, wants_row_topk=False
+        block = PlanBlock.of(
+            *(SPEC, WORLD_SIZE, self.device, num_tokens, sizes),
+            has_budget=has_budget,
+            is_compact=False,
         )
         block.memory.fill_(77)
         dispatch_rows(

@@ -24,7 +24,7 @@ pytest.importorskip("triton")
 from epcomm.buffers.nvlink.memory import received_rows
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.buffers.nvlink.normal_counts import IndexSizes
-from epcomm.buffers.nvlink.normal_plans import ExchangePlanMemory
+from epcomm.buffers.nvlink.normal_plans import PlanBlock
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
 from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, DISPATCH_EPOCH, NormalExchange
@@ -145,7 +145,6 @@ class Rank:
         self.exchange = NormalExchange.of(self.peers)
         self.rows = received_rows(blocks[rank], self.layout, 0, SPEC).data
         self._begin_at(first_epoch, blocks[rank].view(torch.int32))
-        self.memory = ExchangePlanMemory(spec=SPEC, world_size=WORLD_SIZE, device=CPU)
         num_rows = self.layout.num_rows
         self.sizes = IndexSizes(
             num_rows=num_rows, num_slots=num_rows * TOP_K, per_expert=None, is_dense=False
@@ -182,8 +181,8 @@ class Rank:
         """Dispatch, multiply, and optionally combine; return whether rows and sums are correct."""
         x, ids, weights = batch_of(number, self.rank)
         num_tokens = len(x)
-        block = self.memory.block(
-            num_tokens, self.sizes, has_budget=True, is_compact=False, wants_row_topk=False
+        block = PlanBlock.of(
+            SPEC, WORLD_SIZE, CPU, num_tokens, self.sizes, has_budget=True, is_compact=False
         )
         dispatch.dispatch_rows(
             self.exchange,

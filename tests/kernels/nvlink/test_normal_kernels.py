@@ -14,7 +14,7 @@ from epcomm.buffers.nvlink.normal_plans import PlanBlock, PlanBlockParts
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
-from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, NormalExchange
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State
 from epcomm.protocol import (
     HEADER_WORDS,
     REPORT_EPOCH,
@@ -179,7 +179,7 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
 ) -> None:
     rank = Rank0(device, PATIENT if is_there else IMPATIENT)
     layout = rank.layout
-    rank.exchange.state[COMBINE_EPOCH] = epoch - 1
+    rank.exchange.state[State.COMBINE_EPOCH] = epoch - 1
     rank.receive("combine_begin", [epoch - 1, epoch])
     # The only token of this rank went to rank 1, and this rank received no row.
     numbers = torch.zeros(3, WORLD_SIZE, dtype=torch.int32, device=device)
@@ -198,7 +198,7 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     assert sent[epoch & 1].tolist() == [0, 77]
     assert (rank.peers.report[0] == 0) == is_there
     assert y.isnan().any() != is_there
-    assert rank.exchange.state[COMBINE_EPOCH] == epoch
+    assert rank.exchange.state[State.COMBINE_EPOCH] == epoch
 
 
 # Each combination is a kernel to compile: every dtype, and both kinds of sizes.

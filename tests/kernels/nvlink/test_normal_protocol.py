@@ -27,7 +27,7 @@ from epcomm.buffers.nvlink.normal_counts import IndexSizes
 from epcomm.buffers.nvlink.normal_plans import PlanBlock
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
-from epcomm.kernels.nvlink.normal.exchange import COMBINE_EPOCH, DISPATCH_EPOCH, NormalExchange
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State, kernel_of
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
 from epcomm.spec import BufferSpec
 from epcomm.types import WireFormat
@@ -124,13 +124,9 @@ def weak_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Fault], 
     def use(fault: Fault) -> None:
         monkeypatch.setattr(program, "load_kernel", partial(load, fault))
 
-    def forget() -> None:
-        dispatch._kernel.cache_clear()
-        combine._kernel.cache_clear()
-
-    forget()
+    kernel_of.cache_clear()
     yield use
-    forget()
+    kernel_of.cache_clear()
 
 
 class Rank:
@@ -154,7 +150,7 @@ class Rank:
         """Set the numbers of all signals that grow to those before an epoch."""
         if epoch == 0:
             return
-        self.exchange.state[[DISPATCH_EPOCH, COMBINE_EPOCH]] = epoch - 1
+        self.exchange.state[[State.DISPATCH_EPOCH, State.COMBINE_EPOCH]] = epoch - 1
         for name, amount in (
             ("dispatch_begin", 1),
             ("combine_begin", 1),

@@ -5,8 +5,7 @@
 //
 // Worked example: index 2 of source 1 with row_base 5 becomes row 7.
 //
-// Comes after ptx.cu. Constants: WORLD, MAX_TOKENS, WARPS of a block, DATA_BYTES and SCALE_BYTES from
-// row to row of the receive buffer, OUT_BYTES and OUT_SCALE_BYTES of the copies (0: no scales), and
+// Constants of collect.py: WARPS of a block, OUT_BYTES and OUT_SCALE_BYTES of the copies (0: no scales), and
 // UNIT and SCALE_UNIT (1, 2, 4 or 16), which divide these.
 
 struct Arguments {

@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_void_p
-from functools import cache
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
-from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.dispatch import unit_of
-from epcomm.kernels.nvlink.normal.exchange import NormalExchange, PreparedKernel
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
 from epcomm.kernels.nvlink.normal.program import Program
-from epcomm.platforms.cuda import num_sms_of, on_device
+from epcomm.platforms.cuda import on_device
 
 # Warps of a block: with 4 units of 16 bytes a lane in flight they hide the latency of memory.
 WARPS = 16
@@ -43,17 +40,15 @@ def program_of(layout: NormalLayout, form: CopyForm) -> Program:
         entry="collect_rows",
         files=("collect.cu",),
         constants={
-            "WORLD": layout.world_size,
-            "MAX_TOKENS": layout.max_tokens,
+            **constants_of(layout),
             "WARPS": WARPS,
-            "DATA_BYTES": layout.data_bytes,
-            "SCALE_BYTES": layout.scale_bytes,
             "OUT_BYTES": form.row_bytes,
             "OUT_SCALE_BYTES": form.scale_bytes,
             "UNIT": unit_of(form.row_bytes),
             "SCALE_UNIT": unit_of(form.scale_bytes),
         },
         threads=32 * WARPS,
+        # Blocks do not wait for one another, so the grid has one for each SM.
         is_cooperative=False,
     )
 
@@ -83,7 +78,7 @@ def collect_rows(
     )
     launch = exchange.launches.get(form)
     if launch is None:
-        launch = exchange.launches[form] = _prepared(exchange, form, out.device)
+        launch = exchange.prepare(program_of, form, _CollectArguments)
     arguments = _CollectArguments.from_buffer_copy(launch.arguments)
     begin = peers.own_address + layout.buffer_offset(buffer_index)
     arguments.data = begin + layout.offsets["data"]
@@ -95,18 +90,3 @@ def collect_rows(
     arguments.row_base = arrivals.row_base.data_ptr()
     with on_device(out.device):
         launch.kernel.launch(launch.num_blocks, arguments)
-
-
-def _prepared(exchange: NormalExchange, form: CopyForm, device: torch.device) -> PreparedKernel:
-    peers = exchange.peers
-    return PreparedKernel(
-        kernel=_kernel(peers.layout, form, device),
-        # Blocks do not wait for one another, so the grid may have one for each SM.
-        num_blocks=num_sms_of(device) if device.type == "cuda" else peers.num_programs,
-        arguments=_CollectArguments(excluded=peers.excluded.data_ptr()),
-    )
-
-
-@cache
-def _kernel(layout: NormalLayout, form: CopyForm, device: torch.device) -> program.LoadedKernel:
-    return program.load_kernel(program_of(layout, form), device)

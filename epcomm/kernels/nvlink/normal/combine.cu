@@ -25,12 +25,9 @@
 // decide how fast a few SMs read, and registers would hold fewer. Pieces of a sender's next row are in
 // flight before the current row is summed.
 //
-// Comes after ptx.cu and peers.cu. Constants besides those of peers.cu: ROW_KIND (of the numbers in a
-// row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers in a row of a multiple of 16 bytes), TOP_K and
-// WORLD (at most 32), GROUPS (WORLD * GROUPS is at most 32), GROUP_EXPERTS, K_LANES, MAX_TOKENS,
-// ITEM_ROWS, ITEMS, RETURN_BYTES, SENDERS, REDUCERS, STAGES, PIECE (bytes, a multiple of 512), the offsets
-// COMBINE_BEGIN_AT, COMBINE_STATUS_AT, SUMS_READY_AT, RETURNED_AT, RETURNED_SCALARS_AT, the positions in
-// the state of exchange.py, and waits of epcomm/protocol.py.
+// Constants of combine.py: ROW_KIND (of the numbers in a row: BFLOAT16, FLOAT16 or FLOAT32), HIDDEN (numbers
+// in a row of a multiple of 16 bytes), GROUP_EXPERTS (WORLD * GROUPS is at most 32), SENDERS, REDUCERS,
+// STAGES, PIECE (bytes, a multiple of 512).
 
 constexpr int NUMBER_BYTES = ROW_KIND == FLOAT32 ? 4 : 2;
 // Numbers that 16 bytes hold.

@@ -9,25 +9,15 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_int, c_int64, c_uint64, c_void_p
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from epcomm import protocol
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
-from epcomm.kernels.nvlink.normal import program
-from epcomm.kernels.nvlink.normal.exchange import (
-    BUFFER_MARKS,
-    COMBINE_EPOCH,
-    COMBINE_LEFT,
-    COMBINE_TOKENS,
-    NormalExchange,
-    PreparedKernel,
-)
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
 from epcomm.kernels.nvlink.normal.program import Program, in_vectors
 from epcomm.platforms.cuda import on_device
 from epcomm.types import align_up
@@ -41,18 +31,6 @@ NUM_WARPS = SENDERS + 1 + REDUCERS
 SHARED_BYTES = NUM_WARPS * (STAGES * PIECE + align_up(8 * STAGES, 128))
 # The kinds of numbers in rows.
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
-# Regions of a block whose offsets the program knows, by their names and _AT.
-_REGIONS = ("combine_begin", "combine_status", "sums_ready", "returned", "returned_scalars")
-_NUMBERS = {
-    **{name: number for number, name in enumerate(_KINDS.values())},
-    "COMBINE_EPOCH": COMBINE_EPOCH,
-    "COMBINE_LEFT": COMBINE_LEFT,
-    "COMBINE_TOKENS": COMBINE_TOKENS,
-    "BUFFER_MARKS": BUFFER_MARKS,
-    "FAULT_HANDLE": int(protocol.FaultCode.HANDLE),
-    "WAIT_COMBINE_BEGIN": int(protocol.Wait.COMBINE_BEGIN),
-    "WAIT_SUMS": int(protocol.Wait.SUMS),
-}
 
 # The arguments in the order of struct Arguments.
 _POINTERS = (
@@ -86,23 +64,15 @@ class SumForm(NamedTuple):
 def program_of(layout: NormalLayout, form: SumForm) -> Program:
     """Return the kernel for one layout and form of rows."""
     constants = {
-        **_NUMBERS,
-        "ROW_KIND": _NUMBERS[_KINDS[form.dtype]],
+        **constants_of(layout),
+        **{kind: number for number, kind in enumerate(_KINDS.values())},
+        "ROW_KIND": list(_KINDS).index(form.dtype),
         "HIDDEN": form.hidden_size,
-        "TOP_K": layout.top_k,
-        "K_LANES": layout.metadata_words,
-        "WORLD": layout.world_size,
-        "GROUPS": layout.groups,
         "GROUP_EXPERTS": layout.num_local_experts // layout.groups,
-        "MAX_TOKENS": layout.max_tokens,
-        "ITEM_ROWS": layout.item_rows,
-        "ITEMS": layout.num_items,
-        "RETURN_BYTES": layout.return_bytes,
         "SENDERS": SENDERS,
         "REDUCERS": REDUCERS,
         "PIECE": PIECE,
         "STAGES": STAGES,
-        **{f"{name.upper()}_AT": layout.offsets[name] for name in _REGIONS},
     }
     return Program(
         entry="combine_rows",
@@ -162,7 +132,7 @@ def combine_rows(
     form = SumForm(rows.dtype, rows.shape[1])
     launch = exchange.launches.get(form)
     if launch is None:
-        launch = exchange.launches[form] = _prepared(exchange, form, rows.device)
+        launch = exchange.prepare(program_of, form, _CombineArguments)
     arguments = _CombineArguments.from_buffer_copy(launch.arguments)
     arguments.rows = rows.data_ptr()
     arguments.rows_stride = rows.stride(0) * rows.itemsize
@@ -192,30 +162,5 @@ def _in_vectors_of(bias: Tensor, hidden_size: int) -> Tensor:
     return in_vectors(pad(bias, (0, missing)) if missing else bias)
 
 
-def _prepared(exchange: NormalExchange, form: SumForm, device: torch.device) -> PreparedKernel:
-    peers = exchange.peers
-    arguments = _CombineArguments(
-        table=peers.table.data_ptr(),
-        excluded=peers.excluded.data_ptr(),
-        state=exchange.state.data_ptr(),
-        counters=peers.counters.data_ptr(),
-        faults=peers.faults.data_ptr(),
-        report=peers.report.data_ptr(),
-        own=peers.own_address,
-        rank=peers.rank,
-        max_polls=peers.max_polls,
-    )
-    return PreparedKernel(
-        kernel=_kernel(peers.layout, form, device),
-        num_blocks=program.resident_blocks(peers.num_programs, device),
-        arguments=arguments,
-    )
-
-
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-@cache
-def _kernel(layout: NormalLayout, form: SumForm, device: torch.device) -> program.LoadedKernel:
-    return program.load_kernel(program_of(layout, form), device)

@@ -13,12 +13,9 @@
 //
 // A cached dispatch has a plan already: it sends only rows, and writes no index.
 //
-// Comes after ptx.cu, peers.cu, arguments.cu, plan.cu, rows.cu, metadata.cu and index.cu. Constants besides
-// those of peers.cu: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED, COPIERS, HELPERS,
+// Constants of dispatch.py: ROW_BYTES (a multiple of 16), MAX_PIECE, STAGES, STORED, COPIERS, HELPERS,
 // SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and strides of scales),
-// IS_PLANNED, LOCAL, TOP_K (at most 32), K_LANES, MAX_TOKENS, ALIGNMENT, SCRATCH_WORDS, the offsets and
-// strides of common/layout.py, the positions in the state of exchange.py, and waits, codes and flags of
-// epcomm/protocol.py.
+// IS_PLANNED, ALIGNMENT.
 
 // Wait for all ranks to begin; by the last warp of a block.
 __device__ bool begin(const Arguments& a, int epoch) {

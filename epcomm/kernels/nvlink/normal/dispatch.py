@@ -9,24 +9,17 @@ from __future__ import annotations
 import ctypes
 import struct
 from ctypes import c_int, c_int64, c_uint64, c_void_p
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from epcomm import protocol
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
-from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.exchange import (
-    BUFFER_MARKS,
-    DISPATCH_EPOCH,
-    DISPATCH_LEFT,
-    DISPATCH_LOST,
     NormalExchange,
-    PreparedKernel,
-    scratch_words,
+    constants_of,
+    kernel_of,
 )
 from epcomm.kernels.nvlink.normal.program import COPY_BYTES, LANES, Program, in_vectors
 from epcomm.platforms.cuda import on_device
@@ -49,24 +42,6 @@ RING_BYTES = 176 * 1024
 MAX_EXPERTS = 1024
 # There are no scales, so any unit serves.
 _EIGHT_BYTES = 8
-_REGIONS = ("dispatch_begin", "counts_ready", "rows_ready", "header", "metadata", "data", "scales")
-_NUMBERS = {
-    "DISPATCH_EPOCH": DISPATCH_EPOCH,
-    "DISPATCH_LEFT": DISPATCH_LEFT,
-    "DISPATCH_LOST": DISPATCH_LOST,
-    "BUFFER_MARKS": BUFFER_MARKS,
-    "HEADER_WORDS": protocol.HEADER_WORDS,
-    "FAULT_MASK": protocol.FAULT_MASK,
-    "FAULT_IDS": int(protocol.FaultCode.IDS),
-    "FAULT_OVERFLOW": int(protocol.FaultCode.OVERFLOW),
-    "FAULT_GRAD_MODE": int(protocol.FaultCode.GRAD_MODE),
-    "FAULT_FROZEN": int(protocol.FaultCode.FROZEN),
-    "FLAGS_SHIFT": protocol.FLAGS_SHIFT,
-    "COMPARED_FLAGS": protocol.COMPARED_FLAGS,
-    "WAIT_DISPATCH_BEGIN": int(protocol.Wait.DISPATCH_BEGIN),
-    "WAIT_HEADERS": int(protocol.Wait.HEADERS),
-    "WAIT_ROWS": int(protocol.Wait.ROWS),
-}
 
 # The arguments in the order of struct Arguments.
 _POINTERS = (
@@ -132,7 +107,7 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
             is_planned=False,
         ),
     ):
-        _kernel(layout, rows, device)
+        kernel_of(program_of, layout, rows, device)
 
 
 def limits_of(layout: MemoryLayout) -> list[str]:
@@ -159,6 +134,7 @@ def num_stages(row_bytes: int) -> int:
 def program_of(layout: NormalLayout, rows: RowForm) -> Program:
     """Return the kernel for one layout and form of rows."""
     constants = {
+        **constants_of(layout),
         "ROW_BYTES": rows.row_bytes,
         "MAX_PIECE": MAX_PIECE,
         "STAGES": num_stages(rows.row_bytes),
@@ -169,20 +145,6 @@ def program_of(layout: NormalLayout, rows: RowForm) -> Program:
         "SCALE_UNIT": rows.scale_unit,
         "ALIGNMENT": rows.alignment,
         "IS_PLANNED": int(rows.is_planned),
-        "WORLD": layout.world_size,
-        "LOCAL": layout.num_local_experts,
-        "TOP_K": layout.top_k,
-        "K_LANES": layout.metadata_words,
-        "MAX_TOKENS": layout.max_tokens,
-        "SCRATCH_WORDS": scratch_words(layout),
-        "BUFFERS_AT": layout.buffers_at,
-        "BUFFER_BYTES": layout.buffer_bytes,
-        "HEADER_BYTES": layout.header_bytes,
-        "METADATA_BYTES": layout.metadata_bytes,
-        "DATA_BYTES": layout.data_bytes,
-        "SCALE_BYTES": layout.scale_bytes,
-        **{f"{name.upper()}_AT": layout.offsets[name] for name in _REGIONS},
-        **_NUMBERS,
     }
     return Program(
         entry="dispatch_rows",
@@ -246,7 +208,7 @@ def dispatch_rows(
     )
     launch = exchange.launches.get(rows)
     if launch is None:
-        launch = exchange.launches[rows] = _prepared(exchange, rows, data.device)
+        launch = exchange.prepare(program_of, rows, _Arguments)
     arguments = _Arguments.from_buffer_copy(launch.arguments)
     arguments.rows = data.data_ptr()
     arguments.rows_stride = data.stride(0) * data.itemsize if num_tokens > 1 else row_bytes
@@ -276,35 +238,7 @@ def dispatch_rows(
         launch.kernel.launch(launch.blocks(num_sms), arguments)
 
 
-def _prepared(exchange: NormalExchange, rows: RowForm, device: torch.device) -> PreparedKernel:
-    peers = exchange.peers
-    arguments = _Arguments(
-        scratch=exchange.scratch.data_ptr(),
-        counted=exchange.counted.data_ptr(),
-        table=peers.table.data_ptr(),
-        excluded=peers.excluded.data_ptr(),
-        state=exchange.state.data_ptr(),
-        counters=peers.counters.data_ptr(),
-        faults=peers.faults.data_ptr(),
-        report=peers.report.data_ptr(),
-        own=peers.own_address,
-        rank=peers.rank,
-        num_senders=peers.num_programs,
-        max_polls=peers.max_polls,
-    )
-    return PreparedKernel(
-        kernel=_kernel(peers.layout, rows, device),
-        num_blocks=program.resident_blocks(peers.num_programs, device),
-        arguments=arguments,
-    )
-
-
 def unit_of(bits: int) -> int:
     """Return the widest unit of access, where `bits` are all addresses and lengths or-ed."""
     lowest = bits & -bits or COPY_BYTES
     return min(lowest, COPY_BYTES) if lowest != _EIGHT_BYTES else _EIGHT_BYTES // 2
-
-
-@cache
-def _kernel(layout: NormalLayout, rows: RowForm, device: torch.device) -> program.LoadedKernel:
-    return program.load_kernel(program_of(layout, rows), device)

@@ -4,8 +4,8 @@
 // Arguments of a kernel have `own` (the address of this rank's block), `table` and `excluded` of
 // PeerBlocks, `report`, `rank` and `max_polls`.
 //
-// Comes after ptx.cu. Constants: WORLD (at most 32), the positions in a report of epcomm/protocol.py, and
-// LOOKS_PER_TICK and POLL_BITS of common/exchange.py.
+// All kernels come after ptx.cu, most of them after this file. They have the constants of exchange.py (numbers of the layout,
+// of which WORLD and TOP_K are at most 32, and positions in the state) and of program.py.
 
 constexpr u32 ALL_LANES = 0xffffffffu;
 

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from epcomm import protocol
 from epcomm.kernels.cuda_jit import CudaError, CudaModule, compile_to_cubin, nvrtc_is_installed
 from epcomm.kernels.nvlink.common.exchange import LOOKS_PER_TICK, POLL_BITS
-from epcomm.platforms.cuda import COPY_ENGINE, compute_capability, num_sms_of, shared_bytes_of
+from epcomm.platforms.cuda import COPY_ENGINE, compute_capability, shared_bytes_of
 
 # The unit of the copy engine, and the widest access of a thread.
 COPY_BYTES = 16
@@ -26,13 +26,15 @@ LANES = 32
 MAX_SHARED_BYTES = 224 * 1024
 
 _FOLDER = Path(__file__).parent
+_PROTOCOL = (
+    *("REPORT_WAIT", "REPORT_EPOCH", "REPORT_ABORTED", "REPORT_MISSING", "MISSING_SHIFT"),
+    *("MAX_MISSING", "HEADER_WORDS", "FAULT_MASK", "FLAGS_SHIFT", "COMPARED_FLAGS"),
+)
+# Constants of all kernels.
 _NUMBERS = {
-    "REPORT_WAIT": protocol.REPORT_WAIT,
-    "REPORT_EPOCH": protocol.REPORT_EPOCH,
-    "REPORT_ABORTED": protocol.REPORT_ABORTED,
-    "REPORT_MISSING": protocol.REPORT_MISSING,
-    "MISSING_SHIFT": protocol.MISSING_SHIFT,
-    "MAX_MISSING": protocol.MAX_MISSING,
+    **{name: getattr(protocol, name) for name in _PROTOCOL},
+    **{f"FAULT_{each.name}": int(each) for each in protocol.FaultCode},
+    **{f"WAIT_{each.name}": int(each) for each in protocol.Wait},
     "LOOKS_PER_TICK": LOOKS_PER_TICK,
     "POLL_BITS": POLL_BITS,
 }
@@ -43,7 +45,7 @@ class Program:
     """A kernel before it is compiled.
 
     entry: the name of the kernel in the last file.   files: of this folder, in order.
-    constants: defined before them.   threads: of a block.
+    constants: defined before them, with numbers of epcomm/protocol.py.   threads: of a block.
     shared_bytes: of dynamic shared memory of a block.
     is_cooperative: blocks wait for one another, so all of them must run at the same time.
     """
@@ -105,11 +107,6 @@ def reasons_against(device: torch.device) -> list[str]:
     found += COPY_ENGINE.lacking(compute_capability(device) or (0, 0))
     has_memory = (shared_bytes_of(device) or 0) >= MAX_SHARED_BYTES
     return found if has_memory else [*found, f"a block has less than {MAX_SHARED_BYTES} bytes"]
-
-
-def resident_blocks(num_blocks: int, device: torch.device) -> int:
-    """Return the blocks of a kernel, no more than SMs: they wait for one another and for peers."""
-    return min(num_blocks, num_sms_of(device)) if device.type == "cuda" else num_blocks
 
 
 def in_vectors(rows: Tensor) -> Tensor:

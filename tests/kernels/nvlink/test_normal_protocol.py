@@ -94,7 +94,8 @@ FAULTS = {
         old="acquired_here(a.counted + other) != mark_of(epoch)", new="false"
     ),
     "rows are sent before all ranks have begun": Fault(
-        old="if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;", new=""
+        old="if (!wait(a, takes ? a.own + begun_at + 4 * lane : 0, epoch, phase)) return false;",
+        new="",
     ),
     "signals of items are compared by order": Fault(
         old="EXACT ? (int)word != mark_of(epoch) :",

@@ -18,17 +18,6 @@ struct Arguments {
     const int* excluded;
 };
 
-template <int BYTES>
-struct UnitOf;
-template <>
-struct UnitOf<1> { typedef unsigned char type; };
-template <>
-struct UnitOf<2> { typedef u16 type; };
-template <>
-struct UnitOf<4> { typedef u32 type; };
-template <>
-struct UnitOf<16> { typedef uint4 type; };
-
 // Called by a warp.
 template <int UNIT_BYTES, int NUM_BYTES>
 __device__ void copy_row(const char* from, char* to, bool is_there) {

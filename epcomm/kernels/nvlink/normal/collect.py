@@ -38,7 +38,7 @@ def program_of(layout: NormalLayout, form: CopyForm) -> Program:
     """Return the kernel for one layout and form of rows."""
     return Program(
         entry="collect_rows",
-        files=("collect.cu",),
+        files=("peers.cu", "collect.cu"),
         constants={
             **constants_of(layout),
             "WARPS": WARPS,

@@ -468,16 +468,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
                       is_overwritten ? FAULT_HANDLE : a.status);
         }
         __syncwarp();
-        if (blockIdx.x == 0 && takes_part(a, lane)) {
-            // Awaited below on every rank: this rank no longer reads the sums of the last combine.
-            add_released(a.table[lane] + COMBINE_BEGIN_AT + 4 * a.rank, 1);
-        }
-        const u64 word = takes_part(a, lane) ? a.own + COMBINE_BEGIN_AT + 4 * lane : 0;
-        bool is_there = wait(a, word, epoch, WAIT_COMBINE_BEGIN);
-        // As in dispatch, ranks that ended their wait may have excluded this one.
-        const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
-        if (is_there && aborted) abort_ranks(a, 0, aborted, WAIT_COMBINE_BEGIN, epoch);
-        is_there = is_there && !aborted;
+        // This rank no longer reads the sums of the last combine.
+        const bool is_there = begin(a, COMBINE_BEGIN_AT, epoch, WAIT_COMBINE_BEGIN);
         const int code = is_there && takes_part(a, lane)
             ? watched(a.own + combine_status_at + 4 * lane) : 0;
         if (blockIdx.x == 0 && code && a.faults[2 * lane] == 0) a.faults[2 * lane] = code;

@@ -17,21 +17,6 @@
 // SCALE_ROW_BYTES (0: none) and SCALE_UNIT (1, 2, 4 or 16, which divides addresses and strides of scales),
 // IS_PLANNED, ALIGNMENT.
 
-// Wait for all ranks to begin; by the last warp of a block.
-__device__ bool begin(const Arguments& a, int epoch) {
-    const int lane = threadIdx.x % 32;
-    const bool takes = takes_part(a, lane);
-    // All earlier work of this stream is done, so rows may arrive in this receive buffer.
-    if (blockIdx.x == 0 && takes) add_released(a.table[lane] + DISPATCH_BEGIN_AT + 4 * a.rank, 1);
-    const u64 word = takes ? a.own + DISPATCH_BEGIN_AT + 4 * lane : 0;
-    if (!wait(a, word, epoch, WAIT_DISPATCH_BEGIN)) return false;
-    // Ranks that ended their wait may have excluded this one, which must not store to them, although
-    // they had begun.
-    const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
-    if (aborted) abort_ranks(a, 0, aborted, WAIT_DISPATCH_BEGIN, epoch);
-    return !aborted;
-}
-
 // Add this block, which has stored all that it sends, to a signal of all ranks. By a warp.
 __device__ void publish(const Arguments& a, u64 signals_at) {
     const int lane = threadIdx.x % 32;
@@ -60,7 +45,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) dispatch_rows(const 
     Ring ring = {};
     if (warp < COPIERS) ring = begin_ring(a, dynamic_memory(), first, end);
     if (warp == WARPS - 1) {
-        const bool is_there = begin(a, epoch);
+        // All earlier work of this stream is done, so rows may arrive in this receive buffer.
+        const bool is_there = begin(a, DISPATCH_BEGIN_AT, epoch, WAIT_DISPATCH_BEGIN);
         if (lane == 0) is_lost = !is_there;
     }
 #if IS_PLANNED

@@ -54,15 +54,7 @@ __device__ void send_metadata(const Arguments& a, int first, int end, u64 buffer
 }
 
 #if SCALE_ROW_BYTES > 0
-#if SCALE_UNIT == 16
-typedef uint4 Scale;
-#elif SCALE_UNIT == 4
-typedef u32 Scale;
-#elif SCALE_UNIT == 2
-typedef unsigned short Scale;
-#else
-typedef unsigned char Scale;
-#endif
+typedef UnitOf<SCALE_UNIT>::type Scale;
 
 // Send the scales of each token of the block to the ranks of its experts, by all helpers.
 __device__ void send_scales(const Arguments& a, int first, int end, u64 buffer_at, int helper) {

@@ -4,10 +4,21 @@
 // Arguments of a kernel have `own` (the address of this rank's block), `table` and `excluded` of
 // PeerBlocks, `report`, `rank` and `max_polls`.
 //
-// All kernels come after ptx.cu, most of them after this file. They have the constants of exchange.py (numbers of the layout,
+// All kernels come after ptx.cu and this file. They have the constants of exchange.py (numbers of the layout,
 // of which WORLD and TOP_K are at most 32, and positions in the state) and of program.py.
 
 constexpr u32 ALL_LANES = 0xffffffffu;
+
+template <int BYTES>
+struct UnitOf;
+template <>
+struct UnitOf<1> { typedef unsigned char type; };
+template <>
+struct UnitOf<2> { typedef u16 type; };
+template <>
+struct UnitOf<4> { typedef u32 type; };
+template <>
+struct UnitOf<16> { typedef uint4 type; };
 
 // The value of a word that is written only in some epochs: never 0, the value before the first.
 __device__ int mark_of(int epoch) { return epoch ? epoch : (int)0x80000000u; }
@@ -76,4 +87,19 @@ __device__ bool wait(const A& a, u64 word, int epoch, int phase, int amount = 1)
     if (!missing) return true;
     abort_ranks(a, missing, aborted, phase, epoch);
     return false;
+}
+
+// Signal that this rank has begun an epoch, in which it no longer reads what peers write, and wait for all
+// ranks to begin it. By a warp of each block.
+template <class A>
+__device__ bool begin(const A& a, u64 begun_at, int epoch, int phase) {
+    const int lane = threadIdx.x % 32;
+    const bool takes = takes_part(a, lane);
+    if (blockIdx.x == 0 && takes) add_released(a.table[lane] + begun_at + 4 * a.rank, 1);
+    if (!wait(a, takes ? a.own + begun_at + 4 * lane : 0, epoch, phase)) return false;
+    // Ranks that ended their wait may have excluded this one, which must not store to them, although
+    // they had begun.
+    const u32 aborted = __shfl_sync(ALL_LANES, watched(a.own), 0);
+    if (aborted) abort_ranks(a, 0, aborted, phase, epoch);
+    return !aborted;
 }

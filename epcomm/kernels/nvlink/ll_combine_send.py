@@ -168,15 +168,19 @@ def _slot_of_row(
     sent: _Sent,
     row: tl.tensor,
     k: tl.constexpr,
-    column: tl.tensor,
-    is_element: tl.tensor,
+    columns: tl.tuple,
+    are_elements: tl.tuple,
     c: constexprs.Layout,
     results: constexprs.Results,
-) -> tl.tensor:
-    """Return some columns of the result of slot k of a row, zeros without that slot."""
+) -> tl.tuple:
+    """Return some blocks of columns of the result of slot k of a row, zeros without that slot."""
     slot = tl.load(sent.slots_of_row + row * c.K + k)
     row_ptr = sent.rows + tl.cast(slot, tl.int64) * results.ROWS_STRIDE
-    return tl.load(row_ptr + column, mask=both(is_element, slot >= 0), other=0.0)
+    blocks = ()
+    for each in tl.static_range(len(columns)):  # pyright: ignore[reportGeneralTypeIssues]
+        is_element = both(are_elements[each], slot >= 0)
+        blocks += (tl.load(row_ptr + columns[each], mask=is_element, other=0.0),)
+    return blocks  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
@@ -269,160 +273,117 @@ def _begin_again_kernel(
 
 
 @triton.jit
-def _words_of_planes(planes: tl.tuple, SIZE: tl.constexpr) -> tl.tuple:
-    """Return the elements of each plane, SIZE of them, as words."""
-    words = ()
-    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        words += (words_of(tl.reshape(planes[plane], [SIZE])),)
-    return words  # pyright: ignore[reportReturnType]
+def row_at(
+    address: tl.tensor, place: tl.tensor, dtype: tl.constexpr, c: constexprs.Layout
+) -> tl.tensor:
+    """Return a pointer to a returned row."""
+    return tl.multiple_of((address + place * c.RETURN_BYTES).to(tl.pointer_type(dtype)), 16)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit
-def _send_in_lines(
+def _store_result(
+    to: tl.tensor,
+    place: tl.tensor,
+    blocks: tl.tuple,
+    at: tl.tensor,
+    is_stored: tl.tensor,
+    epoch: tl.tensor,
+    c: constexprs.Layout,
+    IN_LINES: tl.constexpr,
+) -> None:
+    """Store blocks of a result in lines or columns `at` of row `place` of a rank."""
+    if IN_LINES:
+        words = ()
+        for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+            words += (words_of(tl.ravel(blocks[plane])),)
+        store_lines(to + place * (c.SUM_LINES * LINE_BYTES), at, words, epoch, is_stored)  # pyright: ignore[reportArgumentType]
+    else:
+        tl.store(row_at(to, place, blocks[0].dtype, c) + at, blocks[0], mask=is_stored)  # pyright: ignore[reportArgumentType]
+
+
+@triton.jit
+def _send_pieces(
     peers: Peers,
     sent: _Sent,
-    next_slots: tl.tensor,
-    few: tl.tensor,
+    following: tl.tensor,
+    first: tl.tensor,
+    end: tl.tensor,
+    step: tl.tensor,
     sources_in_lines: tl.tensor,
     epoch: tl.tensor,
     c: constexprs.Layout,
     results: constexprs.Results,
+    IN_LINES: tl.constexpr,
 ) -> tl.tensor:
-    """Send pieces p, p + P, ... of rows of sources whose tokens came in lines, in program p of P.
+    """Send each step-th piece of rows, from `first` on, of tokens before `end`.
 
-    Pieces of LINE_PARTS parts are counted over pieces, sources, tokens, of at most `few` tokens.
-    next_slots: of the first piece.   Returns: the results sent to other ranks.
-    """
-    program, num_programs = tl.program_id(0), tl.num_programs(0)
-    PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
-    EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
-    SIZE: tl.constexpr = results.LINE_PARTS * PART_LINES * EACH  # pyright: ignore[reportAssignmentType, reportOperatorIssue]
-    part_lane = tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
-    line_lane = tl.arange(0, PART_LINES)[None, :]
-    # A part is a row of this block, in which one element follows the other.
-    lane = tl.arange(0, PART_LINES * EACH)[None, :]  # pyright: ignore[reportOperatorIssue]
-    num_sent = 0
-    for item in tl.range(program, few * (c.W * PIECES), num_programs, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
-        row_item = item // PIECES
-        source, token = row_item % c.W, row_item // c.W
-        slots = next_slots
-        next_slots = _slots_of(sent, (item + num_programs) // PIECES, few * c.W, c)
-        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) != 0):
-            part = item % PIECES * results.LINE_PARTS + part_lane
-            line = part * c.RETURN_PLANE + line_lane
-            is_line = (line_lane < c.RETURN_PLANE) & (line < c.SUM_LINES)
-            line = tl.reshape(line, [results.LINE_PARTS * PART_LINES])
-            is_line = tl.reshape(is_line, [results.LINE_PARTS * PART_LINES])
-            row = source * c.M + token
-            columns, are_elements = (), ()
-            for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
-                column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane
-                columns += (column,)
-                are_elements += ((lane < c.RETURN_PLANE * EACH) & (column < results.HIDDEN),)
-            to = tl.load(peers.bases + source) + c.SUM_LINES_AT
-            num_parts = 0
-            if c.RETURNS_SLOTS:
-                # Loads of all slots are under way together.
-                words = ()
-                for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
-                    planes = ()
-                    for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
-                        column, is_element = columns[plane], are_elements[plane]
-                        planes += (_slot_of_row(sent, row, k, column, is_element, c, results),)
-                    words += (_words_of_planes(planes, SIZE),)  # pyright: ignore[reportArgumentType]
-                for k in tl.static_range(c.K):
-                    has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
-                    sums = to + (token * c.K + k) * (c.SUM_LINES * LINE_BYTES)
-                    store_lines(sums, line, words[k], epoch, both(is_line, has_slot))
-                    num_parts += has_slot.to(tl.int32)
-            else:
-                for group in tl.range(0, c.GROUPS, num_stages=1):
-                    is_slot = _is_in_group(sent, slots, group, c)
-                    has_slot = tl.max(is_slot.to(tl.int32)) > 0
-                    planes = _sums_of_slots(
-                        sent, slots, is_slot, row, columns, are_elements, c, results
-                    )
-                    words = _words_of_planes(planes, SIZE)
-                    place = (peers.rank * c.GROUPS + group) * c.LINE_TOKENS + token
-                    sums = to + place * (c.SUM_LINES * LINE_BYTES)
-                    store_lines(sums, line, words, epoch, both(is_line, has_slot))
-                    num_parts += has_slot.to(tl.int32)
-            is_counted = (source != peers.rank) & (item % PIECES == 0)
-            num_sent += tl.where(is_counted, num_parts, 0)
-    return num_sent  # pyright: ignore[reportReturnType]
+    Pieces are counted over pieces, sources, tokens. In lines, they have LINE_PARTS parts.
 
-
-@triton.jit
-def _send_chunk(
-    peers: Peers,
-    sent: _Sent,
-    worker: tl.tensor,
-    num_workers: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    sources_in_lines: tl.tensor,
-    c: constexprs.Layout,
-    results: constexprs.Results,
-) -> tl.tensor:
-    """Send rows of tokens `begin` to `end` of sources that sent in bulk, as `worker` of several.
-
-    Workers take pieces of rows in turn, counted over pieces, sources, tokens.
+    following: the slots of the first piece.
+    IN_LINES: rows of sources whose tokens came in lines, in lines; else those of the others.
     Returns: the results sent to other ranks.
     """
-    first, last = begin * (c.W * results.PIECES) + worker, end * (c.W * results.PIECES)
-    following = _slots_of(sent, first // results.PIECES, end * c.W, c)
+    PIECES: tl.constexpr = results.LINE_PIECES if IN_LINES else results.PIECES
+    EACH: tl.constexpr = 32 // sent.rows.dtype.element_ty.primitive_bitwidth
     num_sent = 0
-    for item in tl.range(first, last, num_workers, num_stages=1):
-        row_item = item // results.PIECES
+    for item in tl.range(first, end * (c.W * PIECES), step, num_stages=1):  # pyright: ignore[reportGeneralTypeIssues]
+        row_item = item // PIECES
         source, token = row_item % c.W, row_item // c.W
         slots = following
-        following = _slots_of(sent, (item + num_workers) // results.PIECES, end * c.W, c)
-        if (tl.max(slots) >= 0) & (((sources_in_lines >> source) & 1) == 0):
-            column = item % results.PIECES * results.COLUMNS + tl.arange(0, results.COLUMNS)
-            is_element = column < results.HIDDEN
+        following = _slots_of(sent, (item + step) // PIECES, end * c.W, c)
+        came_in_lines = (sources_in_lines >> source) & 1
+        if (tl.max(slots) >= 0) & (came_in_lines != 0 if IN_LINES else came_in_lines == 0):
+            columns, are_elements = (), ()
+            if IN_LINES:
+                # A part is a row of these blocks, in which one line or element follows the other.
+                part = item % PIECES * results.LINE_PARTS
+                part += tl.arange(0, results.LINE_PARTS)[:, None]  # pyright: ignore[reportGeneralTypeIssues]
+                line_lane, lane = tl.arange(0, PART_LINES), tl.arange(0, PART_LINES * EACH)
+                at = part * c.RETURN_PLANE + line_lane[None, :]
+                is_there = (line_lane[None, :] < c.RETURN_PLANE) & (at < c.SUM_LINES)
+                at = tl.reshape(at, [results.LINE_PARTS * PART_LINES])
+                is_there = tl.reshape(is_there, [results.LINE_PARTS * PART_LINES])
+                for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType]
+                    column = (part * LINE_WORDS + plane) * (c.RETURN_PLANE * EACH) + lane[None, :]
+                    columns += (column,)
+                    is_element = (lane[None, :] < c.RETURN_PLANE * EACH) & (column < results.HIDDEN)
+                    are_elements += (is_element,)
+            else:
+                at = item % PIECES * results.COLUMNS + tl.arange(0, results.COLUMNS)
+                is_there = at < results.HIDDEN
+                columns, are_elements = (at,), (is_there,)
             row = source * c.M + token
-            to = tl.load(peers.bases + source) + c.RETURNED_AT
+            to = tl.load(peers.bases + source) + (c.SUM_LINES_AT if IN_LINES else c.RETURNED_AT)
             num_parts = 0
             if c.RETURNS_SLOTS:
                 # Loads of all slots are under way together.
                 parts = ()
                 for k in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
-                    parts += (_slot_of_row(sent, row, k, column, is_element, c, results),)
+                    parts += (_slot_of_row(sent, row, k, columns, are_elements, c, results),)
                 for k in tl.static_range(c.K):
                     has_slot = tl.load(sent.slots_of_row + row * c.K + k) >= 0
-                    place = tl.cast(token, tl.int64) * c.K + k
-                    return_ptr = row_at(to, place, sent.rows.dtype.element_ty, c) + column
-                    tl.store(return_ptr, parts[k], mask=both(is_element, has_slot))
+                    place = (token if IN_LINES else tl.cast(token, tl.int64)) * c.K + k
+                    is_stored = both(is_there, has_slot)
+                    _store_result(to, place, parts[k], at, is_stored, epoch, c, IN_LINES)
                     num_parts += has_slot.to(tl.int32)
             else:
                 for group in tl.range(0, c.GROUPS, num_stages=1):
                     is_slot = _is_in_group(sent, slots, group, c)
                     has_slot = tl.max(is_slot.to(tl.int32)) > 0
                     sums = _sums_of_slots(
-                        sent,
-                        slots,
-                        is_slot,
-                        row,
-                        (column,),  # pyright: ignore[reportArgumentType]
-                        (is_element,),  # pyright: ignore[reportArgumentType]
-                        c,
-                        results,
+                        sent, slots, is_slot, row, columns, are_elements, c, results
                     )
-                    place = tl.cast(peers.rank * c.GROUPS + group, tl.int64) * c.M + token
-                    return_ptr = row_at(to, place, sent.rows.dtype.element_ty, c) + column
-                    tl.store(return_ptr, sums[0], mask=both(is_element, has_slot))
+                    place = peers.rank * c.GROUPS + group
+                    if IN_LINES:
+                        place = place * c.LINE_TOKENS + token
+                    else:
+                        place = tl.cast(place, tl.int64) * c.M + token
+                    is_stored = both(is_there, has_slot)
+                    _store_result(to, place, sums, at, is_stored, epoch, c, IN_LINES)
                     num_parts += has_slot.to(tl.int32)
-            is_counted = (source != peers.rank) & (item % results.PIECES == 0)
+            is_counted = (source != peers.rank) & (item % PIECES == 0)
             num_sent += tl.where(is_counted, num_parts, 0)
     return num_sent  # pyright: ignore[reportReturnType]
-
-
-@triton.jit
-def row_at(
-    address: tl.tensor, place: tl.tensor, dtype: tl.constexpr, c: constexprs.Layout
-) -> tl.tensor:
-    """Return a pointer to a returned row."""
-    return tl.multiple_of((address + place * c.RETURN_BYTES).to(tl.pointer_type(dtype)), 16)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -459,8 +420,7 @@ def _send_combine_kernel(
         let_next_start()
     sent = _Sent(rows_ptr, weights_ptr, slots_of_row_ptr, first_slot_ptr)
     if c.LINE_TOKENS > 0:
-        PIECES: tl.constexpr = (c.SUM_PARTS + results.LINE_PARTS - 1) // results.LINE_PARTS  # pyright: ignore[reportAssignmentType]
-        next_slots = _slots_of(sent, program // PIECES, c.LINE_TOKENS * c.W, c)
+        slots = _slots_of(sent, program // results.LINE_PIECES, c.LINE_TOKENS * c.W, c)
     epoch, is_idle, most, few, sources_in_lines, bulk_tokens = _begin_combine(  # pyright: ignore[reportGeneralTypeIssues]
         peers, batch, status, c
     )
@@ -469,8 +429,9 @@ def _send_combine_kernel(
 
     num_sent = 0
     if c.LINE_TOKENS > 0:
-        num_sent += _send_in_lines(
-            peers, sent, next_slots, few, sources_in_lines, epoch, c, results
+        num_sent += _send_pieces(
+            *(peers, sent, slots, program, few, num_programs, sources_in_lines, epoch),
+            *(c, results, True),
         )
     num_chunks = (most + c.CHUNK_TOKENS - 1) // c.CHUNK_TOKENS
     num_workers = tl.minimum(num_programs, results.WORKERS)
@@ -481,8 +442,11 @@ def _send_combine_kernel(
     for chunk in tl.range(first, num_chunks, at_once, num_stages=1):
         begin = chunk * c.CHUNK_TOKENS
         end = tl.minimum(begin + c.CHUNK_TOKENS, most)
-        num_sent += _send_chunk(
-            peers, sent, worker, num_workers, begin, end, sources_in_lines, c, results
+        piece = begin * (c.W * results.PIECES) + worker
+        slots = _slots_of(sent, piece // results.PIECES, end * c.W, c)
+        num_sent += _send_pieces(
+            *(peers, sent, slots, piece, end, num_workers, sources_in_lines, epoch),
+            *(c, results, False),
         )
         num_arriving = tl.minimum(num_workers, (end - begin) * (c.W * results.PIECES))
         if worker < num_arriving:
@@ -564,6 +528,7 @@ def send_combine(
                     layout.chunk_tokens * layout.world_size * -(-hidden_size // columns),
                 ),
                 LINE_PARTS=_LINE_PARTS,
+                LINE_PIECES=-(-layout.sum_parts // _LINE_PARTS),
                 PER_ROW=per_row,
             ),
             num_warps=_WARPS,

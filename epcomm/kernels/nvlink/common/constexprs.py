@@ -164,7 +164,7 @@ class Results:
     ROWS_STRIDE: elements from one result to the next.   HIDDEN: elements of a result.
     COLUMNS: elements that a program sends at once in bulk, one of PIECES pieces of a row.
     SLOTS: that it adds at once.   WORKERS: programs that send a chunk.
-    LINE_PARTS: parts of a row that it sends at once in lines.
+    LINE_PARTS: parts of a row that it sends at once in lines, one of LINE_PIECES pieces.
     """
 
     ROWS_STRIDE: tl.constexpr
@@ -174,4 +174,5 @@ class Results:
     SLOTS: tl.constexpr
     WORKERS: tl.constexpr
     LINE_PARTS: tl.constexpr
+    LINE_PIECES: tl.constexpr
     PER_ROW: tl.constexpr

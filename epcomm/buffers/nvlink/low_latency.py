@@ -34,8 +34,8 @@ from epcomm.buffers.nvlink.sizes import (
     group_reasons,
     low_latency_layout,
     low_latency_regions,
-    low_latency_traffic,
-    row_bytes,
+    sum_bytes,
+    wire_row_bytes,
 )
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of
 from epcomm.buffers.traffic import BufferTraffic
@@ -140,7 +140,14 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
-        return low_latency_traffic(spec, cls.layout_for(spec, call.world_size), call)
+        layout = cls.layout_for(spec, call.world_size)
+        num_returned = call.slots_received if layout.returns_slots else call.sums_sent
+        control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
+        return BufferTraffic(
+            dispatch_bytes=call.rows_sent * wire_row_bytes(spec),
+            combine_bytes=num_returned * sum_bytes(spec),
+            control_bytes=(call.world_size - 1) * control,
+        )
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         super().__init__(calls, spec, num_counters=4)
@@ -487,10 +494,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
         rows, metadata, headers, sums = self._counters.tolist()
-        out, combine_bytes = row_bytes(self._spec)
         return BufferTraffic(
-            dispatch_bytes=rows * out,
-            combine_bytes=sums * combine_bytes,
+            dispatch_bytes=rows * wire_row_bytes(self._spec),
+            combine_bytes=sums * sum_bytes(self._spec),
             control_bytes=metadata * self._layout.metadata_bytes
             + headers * self._layout.control_bytes,
         )

@@ -24,12 +24,11 @@ from epcomm.buffers.nvlink.memory import region_rows
 from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
 from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan, PlanBlock
 from epcomm.buffers.nvlink.sizes import (
-    backward_row_bytes,
     group_reasons,
     normal_layout,
     normal_regions,
-    normal_traffic,
-    row_bytes,
+    sum_bytes,
+    wire_row_bytes,
 )
 from epcomm.buffers.row_layout import wire_tensor_of
 from epcomm.buffers.sizes import CallShape, Region, max_slots_of, most_slots_of
@@ -139,8 +138,19 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     def wire_bytes(
         cls, spec: BufferSpec, call: CallShape, *, backward: bool = False
     ) -> BufferTraffic:
+        combine_bytes = call.sums_sent * sum_bytes(spec)
+        if backward:
+            return BufferTraffic(
+                dispatch_bytes=call.rows_sent * sum_bytes(spec),
+                combine_bytes=combine_bytes + call.rows_received * _scalar_bytes(spec),
+            )
         layout = cls.layout_for(spec, call.world_size)
-        return normal_traffic(spec, layout, call, backward=backward)
+        return BufferTraffic(
+            dispatch_bytes=call.rows_sent * wire_row_bytes(spec),
+            combine_bytes=combine_bytes,
+            control_bytes=call.rows_sent * layout.metadata_bytes
+            + (call.world_size - 1) * layout.header_bytes,
+        )
 
     @classmethod
     def _max_slots_of(cls, spec: BufferSpec, num_rows: int) -> int:
@@ -267,11 +277,10 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
     def traffic(self) -> BufferTraffic:
         """Return the bytes sent to other ranks so far.   Host sync: yes."""
         headers, rows, cached_rows, sums, scaled_sums = self._counters.tolist()
-        out, combine_bytes = row_bytes(self._spec)
-        backward_dispatch_bytes, backward_combine_bytes = backward_row_bytes(self._spec)
+        spec, row_bytes = self._spec, sum_bytes(self._spec)
         return BufferTraffic(
-            dispatch_bytes=rows * out + cached_rows * backward_dispatch_bytes,
-            combine_bytes=sums * combine_bytes + scaled_sums * backward_combine_bytes,
+            dispatch_bytes=rows * wire_row_bytes(spec) + cached_rows * row_bytes,
+            combine_bytes=(sums + scaled_sums) * row_bytes + scaled_sums * _scalar_bytes(spec),
             control_bytes=rows * self._layout.metadata_bytes + headers * self._layout.header_bytes,
         )
 
@@ -565,6 +574,11 @@ class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         if self._device.type != "cuda":
             return _CPU_BLOCKS
         return self._spec.num_sms or self.default_num_sms
+
+
+def _scalar_bytes(spec: BufferSpec) -> int:
+    """Return the bytes of the scalars that return with a gradient."""
+    return torch.float32.itemsize * spec.top_k
 
 
 def _num_sms_of(call: DispatchCall) -> int | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from epcomm.buffers.sizes import CallShape, Region, index_bytes, slot_regions
-from epcomm.buffers.traffic import BufferTraffic
+from epcomm.buffers.sizes import Region, index_bytes, slot_regions
 from epcomm.kernels.nvlink.common.layout import (
     MAX_RETURNED_ROWS,
     PART_LINES,
@@ -26,25 +26,23 @@ _ROW_REGIONS = ("row_lines", "sum_lines", "data", "scales", "returned")
 _WORD_BYTES = 4
 
 
-def row_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Return the bytes of a row in dispatch and in combine, without gaps between rows."""
+def wire_row_bytes(spec: BufferSpec) -> int:
+    """Return the bytes of a row in dispatch, without gaps between rows."""
     wire = spec.dispatch_format
-    out = wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
-    return out, spec.hidden_format.data_bytes(spec.hidden_size)
+    return wire.data_bytes(spec.hidden_size) + wire.scale_bytes(spec.hidden_size)
 
 
-def backward_row_bytes(spec: BufferSpec) -> tuple[int, int]:
-    """Return the bytes of a gradient in dispatch, and in combine with K scalars."""
-    bare = spec.hidden_format.data_bytes(spec.hidden_size)
-    return bare, bare + 4 * spec.top_k
+def sum_bytes(spec: BufferSpec) -> int:
+    """Return the bytes of a sum in combine, and of a gradient, without gaps between rows."""
+    return spec.hidden_format.data_bytes(spec.hidden_size)
 
 
 def normal_layout(
     spec: BufferSpec, world_size: int, max_tokens: int | None, num_buffers: int
 ) -> NormalLayout:
     """Return the layout of blocks for M tokens of each rank, and gradients as rows."""
-    gradient_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
-    sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers, gradient_bytes)
+    sizes = _block_sizes(spec, world_size, max_tokens or _FIRST_TOKENS, num_buffers)
+    sizes["data_bytes"] = max(sizes["data_bytes"], sizes["return_bytes"])
     return NormalLayout(**sizes, item_rows=_ITEM_ROWS)
 
 
@@ -92,7 +90,7 @@ def low_latency_layout(
         line_tokens=0 if block % _WORD_BYTES else min(line_tokens, spec.max_tokens_per_rank),
         data_words=data_words,
         scale_words=-(-wire.scale_bytes(hidden_size) // _WORD_BYTES),
-        return_words=-(-spec.hidden_format.data_bytes(hidden_size) // _WORD_BYTES),
+        return_words=-(-sum_bytes(spec) // _WORD_BYTES),
         data_plane=data_plane,
         scale_plane=scale_plane,
         returns_slots=spec.returns_slots or spec.sums_at_source,
@@ -100,11 +98,10 @@ def low_latency_layout(
 
 
 def _block_sizes(
-    spec: BufferSpec, world_size: int, max_tokens: int, num_buffers: int, gradient_bytes: int = 0
+    spec: BufferSpec, world_size: int, max_tokens: int, num_buffers: int
 ) -> dict[str, int]:
-    """Return the fields of a MemoryLayout whose rows have capacity for gradients, too."""
-    out_bytes = spec.dispatch_format.data_bytes(spec.hidden_size)
-    home_bytes = spec.hidden_format.data_bytes(spec.hidden_size)
+    """Return the fields of a MemoryLayout."""
+    wire, hidden_size = spec.dispatch_format, spec.hidden_size
     return {
         "world_size": world_size,
         "max_tokens": max_tokens,
@@ -112,9 +109,9 @@ def _block_sizes(
         "num_local_experts": spec.num_local_experts,
         "num_buffers": num_buffers,
         "groups": 1 if spec.sums_at_source else spec.returned_columns(world_size),
-        "data_bytes": align_up(max(out_bytes, gradient_bytes), VECTOR_BYTES),
-        "scale_bytes": align_up(spec.dispatch_format.scale_bytes(spec.hidden_size), VECTOR_BYTES),
-        "return_bytes": align_up(max(home_bytes, gradient_bytes), VECTOR_BYTES),
+        "data_bytes": align_up(wire.data_bytes(hidden_size), VECTOR_BYTES),
+        "scale_bytes": align_up(wire.scale_bytes(hidden_size), VECTOR_BYTES),
+        "return_bytes": align_up(sum_bytes(spec), VECTOR_BYTES),
     }
 
 
@@ -126,79 +123,47 @@ def normal_regions(
     num_rows: R, of the index; None: the rows for which there is memory.
     """
     num_rows = num_rows or layout.num_rows
-    row = layout.metadata_bytes + layout.data_bytes + layout.scale_bytes
+    row_bytes = layout.data_bytes + layout.scale_bytes
     combine_bytes = layout.num_rows * layout.groups * layout.return_bytes
-    index = index_bytes(spec, num_rows=num_rows, num_slots=num_slots, num_members=0)
+    header_bytes = layout.num_buffers * layout.regions["header"]
     sizes = {
-        "signals and headers": layout.buffers_at
-        - combine_bytes
-        + layout.num_buffers * layout.regions["header"],
-        "received rows": layout.num_buffers * layout.num_rows * row,
+        "signals and headers": layout.buffers_at - combine_bytes + header_bytes,
+        "received rows": layout.num_buffers * layout.num_rows * (layout.metadata_bytes + row_bytes),
         "returned rows": combine_bytes,
-        "slot index": index,
+        "slot index": index_bytes(spec, num_rows=num_rows, num_slots=num_slots, num_members=0),
     }
-    packed = slot_regions(spec, row_bytes=layout.data_bytes + layout.scale_bytes, max_rows=num_rows)
+    packed = slot_regions(spec, row_bytes=row_bytes, max_rows=num_rows)
     if spec.max_tokens_per_rank is not None:
-        return _regions(sizes | {each.name: each.max_bytes or 0 for each in packed})
-    sizes = {name: size // layout.max_tokens for name, size in sizes.items()}
-    sizes |= {each.name: each.bytes_per_token or 0 for each in packed}
-    return tuple(Region(name=name, bytes_per_token=size) for name, size in sizes.items())
+        return (*_regions(sizes), *(replace(each, bytes_per_token=None) for each in packed))
+    return (
+        *(
+            Region(name=name, bytes_per_token=size // layout.max_tokens)
+            for name, size in sizes.items()
+        ),
+        *(replace(each, max_bytes=None) for each in packed),
+    )
 
 
 def low_latency_regions(
     spec: BufferSpec, layout: LowLatencyLayout, num_slots: int, handed: Layout
 ) -> tuple[Region, ...]:
     """Return Buffer.region_bytes() for an index of C slots, in the layout that is returned."""
-    index = index_bytes(spec, num_rows=layout.num_rows, num_slots=num_slots, num_members=0)
-    other_bytes = layout.buffer_bytes - sum(layout.regions[name] for name in _ROW_REGIONS)
-    sizes = {
-        "signals and metadata": layout.num_buffers * other_bytes,
-        **{
-            name.replace("_", " "): layout.num_buffers * layout.regions[name]
-            for name in _ROW_REGIONS
-        },
-        "slot index": layout.num_buffers * (index + layout.num_rows),
+    num_rows, num_bytes = layout.num_rows, layout.data_bytes + layout.scale_bytes
+    index = index_bytes(spec, num_rows=num_rows, num_slots=num_slots, num_members=0)
+    rows = {name.replace("_", " "): layout.regions[name] for name in _ROW_REGIONS}
+    buffer_sizes = {
+        "signals and metadata": layout.buffer_bytes - sum(rows.values()),
+        **rows,
+        "slot index": index + num_rows,
     }
-    num_bytes = layout.data_bytes + layout.scale_bytes
     if handed is Layout.MASKED:
-        sizes["packed rows"] = layout.num_buffers * num_slots * num_bytes
-        sizes["expert results"] = num_slots * row_bytes(spec)[1]
-    else:
-        packed = slot_regions(spec, row_bytes=num_bytes, max_rows=layout.num_rows)
-        sizes |= {each.name: each.max_bytes or 0 for each in packed}
-    return _regions(sizes)
+        buffer_sizes["packed rows"] = num_slots * num_bytes
+    sizes = {name: layout.num_buffers * size for name, size in buffer_sizes.items()}
+    if handed is Layout.MASKED:
+        return _regions(sizes | {"expert results": num_slots * sum_bytes(spec)})
+    packed = slot_regions(spec, row_bytes=num_bytes, max_rows=num_rows)
+    return (*_regions(sizes), *(replace(each, bytes_per_token=None) for each in packed))
 
 
 def _regions(sizes: Mapping[str, int]) -> tuple[Region, ...]:
     return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())
-
-
-def normal_traffic(
-    spec: BufferSpec, layout: NormalLayout, call: CallShape, *, backward: bool
-) -> BufferTraffic:
-    """Return Buffer.wire_bytes() of normal mode; signals are not counted."""
-    _, sum_bytes = row_bytes(spec)
-    out, combine_bytes = backward_row_bytes(spec) if backward else row_bytes(spec)
-    # The first sum of a row returns with the scalars, if there are any.
-    num_more = call.sums_sent - call.rows_received
-    control = call.rows_sent * layout.metadata_bytes
-    control += (call.world_size - 1) * layout.header_bytes
-    return BufferTraffic(
-        dispatch_bytes=call.rows_sent * out,
-        combine_bytes=call.rows_received * combine_bytes + num_more * sum_bytes,
-        control_bytes=0 if backward else control,
-    )
-
-
-def low_latency_traffic(
-    spec: BufferSpec, layout: LowLatencyLayout, call: CallShape
-) -> BufferTraffic:
-    """Return Buffer.wire_bytes() of low latency; signals and flags of lines are not counted."""
-    out, combine_bytes = row_bytes(spec)
-    control = call.tokens_of_rank[call.rank] * layout.metadata_bytes + layout.control_bytes
-    num_returned = call.slots_received if layout.returns_slots else call.sums_sent
-    return BufferTraffic(
-        dispatch_bytes=call.rows_sent * out,
-        combine_bytes=num_returned * combine_bytes,
-        control_bytes=(call.world_size - 1) * control,
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from functools import cache
 from types import ModuleType
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -208,7 +208,8 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
 
         def receive() -> Dispatched:
             self._check_open()
-            self._check_batch(receive_buffer, batch)
+            if receive_buffer.batch != batch:
+                raise self._ended_error(batch)
             self._follow()
             self._receive(receive_buffer, receive_buffer.batch_word)
             return out
@@ -277,7 +278,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         """Receive the batch of a receive buffer; `batch` unless it has just been sent."""
         self._kernels.receive_dispatch(
             receive_buffer.exchange,
-            receive_buffer.row_of_slot,
+            receive_buffer.index.row_of_slot,
             receive_buffer.slots_of_row,
             receive_buffer.slot_weights,
             receive_buffer.index.num_tokens_per_expert,
@@ -300,7 +301,7 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             num_rows=num_rows,
             index=receive_buffer.index,
             batch=receive_buffer.batch,
-            sources=receive_buffer.sources,
+            slabs=receive_buffer.slabs,
         )
         return Dispatched(
             rows=receive_buffer.rows,
@@ -394,10 +395,10 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         assert is_per_slot or self.handed_layout is Layout.ROWS, "a MASKED row is a slot"
         assert is_per_slot or self._layout.groups == 1, "a row has one sum for all groups"
         self._begin_call()
-        receive_buffer = self._receive_buffer_of(exchange_plan.batch)
-        self._check_batch(receive_buffer, exchange_plan.batch)
-        if not self._reopen(receive_buffer):
-            self._raise_ended(exchange_plan.batch)
+        batch = exchange_plan.batch
+        receive_buffer = self._receive_buffer_of(batch)
+        if receive_buffer.batch != batch or not self._reopen(receive_buffer):
+            raise self._ended_error(batch)
         y = self._send_results(
             receive_buffer,
             rows,
@@ -558,13 +559,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             combining.wait()
             self._host_barrier()
 
-    def _check_batch(self, receive_buffer: ReceiveBuffer, batch: int) -> None:
-        if receive_buffer.batch != batch:
-            self._raise_ended(batch)
-
-    def _raise_ended(self, batch: int) -> NoReturn:
+    def _ended_error(self, batch: int) -> HandleError:
         num_buffers = self._layout.num_buffers
-        raise HandleError(
+        return HandleError(
             f"combine: batch {batch} of {self.name} was overwritten by dispatch "
             f"{batch + num_buffers}, because {num_buffers} may be in flight (rank {self._rank} of "
             f"{self._world_size}); dispatch again, or set EPConfig.batches_in_flight"

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer, SlotSources
+from epcomm.buffers.nvlink.low_latency_state import ReceiveBuffer
 from epcomm.kernels.nvlink.common.exchange import SlabMemory
 from epcomm.quantization.scale_layout import SCALES_PER_WORD
 from epcomm.spec import BufferSpec
@@ -34,10 +34,7 @@ def scale_reasons(spec: BufferSpec) -> list[str]:
 
 
 def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
-    """Allocate slabs for a receive buffer, with the strides of received rows; slot s is row s.
-
-    With BufferSpec.returns_slots, allocate memory for the sources of the slots too.
-    """
+    """Allocate slabs for a receive buffer, with the strides of received rows; slot s is row s."""
     rows, layout = receive_buffer.rows, receive_buffer.exchange.peers.layout
     num_local, capacity, device = spec.num_local_experts, layout.num_rows, rows.data.device
     data = _words(num_local * capacity, layout.data_bytes // _WORD_BYTES, device=device)
@@ -49,21 +46,17 @@ def hand_out_masked(receive_buffer: ReceiveBuffer, spec: BufferSpec) -> None:
         scales=scales,
         scale_layout=None if scales is None else spec.scale_layout,
     )
-    if spec.returns_slots:
-        receive_buffer.sources = SlotSources(
-            token_of_slot=torch.full((num_local, capacity), -1, dtype=torch.int32, device=device),
-            ranges=torch.zeros(num_local, layout.world_size, dtype=torch.int64, device=device),
-        )
-    sources = receive_buffer.sources
     receive_buffer.scale_strides = strides
-    receive_buffer.slabs = SlabMemory(
-        data=data,
-        scales=words,
-        token_of_slot=sources and sources.token_of_slot,
-        source_ranges=sources and sources.ranges,
-    )
+    slabs = SlabMemory(data=data, scales=words)
+    if spec.returns_slots:
+        slabs = slabs._replace(
+            token_of_slot=torch.full((num_local, capacity), -1, dtype=torch.int32, device=device),
+            source_ranges=torch.zeros(
+                num_local, layout.world_size, dtype=torch.int64, device=device
+            ),
+        )
+    receive_buffer.slabs = slabs
     receive_buffer.index = replace(receive_buffer.index, row_of_slot=None, slots_of_row=None)
-    receive_buffer.row_of_slot = None
 
 
 def _scales(

@@ -26,25 +26,12 @@ class NVLinkLowLatencyExchangePlan(ExchangePlan):
     """The plan of W * M received rows; those of rank s begin at s * M, and its first T are filled.
 
     batch: number of the dispatch; receive buffers are used in turn.
-    sources: the sources of the slots, in the layout MASKED with BufferSpec.returns_slots.
+    slabs: the memory of the rows in the layout MASKED, and with BufferSpec.returns_slots where they
+        came from.
     """
 
     batch: int
-    sources: SlotSources | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SlotSources:
-    """The sources of the slots of each expert, on the device.
-
-    token_of_slot: [L, C / L], int32: the token, as its rank numbers it.
-    ranges: [L, W], int64: the slots from each rank, first << 32 | number, in the expert's own.
-
-    Lifetime: that of the rows.
-    """
-
-    token_of_slot: Tensor
-    ranges: Tensor
+    slabs: SlabMemory = NO_SLABS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,12 +46,11 @@ class SlotTerms:
 class ReceiveBuffer:
     """One receive buffer of this rank: the arguments of its kernels, and the batch that it holds.
 
-    rows, index: the rows and the index that dispatch returns.   row_of_slot: [C], or None if
-        the index has none.   slots_of_row: [W * M, K].
+    rows, index: the rows and the index that dispatch returns.   slots_of_row: [W * M, K].
     is_sent: [M, W], uint8, whether the token was sent to the rank; if each slot returns, [M, K],
         1 + the rank that has the slot.   slot_weights: None if each slot returns.
-    slabs, scale_strides: the memory to which rows of MASKED are copied.   sources: the sources of
-        slots that return.   terms: how slots that return are summed; None if none return.
+    slabs, scale_strides: the memory to which rows of MASKED are copied.
+    terms: how slots that return are summed; None if none return.
     batch: number of the last dispatch, of T = num_tokens, sent in lines or in bulk; its header has
         the batch.   is_open: the batch awaits its combine.   is_combined: this rank has received
         the sums, so that the batch can be combined again.
@@ -74,14 +60,12 @@ class ReceiveBuffer:
 
     exchange: LowLatencyExchange
     rows: WireTensor
-    row_of_slot: Tensor | None
     slots_of_row: Tensor
     index: SlotIndex
     slot_weights: Tensor | None
     is_sent: Tensor
     slabs: SlabMemory = NO_SLABS
     scale_strides: tuple[int, int, int] = (0, 0, 0)
-    sources: SlotSources | None = None
     terms: SlotTerms | None = None
     batch: int = -1
     num_tokens: int = 0
@@ -106,9 +90,9 @@ class ReceiveBuffer:
         def integers(*shape: int) -> Tensor:
             return torch.full(shape, -1, dtype=torch.int32, device=device)
 
-        slots_of_row, row_of_slot = integers(layout.num_rows, layout.top_k), integers(num_slots)
+        slots_of_row = integers(layout.num_rows, layout.top_k)
         index = SlotIndex(
-            row_of_slot=row_of_slot,
+            row_of_slot=integers(num_slots),
             slots_of_row=slots_of_row,
             num_tokens_per_expert=integers(layout.num_local_experts),
             first_slot=integers(layout.num_local_experts + 1),
@@ -118,7 +102,6 @@ class ReceiveBuffer:
         return cls(
             exchange=LowLatencyExchange.of(peers, buffer_index),
             rows=rows,
-            row_of_slot=row_of_slot,
             slots_of_row=slots_of_row,
             index=index,
             slot_weights=None

@@ -108,16 +108,15 @@ def check_sources(group: EPGroup, out: Dispatched, number: int, tokens: tuple[in
     """Compare the sources of slots with loops over all ranks' ids."""
     exchange_plan = out.exchange_plan
     assert isinstance(exchange_plan, NVLinkLowLatencyExchangePlan)
-    sources = exchange_plan.sources
-    assert sources is not None
+    slabs = exchange_plan.slabs
     begins = [0] * L
     for source, num_tokens in enumerate(tokens):
         theirs = Batch.of(group, number, num_tokens, rank=source).call.topk_ids
         for expert in range(L):
             mine = (theirs == group.rank * L + expert).any(dim=1).nonzero().flatten().tolist()
-            begin, count = divmod(int(sources.ranges[expert, source]), 2**32)
+            begin, count = divmod(int(slabs.source_ranges[expert, source]), 2**32)
             assert (begin, count) == (begins[expert], len(mine))
-            found = sources.token_of_slot[expert, begin : begin + count].tolist()
+            found = slabs.token_of_slot[expert, begin : begin + count].tolist()
             assert found == mine
             begins[expert] += count
 

@@ -246,8 +246,7 @@ class LowLatency:
 
         plan = out.exchange_plan
         assert isinstance(plan, NVLinkLowLatencyExchangePlan), "the buffer returns slots"
-        assert plan.sources is not None, "in the layout MASKED"
-        sources = (plan.sources.token_of_slot, plan.sources.ranges)
+        sources = (plan.slabs.token_of_slot, plan.slabs.source_ranges)
         num_slots = len(out.rows.data.flatten(0, 1))
         exchange = RowExchange(
             ranks=ranks,

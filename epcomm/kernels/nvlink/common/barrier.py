@@ -60,17 +60,13 @@ def device_barrier(
     number: int,
     max_polls: int,
 ) -> None:
-    """Wait for all ranks that are not excluded.
+    """Wait for all ranks that are not excluded, in barrier `number`, from 1.
 
     Args:
-        flags_table: [W], int64: addresses of the W signals of each rank, zero at first, used for
-            nothing else.
+        flags_table: [W], int64: addresses of the W signals of each rank, see LivingRanks.
         excluded: [W], int32, not 0 for ranks that do not take part.
         missing: [W], int32, written: 1 for each rank that did not arrive.
-        flags_address: of the signals of this rank.
-        rank: this one.
-        number: of the barrier, from 1.
-        max_polls: before it gives up, see signals.py.
+        flags_address, rank, max_polls: as of PeerBlocks, of the signals of this rank.
 
     Collective: yes, among those that take part.   Allocates nothing.   Host sync: none.
     """

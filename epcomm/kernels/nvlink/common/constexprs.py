@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import triton.language as tl
 
-from epcomm.kernels.launch import IS_INTERPRETED
+from epcomm.kernels.launch import IS_INTERPRETED, next_power_of_two
 from epcomm.kernels.nvlink.common import exchange, layout
 from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
 
@@ -33,9 +33,8 @@ SOURCES_AT = tl.constexpr(exchange.SOURCES_AT)
 
 # Attributes of a LowLatencyLayout whose constants have other names.
 _NAMES = {
-    **{"W": "world_size", "W_LANES": "world_lanes", "M": "max_tokens", "K": "top_k"},
-    **{"K_LANES": "metadata_words", "L": "num_local_experts", "L_LANES": "local_lanes"},
-    **{"PARTS": "parts_of_token", "PART_LANES": "part_lanes"},
+    **{"W": "world_size", "M": "max_tokens", "K": "top_k", "K_LANES": "metadata_words"},
+    **{"L": "num_local_experts", "L_LANES": "local_lanes", "PARTS": "parts_of_token"},
     **{"DATA_LINES": "data_lines_at", "SCALE_LINES": "scale_lines_at"},
 }
 
@@ -102,10 +101,12 @@ class Layout:
     @cache
     def of(cls, layout: LowLatencyLayout) -> Layout:
         """Return the constants of a layout."""
-        offsets = {f"{name.upper()}_AT": layout.offsets[name] for name in layout.buffer_sizes()}
-        names = [each.name for each in fields(cls) if each.name not in offsets]
-        numbers = {name: getattr(layout, _NAMES.get(name, name.lower())) for name in names}
-        return constants(cls, **numbers, **offsets)
+        found = {f"{name.upper()}_AT": layout.offsets[name] for name in layout.buffer_sizes()}
+        found["W_LANES"] = next_power_of_two(layout.world_size)
+        found["PART_LANES"] = next_power_of_two(layout.parts_of_token)
+        names = [each.name for each in fields(cls) if each.name not in found]
+        found |= {name: getattr(layout, _NAMES.get(name, name.lower())) for name in names}
+        return constants(cls, **found)
 
 
 @dataclass(frozen=True, kw_only=True)

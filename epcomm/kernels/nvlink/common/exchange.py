@@ -94,11 +94,11 @@ class SlabMemory(NamedTuple):
 
     data: [C, words of a row], int32: rows as they were received, with the gap between them.
     scales: int32, the words of their scales; None where rows have none.
-    token_of_slot: [C], int32, written with the token of each slot, as its rank numbers it.
+    token_of_slot: [L, C / L], int32, written with the token of each slot, as its rank numbers it.
     source_ranges: [L, W], int64, written with the slots of each expert from each rank,
         first << 32 | number, where the first is counted from the expert's first. Both or neither.
 
-    Kernels have pointers in place of tensors.
+    Kernels have pointers in place of tensors.   Lifetime: that of the rows.
     """
 
     data: Any = None
@@ -158,21 +158,6 @@ class LowLatencyExchange:
             bases=peers.table + buffer_at,
             state=first_state(peers.layout.world_size, peers.table.device),
         )
-
-    @property
-    def own_arguments(self) -> tuple[Memory | int, ...]:
-        """The arguments that every kernel of low latency has: memory, and the numbers of Peers."""
-        peers = self.peers
-        memory = Memory(
-            table=peers.table,
-            bases=self.bases,
-            state=self.state,
-            counters=peers.counters,
-            faults=peers.faults,
-            excluded=peers.excluded,
-            report=peers.report,
-        )
-        return memory, peers.own_address, self.buffer_address, peers.rank, peers.max_polls
 
 
 def first_state(world_size: int, device: torch.device) -> Tensor:

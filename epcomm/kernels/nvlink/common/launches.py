@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from epcomm.kernels.nvlink.common.constexprs import Layout
-from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange
+from epcomm.kernels.nvlink.common.exchange import LowLatencyExchange, Memory
 from epcomm.kernels.prepared import CHANGES, PreparedLaunch
 
 
@@ -25,6 +25,16 @@ def prepare(
         num_numbers: the last ones, integers that every call gives.
         constants: others of the kernel, and options of the compiler.
     """
-    everything = (*arguments, *exchange.own_arguments, *[CHANGES] * num_numbers)
-    layout = Layout.of(exchange.peers.layout)
-    return PreparedLaunch(kernel, everything, {"c": layout, **constants})
+    peers = exchange.peers
+    memory = Memory(
+        table=peers.table,
+        bases=exchange.bases,
+        state=exchange.state,
+        counters=peers.counters,
+        faults=peers.faults,
+        excluded=peers.excluded,
+        report=peers.report,
+    )
+    numbers = (peers.own_address, exchange.buffer_address, peers.rank, peers.max_polls)
+    everything = (*arguments, memory, *numbers, *[CHANGES] * num_numbers)
+    return PreparedLaunch(kernel, everything, {"c": Layout.of(peers.layout), **constants})

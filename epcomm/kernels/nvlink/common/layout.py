@@ -93,19 +93,9 @@ class MemoryLayout(ABC):
         return max(4, _lanes(self.top_k))
 
     @property
-    def metadata_parts(self) -> int:
-        """The parts of the metadata of a row: experts, positions and weights."""
-        return 3
-
-    @property
     def metadata_bytes(self) -> int:
-        """The bytes of the metadata of a row."""
-        return self.metadata_parts * _WORD_BYTES * self.metadata_words
-
-    @cached_property
-    def world_lanes(self) -> int:
-        """The ranks W, rounded up to a power of two."""
-        return _lanes(self.world_size)
+        """The bytes of the metadata of a row: experts, positions and weights."""
+        return 3 * _WORD_BYTES * self.metadata_words
 
     @cached_property
     def local_lanes(self) -> int:
@@ -185,18 +175,13 @@ class LowLatencyLayout(MemoryLayout):
     returns_slots: bool = False
 
     @property
-    def metadata_parts(self) -> int:
-        return 2 if self.returns_slots else 3
+    def metadata_bytes(self) -> int:
+        return (2 if self.returns_slots else 3) * _WORD_BYTES * self.metadata_words
 
     @property
     def parts_of_token(self) -> int:
         """The most rows that return to the source of a token: one for each group, or K slots."""
         return self.top_k if self.returns_slots else self.world_size * self.groups
-
-    @property
-    def part_lanes(self) -> int:
-        """The number parts_of_token, rounded up to a power of two."""
-        return _lanes(self.parts_of_token)
 
     @cached_property
     def chunk_tokens(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from epcomm.buffers.nvlink.waits import host_words
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import any_flags, check_headers
 from epcomm.errors import RankNames
@@ -61,15 +62,18 @@ class NormalCounts:
             ShapeError, CapacityError, ConfigError: as check_headers().
         """
         size = layout.world_size
-        status = int(call.flags) << FLAGS_SHIFT
-        if call.error is None and totals[:size].count(status) == size:
-            # No fault, and the same flags everywhere: nothing to compare.
-            flags = call.flags
-        elif any(totals[:size]):
-            flags = cls._flags_of(totals, call, layout, names, dead)
-        else:
-            # No fault, and no gradients: nothing to compare.
-            flags = BatchFlags.NONE
+        flags, statuses = call.flags, totals[:size]
+        own_status = int(flags) << FLAGS_SHIFT
+        # There is nothing to compare if all ranks have the same flags and no fault.
+        if call.error is not None or statuses.count(own_status) != size:
+            headers = [unpack_status(status) for status in statuses]
+            for other in dead:
+                # The flags of excluded ranks never differ from the others.
+                headers[other] = FaultCode.NONE, call.flags
+            codes, all_flags = zip(*headers, strict=True)
+            words = list(map(fault_word_of_byte, codes, names.numbers))
+            check_headers(words, all_flags, call, layout.num_local_experts * size, names)
+            flags = any_flags(all_flags)
         return cls(
             most_tokens=max(totals[size : 2 * size]),
             num_rows=sum(totals[2 * size : 3 * size]),
@@ -89,25 +93,6 @@ class NormalCounts:
             is_dense=is_dense,
         )
 
-    @staticmethod
-    def _flags_of(
-        totals: list[int],
-        call: DispatchCall,
-        layout: NormalLayout,
-        names: RankNames,
-        dead: Sequence[int],
-    ) -> BatchFlags:
-        """Return the flags of all ranks, or-ed, once their faults and flags have been checked."""
-        size = layout.world_size
-        headers = [unpack_status(status) for status in totals[:size]]
-        for other in dead:
-            # The flags of excluded ranks never differ from the others.
-            headers[other] = FaultCode.NONE, call.flags
-        codes, flags = zip(*headers, strict=True)
-        words = list(map(fault_word_of_byte, codes, names.numbers))
-        check_headers(words, flags, call, layout.num_local_experts * size, names)
-        return any_flags(flags)
-
 
 class Totals:
     """The totals of one dispatch, which a kernel writes and the host reads.
@@ -121,12 +106,7 @@ class Totals:
     def __init__(self, layout: NormalLayout, device: torch.device) -> None:
         """Allocate memory that the host and the device see."""
         num_entries = 3 * layout.world_size + layout.num_local_experts
-        is_pinned = device.type == "cuda"
-        self.entries = torch.empty(
-            num_entries, dtype=torch.int32, device="cpu", pin_memory=is_pinned
-        )
-        # A view of the same memory for ctypes, because operators of tensors take more host time.
-        self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
+        self.entries, self._words = host_words(num_entries, device)
         self.begin()
 
     def begin(self) -> None:

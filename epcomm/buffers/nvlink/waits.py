@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 import torch
+from torch import Tensor
 
 from epcomm.collectives.base import Collectives
 from epcomm.errors import EPTimeout, describe_ranks
@@ -29,6 +30,16 @@ _TEXTS = {
 }
 
 
+def host_words(num_words: int, device: torch.device) -> tuple[Tensor, ctypes.Array[ctypes.c_int32]]:
+    """Return memory of zeros, int32, that the host reads while kernels of a device write it.
+
+    Twice: a view for ctypes takes less host time, because tolist() of a tensor takes 2 us.
+    """
+    is_pinned = device.type == "cuda"
+    words = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=is_pinned)
+    return words, (ctypes.c_int32 * num_words).from_address(words.data_ptr())
+
+
 class WaitReport:
     """The report of the wait that this rank could not end.
 
@@ -39,14 +50,7 @@ class WaitReport:
         """Report nothing yet; `backend` begins every message."""
         self._collectives, self._backend = collectives, backend
         num_entries = REPORT_MISSING + collectives.world_size
-        self.entries = torch.zeros(
-            num_entries,
-            dtype=torch.int32,
-            device="cpu",
-            pin_memory=collectives.device.type == "cuda",
-        )
-        # A view of the same memory: every call reads it, and tolist() of a tensor takes 2 us.
-        self._words = (ctypes.c_int32 * num_entries).from_address(self.entries.data_ptr())
+        self.entries, self._words = host_words(num_entries, collectives.device)
 
     def check(self) -> None:
         """Raise the error that a kernel has reported. Local; does not wait for a device.

@@ -9,7 +9,7 @@ import torch
 
 from epcomm import EPConfig, EPGroup, MoESpec, plan
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.planning import candidates
 from epcomm.platforms import nvlink
 from epcomm.platforms.assumed import DEVICES
@@ -93,7 +93,7 @@ def test_decode_takes_it_where_it_can(
     reason: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for kind in (NVLinkHost, NVLinkNormal):
+    for kind in (NVLinkHost, NVLinkBuffer):
         monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     with EPGroup() as group:
         # Collectives like those over nccl: tensors are on a GPU, and no host waits.
@@ -120,7 +120,7 @@ def test_decode_takes_it_where_it_can(
 
 
 def test_a_plan_without_ranks_or_with_one_does_not_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    for kind in (NVLinkHost, NVLinkNormal):
+    for kind in (NVLinkHost, NVLinkBuffer):
         monkeypatch.setattr(kind, "probe", lambda machine: Availability(ok=True))
     text = plan(CONFIG, SPEC, world_size=2).explain()
     reason = "serves one host, which only a process group shows; run under torchrun"
@@ -153,6 +153,6 @@ def test_normal_mode_is_left_to_collective_on_gpus_before_hopper() -> None:
 
 def test_normal_mode_needs_nvrtc() -> None:
     found = replace(DEVICES["h200"].machine(), has_library=lambda load: False)
-    verdict = NVLinkNormal.probe(found)
+    verdict = NVLinkBuffer.probe(found)
     assert verdict.reasons == ("NVRTC is not installed",)
     assert "nvidia-cuda-nvrtc" in verdict.command

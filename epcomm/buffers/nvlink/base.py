@@ -37,7 +37,7 @@ _WORD_BYTES = 4
 class NVLinkHost(ABC, Generic[LayoutT]):
     """The base of the buffers of both modes; under Triton's interpreter they serve CPU ranks."""
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "nvlink"
     needs_one_host: ClassVar[bool] = True
     needs_nvlink: ClassVar[bool] = True
     needs_process_group: ClassVar[bool] = True

@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import Buffer, Dispatched, ReturnsSlots
+from epcomm.buffers.base import Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.low_latency_masked import hand_out_masked, scale_reasons
 from epcomm.buffers.nvlink.low_latency_state import (
@@ -68,8 +68,8 @@ from epcomm.types import (
 _INTERPRETED_PROGRAMS = 2
 
 
-class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
-    """The base of low latency, in the layout that the subclass returns."""
+class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
+    """Serves low latency; rows are used where peers have stored them, through an index."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     handed_layout: ClassVar[Layout] = Layout.ROWS
@@ -574,16 +574,9 @@ class NVLinkLowLatency(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         return max(self._world_size, self.max_programs if is_cuda else _INTERPRETED_PROGRAMS)
 
 
-class NVLinkLowLatencyBuffer(NVLinkLowLatency, Buffer):
-    """Serves low latency; rows are used where peers have stored them, through an index."""
-
-    name: ClassVar[str] = "nvlink"
-
-
-class NVLinkMaskedBuffer(NVLinkLowLatency, Buffer):
+class NVLinkMaskedBuffer(NVLinkLowLatencyBuffer):
     """Serves low latency; rows are copied to experts on arrival, see low_latency_masked.py."""
 
-    name: ClassVar[str] = "nvlink"
     handed_layout: ClassVar[Layout] = Layout.MASKED
     # Each expert has capacity for one slot of each token.
     needs_distinct_ids: ClassVar[bool] = True

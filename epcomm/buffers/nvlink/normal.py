@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from epcomm.buffers.base import AddsBias, Buffer, Dispatched, ReturnsRowTopk, RowTopkDispatched
+from epcomm.buffers.base import AddsBias, Dispatched, ReturnsRowTopk, RowTopkDispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import region_rows
 from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
@@ -78,8 +78,8 @@ _CPU_BLOCKS = 3
 _TOKEN_MULTIPLE = 128
 
 
-class NVLinkNormal(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
-    """The base of normal mode, of exact sizes or of a budget, as its buffer sets."""
+class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
+    """Serves normal mode with exact sizes; subclasses have a budget."""
 
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     sums_groups: ClassVar[bool] = True
@@ -590,14 +590,7 @@ def _owns_rows(call: DispatchCall) -> bool:
     return bool(int(call.flags) & int(BatchFlags.GRAD_ENABLED))
 
 
-class NVLinkBuffer(NVLinkNormal, Buffer):
-    """Serves normal mode with exact sizes."""
-
-    name: ClassVar[str] = "nvlink"
-
-
-class NVLinkStaticBuffer(NVLinkNormal, Buffer):
+class NVLinkStaticBuffer(NVLinkBuffer):
     """Serves normal mode with a budget of slots."""
 
-    name: ClassVar[str] = "nvlink"
     is_static: ClassVar[bool] = True

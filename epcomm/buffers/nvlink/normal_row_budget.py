@@ -5,15 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from epcomm.buffers.base import Buffer
-from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.buffers.nvlink.sizes import normal_regions
 from epcomm.buffers.sizes import Region, most_slots_of
 from epcomm.config import Mode
 from epcomm.spec import BufferCaps, BufferSpec
 
 
-class NVLinkRowBudgetBuffer(NVLinkNormal, Buffer):
+class NVLinkRowBudgetBuffer(NVLinkStaticBuffer):
     """Serves normal mode with static sizes, and returns M rows without gaps between ranks.
 
     max_tokens_per_rank is both the most tokens that a rank dispatches and the most rows that it
@@ -22,8 +21,6 @@ class NVLinkRowBudgetBuffer(NVLinkNormal, Buffer):
     Rows are always in separate memory, so one receive buffer suffices.
     """
 
-    name: ClassVar[str] = "nvlink"
-    is_static: ClassVar[bool] = True
     has_row_budget: ClassVar[bool] = True
     num_buffers: ClassVar[int] = 1
 

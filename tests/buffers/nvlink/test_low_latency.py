@@ -25,7 +25,7 @@ from epcomm import (
     TopKOutput,
 )
 from epcomm.buffers.base import Buffer, Dispatched
-from epcomm.buffers.nvlink.low_latency import NVLinkLowLatency, NVLinkLowLatencyBuffer
+from epcomm.buffers.nvlink.low_latency import NVLinkLowLatencyBuffer
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import BackendUnavailable, ConfigError, EPTimeout, HandleError, ShapeError
 from epcomm.kernels import launch
@@ -93,7 +93,7 @@ ON_GPUS = (("refusals", IN_BULK), ("shapes", IN_BULK), ("alone", IN_LINES), ("al
 def usual_line_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send in bulk unless a test changes it: an interpreter takes twice as long for lines."""
     if launch.IS_INTERPRETED and request.node.get_closest_marker("slow") is None:
-        monkeypatch.setattr(NVLinkLowLatency, "line_tokens", IN_BULK)
+        monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", IN_BULK)
 
 
 @pytest.mark.ranks(2)
@@ -145,7 +145,7 @@ def test_masked_buffer_keeps_its_contract(case: str) -> None:
 def test_kernels_quantize_as_torch_does(
     backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     spec = buffer_suite.BATCH_SPECS["holes"]
     with EPGroup() as group:
         # Several blocks, the last one short.
@@ -166,7 +166,7 @@ def test_kernels_quantize_as_torch_does(
 def test_rows_that_are_quantised_already_travel_as_they_are(
     backend: str, wire: str, line_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     with EPGroup() as group:
         # Several blocks with a short last one; rows of whole words, and rows with an incomplete
         # last word.

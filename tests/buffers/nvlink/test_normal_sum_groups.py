@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
-from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkNormal, NVLinkStaticBuffer
+from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
 from epcomm.buffers.nvlink.normal_row_budget import NVLinkRowBudgetBuffer
 from epcomm.buffers.sizes import CallShape
 from epcomm.calls.call import DispatchCall
@@ -41,7 +41,7 @@ def spec_of(world_size: int, groups: int | None, dtype: torch.dtype) -> BufferSp
     )
 
 
-def open_with_nan(kind: type[NVLinkNormal], group: EPGroup, spec: BufferSpec) -> NVLinkNormal:
+def open_with_nan(kind: type[NVLinkBuffer], group: EPGroup, spec: BufferSpec) -> NVLinkBuffer:
     """Open a buffer in which all rows that a rank might read are NaN before they are sent."""
     buffer = cast(Any, kind)(group.calls, spec)
     buffer.prepare()
@@ -103,7 +103,7 @@ def weight_gradients(batch: Batch, device: torch.device) -> Tensor:
     return dot_rows(*pairs).view_as(batch.weights).cpu().masked_fill(batch.ids < 0, 0.0)
 
 
-def check_groups(kind: type[NVLinkNormal], group: EPGroup, groups: int, dtype: torch.dtype) -> None:
+def check_groups(kind: type[NVLinkBuffer], group: EPGroup, groups: int, dtype: torch.dtype) -> None:
     """Compare sums and gradients with the oracle, and their bytes with those of a plan."""
     rank, world_size, batch = group.rank, group.world_size, Batch.make(dtype)
     spec = spec_of(world_size, groups, dtype)
@@ -151,7 +151,7 @@ def check_groups(kind: type[NVLinkNormal], group: EPGroup, groups: int, dtype: t
     ],
 )
 def test_sums_and_gradients_are_those_of_groups(
-    kind: type[NVLinkNormal], groups_of_rank: int, dtype: torch.dtype
+    kind: type[NVLinkBuffer], groups_of_rank: int, dtype: torch.dtype
 ) -> None:
     with EPGroup() as group:
         check_groups(kind, group, groups_of_rank * group.world_size, dtype)

@@ -12,7 +12,6 @@ pytest.importorskip("triton")
 from epcomm import ConfigError, EPGroup, Mode, ShapeError
 from epcomm.buffers.base import Dispatched, ReturnsSlots
 from epcomm.buffers.nvlink.low_latency import (
-    NVLinkLowLatency,
     NVLinkLowLatencyBuffer,
     NVLinkMaskedBuffer,
 )
@@ -151,7 +150,7 @@ def test_slots_are_weighed_and_summed_at_home(
     line_tokens: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     with EPGroup() as group, poisoned_memory():
         buffer = open_slots(group, backend, spec_of(wire, scale_layout))
         addresses = set()
@@ -189,7 +188,7 @@ def test_slots_are_weighed_and_summed_at_home(
 def test_a_refusal_reaches_all_and_the_next_batch_is_right(
     line_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     with EPGroup() as group:
         buffer = open_slots(group, ROWS, spec_of())
         batch = Batch.of(group, 0, 3)

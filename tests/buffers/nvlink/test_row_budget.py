@@ -11,7 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from epcomm import EPGroup
 from epcomm.buffers.base import Buffer, RowTopkDispatched
-from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.errors import CapacityError
 from epcomm.protocol import BatchFlags
@@ -73,7 +73,7 @@ def test_rows_have_no_gaps_and_one_more_than_fits_is_heard_everywhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The host of this rank reads nothing.
-    monkeypatch.setattr(NVLinkNormal, "_read_counts", None)
+    monkeypatch.setattr(NVLinkBuffer, "_read_counts", None)
     with EPGroup() as group:
         spec = buffer_spec(HIDDEN, TOP_K, NUM_LOCAL, BUDGET)
         buffer = group.open_buffer("NVLinkRowBudgetBuffer", spec)

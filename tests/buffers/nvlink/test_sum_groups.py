@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 from epcomm import Mode
 from epcomm.buffers.nvlink import base
 from epcomm.buffers.nvlink.low_latency import (
-    NVLinkLowLatency,
     NVLinkLowLatencyBuffer,
     NVLinkMaskedBuffer,
 )
@@ -42,8 +41,8 @@ def spec_of(sum_groups: int | None, *, at_source: bool = False) -> BufferSpec:
 
 
 def open_ranks(
-    kind: type[NVLinkLowLatency], spec: BufferSpec, world_size: int, device: torch.device
-) -> list[NVLinkLowLatency]:
+    kind: type[NVLinkLowLatencyBuffer], spec: BufferSpec, world_size: int, device: torch.device
+) -> list[NVLinkLowLatencyBuffer]:
     """Open the buffers of all ranks in this process."""
     layout = kind.layout_for(spec, world_size)
     # The signals of a barrier follow the layout. The memory is shared, because the interpreter
@@ -147,7 +146,7 @@ class Batch:
     ],
 )
 def test_sums_are_those_of_groups(
-    kind: type[NVLinkLowLatency],
+    kind: type[NVLinkLowLatencyBuffer],
     world_size: int,
     groups: int,
     line_tokens: int,
@@ -155,7 +154,7 @@ def test_sums_are_those_of_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(NVLinkLowLatency, "line_tokens", line_tokens)
+    monkeypatch.setattr(NVLinkLowLatencyBuffer, "line_tokens", line_tokens)
     num_groups = world_size * groups
     spec = spec_of(num_groups, at_source=at_source)
     buffers = open_ranks(kind, spec, world_size, device)
@@ -193,7 +192,7 @@ def test_sums_are_those_of_groups(
 
 
 def bytes_of(
-    kind: type[NVLinkLowLatency], spec: BufferSpec, batches: list[Batch], rank: int
+    kind: type[NVLinkLowLatencyBuffer], spec: BufferSpec, batches: list[Batch], rank: int
 ) -> int:
     """Return the bytes that plans predict for the combine of a batch."""
     assert spec.sum_groups is not None

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 pytest.importorskip("triton")
-from epcomm.buffers.nvlink.normal import NVLinkNormal
+from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.collectives.torch_dist import TorchDistCollectives
 from epcomm.errors import CapacityError, EPError
 from epcomm.integrations.deep_ep import Buffer, ranks
@@ -121,7 +121,7 @@ def host_reads(over_nvlink: None, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     if not on_gpus():
         monkeypatch.setattr(ranks.Ranks, "has", lambda self, service: True)
     for kind, name in (
-        (NVLinkNormal, "_read_counts"),
+        (NVLinkBuffer, "_read_counts"),
         (TorchDistCollectives, "all_gather"),
         (TorchDistCollectives, "all_to_all"),
         (TorchDistCollectives, "gather_records"),

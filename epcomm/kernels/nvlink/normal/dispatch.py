@@ -77,10 +77,10 @@ class RowForm(NamedTuple):
     """
 
     row_bytes: int
-    scale_bytes: int
-    scale_unit: int
-    alignment: int
-    is_planned: bool
+    scale_bytes: int = 0
+    scale_unit: int = COPY_BYTES
+    alignment: int = 1
+    is_planned: bool = False
 
 
 def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> None:
@@ -99,13 +99,7 @@ def prepare(layout: NormalLayout, spec: BufferSpec, device: torch.device) -> Non
             alignment=spec.expert_alignment,
             is_planned=True,
         ),
-        RowForm(
-            row_bytes=align_up(spec.hidden_format.data_bytes(size), COPY_BYTES),
-            scale_bytes=0,
-            scale_unit=COPY_BYTES,
-            alignment=1,
-            is_planned=False,
-        ),
+        RowForm(align_up(spec.hidden_format.data_bytes(size), COPY_BYTES)),
     ):
         kernel_of(program_of, layout, rows, device)
 

@@ -9,7 +9,7 @@ struct Arguments {
     const char* scales;  // of scales_stride bytes each, or none
     const i64* ids;
     const float* weights;
-    int* places;
+    int* places;  // from here on, PLAN_PARTS of plan_parts.py
     int* positions;
     int* row_of_slot;
     int* slots_of_row;

@@ -5,8 +5,6 @@ A caller that keeps rows for a backward has them copied once. Other rows are use
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_void_p
 from typing import NamedTuple
 
 from torch import Tensor
@@ -15,16 +13,12 @@ from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals
 from epcomm.kernels.nvlink.normal.dispatch import unit_of
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
-from epcomm.kernels.nvlink.normal.program import Program
+from epcomm.kernels.nvlink.normal.program import Program, arguments_of
 from epcomm.platforms.cuda import on_device
 
 # Warps of a block: with 4 units of 16 bytes a lane in flight they hide the latency of memory.
 WARPS = 16
-_POINTERS = ("data", "scales", "out", "out_scales", "rows_from", "row_base", "excluded")
-
-
-class _CollectArguments(ctypes.Structure):
-    _fields_ = [(name, c_void_p) for name in _POINTERS]
+_Arguments = arguments_of("collect.cu")
 
 
 class CopyForm(NamedTuple):
@@ -78,8 +72,8 @@ def collect_rows(
     )
     launch = exchange.launches.get(form)
     if launch is None:
-        launch = exchange.prepare(program_of, form, _CollectArguments)
-    arguments = _CollectArguments.from_buffer_copy(launch.arguments)
+        launch = exchange.prepare(program_of, form, _Arguments)
+    arguments = _Arguments.from_buffer_copy(launch.arguments)
     begin = peers.own_address + layout.buffer_offset(buffer_index)
     arguments.data = begin + layout.offsets["data"]
     arguments.out = out.data_ptr()

@@ -7,8 +7,6 @@ in both cases, because too many copies delay one another.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import c_int, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch.nn.functional import pad
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
-from epcomm.kernels.nvlink.normal.program import Program, in_vectors
+from epcomm.kernels.nvlink.normal.program import Program, arguments_of, in_vectors
 from epcomm.platforms.cuda import on_device
 from epcomm.types import align_up
 
@@ -32,23 +30,7 @@ SHARED_BYTES = NUM_WARPS * (STAGES * PIECE + align_up(8 * STAGES, 128))
 # The kinds of numbers in rows.
 _KINDS = {torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16", torch.float32: "FLOAT32"}
 
-# The arguments in the order of struct Arguments.
-_POINTERS = (
-    *("rows", "weights", "slots_of_row", "scalars", "rows_from", "row_base", "has_failed"),
-    *("places", "bias", "out", "out_scalars", "table", "excluded", "state", "counters"),
-    *("faults", "report"),
-)
-
-
-class _CombineArguments(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in _POINTERS),
-        ("own", c_uint64),
-        ("rows_stride", c_int64),
-        *((name, c_int) for name in ("rank", "status", "buffer_index")),
-        *((name, c_int) for name in ("num_tokens", "max_polls")),
-        *((name, c_void_p) for name in ("first_slot", "ids")),
-    ]
+_Arguments = arguments_of("combine.cu")
 
 
 class SumForm(NamedTuple):
@@ -132,8 +114,8 @@ def combine_rows(
     form = SumForm(rows.dtype, rows.shape[1])
     launch = exchange.launches.get(form)
     if launch is None:
-        launch = exchange.prepare(program_of, form, _CombineArguments)
-    arguments = _CombineArguments.from_buffer_copy(launch.arguments)
+        launch = exchange.prepare(program_of, form, _Arguments)
+    arguments = _Arguments.from_buffer_copy(launch.arguments)
     arguments.rows = rows.data_ptr()
     arguments.rows_stride = rows.stride(0) * rows.itemsize
     arguments.weights = _address(slot_weights)

@@ -6,9 +6,7 @@ and 0.20 with BF16 on 32 of their SMs.
 
 from __future__ import annotations
 
-import ctypes
 import struct
-from ctypes import c_int, c_int64, c_uint64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -21,7 +19,13 @@ from epcomm.kernels.nvlink.normal.exchange import (
     constants_of,
     kernel_of,
 )
-from epcomm.kernels.nvlink.normal.program import COPY_BYTES, LANES, Program, in_vectors
+from epcomm.kernels.nvlink.normal.program import (
+    COPY_BYTES,
+    LANES,
+    Program,
+    arguments_of,
+    in_vectors,
+)
 from epcomm.platforms.cuda import on_device
 from epcomm.spec import BufferSpec
 from epcomm.types import align_up
@@ -43,27 +47,8 @@ MAX_EXPERTS = 1024
 # There are no scales, so any unit serves.
 _EIGHT_BYTES = 8
 
-# The arguments in the order of struct Arguments.
-_POINTERS = (
-    *("rows", "scales", "ids", "weights", *PLAN_PARTS, "totals"),
-    *("row_ids", "row_weights"),
-    *("scratch", "counted", "table", "excluded", "state", "counters", "faults", "report"),
-)
-
-
-class _Arguments(ctypes.Structure):
-    _fields_ = [
-        *((name, c_void_p) for name in _POINTERS),
-        ("own", c_uint64),
-        ("rows_stride", c_int64),
-        ("scales_stride", c_int64),
-        *((name, c_int) for name in ("rank", "num_senders", "max_polls", "num_tokens")),
-        *((name, c_int) for name in ("buffer_index", "wanted_tokens", "status", "num_slots")),
-        *((name, c_int) for name in ("has_budget", "has_row_budget", "is_compact")),
-    ]
-
-
-# A writer of the pointers of a plan, which are adjacent fields.
+_Arguments = arguments_of("arguments.cu")
+# A writer of the pointers of a plan, which are adjacent members.
 _write_plan = struct.Struct(f"={len(PLAN_PARTS)}Q").pack_into
 _PLAN_AT = getattr(_Arguments, PLAN_PARTS[0]).offset
 

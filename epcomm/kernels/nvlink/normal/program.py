@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping, Sequence
+from ctypes import c_int, c_int64, c_uint64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -38,6 +40,18 @@ _NUMBERS = {
     "LOOKS_PER_TICK": LOOKS_PER_TICK,
     "POLL_BITS": POLL_BITS,
 }
+
+
+# The types of arguments that are no pointers.
+_TYPES = {"int": c_int, "i64": c_int64, "u64": c_uint64}
+
+
+def arguments_of(file: str) -> type[ctypes.Structure]:
+    """Return the `struct Arguments` that a file of this folder declares, one member a line."""
+    _, _, declared = (_FOLDER / file).read_text(encoding="utf-8").partition("struct Arguments {")
+    members = re.findall(r"^ +[\w ]*\b(\w+)(\*?) (\w+);", declared.partition("};")[0], re.MULTILINE)
+    fields = [(name, c_void_p if star else _TYPES[kind]) for kind, star, name in members]
+    return type("Arguments", (ctypes.Structure,), {"_fields_": fields})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -248,10 +248,7 @@ def receive_dispatch(*, is_masked: bool) -> None:
 
 
 def meet() -> None:
-    table = torch.empty(8, dtype=I64)
-    barrier.device_barrier(
-        table, i32(8), i32(8), flags_address=2**40, rank=0, number=1, max_polls=2**20
-    )
+    barrier.LivingRanks([2**40] * 8, 0, torch.device("cpu")).device_barrier(2**20)
 
 
 Y = rows(2, HIDDEN, BF16)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import ClassVar, Generic
+from typing import TYPE_CHECKING, ClassVar, Generic
 
 import torch
 from torch import Tensor
 
-from epcomm.buffers.nvlink.excluded_ranks import LivingRanks
 from epcomm.buffers.nvlink.memory import SymmetricMemory, open_symmetric_memory, received_rows
 from epcomm.buffers.nvlink.waits import WaitReport
 from epcomm.calls.call import DispatchCall
@@ -27,6 +26,10 @@ from epcomm.platforms.machine import Machine
 from epcomm.protocol import NUM_BUFFERS, BatchFlags
 from epcomm.spec import Availability, BufferSpec
 from epcomm.types import WireTensor, align_up
+
+if TYPE_CHECKING:
+    # Plans read this module on machines without Triton.
+    from epcomm.kernels.nvlink.common.barrier import LivingRanks
 
 _MAX_POLLS = 2**31 - 1
 # The signals of a barrier begin at a line of the L2 cache.
@@ -212,6 +215,7 @@ class NVLinkHost(ABC, Generic[LayoutT]):
                 rank whose kernels are not interpreted.
         """
         from epcomm.kernels.launch import IS_INTERPRETED
+        from epcomm.kernels.nvlink.common.barrier import LivingRanks
 
         if self._device.type != "cuda" and not IS_INTERPRETED:
             raise BackendUnavailable(

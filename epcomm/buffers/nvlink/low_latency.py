@@ -54,14 +54,7 @@ from epcomm.kernels.nvlink.common.layout import (
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
-from epcomm.types import (
-    FLOAT32_SUM_DTYPES,
-    Int8Profile,
-    Layout,
-    RowsPer,
-    WireDtype,
-    WireTensor,
-)
+from epcomm.types import FLOAT32_SUM_DTYPES, Int8Profile, Layout, RowsPer, WireDtype, WireTensor
 
 # An interpreter runs the programs of a grid one after another, so more programs only take more
 # time.

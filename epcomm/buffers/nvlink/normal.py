@@ -21,8 +21,7 @@ from torch import Tensor
 from epcomm.buffers.base import AddsBias, Dispatched, ReturnsRowTopk, RowTopkDispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
 from epcomm.buffers.nvlink.memory import region_rows
-from epcomm.buffers.nvlink.normal_counts import IndexSizes, NormalCounts, Totals
-from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan, PlanBlock
+from epcomm.buffers.nvlink.normal_counts import NormalCounts, Totals
 from epcomm.buffers.nvlink.sizes import (
     group_reasons,
     normal_layout,
@@ -38,15 +37,10 @@ from epcomm.calls.faults import assume_all_need_grad, overwritten_error
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
-from epcomm.errors import (
-    BackendUnavailable,
-    CapacityError,
-    EPError,
-    EPTimeout,
-    describe_ranks,
-)
+from epcomm.errors import BackendUnavailable, CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.cuda_jit import nvrtc_is_installed
 from epcomm.kernels.nvlink.common.layout import NormalLayout
+from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal import program
 from epcomm.kernels.nvlink.normal.collect import collect_rows
 from epcomm.kernels.nvlink.normal.combine import combine_rows
@@ -62,13 +56,7 @@ from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags, FaultCode, fault_byte, pack_status
 from epcomm.records import ExchangePlan
 from epcomm.spec import Availability, BufferCaps, BufferSpec
-from epcomm.types import (
-    FLOAT32_SUM_DTYPES,
-    Layout,
-    RowsPer,
-    WireTensor,
-    align_up,
-)
+from epcomm.types import FLOAT32_SUM_DTYPES, Layout, RowsPer, WireTensor, align_up
 
 _logger = logging.getLogger(__name__)
 
@@ -338,7 +326,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             None,
             buffer_index=buffer_index,
             topk=(call.topk_ids.contiguous(), call.topk_weights.contiguous()),
-            received=block.received,
+            received=block,
             status=status,
             wanted_tokens=num_tokens,
             totals=totals,
@@ -409,8 +397,11 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
         )
-        row_topk = block.row_topk(sizes)
-        return out if row_topk is None else RowTopkDispatched(**vars(out), row_topk=row_topk)
+        if block.row_topk is None:
+            return out
+        ids, weights = block.row_topk
+        row_topk = ids[: sizes.num_rows], weights[: sizes.num_rows]
+        return RowTopkDispatched(**vars(out), row_topk=row_topk)
 
     def _empty_exchange_plan(self) -> NVLinkNormalExchangePlan:
         """Return the plan of a dispatch in which nothing was sent, and nothing arrived."""

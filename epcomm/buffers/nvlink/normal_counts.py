@@ -14,24 +14,9 @@ from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import any_flags, check_headers
 from epcomm.errors import RankNames
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.protocol import (
-    FLAGS_SHIFT,
-    BatchFlags,
-    FaultCode,
-    fault_word_of_byte,
-    unpack_status,
-)
+from epcomm.kernels.nvlink.common.plan_parts import IndexSizes
+from epcomm.protocol import FLAGS_SHIFT, BatchFlags, FaultCode, fault_word_of_byte, unpack_status
 from epcomm.types import align_up
-
-
-@dataclass(frozen=True, kw_only=True)
-class IndexSizes:
-    """The rows and slots of an index, and the slots of each expert where the host has read them."""
-
-    num_rows: int
-    num_slots: int
-    per_expert: tuple[int, ...] | None
-    is_dense: bool
 
 
 @dataclass(frozen=True, kw_only=True)

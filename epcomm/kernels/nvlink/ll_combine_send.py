@@ -57,15 +57,8 @@ from epcomm.kernels.nvlink.common.lines import (
     store_lines,
     words_of,
 )
-from epcomm.kernels.nvlink.common.signals import (
-    int32_at,
-    living_ranks,
-    publish_as_last,
-)
-from epcomm.kernels.nvlink.common.status import (
-    REPORT_ABORTED,
-    WAIT_COMBINE,
-)
+from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks, publish_as_last
+from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 

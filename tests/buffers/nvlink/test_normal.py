@@ -18,10 +18,10 @@ pytest.importorskip("triton")
 from epcomm import EPGroup, Mode
 from epcomm.buffers.base import Buffer, Dispatched, RowTopkDispatched
 from epcomm.buffers.nvlink.normal import NVLinkBuffer, NVLinkStaticBuffer
-from epcomm.buffers.nvlink.normal_plans import NVLinkNormalExchangePlan
 from epcomm.calls.call import DispatchCall, RowTopkCall
 from epcomm.dispatchers.autograd import combine_rows, dispatch_rows, with_history
 from epcomm.errors import CapacityError, EPTimeout, HandleError
+from epcomm.kernels.nvlink.common.plan_parts import NVLinkNormalExchangePlan
 from epcomm.ops.slots import gather_rows, row_topk
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN

@@ -9,9 +9,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.buffers.nvlink.normal_counts import IndexSizes
-from epcomm.buffers.nvlink.normal_plans import PlanBlock, PlanBlockParts
-from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.common.plan_parts import (
+    Arrivals,
+    IndexSizes,
+    PlanBlock,
+    PlanBlockParts,
+    Sends,
+)
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State
@@ -99,7 +103,7 @@ class Rank0:
                 torch.zeros(num_tokens, 1, dtype=torch.int64, device=self.device),
                 torch.ones(num_tokens, 1, device=self.device),
             ),
-            received=block.received,
+            received=block,
             status=status,
             wanted_tokens=num_tokens,
         )

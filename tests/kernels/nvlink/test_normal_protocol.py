@@ -23,9 +23,7 @@ pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.memory import received_rows
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.buffers.nvlink.normal_counts import IndexSizes
-from epcomm.buffers.nvlink.normal_plans import PlanBlock
-from epcomm.kernels.nvlink.common.plan_parts import Arrivals
+from epcomm.kernels.nvlink.common.plan_parts import Arrivals, IndexSizes, PlanBlock
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State, kernel_of
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
@@ -188,7 +186,7 @@ class Rank:
             None,
             buffer_index=0,
             topk=(ids, weights),
-            received=block.received,
+            received=block,
             wanted_tokens=num_tokens,
         )
         parts = block.parts(self.sizes)

@@ -7,9 +7,11 @@ ends when a rank is dead, and it needs only the memory that the ranks share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.nvlink.common.exchange import VARYING
@@ -50,37 +52,48 @@ def _barrier_kernel(
     tl.store(missing_ptr + lane, missing, mask=lane < W)
 
 
-def device_barrier(
-    flags_table: Tensor,
-    excluded: Tensor,
-    missing: Tensor,
-    *,
-    flags_address: int,
-    rank: int,
-    number: int,
-    max_polls: int,
-) -> None:
-    """Wait for all ranks that are not excluded, in barrier `number`, from 1.
+class LivingRanks:
+    """The ranks that take part in a barrier: all but those that were excluded.
 
-    Args:
-        flags_table: [W], int64: addresses of the W signals of each rank, see LivingRanks.
-        excluded: [W], int32, not 0 for ranks that do not take part.
-        missing: [W], int32, written: 1 for each rank that did not arrive.
-        flags_address, rank, max_polls: as of PeerBlocks, of the signals of this rank.
-
-    Collective: yes, among those that take part.   Allocates nothing.   Host sync: none.
+    excluded: [W], int32, on the device, not 0 for dead ranks. Kernels read it from this rank's own
+        memory, and neither wait for a dead rank nor send to it.
     """
-    world_size = flags_table.shape[0]
-    with on_device(flags_table.device):
-        _barrier_kernel[(1,)](
-            flags_table,
-            excluded,
-            missing,
-            flags_address,
-            rank,
-            number,
-            max_polls,
-            W=world_size,
-            W_LANES=next_power_of_two(world_size),
-            num_warps=1,  # pyright: ignore[reportCallIssue]
-        )
+
+    def __init__(self, addresses: Sequence[int], rank: int, device: torch.device) -> None:
+        """Begin with all ranks.
+
+        Args:
+            addresses: of W signals in the block of each rank, zero at first, used for nothing else.
+            rank: this one.
+            device: of the blocks.
+        """
+        self._rank, self._address, self._num_barriers = rank, addresses[rank], 0
+        self._table = torch.tensor(addresses, dtype=torch.int64, device=device)
+        self.excluded = torch.zeros(len(addresses), dtype=torch.int32, device=device)
+        self._missing = torch.zeros_like(self.excluded)
+
+    def dead(self) -> tuple[int, ...]:
+        """Return the ranks that are excluded.   Host sync: yes."""
+        return tuple(rank for rank, value in enumerate(self.excluded.tolist()) if value)
+
+    def device_barrier(self, max_polls: int) -> list[int]:
+        """Wait for all ranks on the device, and return the ranks that are missing after max_polls.
+
+        Collective: yes, and ends if some do not arrive.   Host sync: yes.
+        """
+        self._num_barriers += 1
+        world_size = len(self._table)
+        with on_device(self._table.device):
+            _barrier_kernel[(1,)](
+                self._table,
+                self.excluded,
+                self._missing,
+                self._address,
+                self._rank,
+                self._num_barriers,
+                max_polls,
+                W=world_size,
+                W_LANES=next_power_of_two(world_size),
+                num_warps=1,  # pyright: ignore[reportCallIssue]
+            )
+        return [rank for rank, is_missing in enumerate(self._missing.tolist()) if is_missing]

@@ -13,12 +13,8 @@ import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, Received, Sends
-from epcomm.kernels.nvlink.normal.exchange import (
-    NormalExchange,
-    constants_of,
-    kernel_of,
-)
+from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, PlanBlock, Sends
+from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of, kernel_of
 from epcomm.kernels.nvlink.normal.program import (
     COPY_BYTES,
     LANES,
@@ -142,7 +138,7 @@ def dispatch_rows(
     *,
     buffer_index: int,
     topk: tuple[Tensor, Tensor] | None,
-    received: Received | None = None,
+    received: PlanBlock | None = None,
     status: int = 0,
     wanted_tokens: int = 0,
     totals: Tensor | None = None,
@@ -182,7 +178,7 @@ def dispatch_rows(
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
         scale_unit=unit,
-        alignment=1 if received is None else received.expert_alignment,
+        alignment=1 if received is None else received.spec.expert_alignment,
         is_planned=topk is not None,
     )
     launch = exchange.launches.get(rows)

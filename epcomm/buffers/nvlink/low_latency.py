@@ -46,7 +46,6 @@ from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
 from epcomm.kernels.nvlink.common.layout import (
-    ANEW,
     MAX_LINE_RANKS,
     MAX_RETURNED_ROWS,
     LowLatencyLayout,
@@ -156,13 +155,6 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         self._profile = "" if wire.dtype is WireDtype.INT8 else Int8Profile.RINT127.value
 
     def prepare(self) -> None:
-        """Map the blocks of all ranks, and on GPUs launch each kernel once to compile it.
-
-        Collective: yes.   Host sync: yes.
-        Raises:
-            BackendUnavailable: some rank has not enough memory or cannot map it, or this is a CPU
-                rank whose kernels are not interpreted.
-        """
         spec = self._spec
         # Plans read this module on machines without Triton.
         from epcomm.kernels.nvlink import ll_launchers
@@ -508,9 +500,8 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         block[: layout.buffers_at].zero_()
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
-            for name in ANEW:
-                at = begin + layout.offsets[name]
-                block[at : at + layout.regions[name]].zero_()
+            # Signals and lines, which are compared with epochs, are stored before the rest.
+            block[begin : begin + layout.offsets["metadata"]].zero_()
             state = first_state(self._world_size, block.device)
             receive_buffer.exchange.state.copy_(state)
             receive_buffer.is_open = receive_buffer.is_combined = False

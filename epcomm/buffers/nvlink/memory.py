@@ -75,7 +75,13 @@ def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
     except RuntimeError as own_error:
         # The first of the many lines of an allocator's message has the reason.
         error = str(own_error).partition("\n")[0] or type(own_error).__name__
-    agree_on_memory(calls, error, num_bytes, phase=phase)
+    raise_together(
+        calls,
+        error,
+        failure=f"{phase}: cannot allocate {num_bytes} bytes",
+        remedy="lower max_tokens_per_rank or free memory of the GPU",
+        phase=phase,
+    )
     assert block is not None, "some rank would have raised"
     with on_device(collectives.device):
         mapped = _symmetric_memory.rendezvous(block, group)
@@ -83,22 +89,23 @@ def _open_cuda(calls: Calls, num_bytes: int, *, phase: str) -> SymmetricMemory:
     return SymmetricMemory(block=block, addresses=tuple(mapped.buffer_ptrs), keeps=(block, mapped))
 
 
-def agree_on_memory(calls: Calls, error: str, num_bytes: int, *, phase: str) -> None:
-    """Raise on every rank if some rank has no block: mapping would wait for it.
+def raise_together(calls: Calls, reason: str, *, failure: str, remedy: str, phase: str) -> None:
+    """Raise on every rank if some rank cannot continue, for which others would wait.
 
-    error: of this rank, or empty.
+    reason: why this rank cannot, or empty.   failure, remedy: the parts of the message around it.
 
     Collective: yes.   Host sync: yes.
     Raises:
-        BackendUnavailable: some rank has an error.
+        BackendUnavailable: some rank has a reason.
     """
-    records = calls.gather_records({"error": error}, phase=phase)
-    faults = [f"rank {rank}: {each['error']}" for rank, each in enumerate(records) if each["error"]]
-    if faults:
+    records = calls.gather_records({"reason": reason}, phase=phase)
+    reasons = [
+        f"rank {rank}: {each['reason']}" for rank, each in enumerate(records) if each["reason"]
+    ]
+    if reasons:
         raise BackendUnavailable(
-            f"{phase}: cannot allocate {num_bytes} bytes, {'; '.join(faults)} (this is rank "
-            f"{calls.collectives.rank} of {calls.world_size}); lower max_tokens_per_rank or free "
-            "memory of the GPU"
+            f"{failure}, {'; '.join(reasons)} (this is rank {calls.collectives.rank} of "
+            f"{calls.world_size}); {remedy}"
         )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from epcomm.buffers.base import AddsBias, Dispatched, ReturnsRowTopk, RowTopkDispatched
 from epcomm.buffers.nvlink.base import NVLinkHost
-from epcomm.buffers.nvlink.memory import region_rows
+from epcomm.buffers.nvlink.memory import raise_together, region_rows
 from epcomm.buffers.nvlink.normal_counts import NormalCounts, Totals
 from epcomm.buffers.nvlink.sizes import (
     group_reasons,
@@ -37,7 +37,7 @@ from epcomm.calls.faults import assume_all_need_grad, overwritten_error
 from epcomm.calls.header import ANY_BATCH, CallKind
 from epcomm.calls.order import Calls
 from epcomm.config import Mode
-from epcomm.errors import BackendUnavailable, CapacityError, EPError, EPTimeout, describe_ranks
+from epcomm.errors import CapacityError, EPError, EPTimeout, describe_ranks
 from epcomm.kernels.cuda_jit import nvrtc_is_installed
 from epcomm.kernels.nvlink.common.layout import NormalLayout
 from epcomm.kernels.nvlink.common.plan_parts import IndexSizes, NVLinkNormalExchangePlan, PlanBlock
@@ -159,13 +159,6 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         self._excluded_ranks: tuple[int, ...] = ()
 
     def prepare(self) -> None:
-        """Map the blocks of all ranks.
-
-        Collective: yes.   Host sync: yes.
-        Raises:
-            BackendUnavailable: some rank has not enough memory, cannot map it, or cannot run the
-                kernels.
-        """
         self._open()
         if self._device.type == "cuda":
             self._warm_up()
@@ -496,18 +489,13 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         reasons = [*program.reasons_against(self._device), *limits_of(layout)]
         if not reasons:
             prepare(layout, self._spec, self._device)
-        mine = {"reasons": "; ".join(reasons)}
-        records = self._calls.gather_records(mine, phase=f"open {self.name}")
-        faults = [
-            f"rank {rank}: {each['reasons']}"
-            for rank, each in enumerate(records)
-            if each["reasons"]
-        ]
-        if faults:
-            raise BackendUnavailable(
-                f"{self.name}: kernels of normal mode cannot run, {', '.join(faults)} (this is "
-                f"rank {self._rank} of {self._world_size}); use backend='collective'"
-            )
+        raise_together(
+            self._calls,
+            "; ".join(reasons),
+            failure=f"{self.name}: kernels of normal mode cannot run",
+            remedy="use backend='collective'",
+            phase=f"open {self.name}",
+        )
 
     def _grow(self, num_tokens: int) -> None:
         """Grow the memory of every rank to num_tokens a rank; all ranks have read the same counts.

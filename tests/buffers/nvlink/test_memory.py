@@ -14,7 +14,7 @@ from torch.distributed import _symmetric_memory
 pytest.importorskip("triton")
 from epcomm.buffers.nvlink import base as nvlink_host
 from epcomm.buffers.nvlink import memory
-from epcomm.buffers.nvlink.memory import SymmetricMemory, agree_on_memory, as_words
+from epcomm.buffers.nvlink.memory import SymmetricMemory, as_words, raise_together
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.calls.order import Calls
 from epcomm.collectives.base import Collectives, Scalar
@@ -26,10 +26,10 @@ SPEC = buffer_spec(8, 1, 1)
 
 
 def calls_beside(other_error: str) -> Calls:
-    """Return the calls of rank 0 of 2; rank 1 reports `told`."""
+    """Return the calls of rank 0 of 2; rank 1 reports `other_error`."""
 
     def gather_records(record: Mapping[str, Scalar], *, phase: str) -> list[Mapping[str, Scalar]]:
-        return [record, {"error": other_error}]
+        return [record, {"reason": other_error}]
 
     return cast(
         Calls,
@@ -40,11 +40,12 @@ def calls_beside(other_error: str) -> Calls:
 
 
 def test_all_ranks_hear_of_one_without_memory() -> None:
-    agree_on_memory(calls_beside(""), "", 64, phase="open")
+    text = {"failure": "open: cannot allocate", "remedy": "free memory", "phase": "open"}
+    raise_together(calls_beside(""), "", **text)
     with pytest.raises(BackendUnavailable, match=r"open: .*rank 1: out of memory .*rank 0 of 2"):
-        agree_on_memory(calls_beside("out of memory"), "", 64, phase="open")
+        raise_together(calls_beside("out of memory"), "", **text)
     with pytest.raises(BackendUnavailable, match="rank 0: none left"):
-        agree_on_memory(calls_beside(""), "none left", 64, phase="open")
+        raise_together(calls_beside(""), "none left", **text)
 
 
 def test_memory_that_cannot_grow_keeps_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:

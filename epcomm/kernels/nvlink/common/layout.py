@@ -21,17 +21,6 @@ _LINE_BYTES = 128
 # Rows, and the parts of the metadata, begin at the widest vector.
 VECTOR_BYTES = 16
 _WORD_BYTES = 4
-# Regions of low latency that are compared with epochs: zero before the first one.
-ANEW = (
-    "arrived_metadata",
-    "arrived_rows",
-    "arrived_sums",
-    "header_lines",
-    "count_lines",
-    "combined_lines",
-    "row_lines",
-    "sum_lines",
-)
 # The words of a line, beside its flag.
 LINE_WORDS = 3
 # Three words and their flag, one access of 128 bits. Triton's interpreter has none: there, each

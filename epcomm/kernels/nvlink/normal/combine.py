@@ -109,7 +109,10 @@ def combine_rows(
         at one.
     """
     hidden_size, rows = rows.shape[1], in_vectors(rows)
-    bias = None if bias is None else _in_vectors_of(bias, rows.shape[1])
+    if bias is not None:
+        # Rows may have columns of padding.
+        missing = rows.shape[1] - hidden_size
+        bias = in_vectors(pad(bias, (0, missing)) if missing else bias)
     out = rows.new_empty(num_tokens, rows.shape[1])
     form = SumForm(rows.dtype, rows.shape[1])
     launch = exchange.launches.get(form)
@@ -136,12 +139,6 @@ def combine_rows(
     with on_device(rows.device):
         launch.kernel.launch(launch.blocks(num_sms), arguments)
     return out if rows.shape[1] == hidden_size else out[:, :hidden_size].contiguous()
-
-
-def _in_vectors_of(bias: Tensor, hidden_size: int) -> Tensor:
-    """Return a bias of as many columns as padded rows have."""
-    missing = hidden_size - bias.shape[1]
-    return in_vectors(pad(bias, (0, missing)) if missing else bias)
 
 
 def _address(tensor: Tensor | None) -> int | None:

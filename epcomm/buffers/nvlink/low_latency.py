@@ -45,11 +45,7 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import (
-    MAX_LINE_RANKS,
-    MAX_RETURNED_ROWS,
-    LowLatencyLayout,
-)
+from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS, MAX_RETURNED_ROWS, LowLatencyLayout
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -528,19 +524,11 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
             out = sent.wait()
             self._host_barrier()
             # No row has a slot, so a single row can stand for all C.
-            if self._spec.returns_slots:
-                combining = self.combine_slots_async(
-                    self._no_rows, out.exchange_plan, call.topk_weights
-                )
-            else:
-                combining = self.combine_async(
-                    self._no_rows,
-                    out.exchange_plan,
-                    rows_per=RowsPer.SLOT,
-                    slot_weights=out.slot_weights,
-                )
+            receive_buffer, y = self._begin_combine(
+                self._no_rows, out.exchange_plan, RowsPer.SLOT, out.slot_weights
+            )
             self._host_barrier()
-            combining.wait()
+            self._take_sums(receive_buffer, y)
             self._host_barrier()
 
     def _ended_error(self, batch: int) -> HandleError:

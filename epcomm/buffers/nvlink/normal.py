@@ -344,7 +344,12 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             )
         self._spare_totals = self._totals
         return NormalCounts.of(
-            totals, call, self._layout, self._collectives.names, self._excluded_ranks
+            totals,
+            call,
+            self._layout,
+            self._collectives.names,
+            self._excluded_ranks,
+            self._spec.expert_alignment,
         )
 
     def _receive(
@@ -359,34 +364,28 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         if counts is None:
             sizes = self._most_sizes
         else:
-            sizes = counts.index_sizes(self._spec.expert_alignment)
+            sizes = counts.sizes
             if not owns_rows:
                 sizes = replace(sizes, num_rows=self._layout.num_rows)
-        parts = block.parts(sizes)
-        sends = parts.sends
+        topk_ids = None
         if self._layout.groups > 1:
             # The caller may overwrite its ids before combine reads them.
-            sends = replace(
-                sends, topk_ids=call.topk_ids.clone(memory_format=torch.contiguous_format)
-            )
-        exchange_plan = NVLinkNormalExchangePlan(
-            num_tokens=call.num_tokens,
-            num_rows=sizes.num_rows,
-            index=parts.index,
-            sends=sends,
-            arrivals=parts.arrivals,
+            topk_ids = call.topk_ids.clone(memory_format=torch.contiguous_format)
+        exchange_plan = block.exchange_plan(
+            sizes,
             owns_rows=owns_rows,
             capacity_tokens=self._layout.max_tokens,
             batch=self._last_batch,
             num_sms=_num_sms_of(call),
+            topk_ids=topk_ids,
         )
         rows = self._rows[buffer_index]
         if owns_rows:
             rows = self._copied(rows, exchange_plan, buffer_index)
         out = Dispatched(
             rows=rows,
-            index=parts.index,
-            slot_weights=parts.slot_weights,
+            index=exchange_plan.index,
+            slot_weights=exchange_plan.slot_weights,
             exchange_plan=exchange_plan,
             any_flags=assume_all_need_grad(call.flags) if counts is None else counts.any_flags,
         )
@@ -403,16 +402,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._spec, self._world_size, self._device, 0, sizes, has_budget=False, is_compact=True
         )
         block.memory.zero_()
-        parts = block.parts(sizes)
-        return NVLinkNormalExchangePlan(
-            num_tokens=0,
-            num_rows=0,
-            index=parts.index,
-            sends=parts.sends,
-            arrivals=parts.arrivals,
-            owns_rows=True,
-            capacity_tokens=0,
-        )
+        return block.exchange_plan(sizes, owns_rows=True)
 
     def _copied(
         self, rows: WireTensor, exchange_plan: NVLinkNormalExchangePlan, buffer_index: int

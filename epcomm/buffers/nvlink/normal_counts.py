@@ -23,13 +23,12 @@ from epcomm.types import align_up
 class NormalCounts:
     """The counts of a dispatch that the host reads.
 
-    most_tokens: T of the rank that has most.   num_rows: received rows.
-    tokens_per_expert: [L].   any_flags: the flags of all ranks, or-ed.
+    most_tokens: T of the rank that has most.   any_flags: the flags of all ranks, or-ed.
+    sizes: those of an index over the received rows, numbered without gaps.
     """
 
     most_tokens: int
-    num_rows: int
-    tokens_per_expert: tuple[int, ...]
+    sizes: IndexSizes
     any_flags: BatchFlags
 
     @classmethod
@@ -40,6 +39,7 @@ class NormalCounts:
         layout: NormalLayout,
         names: RankNames,
         dead: Sequence[int],
+        alignment: int,
     ) -> NormalCounts:
         """Read the totals that Totals.wait() returned.
 
@@ -59,24 +59,16 @@ class NormalCounts:
             words = list(map(fault_word_of_byte, codes, names.numbers))
             check_headers(words, all_flags, call, layout.num_local_experts * size, names)
             flags = any_flags(all_flags)
-        return cls(
-            most_tokens=max(totals[size : 2 * size]),
-            num_rows=sum(totals[2 * size : 3 * size]),
-            tokens_per_expert=tuple(totals[3 * size :]),
-            any_flags=flags,
-        )
-
-    def index_sizes(self, alignment: int) -> IndexSizes:
-        """Return the sizes of an index over the rows, numbered without gaps."""
-        per_expert = self.tokens_per_expert
+        per_expert = tuple(totals[3 * size :])
         is_dense = alignment == 1 or not any(each % alignment for each in per_expert)
         slots = per_expert if is_dense else [align_up(each, alignment) for each in per_expert]
-        return IndexSizes(
-            num_rows=self.num_rows,
+        sizes = IndexSizes(
+            num_rows=sum(totals[2 * size : 3 * size]),
             num_slots=sum(slots),
             per_expert=per_expert,
             is_dense=is_dense,
         )
+        return cls(most_tokens=max(totals[size : 2 * size]), sizes=sizes, any_flags=flags)
 
 
 class Totals:

@@ -12,8 +12,8 @@ from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.kernels.nvlink.common.plan_parts import (
     Arrivals,
     IndexSizes,
+    NVLinkNormalExchangePlan,
     PlanBlock,
-    PlanBlockParts,
     Sends,
 )
 from epcomm.kernels.nvlink.normal.combine import combine_rows
@@ -83,7 +83,7 @@ class Rank0:
 
     def dispatch(
         self, num_tokens: int, *, status: int = 0, has_budget: bool = True
-    ) -> PlanBlockParts:
+    ) -> NVLinkNormalExchangePlan:
         """Send tokens to the expert of this rank; indices begin as 77."""
         num_rows = WORLD_SIZE * MAX_TOKENS
         sizes = IndexSizes(num_rows=num_rows, num_slots=num_rows, per_expert=None, is_dense=False)
@@ -107,7 +107,7 @@ class Rank0:
             status=status,
             wanted_tokens=num_tokens,
         )
-        return block.parts(sizes)
+        return block.exchange_plan(sizes)
 
 
 def values(tensor: Tensor | None) -> list[float]:

@@ -189,7 +189,7 @@ class Rank:
             received=block,
             wanted_tokens=num_tokens,
         )
-        parts = block.parts(self.sizes)
+        parts = block.exchange_plan(self.sizes)
         arrivals, index = parts.arrivals, parts.index
         if number % 4 == self.rank:
             # The others may be at the next dispatch by now.

@@ -61,18 +61,20 @@ PLAN_PARTS = (
 class NVLinkNormalExchangePlan(ExchangePlan):
     """The plan of a dispatch: where this rank's tokens went, and what arrived.
 
+    slot_weights: [C], float32.
     owns_rows: rows are numbered without gaps, and copied; else index q of source s is row
         s * M + q, of capacity_tokens = M, of memory that peers write.
     batch: number of the dispatch, among all that took a receive buffer.
     num_sms: that of its call.
     """
 
+    slot_weights: Tensor
     sends: Sends
     arrivals: Arrivals
     owns_rows: bool
     capacity_tokens: int
-    batch: int = 0
-    num_sms: int | None = None
+    batch: int
+    num_sms: int | None
 
     def rows_from_ranks(self) -> Tensor:
         return self.arrivals.rows_from
@@ -86,16 +88,6 @@ class IndexSizes:
     num_slots: int
     per_expert: tuple[int, ...] | None
     is_dense: bool
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PlanBlockParts:
-    """The parts of a block; slot_weights: [C], float32."""
-
-    sends: Sends
-    arrivals: Arrivals
-    index: SlotIndex
-    slot_weights: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,8 +155,17 @@ class PlanBlock:
         begin = self.memory.data_ptr()
         return [begin + _WORD_BYTES * offset for offset in self.offsets[:-1]]
 
-    def parts(self, sizes: IndexSizes) -> PlanBlockParts:
-        """Return the parts, once the host knows the sizes, or if there is a budget."""
+    def exchange_plan(
+        self,
+        sizes: IndexSizes,
+        *,
+        owns_rows: bool = False,
+        capacity_tokens: int = 0,
+        batch: int = 0,
+        num_sms: int | None = None,
+        topk_ids: Tensor | None = None,
+    ) -> NVLinkNormalExchangePlan:
+        """Return the plan in this block, once the host knows the sizes, or if there is a budget."""
         spec = self.spec
         lengths = _part_words(
             spec.top_k, spec.num_local_experts, self.world_size, self.num_tokens, sizes
@@ -178,9 +179,9 @@ class PlanBlock:
         parts = self.memory.split_with_sizes(words)[::2]
         places, positions, *index, rows_from, row_base, has_failed = parts
         row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot = index
-        return PlanBlockParts(
-            sends=Sends(places=places, positions=positions),
-            arrivals=Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed),
+        return NVLinkNormalExchangePlan(
+            num_tokens=self.num_tokens,
+            num_rows=sizes.num_rows,
             index=SlotIndex(
                 row_of_slot=row_of_slot,
                 slots_of_row=slots_of_row.view(sizes.num_rows, spec.top_k),
@@ -191,6 +192,12 @@ class PlanBlock:
                 is_dense=sizes.is_dense,
             ),
             slot_weights=slot_weights.view(torch.float32),
+            sends=Sends(places=places, positions=positions, topk_ids=topk_ids),
+            arrivals=Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed),
+            owns_rows=owns_rows,
+            capacity_tokens=capacity_tokens,
+            batch=batch,
+            num_sms=num_sms,
         )
 
 

@@ -194,7 +194,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             self._exchange,
             hidden_states,
             None,
-            exchange_plan.sends,
+            exchange_plan,
             buffer_index=buffer_index,
             topk=None,
             num_sms=exchange_plan.num_sms,
@@ -203,7 +203,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             rows = region_rows(self._block, self._layout, buffer_index, "data")
             return rows.view(hidden_states.dtype)[:, : self._spec.hidden_size]
         out = hidden_states.new_empty(exchange_plan.num_rows, hidden_states.shape[1])
-        collect_rows(self._exchange, exchange_plan.arrivals, buffer_index=buffer_index, out=out)
+        collect_rows(self._exchange, exchange_plan, buffer_index=buffer_index, out=out)
         return out
 
     def combine(
@@ -240,11 +240,8 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
         y = combine_rows(
             self._exchange,
             rows if rows.dtype is self._sum_dtype else rows.to(self._sum_dtype),
-            exchange_plan.sends,
-            exchange_plan.arrivals,
-            exchange_plan.index.slots_of_row if rows_per is not RowsPer.ROW else None,
-            exchange_plan.num_tokens,
-            first_slot=exchange_plan.index.first_slot,
+            exchange_plan,
+            is_per_row=rows_per is RowsPer.ROW,
             slot_weights=slot_weights,
             row_scalars=row_scalars,
             out_scalars=scalars,
@@ -414,7 +411,7 @@ class NVLinkBuffer(NVLinkHost[NormalLayout], AddsBias, ReturnsRowTopk):
             scales = scales.new_empty(num_rows, scales.shape[1])
         collect_rows(
             self._exchange,
-            exchange_plan.arrivals,
+            exchange_plan,
             buffer_index=buffer_index,
             out=data,
             scales=scales,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +12,9 @@ pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
 from epcomm.kernels.nvlink.common.plan_parts import (
-    Arrivals,
     IndexSizes,
     NVLinkNormalExchangePlan,
     PlanBlock,
-    Sends,
 )
 from epcomm.kernels.nvlink.normal.combine import combine_rows
 from epcomm.kernels.nvlink.normal.dispatch import dispatch_rows
@@ -110,6 +110,26 @@ class Rank0:
         return block.exchange_plan(sizes)
 
 
+def plan_of(
+    spec: BufferSpec, places: Tensor, rows_from: Tensor, row_base: Tensor, has_failed: Tensor
+) -> NVLinkNormalExchangePlan:
+    """Return the plan of a dispatch whose tokens went to some places."""
+    world_size, device = len(rows_from), places.device
+    sizes = IndexSizes(num_rows=0, num_slots=0, per_expert=None, is_dense=True)
+    block = PlanBlock.of(
+        *(spec, world_size, device, len(places) // world_size, sizes),
+        has_budget=False,
+        is_compact=True,
+    )
+    return replace(
+        block.exchange_plan(sizes),
+        places=places,
+        rows_from=rows_from,
+        row_base=row_base,
+        has_failed=has_failed,
+    )
+
+
 def values(tensor: Tensor | None) -> list[float]:
     assert tensor is not None
     return tensor.flatten().tolist()
@@ -137,7 +157,7 @@ def test_gradients_may_differ_where_the_host_reads_headers(
     trains = BatchFlags.GRAD_ENABLED | BatchFlags.of_experts([True, True])
     parts = rank.dispatch(1, status=pack_status(FaultCode.NONE, trains), has_budget=has_budget)
     assert rank.peers.faults[:, 0].tolist() == [0, int(code)]
-    assert parts.arrivals.has_failed.tolist() == [int(code != FaultCode.NONE), 1]
+    assert parts.has_failed.tolist() == [int(code != FaultCode.NONE), 1]
     if not has_budget:
         assert values(parts.index.num_tokens_per_expert) == [2]
         assert values(parts.index.row_of_slot)[:2] == [0, MAX_TOKENS]
@@ -153,12 +173,12 @@ def test_index_is_emptied_where_rows_do_not_come(device: torch.device) -> None:
     assert rank.peers.report[REPORT_WAIT] in (Wait.ROWS, Wait.DISPATCH_BEGIN)
     assert rank.peers.report[REPORT_EPOCH] == 1, "of dispatches, not of their blocks"
     assert rank.theirs[0] != 0, "the other rank is aborted"
-    assert parts.arrivals.has_failed[0] == 1
+    assert parts.has_failed[0] == 1
     assert values(parts.index.num_tokens_per_expert) == [0]
     assert values(parts.index.first_slot) == [0, 0]
     assert values(parts.index.row_of_slot) == [-1] * 4
     assert values(parts.index.slots_of_row) == [-1] * 4
-    assert values(parts.arrivals.rows_from) == [0, 0]
+    assert values(parts.rows_from) == [0, 0]
 
 
 def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: torch.device) -> None:
@@ -172,7 +192,7 @@ def test_nothing_is_stored_beyond_the_index_whatever_a_rank_has_sent(device: tor
     assert values(parts.index.slots_of_row) == [-1] * 4
     assert values(parts.index.row_of_slot) == [77] * 4
     assert values(parts.slot_weights.view(torch.int32)) == [77] * 4
-    assert values(parts.arrivals.rows_from) == [0, MAX_TOKENS]
+    assert values(parts.rows_from) == [0, MAX_TOKENS]
 
 
 # Epochs after 2**31 combines, and the combine whose number is 0.
@@ -187,7 +207,6 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     rank.receive("combine_begin", [epoch - 1, epoch])
     # The only token of this rank went to rank 1, and this rank received no row.
     numbers = torch.zeros(3, WORLD_SIZE, dtype=torch.int32, device=device)
-    arrivals = Arrivals(rows_from=numbers[0], row_base=numbers[1], has_failed=numbers[2])
     places = torch.tensor([-1, 0], dtype=torch.int32, device=device)
     if is_there:
         # Set the signal of the first item as rank 1 would.
@@ -195,8 +214,8 @@ def test_sums_that_nobody_sent_are_not_taken_for_arrived(
     rows = torch.zeros(0, SPEC.hidden_size, dtype=torch.bfloat16, device=device)
     status = layout.offsets["combine_status"] // 4
     rank.theirs[status : status + 2 * WORLD_SIZE] = 77
-    sends = Sends(places=places, positions=places[:1])
-    y = combine_rows(rank.exchange, rows, sends, arrivals, None, 1)
+    plan = plan_of(SPEC, places, numbers[0], numbers[1], numbers[2])
+    y = combine_rows(rank.exchange, rows, plan, is_per_row=True)
     # The status of rank 1 is in the half of this epoch, in the block of the other rank.
     sent = rank.theirs[status : status + 2 * WORLD_SIZE].view(2, WORLD_SIZE)
     assert sent[epoch & 1].tolist() == [0, 77]
@@ -232,13 +251,11 @@ def test_sums_are_those_of_torch_to_the_bit(
     numbers = torch.tensor([[2], [0]], dtype=torch.int32, device=device)
     has_failed = torch.zeros(2, dtype=torch.int32, device=device)
     places = torch.tensor([0, 1], dtype=torch.int32, device=device)
+    plan = plan_of(spec, places, numbers[0], numbers[1], has_failed)
     y = combine_rows(
         NormalExchange.of(peers),
         rows,
-        Sends(places=places, positions=places),
-        Arrivals(rows_from=numbers[0], row_base=numbers[1], has_failed=has_failed),
-        slots,
-        2,
+        replace(plan, index=replace(plan.index, slots_of_row=slots)),
         slot_weights=weights,
         bias=bias,
     )

@@ -23,7 +23,11 @@ pytest.importorskip("triton")
 
 from epcomm.buffers.nvlink.memory import received_rows
 from epcomm.buffers.nvlink.normal import NVLinkBuffer
-from epcomm.kernels.nvlink.common.plan_parts import Arrivals, IndexSizes, PlanBlock
+from epcomm.kernels.nvlink.common.plan_parts import (
+    IndexSizes,
+    NVLinkNormalExchangePlan,
+    PlanBlock,
+)
 from epcomm.kernels.nvlink.normal import combine, dispatch, program
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, State, kernel_of
 from epcomm.kernels.nvlink.normal.program import LoadedKernel, Program
@@ -160,13 +164,13 @@ class Rank:
             number = ((epoch - 1) * amount + 2**31) % 2**32 - 2**31
             words[begin : begin + WORLD_SIZE] = number
 
-    def _has_rows(self, number: int, arrivals: Arrivals) -> bool:
+    def _has_rows(self, number: int, plan: NVLinkNormalExchangePlan) -> bool:
         """Return whether the tokens of all ranks for this one are here, in their order."""
         for source in range(WORLD_SIZE):
             x, ids, _ = batch_of(number, source)
             sent = x[(torch.where(ids < 0, -1, ids // NUM_LOCAL) == self.rank).any(dim=1)]
             first = source * MAX_TOKENS
-            if int(arrivals.rows_from[source]) != len(sent):
+            if int(plan.rows_from[source]) != len(sent):
                 return False
             if not torch.equal(self.rows[first : first + len(sent)], sent):
                 return False
@@ -189,20 +193,20 @@ class Rank:
             received=block,
             wanted_tokens=num_tokens,
         )
-        parts = block.exchange_plan(self.sizes)
-        arrivals, index = parts.arrivals, parts.index
+        plan = block.exchange_plan(self.sizes, topk_ids=ids)
+        index = plan.index
         if number % 4 == self.rank:
             # The others may be at the next dispatch by now.
             time.sleep(0.003)
         assert index.slots_of_row is not None
         limits = (
-            (parts.sends.places, MAX_TOKENS),
-            (arrivals.row_base, self.layout.num_rows),
+            (plan.places, MAX_TOKENS),
+            (plan.row_base, self.layout.num_rows),
             (index.slots_of_row, self.sizes.num_slots),
         )
         # With a wrong index, combine would access the memory of other ranks.
         has_rows = all(bool(((each >= -1) & (each < most)).all()) for each, most in limits)
-        has_rows = has_rows and self._has_rows(number, arrivals)
+        has_rows = has_rows and self._has_rows(number, plan)
         if number % 3 == 0 or not has_rows:
             return has_rows and not self.peers.report.any()
         results = torch.zeros(self.sizes.num_slots, HIDDEN, dtype=torch.bfloat16)
@@ -215,12 +219,8 @@ class Rank:
         y = combine.combine_rows(
             self.exchange,
             results,
-            replace(parts.sends, topk_ids=ids),
-            arrivals,
-            index.slots_of_row,
-            num_tokens,
-            first_slot=index.first_slot,
-            slot_weights=parts.slot_weights,
+            plan,
+            slot_weights=plan.slot_weights,
             buffer_index=0,
         )
         factors = (factor_of(ids) * weights * (ids >= 0)).sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The exchange plan of normal mode and its parts: memory that hosts allocate and kernels write.
+"""The exchange plan of normal mode: memory that hosts allocate and kernels write.
 
 A plan and its index are parts of one block, which a kernel writes before the host has read sizes.
 This module imports no Triton: plans are also made on machines without it.
@@ -22,35 +22,8 @@ _ALIGNED_WORDS = 4
 _WORD_BYTES = 4
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sends:
-    """The rows to which the tokens of this rank go, [T, W] and [T, K] in one dimension or two.
-
-    places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
-    positions: [T * K], int32: earlier entries of this rank with the same expert.
-    topk_ids: [T, K], int64; None unless ranks have several sum groups.
-    """
-
-    places: Tensor
-    positions: Tensor
-    topk_ids: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Arrivals:
-    """The rows that arrived from each rank, on the device.
-
-    rows_from: [W], int32.
-    row_base: [W], int32: where the rows of a rank begin in the index.
-    has_failed: [2], int32: not 0 if the dispatch was refused, and mark_of() of its number.
-    """
-
-    rows_from: Tensor
-    row_base: Tensor
-    has_failed: Tensor
-
-
-# What a plan and its index consist of, in the order of the arguments of dispatch_cuda.
+# What a block consists of, in the order of the arguments of dispatch.cu. `positions`, [T * K]: the
+# earlier entries of this rank with the same expert.
 PLAN_PARTS = (
     *("places", "positions", "row_of_slot", "slots_of_row", "slot_weights"),
     *("num_tokens_per_expert", "first_slot", "rows_from", "row_base", "has_failed"),
@@ -62,6 +35,10 @@ class NVLinkNormalExchangePlan(ExchangePlan):
     """The plan of a dispatch: where this rank's tokens went, and what arrived.
 
     slot_weights: [C], float32.
+    places: [T * W], int32: token t is row places[t * W + d] of this rank on rank d, or -1.
+    topk_ids: [T, K], int64; None unless ranks have several sum groups.
+    rows_from, row_base: [W], int32: the rows of each rank, and where they begin in the index.
+    has_failed: [2], int32: not 0 if the dispatch was refused, and mark_of() of its number.
     owns_rows: rows are numbered without gaps, and copied; else index q of source s is row
         s * M + q, of capacity_tokens = M, of memory that peers write.
     batch: number of the dispatch, among all that took a receive buffer.
@@ -69,15 +46,18 @@ class NVLinkNormalExchangePlan(ExchangePlan):
     """
 
     slot_weights: Tensor
-    sends: Sends
-    arrivals: Arrivals
+    places: Tensor
+    topk_ids: Tensor | None
+    rows_from: Tensor
+    row_base: Tensor
+    has_failed: Tensor
     owns_rows: bool
     capacity_tokens: int
     batch: int
     num_sms: int | None
 
     def rows_from_ranks(self) -> Tensor:
-        return self.arrivals.rows_from
+        return self.rows_from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +157,7 @@ class PlanBlock:
             for each in (length, end - begin - length)
         ]
         parts = self.memory.split_with_sizes(words)[::2]
-        places, positions, *index, rows_from, row_base, has_failed = parts
+        places, _, *index, rows_from, row_base, has_failed = parts
         row_of_slot, slots_of_row, slot_weights, num_tokens, first_slot = index
         return NVLinkNormalExchangePlan(
             num_tokens=self.num_tokens,
@@ -192,8 +172,11 @@ class PlanBlock:
                 is_dense=sizes.is_dense,
             ),
             slot_weights=slot_weights.view(torch.float32),
-            sends=Sends(places=places, positions=positions, topk_ids=topk_ids),
-            arrivals=Arrivals(rows_from=rows_from, row_base=row_base, has_failed=has_failed),
+            places=places,
+            topk_ids=topk_ids,
+            rows_from=rows_from,
+            row_base=row_base,
+            has_failed=has_failed,
             owns_rows=owns_rows,
             capacity_tokens=capacity_tokens,
             batch=batch,

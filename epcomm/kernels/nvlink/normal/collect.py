@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.kernels.nvlink.common.plan_parts import Arrivals
+from epcomm.kernels.nvlink.common.plan_parts import NVLinkNormalExchangePlan
 from epcomm.kernels.nvlink.normal.dispatch import unit_of
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
 from epcomm.kernels.nvlink.normal.program import Program, arguments_of
@@ -49,7 +49,7 @@ def program_of(layout: NormalLayout, form: CopyForm) -> Program:
 
 def collect_rows(
     exchange: NormalExchange,
-    arrivals: Arrivals,
+    plan: NVLinkNormalExchangePlan,
     *,
     buffer_index: int,
     out: Tensor,
@@ -59,7 +59,7 @@ def collect_rows(
 
     Args:
         exchange: the memory of all ranks.
-        arrivals: of the exchange plan.
+        plan: that of the dispatch.
         buffer_index: the receive buffer of the rows.
         out: [R, columns] of any dtype, contiguous.
         scales: [R, columns] of any dtype, contiguous, to which scales are copied, or None.
@@ -80,7 +80,7 @@ def collect_rows(
     if scales is not None:
         arguments.scales = begin + layout.offsets["scales"]
         arguments.out_scales = scales.data_ptr()
-    arguments.rows_from = arrivals.rows_from.data_ptr()
-    arguments.row_base = arrivals.row_base.data_ptr()
+    arguments.rows_from = plan.rows_from.data_ptr()
+    arguments.row_base = plan.row_base.data_ptr()
     with on_device(out.device):
         launch.kernel.launch(launch.num_blocks, arguments)

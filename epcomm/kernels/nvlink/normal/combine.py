@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from epcomm.kernels.nvlink.common.layout import NormalLayout
-from epcomm.kernels.nvlink.common.plan_parts import Arrivals, Sends
+from epcomm.kernels.nvlink.common.plan_parts import NVLinkNormalExchangePlan
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of
 from epcomm.kernels.nvlink.normal.program import Program, arguments_of, in_vectors
 from epcomm.platforms.cuda import on_device
@@ -68,12 +68,9 @@ def program_of(layout: NormalLayout, form: SumForm) -> Program:
 def combine_rows(
     exchange: NormalExchange,
     rows: Tensor,
-    sends: Sends,
-    arrivals: Arrivals,
-    slots_of_row: Tensor | None,
-    num_tokens: int,
+    plan: NVLinkNormalExchangePlan,
     *,
-    first_slot: Tensor | None = None,
+    is_per_row: bool = False,
     slot_weights: Tensor | None = None,
     row_scalars: Tensor | None = None,
     out_scalars: Tensor | None = None,
@@ -89,11 +86,9 @@ def combine_rows(
 
     Args:
         exchange: the memory of all ranks.
-        rows: [C, H], or [R, H] if slots_of_row is None; bfloat16, float16 or float32.
-        sends, arrivals: of the exchange plan.
-        slots_of_row: [R, K], int32, as dispatch_rows() wrote it.
-        num_tokens: T.
-        first_slot: [L + 1], int32, as dispatch_rows() wrote it; read if the layout has groups.
+        rows: [C, H], or [R, H] with is_per_row; bfloat16, float16 or float32.
+        plan: that of the dispatch.
+        is_per_row: rows are sums of slots already, of one group for each rank.
         slot_weights: [C], float32, multiplied into slots, or None.
         row_scalars: [R, K], float32, sent with the rows, and whose sums over the rows of a
             token are written to out_scalars [T, K].
@@ -113,7 +108,7 @@ def combine_rows(
         # Rows may have columns of padding.
         missing = rows.shape[1] - hidden_size
         bias = in_vectors(pad(bias, (0, missing)) if missing else bias)
-    out = rows.new_empty(num_tokens, rows.shape[1])
+    out = rows.new_empty(plan.num_tokens, rows.shape[1])
     form = SumForm(rows.dtype, rows.shape[1])
     launch = exchange.launches.get(form)
     if launch is None:
@@ -122,15 +117,15 @@ def combine_rows(
     arguments.rows = rows.data_ptr()
     arguments.rows_stride = rows.stride(0) * rows.itemsize
     arguments.weights = _address(slot_weights)
-    arguments.slots_of_row = _address(slots_of_row)
-    arguments.first_slot, arguments.ids = _address(first_slot), _address(sends.topk_ids)
-    arguments.rows_from = arrivals.rows_from.data_ptr()
-    arguments.row_base = arrivals.row_base.data_ptr()
-    arguments.has_failed = arrivals.has_failed.data_ptr()
-    arguments.places = sends.places.data_ptr()
+    arguments.slots_of_row = _address(None if is_per_row else plan.index.slots_of_row)
+    arguments.first_slot, arguments.ids = _address(plan.index.first_slot), _address(plan.topk_ids)
+    arguments.rows_from = plan.rows_from.data_ptr()
+    arguments.row_base = plan.row_base.data_ptr()
+    arguments.has_failed = plan.has_failed.data_ptr()
+    arguments.places = plan.places.data_ptr()
     arguments.bias = _address(bias)
     arguments.out = out.data_ptr()
-    arguments.num_tokens = num_tokens
+    arguments.num_tokens = plan.num_tokens
     arguments.status = status
     arguments.buffer_index = buffer_index
     if row_scalars is not None:

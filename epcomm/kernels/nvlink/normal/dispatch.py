@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from epcomm.kernels.nvlink.common.layout import MemoryLayout, NormalLayout
-from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, PlanBlock, Sends
+from epcomm.kernels.nvlink.common.plan_parts import PLAN_PARTS, NVLinkNormalExchangePlan, PlanBlock
 from epcomm.kernels.nvlink.normal.exchange import NormalExchange, constants_of, kernel_of
 from epcomm.kernels.nvlink.normal.program import (
     COPY_BYTES,
@@ -134,7 +134,7 @@ def dispatch_rows(
     exchange: NormalExchange,
     data: Tensor,
     scales: Tensor | None,
-    sends: Sends | None,
+    plan: NVLinkNormalExchangePlan | None,
     *,
     buffer_index: int,
     topk: tuple[Tensor, Tensor] | None,
@@ -150,7 +150,7 @@ def dispatch_rows(
         exchange: the memory of all ranks.
         data: [T, H], the rows, of any dtype.
         scales: [T, num_scales], of any dtype, or None.
-        sends: of the exchange plan of a cached dispatch, which only sends rows; else None.
+        plan: the plan of a cached dispatch, which only sends rows; else None.
         buffer_index: the receive buffer to which rows go, on every rank.
         topk: topk_ids [T, K], int64, and topk_weights [T, K], float32, contiguous; None: a cached
             dispatch, for which the rest is not needed.
@@ -192,8 +192,8 @@ def dispatch_rows(
         arguments.scales_stride = scales_stride
     arguments.num_tokens = num_tokens
     arguments.buffer_index = buffer_index
-    if sends is not None:
-        arguments.places = sends.places.data_ptr()
+    if plan is not None:
+        arguments.places = plan.places.data_ptr()
     if topk is not None and received is not None:
         arguments.ids, arguments.weights = topk[0].data_ptr(), topk[1].data_ptr()
         _write_plan(arguments, _PLAN_AT, *received.addresses)

@@ -31,7 +31,7 @@ BUFFERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "deep_ep_v2": (
             "epcomm.buffers.deep_ep.v2:DeepEPV2Buffer",
             "epcomm.buffers.deep_ep.v2:DeepEPV2StaticBuffer",
-            "epcomm.buffers.deep_ep.v2_low_latency:DeepEPV2LowLatencyBuffer",
+            "epcomm.buffers.deep_ep.v2:DeepEPV2LowLatencyBuffer",
         ),
         "deep_ep_v1": (
             "epcomm.buffers.deep_ep.v1:DeepEPV1Buffer",

@@ -8,16 +8,16 @@ reads nothing: dispatch returns W * M rows, and ids of rows that no rank sent ar
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Set
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Dispatched
+from epcomm.buffers.base import Buffer, Dispatched
 from epcomm.buffers.deep_ep.rows import (
     Rows,
     as_argument,
@@ -52,13 +52,13 @@ from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.deep_ep_package import (
     WIRE_DTYPES,
     device_types,
-    format_reasons,
+    load_deep_ep,
     probe_deep_ep,
 )
 from epcomm.platforms.machine import Machine
 from epcomm.protocol import BatchFlags
 from epcomm.records import ExchangePlan, SlotIndex
-from epcomm.spec import Availability, BufferCaps, BufferSpec, HostLayout
+from epcomm.spec import Availability, BufferCaps, BufferSpec
 from epcomm.types import Layout, RowsPer
 
 HandleT = TypeVar("HandleT")
@@ -101,74 +101,48 @@ class ReceivedBatch:
     rows_from_rank: Tensor
 
 
-class DeepEPPackage(ABC, Generic[HandleT]):
-    """The Buffer of one package, and its limits.
+class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
+    """A buffer over one package, whose Buffer it opens in prepare().
 
     kinds: the packages that have it.   hidden_multiple: H must be a multiple of it.
+    is_static: W * M rows and a budget of slots, and the host reads nothing; else sizes are exact.
     """
 
+    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     kinds: ClassVar[Set[DeepEPKind]]
     hidden_multiple: ClassVar[int]
+    is_static: ClassVar[bool]
     _buffer: Any
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def reasons(spec: BufferSpec, world_size: int, *, is_static: bool) -> list[str]:
-        """Return the reasons why the package cannot serve this layer, but for formats. Local."""
-
-    @staticmethod
-    @abstractmethod
-    def host_reasons(hosts: HostLayout, *, is_static: bool) -> tuple[str, ...]:
-        """Return the reasons why the package cannot serve ranks on these hosts. Local."""
-
-    @staticmethod
-    @abstractmethod
-    def own_region(spec: BufferSpec, world_size: int) -> Region:
+    def own_region(cls, spec: BufferSpec, world_size: int) -> Region:
         """Return the memory that the package allocates once. Local."""
 
     @abstractmethod
-    def __init__(self, group: dist.ProcessGroup, spec: BufferSpec) -> None:
-        """Open it. Collective: yes.   Host sync: yes."""
+    def _open(self, package: ModuleType) -> object:
+        """Return the Buffer of the package. Collective: yes.   Host sync: yes."""
 
     @abstractmethod
-    def dispatch(
-        self, rows: Rows, ids: Tensor, weights: Tensor, *, is_static: bool
-    ) -> ReceivedBatch:
+    def _send(self, rows: Rows, ids: Tensor, weights: Tensor) -> ReceivedBatch:
         """Send rows [T, H] to the ranks of their experts, with ids and weights [T, K].
-
-        is_static: return W * M rows.
 
         Collective: yes.   Host sync: one, none where is_static.
         """
 
     @abstractmethod
-    def cached_dispatch(self, rows: Tensor, handle: HandleT) -> Tensor:
+    def _send_along(self, rows: Tensor, handle: HandleT) -> Tensor:
         """Send [T, H] along an earlier dispatch. Collective: yes.   Host sync: none."""
 
     @abstractmethod
-    def combine(
+    def _return(
         self, rows: Tensor, handle: HandleT, row_scalars: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Sum rows and scalars by token. Collective: yes.   Host sync: none."""
 
-    def destroy(self) -> None:
-        """Free the memory. Collective: yes."""
-        self._buffer.destroy()
-
-
-class DeepEPCalls(VendorCalls):
-    """A buffer over one DeepEPPackage; it precedes Buffer among the bases.
-
-    is_static: W * M rows and a budget of slots, and the host reads nothing; else sizes are exact.
-    """
-
-    modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
-    package: ClassVar[type[DeepEPPackage[Any]]]
-    is_static: ClassVar[bool]
-
     @classmethod
     def probe(cls, machine: Machine) -> Availability:
-        return probe_deep_ep(cls.package.kinds, machine)
+        return probe_deep_ep(cls.kinds, machine)
 
     @classmethod
     def caps(cls, mode: Mode) -> BufferCaps:
@@ -178,22 +152,11 @@ class DeepEPCalls(VendorCalls):
             ordered=True,
             wire_dtypes=WIRE_DTYPES,
             max_top_k=_MAX_TOP_K,
-            hidden_multiple=cls.package.hidden_multiple,
+            hidden_multiple=cls.hidden_multiple,
             is_static=cls.is_static,
             reports_faults=False,
             device_types=device_types(),
         )
-
-    @classmethod
-    def lacks(cls, mode: Mode, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
-        reasons = cls.package.reasons(spec, world_size, is_static=cls.is_static)
-        return (*format_reasons(spec), *reasons)
-
-    @classmethod
-    def lacks_between(cls, spec: BufferSpec) -> tuple[str, ...]:
-        if spec.hosts is None:
-            return ()
-        return cls.package.host_reasons(spec.hosts, is_static=cls.is_static)
 
     @classmethod
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
@@ -201,7 +164,7 @@ class DeepEPCalls(VendorCalls):
         max_tokens = spec.max_tokens_per_rank
         max_rows = None if max_tokens is None else max_tokens * world_size
         return (
-            cls.package.own_region(spec, world_size),
+            cls.own_region(spec, world_size),
             rows_region("received rows", row.dispatch, per_token=copies, max_rows=max_rows),
             index_region(spec, rows_per_token=copies, max_rows=max_rows),
             *slot_regions(spec, row_bytes=row.dispatch, max_rows=max_rows),
@@ -220,18 +183,17 @@ class DeepEPCalls(VendorCalls):
         )
 
     def prepare(self) -> None:
-        self._package = self.package(self._process_group, self._spec)
+        self._buffer = self._open(load_deep_ep(self.kinds))
+        self._num_rows = (self._spec.max_tokens_per_rank or 0) * self._world_size
         if self.is_static:
-            assert self._spec.max_tokens_per_rank is not None, "plan() has checked the limit"
-            num_rows = self._spec.max_tokens_per_rank * self._world_size
-            self._max_slots = self._spec.max_recv_slots or max_slots_of(self._spec, num_rows)
+            self._max_slots = self._spec.max_recv_slots or max_slots_of(self._spec, self._num_rows)
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
         if self.is_static:
             return self._dispatch_static(call)
         ids, flags = self._guard(call)
-        received = self._send(call, ids)
+        received = self._exchange(call, ids)
         self._raise_own(call)
         index = build_slot_index(
             received.local_ids,
@@ -243,7 +205,7 @@ class DeepEPCalls(VendorCalls):
 
     def _dispatch_static(self, call: DispatchCall) -> Dispatched:
         ids, fault, flags = self._guard_on_device(call)
-        received = self._send(call, ids)
+        received = self._exchange(call, ids)
         num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
         has_failed = self._record(call, fault, required, self._max_slots)
@@ -252,10 +214,9 @@ class DeepEPCalls(VendorCalls):
         index = build_slot_index(local_ids, counts, self._max_slots, expert_alignment=alignment)
         return self._dispatched(ids, received, index, flags, has_failed)
 
-    def _send(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:
+    def _exchange(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:
         rows = as_argument(wire_tensor_of(call, self._spec.dispatch_format))
-        weights = weights_argument(call.topk_weights)
-        return self._package.dispatch(rows, ids, weights, is_static=self.is_static)
+        return self._send(rows, ids, weights_argument(call.topk_weights))
 
     def _dispatched(
         self,
@@ -291,7 +252,7 @@ class DeepEPCalls(VendorCalls):
     def cached_dispatch(self, hidden_states: Tensor, exchange_plan: ExchangePlan) -> Tensor:
         assert isinstance(exchange_plan, DeepEPExchangePlan), "an exchange plan of this buffer"
         self._check_open()
-        rows = self._package.cached_dispatch(hidden_states.contiguous(), exchange_plan.handle)
+        rows = self._send_along(hidden_states.contiguous(), exchange_plan.handle)
         backward = row_bytes_of(self._spec, backward=True)
         self._count_bytes(DISPATCH, exchange_plan.rows_to_rank, backward.dispatch)
         return rows
@@ -318,7 +279,7 @@ class DeepEPCalls(VendorCalls):
         if has_failed is not None and exchange_plan.slots_by_row is not None:
             # The other ranks do not know that nothing was computed for them.
             rows = rows.masked_fill(has_failed, float("nan"))
-        y, scalars = self._package.combine(rows.contiguous(), exchange_plan.handle, row_scalars)
+        y, scalars = self._return(rows.contiguous(), exchange_plan.handle, row_scalars)
         row = row_bytes_of(self._spec, backward=row_scalars is not None)
         self._count_bytes(COMBINE, exchange_plan.rows_from_rank, row.combine)
         if has_failed is not None:
@@ -338,4 +299,4 @@ class DeepEPCalls(VendorCalls):
         return (rows.float() * slot_weights.unsqueeze(1)).to(rows.dtype)
 
     def _destroy(self) -> None:
-        self._package.destroy()
+        self._buffer.destroy()

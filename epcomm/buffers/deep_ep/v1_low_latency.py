@@ -59,19 +59,12 @@ _MAX_MESSAGE_BYTES = 16 * (2**31 - 1)
 _BATCHES_IN_FLIGHT = 2
 
 
-@dataclass(kw_only=True, eq=False)
-class _Batch:
-    """A batch in flight. number: of its dispatch. is_ended: a later one has taken its memory."""
-
-    number: int
-    is_ended: bool = False
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LowLatencyExchangePlan(ExchangePlan):
     """The plan of a low-latency dispatch, with what its combine needs.
 
     topk_ids: [T, K], as they were sent.   topk_weights: [T, K], float32, a copy.
+    batch: the number of its dispatch.
     """
 
     handle: LegacyHandle
@@ -79,7 +72,7 @@ class LowLatencyExchangePlan(ExchangePlan):
     topk_weights: Tensor
     slots_from_rank: Tensor
     has_failed: Tensor
-    batch: _Batch
+    batch: int
 
 
 class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
@@ -170,7 +163,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             num_qps_per_rank=spec.num_local_experts,
             explicitly_destroy=True,
         )
-        self._in_flight: deque[_Batch] = deque()
+        # The numbers of the batches in flight; the third one ends the first.
+        self._in_flight: deque[int] = deque(maxlen=_BATCHES_IN_FLIGHT)
         self._num_batches = 0
         # The receive step of the last call, which runs once: in wait(), or before the next send.
         self._receive_last: Callable[[], None] = lambda: None
@@ -194,7 +188,9 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             use_ue8m0=is_power_of_two,
             return_recv_hook=True,
         )
-        batch = self._keep(_Batch(number=self._num_batches))
+        batch = self._num_batches
+        self._num_batches += 1
+        self._in_flight.append(batch)
         # Combine reads the weights, and the caller may have overwritten them by then.
         weights = call.topk_weights.clone(memory_format=torch.contiguous_format)
         receive_once = self._receive_last = cache(receive)
@@ -249,8 +245,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             return_recv_hook=True,
         )
         self._count_bytes(COMBINE, exchange_plan.slots_from_rank, _slot_bytes(self._spec)[1])
-        if exchange_plan.batch in self._in_flight:
-            self._in_flight.remove(exchange_plan.batch)
+        self._in_flight.remove(exchange_plan.batch)
         receive_once = self._receive_last = cache(receive)
 
         def wait() -> Tensor:
@@ -261,7 +256,7 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
     def _dispatched(
         self,
-        batch: _Batch,
+        batch: int,
         ids: Tensor,
         weights: Tensor,
         received: Rows,
@@ -301,21 +296,13 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
             any_flags=BatchFlags.NONE,
         )
 
-    def _keep(self, batch: _Batch) -> _Batch:
-        """Remember a batch that is sent; the third one ends the first."""
-        self._num_batches += 1
-        self._in_flight.append(batch)
-        if len(self._in_flight) > _BATCHES_IN_FLIGHT:
-            self._in_flight.popleft().is_ended = True
-        return batch
-
-    def _check_in_flight(self, batch: _Batch, function: str) -> None:
-        if batch.is_ended:
+    def _check_in_flight(self, batch: int, function: str) -> None:
+        if batch not in self._in_flight:
             raise HandleError(
-                f"{function}: the memory of batch {batch.number} was overwritten by batch "
-                f"{batch.number + _BATCHES_IN_FLIGHT}, because at most {_BATCHES_IN_FLIGHT} may be "
-                f"in flight (rank {self._rank} of {self._world_size}); combine a batch before the "
-                "second dispatch after it"
+                f"{function}: batch {batch} was combined, or a later batch has overwritten its "
+                f"memory, because at most {_BATCHES_IN_FLIGHT} may be in flight "
+                f"({self._collectives.names.where}); combine a batch before the second dispatch "
+                "after it"
             )
 
     def _wire(self, received: Rows) -> WireTensor:

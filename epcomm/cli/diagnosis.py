@@ -9,13 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from epcomm.platforms.deep_ep import DeepEPKind, Variable, communication_variables
-from epcomm.platforms.findings import (
-    Finding,
-    Status,
-    find_deep_ep_kind,
-    find_packages,
-    find_platform,
-)
+from epcomm.platforms.findings import Finding, Status, find_packages, find_platform
 from epcomm.platforms.machine import Machine, this_machine
 from epcomm.registry import BUFFERS, FUSED, RUNNERS, backend_class, class_names, runner_class
 from epcomm.spec import Availability
@@ -50,10 +44,11 @@ def doctor(machine: Machine | None = None) -> DoctorReport:
     Local; starts up to three short-lived processes.   Host sync: none.
     """
     machine = machine or this_machine()
+    deep_ep = machine.find_deep_ep()
     report = DoctorReport(
         platform=find_platform(machine),
         packages=find_packages(machine),
-        deep_ep=find_deep_ep_kind(machine),
+        deep_ep=None if deep_ep is None else deep_ep.kind,
         backends=tuple(_backend(name, machine) for name in (*BUFFERS, *FUSED)),
         runners=tuple(_runner(name, machine) for name in RUNNERS),
         variables=communication_variables(machine.environment),

@@ -47,7 +47,6 @@ class AssumedMachine:
         deep_ep = None if found is None else InstalledDeepEP(kind=found, has_legacy_buffer=True)
         return Machine(
             find_version=lambda distribution: None,
-            find_folder=lambda package: None,
             run_program=lambda program: Answer(error=f"{self.name} is assumed and runs nothing"),
             environment=MappingProxyType({}),
             has_module=lambda name: name in modules,

@@ -94,7 +94,16 @@ def find_deep_ep() -> InstalledDeepEP | None:
     locations = found.submodule_search_locations if found is not None else None
     if not locations:
         return None
-    names = _defined_names(Path(next(iter(locations))))
+    return deep_ep_in(Path(next(iter(locations))))
+
+
+def deep_ep_in(folder: Path) -> InstalledDeepEP:
+    """Return the deep_ep package in `folder`. Local; imports nothing.
+
+    The classes and functions in its sources determine its kind. V2, the Hybrid branch and the
+    package for Ascend also have the Buffer of V1.
+    """
+    names = _defined_names(folder)
     return InstalledDeepEP(
         kind=_kind_of(names),
         has_legacy_buffer="Buffer" in names,
@@ -106,15 +115,6 @@ def find_deep_ep() -> InstalledDeepEP | None:
 def runs_on_cpu_ranks() -> bool:
     """Return whether fakes.deep_ep replaces the package."""
     return bool(getattr(sys.modules.get("deep_ep"), "CPU_RANKS", False))
-
-
-def deep_ep_kind(folder: Path) -> DeepEPKind:
-    """Return the kind of the deep_ep package in `folder`. Local; imports nothing.
-
-    The classes and functions in its sources determine it. V2, the Hybrid branch and the package for
-    Ascend also have the Buffer of V1.
-    """
-    return _kind_of(_defined_names(folder))
 
 
 def _kind_of(names: Set[str]) -> DeepEPKind:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.host import host_of_this_process, memory_left
 from epcomm.platforms.machine import Machine
 
@@ -151,12 +151,6 @@ def find_packages(machine: Machine) -> tuple[Finding, ...]:
     return tuple(_package(machine, name) for name in _PURPOSES)
 
 
-def find_deep_ep_kind(machine: Machine) -> DeepEPKind | None:
-    """Return which deep_ep is installed, or None. Local; imports nothing."""
-    folder = machine.find_folder("deep_ep")
-    return None if folder is None else deep_ep_kind(folder)
-
-
 def _shared_memory() -> Finding:
     """Find the memory that the ranks of this host can share."""
     left = memory_left()
@@ -172,7 +166,7 @@ def _shared_memory() -> Finding:
 
 def _package(machine: Machine, name: str) -> Finding:
     purpose, remedy = _PURPOSES[name]
-    if machine.find_folder(name) is None:
+    if not machine.has_module(name):
         advice = f"if you need it: {remedy}"
         return Finding(name=name, status=Status.MISSING, detail=f"for: {purpose}", advice=advice)
     version = machine.find_version(name) or "version unknown"
@@ -215,8 +209,8 @@ def _mpi4py(machine: Machine, version: str) -> Finding:
 
 
 def _deep_ep(machine: Machine, version: str) -> Finding:
-    kind = find_deep_ep_kind(machine)
-    assert kind is not None, "its folder was found"
+    found = machine.find_deep_ep()
+    kind = DeepEPKind.UNKNOWN if found is None else found.kind
     detail = f"{version}, {_DEEP_EP_TEXT[kind]}"
     if kind is DeepEPKind.UNKNOWN:
         return _found("deep_ep", detail, "uninstall it; build deep_ep from source if you need it")

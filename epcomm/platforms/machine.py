@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,7 +37,6 @@ class Machine:
     """The questions that plans and doctor() ask about a machine.
 
     find_version: the installed version of a distribution, or None.
-    find_folder: the folder of a package, or None; imports nothing.
     run_program: the answer of a program that prints one line of JSON.
     environment: the environment variables.
     has_module: whether a package or module is installed; imports nothing.
@@ -52,7 +50,6 @@ class Machine:
     """
 
     find_version: Callable[[str], str | None]
-    find_folder: Callable[[str], Path | None]
     run_program: Callable[[str], Answer]
     environment: Mapping[str, str]
     has_module: Callable[[str], bool]
@@ -69,7 +66,6 @@ def this_machine() -> Machine:
     """Return the machine that runs this process."""
     return Machine(
         find_version=find_version,
-        find_folder=_find_folder,
         run_program=_run_program,
         environment=environment(),
         has_module=lambda name: find_spec(name) is not None,
@@ -90,13 +86,6 @@ def find_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _find_folder(package: str) -> Path | None:
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    return Path(next(iter(spec.submodule_search_locations)))
 
 
 def _run_program(program: str) -> Answer:

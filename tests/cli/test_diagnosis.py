@@ -12,7 +12,7 @@ import epcomm.platforms.findings
 import epcomm.platforms.machine
 from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.platforms.assumed import DEVICES
-from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_in
 from epcomm.platforms.findings import Finding, Status
 from epcomm.platforms.machine import Answer, Machine, this_machine
 from epcomm.registry import BUFFERS, FUSED, RUNNERS
@@ -37,10 +37,12 @@ def machine(
         return next(answer for word, answer in known.items() if word in program)
 
     found = folders or {}
+    deep_ep = deep_ep_in(found["deep_ep"]) if "deep_ep" in found else None
     return replace(
         this_machine(),
         find_version=lambda name: "1.2.3" if name in found else None,
-        find_folder=found.get,
+        has_module=found.__contains__,
+        find_deep_ep=lambda: deep_ep,
         run_program=run_program,
         environment=variables or {},
     )
@@ -102,7 +104,6 @@ def write_package(folder: Path, files: Mapping[str, str]) -> Path:
 def test_every_deep_ep_is_recognised(kind: DeepEPKind, tmp_path: Path) -> None:
     files, text = DEEP_EPS[kind]
     folder = write_package(tmp_path / "deep_ep", files)
-    assert deep_ep_kind(folder) is kind
     here = machine(folders={"deep_ep": folder}, answers={"deep_ep": Answer(values={})})
     report = doctor(here)
     found = package(report, "deep_ep")
@@ -282,12 +283,10 @@ def test_program_answers_or_says_why_not(
 
 
 def test_packages_are_found_by_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = {"__init__.py": "raise RuntimeError('imported')"}
-    folder = write_package(tmp_path / "some_vendor", files)
+    write_package(tmp_path / "vendor", {"__init__.py": "raise RuntimeError('imported')"})
     monkeypatch.syspath_prepend(tmp_path)
     here = this_machine()
-    assert here.find_folder("some_vendor") == folder
-    assert here.find_folder("no_such_package") is None
-    assert here.find_folder("this") is None, "a module is no package"
+    assert here.has_module("vendor")
+    assert not here.has_module("no_such_package")
     assert here.find_version("no-such-distribution") is None
     assert here.find_version("torch")

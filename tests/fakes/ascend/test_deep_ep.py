@@ -6,13 +6,11 @@ import inspect
 import sys
 from enum import Enum
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 from fakes.ascend.deep_ep import Buffer
 from fakes.ascend.deep_ep.config import (
     LowLatencyStrategy,
@@ -61,10 +59,9 @@ def test_installed_as_deep_ep_and_removed() -> None:
         assert module.CPU_RANKS is True
         assert not hasattr(module, "FuseMode")
         assert [int(mode) for mode in import_module("deep_ep.buffer").FuseMode] == [1, 2]
-        spec = find_spec("deep_ep")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        assert deep_ep_kind(Path(spec.submodule_search_locations[0])) is DeepEPKind.ASCEND
+        installed = find_deep_ep()
+        assert installed is not None
+        assert installed.kind is DeepEPKind.ASCEND
     assert not [name for name in sys.modules if name.split(".")[0] == "deep_ep"]
 
 

@@ -6,15 +6,13 @@ import inspect
 import json
 import sys
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from epcomm import ConfigError
 from epcomm.integrations import deep_ep as drop_in
 from epcomm.integrations.deep_ep import Buffer, Config
-from epcomm.platforms.deep_ep import DeepEPKind, deep_ep_kind
+from epcomm.platforms.deep_ep import DeepEPKind, find_deep_ep
 from fakes.deep_ep import install
 from fakes.deep_ep.limits import limits_off
 from fakes.deep_ep.strict_v1 import Buffer as StrictBuffer
@@ -61,11 +59,9 @@ def test_installed_as_deep_ep_and_removed(kind: str) -> None:
         assert import_module("deep_ep") is outer
         assert (outer.Buffer if kind == "v1" else outer.ElasticBuffer) in STRICT
         assert outer.CPU_RANKS is True
-        spec = find_spec("deep_ep")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        folder = Path(spec.submodule_search_locations[0])
-        assert deep_ep_kind(folder) is DeepEPKind[kind.upper()]
+        installed = find_deep_ep()
+        assert installed is not None
+        assert installed.kind is DeepEPKind[kind.upper()]
         with install("v1") as inner:
             assert sys.modules["deep_ep"] is inner
         assert sys.modules["deep_ep"] is outer

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from epcomm.errors import ConfigError, describe_kind, shown
 from epcomm.types import MAX_SIZE, is_size
@@ -44,31 +44,16 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """The sizes in a file; None for those that it does not have.
-
-    model_type: the family.
-    """
-
-    model_type: str
-    hidden_size: int | None
-    num_experts: int | None
-    top_k: int | None
-    intermediate_size: int | None
-    dtype: str | None
-
-
-def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
-    """Read a config.json.
+def read_model_file(path: Path, said: Container[str] = ()) -> dict[str, Any]:
+    """Return the sizes, `dtype` and `model_type` of a config.json, those that it has, by name.
 
     Args:
         path: the file.
-        said: fields of ModelShape that the user has passed, whose values in the file are not
-            checked, such as one number for each layer.
+        said: names of values that the user has passed. They are neither checked nor returned; they
+            may have a form that is not supported, such as one number for each layer.
 
     Raises:
-        ConfigError: the file cannot be read, is not a JSON object, or has an invalid size.
+        ConfigError: the file cannot be read, is not a JSON object, or has an invalid value.
     """
     try:
         values = json.loads(path.read_text("utf-8"))
@@ -82,23 +67,14 @@ def read_model_file(path: Path, said: Container[str] = ()) -> ModelShape:
     # A multimodal model has a separate record of its language model. Null counts as absent.
     if values.get("text_config") is not None:
         values = _read_object(path, "gives text_config as", values["text_config"])
-    numbers = {
-        name: None if name in said else _read_number(path, name, values)
-        for name in _NAMES
-        if name != "dtype"
-    }
-    dtype = _read(values, "dtype")
-    if not isinstance(dtype, str | None) and "dtype" not in said:
-        raise ConfigError(
-            f"epcomm plan: {path} gives dtype as {describe_kind(dtype)}, expected text; "
-            "pass --dtype"
-        )
     model_type = values.get("model_type")
-    return ModelShape(
-        model_type=model_type if isinstance(model_type, str) else "unknown",
-        dtype=dtype if isinstance(dtype, str) else None,
-        **numbers,
-    )
+    found: dict[str, Any] = {"model_type": model_type if isinstance(model_type, str) else "unknown"}
+    for name, known in _NAMES.items():
+        value = next((values[each] for each in known if values.get(each) is not None), None)
+        if value is not None and name not in said:
+            _check(path, name, value)
+            found[name] = value
+    return found
 
 
 def _read_object(path: Path, what: str, value: object) -> dict[str, object]:
@@ -111,17 +87,13 @@ def _error(path: Path, problem: str) -> ConfigError:
     return ConfigError(f"epcomm plan: {path} {problem}; pass the config.json of a model")
 
 
-def _read(values: dict[str, object], name: str) -> object:
-    found = (values[known] for known in _NAMES[name] if values.get(known) is not None)
-    return next(found, None)
-
-
-def _read_number(path: Path, name: str, values: dict[str, object]) -> int | None:
-    value = _read(values, name)
-    if value is None or is_size(value):
-        return value
+def _check(path: Path, name: str, value: object) -> None:
+    is_text = name == "dtype"
+    if isinstance(value, str) if is_text else is_size(value):
+        return
     found = describe_kind(value) if isinstance(value, list | dict) else shown(value)
+    expected = "text" if is_text else f"one number for all layers, from 1 to {MAX_SIZE}"
     raise ConfigError(
-        f"epcomm plan: {path} gives {name} as {found}, expected one number for all layers, from 1 "
-        f"to {MAX_SIZE}; pass --{name.replace('_', '-')}"
+        f"epcomm plan: {path} gives {name} as {found}, expected {expected}; pass "
+        f"--{name.replace('_', '-')}"
     )

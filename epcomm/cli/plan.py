@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from epcomm.cli.model_file import ModelShape, read_model_file
+from epcomm.cli.model_file import read_model_file
 from epcomm.cli.one_line import BadInput
 from epcomm.cli.plan_json import record_of
 from epcomm.cli.plan_tables import print_plan
@@ -174,8 +174,8 @@ def plan_command(
     """
     assumed: AssumedMachine | None = None
     try:
-        shape = None if layer.model is None else read_model_file(layer.model, layer.sizes())
-        model, weights = _layer_of(layer, shape)
+        in_file = {} if layer.model is None else read_model_file(layer.model, layer.sizes())
+        model, weights = _layer_of(layer, in_file)
         settings = config.read()
         # The options and the file have the experts of the model, and a plan has all physical ones.
         num_physical = model.num_experts + (settings.redundant_experts or 0)
@@ -199,18 +199,17 @@ def plan_command(
     if output.json:
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
     else:
-        print_plan(chosen, record, shape and shape.model_type)
+        print_plan(chosen, record, in_file.get("model_type"))
 
 
 def _layer_of(
-    options: LayerOptions, shape: ModelShape | None
+    options: LayerOptions, in_file: dict[str, Any]
 ) -> tuple[MoESpec, ExpertTensors | None]:
     """Return the layer that options and a model file describe, and one expert without memory.
 
     The expert chooses the runner; None if its size is unknown.
     """
-    said = {} if shape is None else {name: value for name, value in vars(shape).items() if value}
-    said |= options.sizes()
+    said = in_file | options.sizes()
     spec = MoESpec(
         **{name: _required(name, said) for name in ("hidden_size", "num_experts", "top_k")},
         dtype=_torch_dtype(said.get("dtype", "bf16")),

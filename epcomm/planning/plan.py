@@ -17,7 +17,7 @@ from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
 from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
 from epcomm.planning.measurements import Measurements
-from epcomm.planning.order import preferred_order
+from epcomm.planning.order import PreferredOrder
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.planning.ranks import PlannedRanks
 from epcomm.platforms.assumed import AssumedMachine
@@ -136,7 +136,7 @@ def _plan_phase(
     # Classes without the mode are those of exact sizes, which serve decode on CPU ranks.
     kinds = [backend_class(name) for name in verdicts]
     exact = frozenset(kind.name for kind in kinds if mode not in kind.modes)
-    order = preferred_order(config, measurements, exact)
+    order = PreferredOrder(config, measurements, exact)
     buffer = _choose_buffer(config, order.backends, verdicts)
     kind = backend_class(buffer)
     caps = kind.caps(mode)

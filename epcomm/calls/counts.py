@@ -162,7 +162,9 @@ def exchange_counts(
     Collective: yes.   Host sync: yes.
     Raises:
         HandleError: some ranks make a different call; on every rank.
-        ShapeError, CapacityError, ConfigError, EPError: see read_counts().
+        ShapeError, CapacityError: some rank reported a fault; on every rank.
+        ConfigError: some ranks need gradients, others run under no_grad; on every rank.
+        EPError: the counts are impossible; the group becomes unusable, see Calls.reject().
     """
     sent, sent_rest = headers
     received = calls.exchange(sent, CallKind.DISPATCH.phase) if exchange is None else exchange(sent)
@@ -176,18 +178,18 @@ def exchange_counts(
     slots = received[:, HEADER_WORDS:end]
     if sent_rest.numel() > 0:
         # CHECK excludes these counts, because a rank in a different call does not send them.
-        # read_counts() rejects counts that are out of range.
+        # _read_counts() rejects counts that are out of range.
         rest = calls.collectives.all_to_all(sent_rest, phase=CallKind.DISPATCH.phase)
         slots = torch.cat([slots, rest], dim=1)
         received_words = [
             [*words, *more] for words, more in zip(received_words, rest.tolist(), strict=True)
         ]
-    return read_counts(
+    return _read_counts(
         received_words, sent_words, slots, call, spec, calls, rows_have_slots=rows_have_slots
     )
 
 
-def read_counts(
+def _read_counts(
     headers: Sequence[Sequence[int]],
     sent: Sequence[Sequence[int]],
     device_slots: Tensor,
@@ -197,21 +199,10 @@ def read_counts(
     *,
     rows_have_slots: bool,
 ) -> Counts:
-    """Read the headers of one call from all ranks, after check_words().
+    """Read the headers of one call, after Calls.compare(); see exchange_counts().
 
-    Args:
-        headers: by rank, on the host, each followed by the slots of this rank's experts.
-        sent: the headers that this rank sent, by rank.
-        device_slots: [W, L], the same slots on the device.
-        call: this rank's call.
-        spec: the specification of the buffer.
-        calls: the calls of the group.
-        rows_have_slots: ranks send only rows that have a slot.
-
-    Raises:
-        ShapeError, CapacityError: some rank reported a fault; on every rank.
-        ConfigError: some ranks need gradients, others run under no_grad; on every rank.
-        EPError: the counts are impossible; the group becomes unusable, see Calls.reject().
+    headers: from each rank, on the host, each followed by the slots of this rank's experts.
+    sent: to each rank.   device_slots: [W, L], the slots of `headers` on the device.
     """
     codes, flags = ([words[place] for words in headers] for place in (FAULT, FLAGS))
     check_headers(codes, flags, call, spec.num_local_experts * calls.world_size, calls.names)
@@ -252,7 +243,7 @@ def check_headers(
     codes, flags: the fault word and the BatchFlags of each rank.
 
     Raises:
-        ShapeError, CapacityError, ConfigError: as read_counts().
+        ShapeError, CapacityError, ConfigError: as exchange_counts().
     """
     own_error = call.error
     if codes[names.place] == FaultCode.IDS:

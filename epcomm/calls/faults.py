@@ -294,27 +294,23 @@ class DeviceFaults:
         overflowed = [rank for code, rank in found if code is FaultCode.OVERFLOW]
         required = max(slots for _, slots in entries)
         if overflowed:
-            who, where = describe_ranks(overflowed), self._names.where
+            unit = "slots"
+            limit = f"max_recv_slots = {max_slots}"
+            remedy = f"raise max_recv_slots to {required}"
             if max_rows is not None:
-                raise CapacityError(
-                    f"dispatch: {who} received up to {required} rows, expected at most "
-                    f"max_tokens_per_rank = {max_rows} from all ranks together (this is {where}); "
-                    f"y was set to NaN; raise max_tokens_per_rank to {required}"
-                )
-            if not has_budget:
-                raise CapacityError(
-                    f"dispatch: {who} received up to {required} slots, expected at most "
-                    f"{max_slots}, the most that distinct experts need (this is {where}); y "
-                    "was set to NaN; name each expert at most once in a row of topk_ids"
-                )
+                unit = "rows"
+                limit = f"max_tokens_per_rank = {max_rows} from all ranks together"
+                remedy = f"raise max_tokens_per_rank to {required}"
+            elif not has_budget:
+                limit = f"{max_slots}, the most that distinct experts need"
+                remedy = "name each expert at most once in a row of topk_ids"
             raise CapacityError(
-                f"dispatch: {who} received up to {required} slots, expected at most "
-                f"max_recv_slots = {max_slots} (this is {where}); y was set to NaN; raise "
-                f"max_recv_slots to {required}"
+                f"dispatch: {describe_ranks(overflowed)} received up to {required} {unit}, "
+                f"expected at most {limit} (this is {self._names.where}); y was set to NaN; "
+                f"{remedy}"
             )
         of_combine = {FaultCode.NONE, FaultCode.HANDLE, FaultCode.ROWS, FaultCode.EXPERTS}
-        of_combine.add(FaultCode.CALLS)
-        in_combine = {code for code, _ in found} <= of_combine
+        in_combine = {code for code, _ in found} <= of_combine | {FaultCode.CALLS}
         function = "combine" if in_combine else "dispatch"
         raise_faults(words, self._names, own_error, function=function)
 

@@ -8,8 +8,8 @@ such as one of our buffers, still holds the process group.
 
 from __future__ import annotations
 
+import atexit
 import time
-import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,15 +22,10 @@ _LOOK_S = 0.001
 _LIMIT_S = 2.0
 
 
-def settle_at_exit(owner: object) -> None:
-    """Call settle() at the end of the program if `owner` is still alive. Local."""
-    weakref.finalize(owner, _settle_beside, weakref.ref(owner))
-
-
-def _settle_beside(owner: weakref.ref[object]) -> None:
-    # If the owner no longer exists, other code destroys its process group.
-    if owner() is not None:
-        settle()
+def settle_at_exit() -> None:
+    """Call settle() once at the end of the program, before the interpreter shuts down. Local."""
+    atexit.unregister(settle)
+    atexit.register(settle)
 
 
 def settle() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -38,9 +36,6 @@ _NUM_DIVISIONS = "epcomm/divisions"
 _MARGIN_S = 0.25
 # Shortest timeout of Work.wait: it counts whole milliseconds, and 0 means no timeout.
 _SHORTEST_WAIT_S = 0.001
-# Most seconds that the end of a program waits for gloo's threads; reached only if an exchange timed
-# out and is still running.
-_SETTLE_LIMIT_S = 2.0
 
 
 class TorchDistCollectives(Collectives):
@@ -68,7 +63,7 @@ class TorchDistCollectives(Collectives):
         backend = _backend_of(process_group)
         self.device = _device_of(backend)
         if backend == "gloo":
-            self._watch_sent()
+            settle_at_exit()
             store = process_group.get_group_store()
             self.bounded = BoundedWait(
                 StoreFailureBoard(store, rank=self.rank, world_size=self.world_size),
@@ -81,14 +76,6 @@ class TorchDistCollectives(Collectives):
         """Release the process group, so that destroying it ends its threads. Local, idempotent."""
         super().close()
         self.process_group = self._group = None
-
-    def _watch_sent(self) -> None:
-        self._sent = _SentTensors()
-        # settle() runs when this object is collected, and at the latest before interpreter
-        # shutdown.
-        weakref.finalize(self, self._sent.settle)
-        # Exchanges that others make on the same process group need the same wait.
-        settle_at_exit(self)
 
     def _make_part(self, ranks: Sequence[int]) -> Collectives:
         self._open_group()
@@ -131,7 +118,6 @@ class TorchDistCollectives(Collectives):
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
             return recv
         options = AllToAllOptions()
-        self._sent.watch(recv_bytes, send_bytes)
         _run(
             self.bounded,
             options,
@@ -150,7 +136,6 @@ class TorchDistCollectives(Collectives):
             _all_gather(recv_bytes, send_bytes, group=group)
             return gathered
         options = AllgatherOptions()
-        self._sent.watch(recv_bytes, send_bytes)
         _run(
             self.bounded,
             options,
@@ -198,29 +183,7 @@ class _GlooPart(TorchDistCollectives):
             self.world_size,
             timedelta(seconds=whole.bounded.timeout_s),
         )
-        self._watch_sent()
-
-
-class _SentTensors:
-    """The tensors that gloo's threads still hold.
-
-    A gloo thread releases the tensors of an exchange some time after the exchange has ended, and
-    needs the GIL for that; see gloo_threads.py for what happens at interpreter shutdown.
-    """
-
-    def __init__(self) -> None:
-        self._held: list[weakref.ref[Tensor]] = []
-
-    def watch(self, *tensors: Tensor) -> None:
-        """Watch tensors of an exchange that nobody else keeps after the exchange."""
-        self._held = [ref for ref in self._held if ref() is not None]
-        self._held += map(weakref.ref, tensors)
-
-    def settle(self) -> None:
-        """Wait until gloo has released all of them. Local."""
-        deadline_s = time.monotonic() + _SETTLE_LIMIT_S
-        while any(ref() is not None for ref in self._held) and time.monotonic() < deadline_s:
-            time.sleep(_SHORTEST_WAIT_S)
+        settle_at_exit()
 
 
 def _run(

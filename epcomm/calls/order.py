@@ -118,17 +118,12 @@ class Calls:
         found = collectives.calls
         return found if isinstance(found, Calls) else cls(collectives)
 
-    @property
-    def has_board(self) -> bool:
-        """Return whether headers are exchanged over a board instead of the transport."""
-        return self._board is not None
+    def use_board(self, make: Callable[[], HeaderBoard]) -> None:
+        """Exchange headers over the board that `make` returns, which close() closes.
 
-    def use(self, board: HeaderBoard) -> None:
-        """Exchange headers over `board` from now on; close() closes it.
-
-        Collective: yes, between the same calls on all ranks.
+        Does nothing if there is a board.   Collective: yes, between the same calls on all ranks.
         """
-        self._board = board
+        self._board = self._board or make()
 
     def split(
         self, parts: Sequence[Sequence[int]], *, scope: str, counts_calls: bool = False

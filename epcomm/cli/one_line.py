@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import typer
@@ -25,17 +26,11 @@ class OneLineGroup(TyperGroup):
     def main(
         self,
         args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
+        *rest: Any,  # noqa: ANN401
         standalone_mode: bool = True,
-        windows_expand_args: bool = True,
-        **extra: Any,  # noqa: ANN401
+        **options: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        def run() -> object:
-            return super(OneLineGroup, self).main(
-                args, prog_name, complete_var, False, windows_expand_args, **extra
-            )
-
+        run = partial(super().main, args, *rest, standalone_mode=False, **options)
         if not standalone_mode:
             return run()
         try:

@@ -89,10 +89,6 @@ class _Report:
             values["gave_up_on"] = tuple(values["gave_up_on"])
         return cls(**values)
 
-    @property
-    def where(self) -> str:
-        return f"{self.phase}, call {self.call}, exchange {self.exchange}"
-
 
 class BoundedWait:
     """Runs the exchanges of one rank with a deadline each; after a failure every call raises."""
@@ -209,7 +205,7 @@ class BoundedWait:
         self._failure_board.post(json.dumps(asdict(report)))
         what, advice = self._explain(report, others, is_whole=is_whole)
         strays = "".join(
-            f"; rank {rank} was in {other.where}"
+            f"; rank {rank} was in {other.phase}, call {other.call}, exchange {other.exchange}"
             for rank, other in sorted(others.items())
             if (other.exchange, other.phase) != (report.exchange, report.phase) and not other.reason
         )

@@ -47,7 +47,8 @@ class StoreReports:
     def post(self, text: str) -> None:
         """Publish this rank's report, as soon as the store answers."""
         self._unposted.append(text)
-        self.run(_nothing)
+        # Each run() posts the pending report.
+        self.run(lambda _store: None)
 
     def read(self, look: Callable[[Store], None] | None = None) -> dict[int, str] | None:
         """Return the reports so far, by rank; None if the store does not answer.
@@ -118,10 +119,6 @@ class StoreReports:
                 if _peer_of(own)[1] == self._port:
                     own.shutdown(socket.SHUT_RDWR)
             self._thread.join(LOOK_LIMIT_S)
-
-
-def _nothing(_store: Store) -> None:
-    """Do nothing; run() posts the pending report."""
 
 
 def port_of(store: Store) -> int | None:

@@ -97,7 +97,6 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     """
 
     name: ClassVar[str]
-    mode: ClassVar[Mode] = Mode.FUSEEP
     calls: ClassVar[Mapping[str, Sequence[str]]] = _CALLS
     kind: ClassVar[type[PackedWeights]]
     limits: ClassVar[Limits]

@@ -14,7 +14,6 @@ from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import VendorCalls
-from epcomm.config import Mode
 from epcomm.errors import BackendUnavailable, describe_ranks
 from epcomm.platforms.ascend.chip import (
     DEVICE_NAMES,
@@ -42,7 +41,6 @@ class AscendCalls(VendorCalls, Backend):
     calls: the names of the arguments that this backend passes to each method of the Buffer.
     """
 
-    mode: ClassVar[Mode]
     # The package quantises in its own kernels.
     takes_wire_tensors: ClassVar[bool] = False
     calls: ClassVar[Mapping[str, Sequence[str]]]
@@ -84,12 +82,12 @@ class AscendCalls(VendorCalls, Backend):
             BackendUnavailable: some rank cannot serve the specification; on every rank.
             ConfigError: ranks have different rounds.
         """
-        caps, machine = self.caps(self.mode), this_machine()
+        (mode,), machine = self.modes, this_machine()
         reasons = [
             *self.probe(machine).reasons,
-            *carrying_reasons(self._spec, caps),
-            *limit_reasons(self._spec, caps, self.mode),
-            *self.lacks(self.mode, self._spec, self._world_size),
+            *carrying_reasons(self._spec, self.caps(mode)),
+            *limit_reasons(self._spec, self.caps(mode), mode),
+            *self.lacks(mode, self._spec, self._world_size),
             *self.lacks_with(machine, self._spec, self._world_size),
         ]
         package: Any = None

@@ -100,6 +100,7 @@ class AscendBuffer(AscendCalls, Buffer):
     limits: returns the sizes that the kernels of this mode take on a chip.
     """
 
+    name: ClassVar[str] = "ascend"
     dispatching: ClassVar[str]
     limits: ClassVar[Callable[[Soc | None], Limits]]
 
@@ -254,8 +255,6 @@ def slots_from_ranks(prefix: Tensor, world_size: int) -> Tensor:
 class AscendNormalBuffer(AscendBuffer):
     """Inference with exact sizes; the host waits for the counts once per dispatch."""
 
-    name: ClassVar[str] = "ascend"
-    mode: ClassVar[Mode] = Mode.NORMAL
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.NORMAL})
     dispatching: ClassVar[str] = "dispatch"
     limits = staticmethod(normal_limits)
@@ -362,8 +361,6 @@ class AscendLowLatencyExchangePlan(AscendExchangePlan):
 class AscendLowLatencyBuffer(AscendBuffer):
     """Low latency with static sizes and no host sync."""
 
-    name: ClassVar[str] = "ascend"
-    mode: ClassVar[Mode] = Mode.LOW_LATENCY
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     dispatching: ClassVar[str] = "low_latency_dispatch"
     limits = staticmethod(low_latency_limits)

@@ -91,8 +91,7 @@ class HostMover(RowMover):
         """
         bounded, size = self._calls.collectives.bounded, self._world_size
         assert bounded is not None, "the host waits in the collectives of a CPU group"
-        if not self._calls.has_board:
-            self._calls.use(HostBoard(self._calls))
+        self._calls.use_board(lambda: HostBoard(self._calls))
         num_bytes = _opening_bytes(self._spec, size)
         memory = HostMemory(self._calls, num_bytes, phase="open shared_memory")
         # Each rank's block has the headers from every rank to every rank.

@@ -22,7 +22,7 @@ from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
 from epcomm.quantization import QUANTIZED_FORMATS, dequantize, quantize
 from epcomm.records import TopKOutput
-from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, SuiteEnv, none_on_rank_0
+from epcomm.testing.buffer_suite import BATCH_SPECS, PLAIN, SuiteEnv
 from epcomm.testing.data import ACTIVATIONS, BatchSpec, RankBatch, make_weights
 from epcomm.testing.oracle import OracleResult, relative_error, run_oracle
 from epcomm.weights.quantized import Int8ChannelWeights
@@ -292,8 +292,9 @@ def check_interleaved(env: LayerEnv) -> None:
 
 def check_checkpointing(env: LayerEnv) -> None:
     """Check activation checkpointing, which repeats the dispatch in backward."""
-    # Rank 0 has no tokens and makes the calls too; with 2 ranks, each receives rows.
-    trial = _Trial.make(env, replace(PLAIN, tokens_of_rank=none_on_rank_0, seed=1))
+    # Rank 0 of several has no tokens and makes the calls too; with 2 ranks, each receives rows.
+    spec = replace(PLAIN, tokens_of_rank=lambda rank, size: 6 if rank or size == 1 else 0, seed=1)
+    trial = _Trial.make(env, spec)
     batch = trial.batch()
     with env.running():
         y = checkpoint(trial.layer, batch.x, batch.topk, use_reentrant=False)

@@ -40,9 +40,9 @@ from epcomm.fuseep.weights import (
 )
 from epcomm.ops.masked_entries import fill_masked_entries, has_no_expert
 from epcomm.platforms.ascend.chip import Soc, current_soc
-from epcomm.platforms.ascend.environment import variable_reasons
+from epcomm.platforms.ascend.environment import variable_reasons, window_reasons
 from epcomm.platforms.ascend.formats import nz_reasons
-from epcomm.platforms.ascend.limits import Limits, window_reasons
+from epcomm.platforms.ascend.limits import Limits
 from epcomm.platforms.machine import Machine
 from epcomm.quantization import INT8_PER_TOKEN
 from epcomm.spec import Availability, BufferCaps, BufferSpec

@@ -39,6 +39,7 @@ from epcomm.platforms.ascend.environment import (
     rounds_of,
     rounds_reasons,
     variable_reasons,
+    window_reasons,
 )
 from epcomm.platforms.ascend.limits import (
     MAX_LOCAL_EXPERTS_TIMES_RANKS,
@@ -48,7 +49,6 @@ from epcomm.platforms.ascend.limits import (
     low_latency_window_bytes,
     normal_limits,
     normal_window_bytes,
-    window_reasons,
 )
 from epcomm.platforms.machine import Machine
 from epcomm.platforms.signatures import has_parameter, signature_reasons
@@ -93,8 +93,6 @@ def format_arguments(
 
 class AscendBuffer(AscendCalls, Buffer):
     """A buffer of packed rows, one per (token, expert); combine multiplies by the router weights.
-
-    It precedes Buffer among the bases.
 
     dispatching: the method of the package that takes the format of rows.
     limits: returns the sizes that the kernels of this mode take on a chip.

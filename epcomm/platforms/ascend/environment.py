@@ -40,15 +40,6 @@ _REQUIRED = MappingProxyType(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
-    """The value of a variable; for an invalid text, the default and the reason."""
-
-    name: str
-    value: int
-    reason: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
 class Rounds:
     """The rounds into which normal mode splits long batches; equal on all ranks.
 
@@ -72,21 +63,24 @@ class Rounds:
         return min(most, self.tokens_per_round) if self.in_combine else most
 
 
-def window_mib(variables: Mapping[str, str]) -> Setting:
-    """Return the size of the HCCL window in MiB, and the variable that sets it."""
+def window_reasons(needed: int, variables: Mapping[str, str]) -> list[str]:
+    """List why the HCCL window is smaller than `needed` bytes, with the setting to change."""
+    reasons: list[str] = []
     name = next((name for name in _WINDOW if name in variables), _WINDOW[1])
     # The limit of HCCL is unknown; no window has 2**31 MiB.
-    return _integer(variables, name, range(1, 2**31), _DEFAULT_WINDOW_MIB)
+    found = _integer(variables, name, range(1, 2**31), _DEFAULT_WINDOW_MIB, reasons)
+    mib = -(-needed // 2**20)
+    if not reasons and mib > found:
+        reasons.append(
+            f"needs a window of {mib} MiB, but {name} is {found}; set it to {mib} on all ranks"
+        )
+    return reasons
 
 
 def rounds_of(variables: Mapping[str, str]) -> Rounds:
     """Return the rounds set by the variables; the default if rounds_reasons() refuses them."""
-    if rounds_reasons(variables):
-        return Rounds()
-    rounds, tokens, in_combine = _round_settings(variables)
-    return Rounds(
-        num_rounds=rounds.value, tokens_per_round=tokens.value, in_combine=in_combine.value == 1
-    )
+    rounds, reasons = _read_rounds(variables)
+    return Rounds() if reasons else rounds
 
 
 def current_rounds() -> Rounds:
@@ -96,27 +90,28 @@ def current_rounds() -> Rounds:
 
 def rounds_reasons(variables: Mapping[str, str]) -> list[str]:
     """Return why the package does not support the rounds; empty if it does."""
-    rounds, tokens, in_combine = _round_settings(variables)
-    reasons = [each.reason for each in (rounds, tokens, in_combine) if each.reason is not None]
+    return _read_rounds(variables)[1]
+
+
+def _read_rounds(variables: Mapping[str, str]) -> tuple[Rounds, list[str]]:
+    reasons: list[str] = []
+    rounds = Rounds(
+        num_rounds=_integer(variables, _NUM_ROUNDS, range(1, 257), 1, reasons),
+        tokens_per_round=_integer(
+            variables, _ROUND_TOKENS, range(32, _MAX_ROUND_TOKENS + 1), _MAX_ROUND_TOKENS, reasons
+        ),
+        in_combine=_integer(variables, _COMBINE_ROUNDS, range(2), 0, reasons) == 1,
+    )
     for name, other in ((_NUM_ROUNDS, _ROUND_TOKENS), (_ROUND_TOKENS, _NUM_ROUNDS)):
         if name in variables and other not in variables:
             reasons.append(f"{name} is set and {other} is not; set both or neither")
-    product = rounds.value * tokens.value
+    product = rounds.num_rounds * rounds.tokens_per_round
     if not reasons and product > _MAX_TOKENS:
         reasons.append(
             f"{_NUM_ROUNDS} * {_ROUND_TOKENS} is {product}, at most {_MAX_TOKENS}; lower one of "
             "them"
         )
-    return reasons
-
-
-def _round_settings(variables: Mapping[str, str]) -> list[Setting]:
-    """Return the settings of the number of rounds, their tokens, and whether combine has them."""
-    return [
-        _integer(variables, _NUM_ROUNDS, range(1, 257), 1),
-        _integer(variables, _ROUND_TOKENS, range(32, _MAX_ROUND_TOKENS + 1), _MAX_ROUND_TOKENS),
-        _integer(variables, _COMBINE_ROUNDS, range(2), 0),
-    ]
+    return rounds, reasons
 
 
 def int8_reasons(wire: WireFormat, variables: Mapping[str, str]) -> list[str]:
@@ -153,11 +148,14 @@ def variable_reasons(variables: Mapping[str, str], soc: Soc | None) -> list[str]
     return reasons
 
 
-def _integer(variables: Mapping[str, str], name: str, allowed: range, default: int) -> Setting:
-    text = variables.get(name)
-    if text is None:
-        return Setting(name=name, value=default)
+def _integer(
+    variables: Mapping[str, str], name: str, allowed: range, default: int, reasons: list[str]
+) -> int:
+    """Return the value of a variable; for an invalid one the default, and add the reason."""
+    text = variables.get(name, str(default))
     if text.isascii() and text.isdecimal() and int(text) in allowed:
-        return Setting(name=name, value=int(text))
-    reason = f"{name} is {text!r}, expected {allowed[0]} to {allowed[-1]}; correct it or unset it"
-    return Setting(name=name, value=default, reason=reason)
+        return int(text)
+    reasons.append(
+        f"{name} is {text!r}, expected {allowed[0]} to {allowed[-1]}; correct it or unset it"
+    )
+    return default

@@ -5,19 +5,16 @@ Source: sgl-kernel-npu, deep_ep and the tiling of its operators; not run on an N
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from epcomm.platforms.ascend.chip import Soc
-from epcomm.platforms.ascend.environment import window_mib
 from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
-MIB = 2**20
 # Units of rows, and of scales and indices, in bytes; and bytes after a row.
 _ROW_UNIT, _SCALE_UNIT, _ROW_TAIL = 512, 32, 44
 # States and counts in the window of normal mode.
-_NORMAL_EXTRA_MIB = 4 + 204
+_NORMAL_EXTRA_BYTES = (4 + 204) * 2**20
 MAX_TOP_K = 16
 MAX_EXPERTS = 512
 # Limit of the low-latency kernel for L * W.
@@ -103,7 +100,7 @@ def low_latency_limits(soc: Soc | None) -> Limits:
 def normal_window_bytes(spec: BufferSpec, num_tokens: int) -> int:
     """Return the bytes of the HCCL window of normal mode for the tokens of a rank in one round."""
     row = align_up(2 * spec.hidden_size, _ROW_UNIT)
-    return 2 * (num_tokens * spec.top_k * (row + _sent_bytes(spec)) + _NORMAL_EXTRA_MIB * MIB)
+    return 2 * (num_tokens * spec.top_k * (row + _sent_bytes(spec)) + _NORMAL_EXTRA_BYTES)
 
 
 def low_latency_window_bytes(spec: BufferSpec, world_size: int) -> int:
@@ -117,17 +114,3 @@ def low_latency_window_bytes(spec: BufferSpec, world_size: int) -> int:
 def _sent_bytes(spec: BufferSpec) -> int:
     # Two bytes an element, also with INT8 rows.
     return align_up(align_up(2 * spec.hidden_size, _SCALE_UNIT) + _ROW_TAIL, _ROW_UNIT)
-
-
-def window_reasons(needed: int, variables: Mapping[str, str]) -> list[str]:
-    """List why the HCCL window is too small, with the setting to change."""
-    window = window_mib(variables)
-    if window.reason is not None:
-        return [window.reason]
-    if needed <= window.value * MIB:
-        return []
-    mib = -(-needed // MIB)
-    return [
-        f"needs a window of {mib} MiB, but {window.name} is {window.value}; set it to {mib} on all "
-        "ranks"
-    ]

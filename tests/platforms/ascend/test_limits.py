@@ -17,8 +17,6 @@ from epcomm.platforms.ascend.environment import (
     rounds_of,
     rounds_reasons,
     variable_reasons,
-)
-from epcomm.platforms.ascend.limits import (
     window_reasons,
 )
 from epcomm.platforms.machine import this_machine

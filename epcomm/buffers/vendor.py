@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from epcomm.buffers.base import Backend
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.calls.call import DispatchCall
 from epcomm.calls.counts import any_flags, guard_ids
@@ -36,16 +37,10 @@ from epcomm.spec import BufferSpec
 DISPATCH, COMBINE = 0, 1
 
 
-class VendorCalls:
-    """The base of backends over a vendor package that implements the exchange.
+class VendorCalls(Backend):
+    """The base of backends over a vendor package that implements the exchange."""
 
-    It precedes Buffer or FusedBackend among the bases of a backend.
-    """
-
-    name: ClassVar[str]
     needs_process_group: ClassVar[bool] = True
-    # See Backend; kernels of some packages fail on repeated ids.
-    needs_distinct_ids: ClassVar[bool] = False
 
     def __init__(self, calls: Calls, spec: BufferSpec) -> None:
         collectives = calls.collectives

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from epcomm.buffers.base import Backend
 from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
@@ -35,7 +34,7 @@ ENTRY_BYTES, SCALE_BYTES = 12, 4
 NEEDS = "Ascend NPUs with their toolkit, torch_npu imported, and deep_ep of sgl-kernel-npu"
 
 
-class AscendCalls(VendorCalls, Backend):
+class AscendCalls(VendorCalls):
     """A backend over one Buffer of the package.
 
     calls: the names of the arguments that this backend passes to each method of the Buffer.

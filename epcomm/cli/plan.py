@@ -13,8 +13,7 @@ import typer
 
 from epcomm.cli.model_file import read_model_file
 from epcomm.cli.one_line import BadInput
-from epcomm.cli.plan_json import record_of
-from epcomm.cli.plan_tables import print_plan
+from epcomm.cli.plan_output import print_plan, record_of
 from epcomm.cli.records import takes_records
 from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, EPError, PlanRefused, shown

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from epcomm.config import EPConfig, Mode
 from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
 from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
-from epcomm.planning.measurements import Measurements
-from epcomm.planning.order import PreferredOrder
+from epcomm.planning.measurements import Measurements, PreferredOrder
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
 from epcomm.planning.ranks import PlannedRanks
 from epcomm.platforms.assumed import AssumedMachine

@@ -19,8 +19,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 
 from epcomm.collectives import failure_board
 from epcomm.collectives.bounded import LOOK_LIMIT_S
-from epcomm.collectives.failure_board import StoreFailureBoard
-from epcomm.collectives.store_reports import StoreReports
+from epcomm.collectives.failure_board import StoreFailureBoard, StoreReports
 
 # Seconds that a program may take to start or end on a busy machine.
 PATIENCE_S = 120.0

@@ -173,6 +173,11 @@ class BufferEnv(SuiteEnv):
         if actual != expected:
             self.fail(f"{what} is {actual}, expected {expected}")
 
+    def expect_error(self, error: EPError | None, kind: type[EPError], wanted: str) -> None:
+        """Fail unless `error` is of `kind` and its message has the text `wanted`."""
+        if type(error) is not kind or wanted not in str(error):
+            self.fail(f"expected {kind.__name__} with {wanted!r}, got {error!r}")
+
 
 def _never_empty(batch: RankBatch, rank: int, num_local: int, num_experts: int) -> RankBatch:
     """Return the batch of a rank, or for an empty one the token of BufferEnv.fills_batches."""
@@ -286,8 +291,7 @@ class _Trial:
                 self.env.fail(f"check() raised a fault twice: {again!r}")
         else:
             error = _raised(lambda: self.buffer.dispatch(call))
-        if type(error) is not kind or wanted not in str(error):
-            self.env.fail(f"expected {kind.__name__} with {wanted!r}, got {error!r}")
+        self.env.expect_error(error, kind, wanted)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -600,10 +604,7 @@ def _check_batches_in_flight(trial: _Trial, most: int) -> None:
         each.check_slots()
     dispatched.append(trial.dispatch(most))
     error = _raised(dispatched[0].finish)
-    if not isinstance(error, HandleError) or f"{most} may be in flight" not in str(error):
-        trial.env.fail(
-            f"combine of an ended batch raised {error!r}, expected HandleError with {most}"
-        )
+    trial.env.expect_error(error, HandleError, f"{most} may be in flight")
     if trial.env.is_static:
         # check() also raises the refusal of this rank.
         _raised(trial.buffer.check)
@@ -681,8 +682,7 @@ def check_combine_faults(env: BufferEnv) -> None:
         if waits_for_check:
             error = _raised(trial.buffer.check)
         wanted = str(own_error) if env.group.rank == faulty else f"rank {faulty}"
-        if type(error) is not type(own_error) or wanted not in str(error):
-            env.fail(f"expected {type(own_error).__name__} with {wanted!r}, got {error!r}")
+        env.expect_error(error, type(own_error), wanted)
         check_batch(env, PLAIN)
 
 

@@ -89,16 +89,14 @@ class HostMover(RowMover):
         Raises:
             BackendUnavailable: not enough shared memory on some rank; on every rank.
         """
-        bounded, size = self._calls.collectives.bounded, self._world_size
-        assert bounded is not None, "the host waits in the collectives of a CPU group"
         self._calls.use_board(lambda: HostBoard(self._calls))
+        size = self._world_size
         num_bytes = _opening_bytes(self._spec, size)
         memory = HostMemory(self._calls, num_bytes, phase="open shared_memory")
         # Each rank's block has the headers from every rank to every rank.
         table_at = line_aligned(signal_bytes(size))
         self._headers = memory.words(table_at, _table_shape(self._spec, size))
-        self._signals = HostSignals(memory, self._rank, size, bounded)
-        self._bounded = bounded
+        self._signals = HostSignals(memory, self._calls)
         self._is_open = True
 
     def check_open(self) -> None:
@@ -118,7 +116,7 @@ class HostMover(RowMover):
         return partial(self._share_headers, call)
 
     def _share_headers(self, call: DispatchCall, header: Tensor) -> Tensor:
-        self._bounded.check()
+        self._signals.bounded.check()
         buffer_index = (self._num_dispatches + 1) % _NUM_BUFFERS
         for table in self._headers:
             table[buffer_index, self._rank] = header[:, : table.shape[-1]]

@@ -23,7 +23,7 @@ from torch import Tensor
 from epcomm.buffers.shared_memory.memory import HostMemory, line_aligned
 from epcomm.calls.header import MESSAGE_WORDS
 from epcomm.calls.order import Calls
-from epcomm.collectives.bounded import BoundedWait, Step
+from epcomm.collectives.bounded import Step
 
 # Each signal has its own cache line, because ranks that write to one line slow each other down.
 SIGNAL_BYTES = 64
@@ -56,13 +56,16 @@ def signal_bytes(world_size: int) -> int:
 
 
 class HostSignals:
-    """The signals of one group, at the start of the blocks of `memory`."""
+    """The signals of one group, at the start of the blocks of `memory`.
 
-    def __init__(
-        self, memory: HostMemory, rank: int, world_size: int, bounded: BoundedWait
-    ) -> None:
-        self._rank, self._world_size, self._bounded = rank, world_size, bounded
-        self._memory = memory
+    bounded: limits the waits.
+    """
+
+    def __init__(self, memory: HostMemory, calls: Calls) -> None:
+        bounded = calls.collectives.bounded
+        assert bounded is not None, "the host waits in the collectives of a CPU group"
+        self._rank, self._world_size = calls.collectives.rank, calls.world_size
+        self._memory, self.bounded = memory, bounded
         self._signals = [memoryview(each).cast("q") for each in memory.maps]
         self._epochs = dict.fromkeys(Signal, 0)
         self._fence = threading.Lock()
@@ -92,7 +95,7 @@ class HostSignals:
         """
         own, epoch = self._signals[self._rank], self._epochs[kind]
         places = [self._place(kind, source) for source in range(self._world_size)]
-        self._bounded.run(lambda: _step(own, places, epoch, self._memory), phase)
+        self.bounded.run(lambda: _step(own, places, epoch, self._memory), phase)
         self._order()
 
     def release(self) -> None:
@@ -123,14 +126,13 @@ class HostBoard:
         Raises:
             BackendUnavailable: not enough shared memory on some rank; on every rank.
         """
-        bounded, size = calls.collectives.bounded, calls.world_size
-        assert bounded is not None, "the host waits in the collectives of a CPU group"
-        start, shape = line_aligned(signal_bytes(size)), (_NUM_PLACES, size, MESSAGE_WORDS)
+        start = line_aligned(signal_bytes(calls.world_size))
+        shape = (_NUM_PLACES, calls.world_size, MESSAGE_WORDS)
         memory = HostMemory(calls, start + 8 * math.prod(shape), phase="open call board")
-        self._rank, self._bounded = calls.collectives.rank, bounded
+        self._rank = calls.collectives.rank
         # Each rank's block has the headers of all ranks.
         self._headers = memory.words(start, shape)
-        self._signals = HostSignals(memory, self._rank, size, bounded)
+        self._signals = HostSignals(memory, calls)
 
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:
         """Exchange one row of words with each rank; see HeaderBoard.
@@ -138,7 +140,7 @@ class HostBoard:
         message: [W, MESSAGE_WORDS].
         """
         # Call check() first, because a late rank could still read headers of ranks that gave up.
-        self._bounded.check()
+        self._signals.bounded.check()
         place = self._signals.next_epoch(Signal.HEADER_READY) % _NUM_PLACES
         for headers, words in zip(self._headers, message, strict=True):
             headers[place, self._rank] = words

@@ -5,9 +5,10 @@ A message is one sentence: function, argument, actual and expected value, rank, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 
 class EPError(Exception):
@@ -88,6 +89,18 @@ def describe_kind(value: object) -> str:
     kinds = {bool: "true or false", dict: "an object", list: "a list", str: "text"}
     kinds |= {int: "a number", float: "a number"}
     return kinds.get(type(value), f"a value of type {type(value).__name__}")
+
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key, for messages that name a fault once with all its ranks."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found
 
 
 def describe_ranks(ranks: Sequence[int]) -> str:

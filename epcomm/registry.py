@@ -6,7 +6,7 @@ An unknown name raises ConfigError, whose message lists the valid names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -164,11 +164,9 @@ def _find(kind: str, table: Mapping[str, V], name: str) -> V:
 
 
 def _load(kind: str, table: Mapping[str, str], name: str) -> type:
-    module, _, attribute = _find(kind, table, name).partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(_find(kind, table, name))
 
 
 def block_reader() -> Callable[..., Any]:
     """Return from_transformers(), which makes a layer of a block; imports transformers."""
-    module, _, attribute = BLOCK_READER.partition(":")
-    return getattr(import_module(module), attribute)
+    return resolve_name(BLOCK_READER)

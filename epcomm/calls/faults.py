@@ -19,6 +19,7 @@ from epcomm.errors import (
     RankNames,
     ShapeError,
     describe_ranks,
+    grouped,
 )
 from epcomm.protocol import (
     COMPARED_FLAGS,
@@ -116,16 +117,9 @@ def raise_faults(
     if own_error is not None:
         own_error.was_passed_on |= was_passed_on
         raise own_error
-    found = sorted(
-        {
-            unpack_fault(word, number)
-            for word, number in zip(words, names.numbers, strict=True)
-            if word
-        }
-    )
-    ranks_of: dict[FaultCode, list[int]] = {}
-    for code, rank in found:
-        ranks_of.setdefault(code, []).append(rank)
+    sent = zip(words, names.numbers, strict=True)
+    found = sorted({unpack_fault(word, number) for word, number in sent if word})
+    ranks_of = grouped(found)
     faults = [f"{_FAULT_TEXT[code]} on {describe_ranks(r)}" for code, r in ranks_of.items()]
     error = _error_of(ranks_of.keys())(
         f"{function}: {'; '.join(faults)} (this is {names.where}); "
@@ -214,19 +208,16 @@ def _codes_of(error: EPError) -> set[FaultCode]:
 
 
 class DeviceFaults:
-    """The faults recorded on the device: the first one of each rank since the last check()."""
+    """The faults recorded on the device: the first one of each rank since the last check().
+
+    entries: [W, 2], int64: each rank's FaultCode and the slots that an overflow needed.
+    """
 
     def __init__(self, names: RankNames, device: torch.device) -> None:
         """Start without faults, for the ranks of `names`."""
         self._names = names
         self._own_error: EPError | None = None
-        # [W, 2]: the FaultCode of each rank, and the slots that it needed in an overflow.
-        self._entries = torch.zeros(len(names.numbers), 2, dtype=torch.int64, device=device)
-
-    @property
-    def entries(self) -> Tensor:
-        """Return [W, 2], int64: each rank's FaultCode and the slots that an overflow needed."""
-        return self._entries
+        self.entries = torch.zeros(len(names.numbers), 2, dtype=torch.int64, device=device)
 
     def note_own(self, error: EPError | None) -> None:
         """Keep the detailed error of this rank; a kernel records its code. Local."""
@@ -262,9 +253,9 @@ class DeviceFaults:
     def _note(self, codes: Tensor, required: Tensor, own_error: EPError | None) -> Tensor:
         self.note_own(own_error)
         entries, has_fault = torch.stack([codes, required], dim=1), codes != 0
-        is_new = has_fault & (self._entries[:, 0] == 0)
+        is_new = has_fault & (self.entries[:, 0] == 0)
         # Write in place, because a captured graph keeps using this memory.
-        self._entries.copy_(torch.where(is_new.unsqueeze(1), entries, self._entries))
+        self.entries.copy_(torch.where(is_new.unsqueeze(1), entries, self.entries))
         return has_fault.any()
 
     def check(
@@ -275,11 +266,11 @@ class DeviceFaults:
         max_slots, max_rows: most slots or rows that a rank receives; one of them is None.
         has_budget: max_slots is configurable; else it is the most that distinct ids can need.
         """
-        entries = self._entries.tolist()
+        entries = self.entries.tolist()
         own_error, self._own_error = self._own_error, None
         if not any(code for code, _ in entries):
             return
-        self._entries.zero_()
+        self.entries.zero_()
         words = [self._fault_word(place, byte) for place, (byte, _) in enumerate(entries)]
         if own_error is not None and own_error.was_raised:
             # Keep the faults of other ranks, and an older fault of this rank.

@@ -47,7 +47,7 @@ from epcomm.calls.header import (
 )
 from epcomm.collectives.base import Collectives, Scalar
 from epcomm.config import Mode
-from epcomm.errors import EPError, EPTimeout, HandleError
+from epcomm.errors import EPError, EPTimeout, HandleError, grouped
 from epcomm.protocol import (
     MAX_FLAGS,
     FaultCode,
@@ -438,9 +438,7 @@ class Calls:
         raise problem
 
     def _describe(self, calls: Sequence[tuple[int, ...]]) -> str:
-        ranks_of: dict[tuple[int, ...], list[int]] = {}
-        for rank, call in enumerate(calls):
-            ranks_of.setdefault(call, []).append(rank)
+        ranks_of = grouped((call, rank) for rank, call in enumerate(calls))
         # The smallest group first, because it is the likely culprit.
         groups = sorted(ranks_of.items(), key=lambda group: len(group[1]))
         names = self.names

@@ -19,6 +19,7 @@ from epcomm.bench.machine import version_of
 from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.cli.one_line import BadInput
 from epcomm.config import Mode
+from epcomm.errors import grouped
 from epcomm.platforms.findings import TESTED_VERSIONS, Finding, Status
 from epcomm.registry import BACKEND_GROUPS, BUFFERS, FUSED, RUNNERS
 
@@ -157,11 +158,11 @@ def _show_parts(console: Console, report: DoctorReport, names: Sequence[str]) ->
 def _parts_table(kind: str, findings: Sequence[Finding]) -> Table:
     """Return a row for each part that is here, and one for all that lack the same."""
     rows: list[tuple[str, ...]] = []
-    alike: dict[tuple[str, ...], list[Finding]] = {}
-    for each in findings:
-        key = (each.detail,) if each.status is Status.HERE else (each.advice, *each.reasons)
-        alike.setdefault(key, []).append(each)
-    for group in alike.values():
+    keys = [
+        (each.detail,) if each.status is Status.HERE else (each.advice, *each.reasons)
+        for each in findings
+    ]
+    for group in grouped(zip(keys, findings, strict=True)).values():
         first = group[0]
         names = "\n".join(each.name for each in group)
         served = dict.fromkeys(served for each in group for served in each.serves)

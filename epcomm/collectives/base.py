@@ -14,7 +14,7 @@ from torch import Tensor
 from epcomm.collectives.bounded import BoundedWait
 from epcomm.collectives.stream_order import StreamOrder
 from epcomm.config import EPConfig
-from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError
+from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError, grouped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -220,9 +220,7 @@ class Collectives(ABC):
         return [each for _, each in gathered]
 
     def _describe_values(self, name: str, values: Sequence[Scalar]) -> str:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks_of.setdefault(json.dumps(value), []).append(rank)
+        ranks_of = grouped((json.dumps(value), rank) for rank, value in enumerate(values))
         parts = [f"{value} on {self.names.describe(ranks)}" for value, ranks in ranks_of.items()]
         return f"{name}: {', '.join(parts)}"
 

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from epcomm.config import EPConfig, Mode
-from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, shown
+from epcomm.errors import BackendUnavailable, ConfigError, PlanRefused, grouped, shown
 from epcomm.planning.candidates import DECODE, PREFILL, PhaseSurvey, survey
 from epcomm.planning.measurements import Measurements, PreferredOrder
 from epcomm.planning.plans import EPPlan, PhasePlan, Rejection
@@ -186,10 +186,7 @@ def _choose_buffer(
 
 def _by_reason(rejected: Sequence[Rejection]) -> str:
     """Return each reason once with its backends, the most frequent first."""
-    names: dict[str, list[str]] = {}
-    for each in rejected:
-        for reason in each.reasons:
-            names.setdefault(reason, []).append(each.name)
+    names = grouped((reason, each.name) for each in rejected for reason in each.reasons)
     ordered = sorted(names.items(), key=lambda item: -len(item[1]))
     return "; ".join(f"{', '.join(of_reason)}: {reason}" for reason, of_reason in ordered)
 
@@ -293,10 +290,7 @@ def _rejected_backends(verdicts: Mapping[str, Availability]) -> tuple[Rejection,
         if any(verdict.ok for verdict in of_backend.values()):
             continue
         # A reason that all classes share is a reason of the backend.
-        reasons: dict[str, list[str]] = {}
-        for name, verdict in of_backend.items():
-            for reason in verdict.reasons:
-                reasons.setdefault(reason, []).append(name)
+        reasons = grouped((r, name) for name, v in of_backend.items() for r in v.reasons)
         texts = [
             reason if len(names) == len(of_backend) else f"{', '.join(names)} {reason}"
             for reason, names in reasons.items()

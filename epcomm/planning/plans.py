@@ -9,6 +9,7 @@ from epcomm.buffers.requirements import batches_in_flight_of, max_tokens_of
 from epcomm.buffers.sizes import CallShape, Region
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.config import Mode
+from epcomm.errors import grouped
 from epcomm.registry import backend_class, fused_class
 from epcomm.spec import BufferCaps, BufferSpec
 from epcomm.types import ROW_MAJOR, Int8Profile, ScaleLayout, WeightsAppliedBy
@@ -135,7 +136,7 @@ class PhasePlan:
         """Return the choice, the rejected candidates with reasons, bytes and limits, as text."""
         lines = self.facts(phase=phase)
         lines.append(f"backend chosen by {self.chosen_by}")
-        lines += [f"rejected {text}" for text in _grouped(self.rejected)]
+        lines += [f"rejected {text}" for text in _texts_of(self.rejected)]
         return "\n".join(lines)
 
     def facts(self, *, phase: str = "") -> list[str]:
@@ -227,15 +228,13 @@ class EPPlan:
             lines.append(f"experts computed by {self.prefill.backend} itself; y is reduced")
             deprecated = fused_class(self.prefill.buffer).deprecated
             lines += [f"{self.prefill.backend} is deprecated: {deprecated}"] if deprecated else []
-        lines += [f"rejected runner {text}" for text in _grouped(self.rejected_runners)]
+        lines += [f"rejected runner {text}" for text in _texts_of(self.rejected_runners)]
         return "\n".join(lines)
 
 
-def _grouped(rejections: Iterable[Rejection]) -> list[str]:
+def _texts_of(rejections: Iterable[Rejection]) -> list[str]:
     """Return one text for all that have the same reasons, in the order of the first of each."""
-    names: dict[tuple[str, ...], list[str]] = {}
-    for rejection in rejections:
-        names.setdefault(rejection.reasons, []).append(rejection.name)
+    names = grouped((each.reasons, each.name) for each in rejections)
     return [f"{', '.join(found)}: {'; '.join(reasons)}" for reasons, found in names.items()]
 
 

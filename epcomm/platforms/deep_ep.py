@@ -131,13 +131,13 @@ def _kind_of(names: Set[str]) -> DeepEPKind:
 
 def communication_variables(variables: Mapping[str, str]) -> tuple[Variable, ...]:
     """List the variables that deep_ep V1 writes, and those that are set for a known reader."""
-    listed = [name for name in sorted(variables) if _advice_for(name) and name not in _V1_WRITES]
+    listed = sorted(name for name in variables if _advice_for(name) and name not in _V1_WRITES)
     return tuple(
         Variable(
             name=name,
             value=variables.get(name),
             written=_V1_WRITES.get(name),
-            advice=_variable_advice(name) if name in variables else "",
+            advice=_advice_for(name) if name in variables else "",
         )
         for name in [*_V1_WRITES, *listed]
     )
@@ -154,15 +154,11 @@ def queue_reasons(max_tokens: int, variables: Mapping[str, str]) -> tuple[str, .
     return (f"max_tokens_per_rank is {max_tokens}, at most {most} with {_QUEUE_DEPTH} = {depth}",)
 
 
-def _variable_advice(name: str) -> str:
+def _advice_for(name: str) -> str:
     if name == _QUEUE_DEPTH:
         return "deep_ep V1 keeps it; it limits max_tokens_per_rank to half of it minus 1"
     if name in _V1_WRITES:
         return "deep_ep V1 overwrites it for all users of NVSHMEM in the process"
-    return _advice_for(name)
-
-
-def _advice_for(name: str) -> str:
     return next((text for prefix, text in _READERS.items() if name.startswith(prefix)), "")
 
 

@@ -13,7 +13,7 @@ from epcomm.buffers.requirements import carrying_reasons, limit_reasons
 from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import VendorCalls
-from epcomm.errors import BackendUnavailable, describe_ranks
+from epcomm.errors import BackendUnavailable, describe_ranks, grouped
 from epcomm.platforms.ascend.chip import (
     DEVICE_NAMES,
     current_soc,
@@ -107,14 +107,9 @@ class AscendCalls(VendorCalls):
     def _raise_reasons(self, reasons: Sequence[str]) -> None:
         """Raise on every rank if some rank has reasons."""
         mine = {"reasons": "; ".join(reasons)}
-        texts = [
-            str(record["reasons"]) for record in self._calls.gather_records(mine, phase="prepare")
-        ]
-        faults = [
-            f"{describe_ranks([r for r, other in enumerate(texts) if other == text])}: {text}"
-            for text in dict.fromkeys(texts)
-            if text
-        ]
+        records = enumerate(self._calls.gather_records(mine, phase="prepare"))
+        ranks_of = grouped((record["reasons"], rank) for rank, record in records)
+        faults = [f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_of.items() if text]
         if faults:
             raise BackendUnavailable(
                 f"{self.name}: cannot be opened, {'; '.join(faults)} (this is rank {self._rank} of "

@@ -11,16 +11,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from epcomm.collectives.bounded import BoundedWait
+from epcomm.collectives.bounded import DEFAULT_TIMEOUT_S, BoundedWait
 from epcomm.collectives.stream_order import StreamOrder
-from epcomm.config import EPConfig
 from epcomm.errors import BackendUnavailable, ConfigError, RankNames, ShapeError, grouped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-# Seconds that a collective waits for other ranks until a layer sets another timeout.
-DEFAULT_TIMEOUT_S = EPConfig.timeout_s
 
 Scalar = str | int | float | bool | None
 

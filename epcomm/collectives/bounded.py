@@ -19,12 +19,15 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 
+from epcomm.config import EPConfig
 from epcomm.errors import EPError, EPTimeout, describe_ranks
 
 # A step waits at most the given seconds (> 0) and returns whether the exchange is complete. It
 # raises RuntimeError if the transport broke. It is called until it returns True.
 Step = Callable[[float], bool]
 
+# Seconds that a collective waits for other ranks until a layer sets another timeout.
+DEFAULT_TIMEOUT_S = EPConfig.timeout_s
 # Seconds between two reads of the failure board while an exchange waits.
 SLICE_S = 0.25
 # Seconds that the others have to report once a rank gives up: four slices.
@@ -93,11 +96,9 @@ class _Report:
 class BoundedWait:
     """Runs the exchanges of one rank with a deadline each; after a failure every call raises."""
 
-    def __init__(
-        self, failure_board: FailureBoard, *, rank: int, world_size: int, timeout_s: float
-    ) -> None:
-        """Wait at most timeout_s for the other ranks; `timeout_s` may change between runs."""
-        self.timeout_s = timeout_s
+    def __init__(self, failure_board: FailureBoard, *, rank: int, world_size: int) -> None:
+        """Wait at most `timeout_s` for the other ranks; it may be changed between runs."""
+        self.timeout_s = DEFAULT_TIMEOUT_S
         self._failure_board = failure_board
         self._rank = rank
         self._world_size = world_size

@@ -22,7 +22,7 @@ import torch
 from mpi4py import MPI
 from torch import Tensor
 
-from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable, receiving
+from epcomm.collectives.base import Collectives, check_sendable, receiving
 from epcomm.collectives.bounded import BoundedWait, FailureBoard, Step
 from epcomm.errors import ConfigError, HandleError, ShapeError
 
@@ -79,10 +79,7 @@ class MpiCollectives(Collectives):
         if whole is None:
             self._failure_board = MpiFailureBoard(communicator)
             self._wait = BoundedWait(
-                self._failure_board,
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout_s=DEFAULT_TIMEOUT_S,
+                self._failure_board, rank=self.rank, world_size=self.world_size
             )
         else:
             self._failure_board, self._wait = whole._failure_board, whole._wait

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import (
     AllToAllOptions,  # type: ignore[attr-defined]
 )
 
-from epcomm.collectives.base import DEFAULT_TIMEOUT_S, Collectives, check_sendable, receiving
+from epcomm.collectives.base import Collectives, check_sendable, receiving
 from epcomm.collectives.bounded import SLICE_S, BoundedWait
 from epcomm.collectives.failure_board import StoreFailureBoard
 from epcomm.collectives.gloo_threads import settle_at_exit
@@ -65,12 +65,8 @@ class TorchDistCollectives(Collectives):
         if backend == "gloo":
             settle_at_exit()
             store = process_group.get_group_store()
-            self.bounded = BoundedWait(
-                StoreFailureBoard(store, rank=self.rank, world_size=self.world_size),
-                rank=self.rank,
-                world_size=self.world_size,
-                timeout_s=DEFAULT_TIMEOUT_S,
-            )
+            board = StoreFailureBoard(store, rank=self.rank, world_size=self.world_size)
+            self.bounded = BoundedWait(board, rank=self.rank, world_size=self.world_size)
 
     def close(self) -> None:
         """Release the process group, so that destroying it ends its threads. Local, idempotent."""
@@ -118,12 +114,8 @@ class TorchDistCollectives(Collectives):
             dist.all_to_all_single(recv_bytes, send_bytes, recv_rows, send_rows, group=group)
             return recv
         options = AllToAllOptions()
-        _run(
-            self.bounded,
-            options,
-            lambda: group.alltoall_base(recv_bytes, send_bytes, recv_rows, send_rows, options),
-            phase,
-        )
+        start = partial(group.alltoall_base, recv_bytes, send_bytes, recv_rows, send_rows, options)
+        _run(self.bounded, options, start, phase)
         return recv
 
     def all_gather(self, tensor: Tensor, *, phase: str = "all_gather") -> Tensor:
@@ -136,12 +128,8 @@ class TorchDistCollectives(Collectives):
             _all_gather(recv_bytes, send_bytes, group=group)
             return gathered
         options = AllgatherOptions()
-        _run(
-            self.bounded,
-            options,
-            lambda: group._allgather_base(recv_bytes, send_bytes, options),
-            phase,
-        )
+        start = partial(group._allgather_base, recv_bytes, send_bytes, options)
+        _run(self.bounded, options, start, phase)
         return gathered
 
     def _open_group(self) -> dist.ProcessGroup:

@@ -66,7 +66,8 @@ class Mirror(Collectives):
 
     def __init__(self, words: Mapping[int, int], *, is_sealed: bool = False) -> None:
         self.words, self.is_sealed, self.paper = words, is_sealed, Paper()
-        self.bounded = BoundedWait(self.paper, rank=0, world_size=2, timeout_s=1.0)
+        self.bounded = BoundedWait(self.paper, rank=0, world_size=2)
+        self.bounded.timeout_s = 1.0
 
     def all_to_all(
         self,

@@ -104,12 +104,12 @@ class Rank:
 
     def __init__(self, world: World, rank: int, timeout_s: float, host_rank: int | None) -> None:
         self.world, self.rank = world, rank
-        self.wait = BoundedWait(
+        board, world_size = (
             WallFailureBoard(world.wall, rank, host_rank),
-            rank=rank,
-            world_size=world.transport.world_size,
-            timeout_s=timeout_s,
+            world.transport.world_size,
         )
+        self.wait = BoundedWait(board, rank=rank, world_size=world_size)
+        self.wait.timeout_s = timeout_s
         self.num_started = 0
 
     def run(self, phase: str = "dispatch") -> None:

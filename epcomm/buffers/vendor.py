@@ -109,7 +109,7 @@ class VendorCalls(Backend):
         Raises:
             EPError: with compares_calls, the fault of some rank, on every rank.
         """
-        ids, fault = self._guard_ids(call)
+        ids, fault = self._guard_on_device(call)
         self._fault_on_host.copy_(fault, non_blocking=True)
         if not self._spec.compares_calls:
             return ids, assume_all_need_grad(call.flags)
@@ -121,12 +121,8 @@ class VendorCalls(Backend):
         check_gradients(all_flags, names, call.expert_names)
         return ids, any_flags(all_flags)
 
-    def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor, BatchFlags]:
-        """Check ids as _guard() does; return the fault word for _record(). Host sync: none."""
-        ids, fault = self._guard_ids(call)
-        return ids, fault, assume_all_need_grad(call.flags)
-
-    def _guard_ids(self, call: DispatchCall) -> tuple[Tensor, Tensor]:
+    def _guard_on_device(self, call: DispatchCall) -> tuple[Tensor, Tensor]:
+        """Return ids that are safe to send, and the fault word for _record(). Host sync: none."""
         distinct = self.needs_distinct_ids
         return guard_ids(call.topk_ids, self._num_experts, call.error, distinct=distinct)
 
@@ -147,15 +143,13 @@ class VendorCalls(Backend):
             return repeated_ids_error(call.topk_ids, self._collectives.names)
         return ids_error(call.topk_ids, self._num_experts, self._collectives.names)
 
-    def _record(
-        self, call: DispatchCall, fault: Tensor, required: Tensor, max_slots: int
-    ) -> Tensor:
+    def _record(self, call: DispatchCall, fault: Tensor, required: Tensor | None = None) -> Tensor:
         """Record this rank's fault, or with compares_calls the faults of all ranks.
 
-        required: int64 scalar, slots that this rank needs.   max_slots: slots that it has.
+        required: int64 scalar, the slots that this rank needs; None: at most those that it has.
         Returns: bool scalar on the device: whether this call has a recorded fault.
         """
-        own = (pack_header(fault, call.flags), required)
+        own = (pack_header(fault, call.flags), fault * 0 if required is None else required)
         if self._spec.compares_calls:
             values = self._gather_values(*own)
         else:
@@ -164,7 +158,7 @@ class VendorCalls(Backend):
             values = torch.stack([header, header * 0]).repeat(self._world_size, 1)
             values[self._rank] = torch.stack([value.to(torch.int64) for value in own])
         return self._faults.record(
-            values[:, 0].to(torch.int32), values[:, 1] > max_slots, values[:, 1], call.error
+            values[:, 0].to(torch.int32), values[:, 1] > self._max_slots, values[:, 1], call.error
         )
 
     def _gather_values(self, *values: Tensor) -> Tensor:

@@ -191,8 +191,8 @@ class AscendFused(AscendCalls, FusedBackend[AscendPackedT]):
     def run(self, call: DispatchCall, experts: AscendPackedT) -> FuseEPResult:
         check_packed(experts, self.kind, self.name)
         self._check_open()
-        ids, fault, _ = self._guard_on_device(call)
-        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        ids, fault = self._guard_on_device(call)
+        has_failed = self._record(call, fault)
         is_empty = has_no_expert(ids)
         ids, weights = fill_masked_entries(ids, call.topk_weights, self._num_experts)
         chunks = list(self._chunks(call.unquantized, ids, weights))

@@ -415,8 +415,8 @@ class AscendLowLatencyBuffer(AscendBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
-        ids, fault, _ = self._guard_on_device(call)
-        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        ids, fault = self._guard_on_device(call)
+        has_failed = self._record(call, fault)
         sent = self._sent(call, ids)
         received, counts, handle, _, _ = self._buffer.low_latency_dispatch(
             x=sent.hidden_states,

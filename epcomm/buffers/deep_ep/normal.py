@@ -37,6 +37,7 @@ from epcomm.buffers.sizes import (
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import COMBINE, DISPATCH, VendorCalls
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import assume_all_need_grad
 from epcomm.config import Mode
 from epcomm.errors import EPError
 from epcomm.ops.slots import (
@@ -204,14 +205,15 @@ class DeepEPBuffer(VendorCalls, Buffer, Generic[HandleT]):
         return self._dispatched(ids, received, index, flags, has_failed=None)
 
     def _dispatch_static(self, call: DispatchCall) -> Dispatched:
-        ids, fault, flags = self._guard_on_device(call)
+        ids, fault = self._guard_on_device(call)
         received = self._exchange(call, ids)
         num_local, alignment = self._spec.num_local_experts, self._spec.expert_alignment
         required = aligned_counts(count_experts(received.local_ids, num_local), alignment).sum()
-        has_failed = self._record(call, fault, required, self._max_slots)
+        has_failed = self._record(call, fault, required)
         local_ids = torch.where(has_failed, -1, received.local_ids)
         counts = count_experts(local_ids, num_local)
         index = build_slot_index(local_ids, counts, self._max_slots, expert_alignment=alignment)
+        flags = assume_all_need_grad(call.flags)
         return self._dispatched(ids, received, index, flags, has_failed)
 
     def _exchange(self, call: DispatchCall, ids: Tensor) -> ReceivedBatch:

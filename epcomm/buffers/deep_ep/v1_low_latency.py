@@ -174,8 +174,8 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
 
     def dispatch_async(self, call: DispatchCall) -> Pending[Dispatched]:
         self._check_open()
-        ids, fault, _ = self._guard_on_device(call)
-        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        ids, fault = self._guard_on_device(call)
+        has_failed = self._record(call, fault)
         is_power_of_two = self._spec.dispatch_format.scale_dtype == torch.float8_e8m0fnu
         self._receive_last()
         received, counts, handle, _, receive = self._buffer.low_latency_dispatch(

@@ -23,6 +23,7 @@ from epcomm.buffers.deep_ep.normal import DeepEPBuffer, ReceivedBatch
 from epcomm.buffers.deep_ep.rows import ElasticHandle, Rows, row_bytes_of
 from epcomm.buffers.sizes import Region, max_slots_of
 from epcomm.calls.call import DispatchCall
+from epcomm.calls.faults import assume_all_need_grad
 from epcomm.config import Mode
 from epcomm.ops.slots import aligned_counts
 from epcomm.platforms.deep_ep import DeepEPKind
@@ -178,8 +179,8 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2StaticBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         self._check_open()
-        ids, fault, flags = self._guard_on_device(call)
-        has_failed = self._record(call, fault, fault * 0, self._max_slots)
+        ids, fault = self._guard_on_device(call)
+        has_failed = self._record(call, fault)
         received = self._exchange(call, ids)
         alignment = self._spec.expert_alignment
         # The real rows of each expert end here, and those of the next begin at the next multiple.
@@ -193,6 +194,7 @@ class DeepEPV2LowLatencyBuffer(DeepEPV2StaticBuffer):
             host_num_tokens_per_expert=None,
             expert_alignment=alignment,
         )
+        flags = assume_all_need_grad(call.flags)
         return self._dispatched(ids, received, index, flags, has_failed)
 
 

@@ -112,10 +112,7 @@ class HostMemory:
                 # The owner opens its own file again too, because a lock belongs to one open file.
                 self._files.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                 if os.fstat(self._files[-1]).st_ino != int(number):
-                    return (
-                        [],
-                        f"{path}: not the file of its rank, which is in another PID namespace",
-                    )
+                    return [], f"{path}: not the file of its rank, which has another PID namespace"
                 maps.append(mmap.mmap(self._files[-1], self.num_bytes))
             except OSError as error:
                 return [], f"{path}: {error.strerror}"
@@ -174,12 +171,8 @@ class HostRegion:
         # The views keep the memory, so the files can be closed.
         memory.close()
         self._memory, self._capacity = memory, capacity
-        _logger.debug(
-            "rank %d: %s now has %d B per receive buffer",
-            self._calls.collectives.rank,
-            self._name,
-            capacity,
-        )
+        rank = self._calls.collectives.rank
+        _logger.debug("rank %d: %s now has %d B per receive buffer", rank, self._name, capacity)
 
     def rows(self, rank: int, epoch: int, rows: slice, width: int, dtype: torch.dtype) -> Tensor:
         """Return [rows, width] of the receive buffer that `epoch` uses in the block of `rank`.

@@ -213,7 +213,10 @@ def test_the_suite_sees_a_batch_that_is_combined_after_its_rows_are_gone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(HostMover, "find_overwritten", lambda mover, exchange_plan: None)
-    with EPGroup() as group, pytest.raises(AssertionError, match="expected HandleError with '2 may"):
+    with (
+        EPGroup() as group,
+        pytest.raises(AssertionError, match="expected HandleError with '2 may"),
+    ):
         run_scenario("stand_alone", env_of(group))
 
 

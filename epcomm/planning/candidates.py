@@ -148,17 +148,49 @@ def survey(
 ) -> Survey:
     """Judge every backend, and with weights every runner: a candidate serves where all ranks can.
 
-    group: that of the ranks, which then judge together; None for ranks that are not here.
+    group: that of the ranks, which then exchange verdicts, hosts and reaches once; None for ranks
+        that are not here. A rank that cannot judge raises its error after the exchange, in which
+        the others learn of it.
 
     Collective: with a group, yes; without, no.   Host sync: with a group, yes.
     Raises:
         ConfigError: no class supports the layer or configuration; ranks disagree on them; or
             another rank cannot plan. Raised on every rank.
     """
-    if group is not None:
-        return _judge_on_all(config, spec, weights, ranks, group)
-    found = judge(config, spec, weights, ranks)
-    return found.of_all_ranks(found.verdicts(), ranks)
+    if group is None:
+        found = judge(config, spec, weights, ranks)
+        return found.of_all_ranks(found.verdicts(), ranks)
+    group.limit_waits(config.timeout_s)
+    found, error = None, None
+    try:
+        found = judge(config, spec, weights, ranks)
+    except EPError as own_error:
+        error = own_error
+    own = {} if found is None else found.verdicts()
+    findings: dict[str, Scalar] = {key: "\n".join(own[key].reasons) for key in own}
+    findings |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
+    if found is not None:
+        findings |= {f"{_RESTS_ON}/{name}": text for name, text in found.rests_on.items()}
+    if group.device.type == "cuda":
+        findings[_REACH] = reach_of(group.device).as_text()
+    record: dict[str, Scalar] = {_ERROR: "", "hosts": str(group.hosts or "not given")}
+    record |= _as_record(config) | _as_record(spec) | _describe_experts(weights)
+    records = group.calls.agree(record, what="plan", findings=findings)
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {each[_ERROR]}" for rank, each in enumerate(records) if each[_ERROR]]
+    if failed:
+        raise ConfigError(
+            f"plan: {'; '.join(failed)} (this is {group.where}); correct the rank named"
+        )
+    assert found is not None, "this rank has met no error"
+    hosts = [str(each[_HOST]) for each in records]
+    reaches = [PeerReach.parse(str(each[_REACH])) for each in records if _REACH in each]
+    verdicts = {key: _combine(records, key) for key in own}
+    for name in found.runners or ():
+        key = f"{_RUNNER}/{name}"
+        verdicts[key] = verdicts[key].also(_unequal_machines(records, f"{_RESTS_ON}/{name}"))
+    return found.of_all_ranks(verdicts, replace(ranks, hosts=hosts, reaches=reaches))
 
 
 def judge(
@@ -222,51 +254,6 @@ def _survey_phase(
     names = find_candidates(config, prefers_exact=prefers_exact)
     verdicts = {name: _judge_backend(name, config, spec, ranks, weights) for name in names}
     return PhaseSurvey(config=config, spec=spec, verdicts=verdicts)
-
-
-def _judge_on_all(
-    config: EPConfig,
-    spec: MoESpec,
-    weights: ExpertTensors | None,
-    ranks: PlannedRanks,
-    group: EPGroup,
-) -> Survey:
-    """Judge on all ranks of a group, which exchange verdicts, hosts and reaches once.
-
-    A rank that cannot judge raises its error after the exchange, in which the others learn of it.
-    """
-    group.limit_waits(config.timeout_s)
-    error: EPError | None = None
-    found: Survey | None = None
-    try:
-        found = judge(config, spec, weights, ranks)
-    except EPError as own_error:
-        error = own_error
-    own = {} if found is None else found.verdicts()
-    findings: dict[str, Scalar] = {key: "\n".join(own[key].reasons) for key in own}
-    findings |= {_ERROR: str(error or ""), _HOST: host_of_this_process()}
-    if found is not None:
-        findings |= {f"{_RESTS_ON}/{name}": text for name, text in found.rests_on.items()}
-    if group.device.type == "cuda":
-        findings[_REACH] = reach_of(group.device).as_text()
-    record: dict[str, Scalar] = {_ERROR: "", "hosts": str(group.hosts or "not given")}
-    record |= _as_record(config) | _as_record(spec) | _describe_experts(weights)
-    records = group.calls.agree(record, what="plan", findings=findings)
-    if error is not None:
-        raise error
-    failed = [f"rank {rank}: {each[_ERROR]}" for rank, each in enumerate(records) if each[_ERROR]]
-    if failed:
-        raise ConfigError(
-            f"plan: {'; '.join(failed)} (this is {group.where}); correct the rank named"
-        )
-    assert found is not None, "this rank has met no error"
-    hosts = [str(each[_HOST]) for each in records]
-    reaches = [PeerReach.parse(str(each[_REACH])) for each in records if _REACH in each]
-    verdicts = {key: _combine(records, key) for key in own}
-    for name in found.runners or ():
-        key = f"{_RUNNER}/{name}"
-        verdicts[key] = verdicts[key].also(_unequal_machines(records, f"{_RESTS_ON}/{name}"))
-    return found.of_all_ranks(verdicts, replace(ranks, hosts=hosts, reaches=reaches))
 
 
 def refuse_plan(group: EPGroup, error: ConfigError) -> NoReturn:

@@ -70,7 +70,7 @@ class PlannedRanks:
             world_size=world_size,
             machine=machine.machine(),
             device_type=machine.device_type,
-            host_waits=machine.host_waits,
+            host_waits=machine.transport == "gloo",
             has_process_group=True,
             where=f"{machine.name} (assumed)",
             hosts=machine.hosts(world_size),

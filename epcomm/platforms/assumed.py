@@ -27,7 +27,6 @@ class AssumedMachine:
     name: its name in --device.   device_type: that of tensors.   transport: of the process group.
     capability: compute capability of its NVIDIA GPUs, which NVLink connects; None for others.
     ranks_per_host: limit of the ranks of one host; None for no limit.
-    host_waits: the host waits in collectives.
     deep_ep: the installed deep_ep, or None.
     """
 
@@ -36,7 +35,6 @@ class AssumedMachine:
     transport: str
     capability: tuple[int, int] | None = None
     ranks_per_host: int | None = None
-    host_waits: bool = False
     deep_ep: DeepEPKind | None = None
 
     def machine(self) -> Machine:
@@ -109,6 +107,6 @@ DEVICES: Mapping[str, AssumedMachine] = MappingProxyType(
         "h100": _hgx("h100", (9, 0)),
         "h200": _hgx("h200", (9, 0)),
         "b200": _hgx("b200", (10, 0)),
-        "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo", host_waits=True),
+        "cpu": AssumedMachine(name="cpu", device_type="cpu", transport="gloo"),
     }
 )

@@ -37,7 +37,7 @@ from epcomm.bench.records import Report
 from epcomm.bench.report import as_json, times_table
 from epcomm.bench.run import run_bench
 from epcomm.cli.records import takes_records
-from epcomm.errors import ConfigError, shown
+from epcomm.errors import ConfigError, grouped, shown
 from epcomm.types import MAX_RANKS, is_size
 
 # The exit code if a contender is wrong or no backend of epcomm serves, so that something was not
@@ -222,9 +222,7 @@ def _absent_lines(report: Report, *, is_verbose: bool) -> list[str]:
     """Return the backends that were not timed, in one line; verbose: a line each with reasons."""
     if is_verbose:
         return [f"not timed, {e.mode.value}: {'; '.join(e.reasons)}" for e in report.absent]
-    modes: dict[str, list[str]] = {}
-    for each in report.absent:
-        modes.setdefault(each.backend, []).append(each.mode.value)
+    modes = grouped((each.backend, each.mode.value) for each in report.absent)
     timed = {each.backend for each in report.results}
     names = [f"{b} in {' and '.join(m)}" if b in timed else b for b, m in modes.items()]
     return [f"not timed (--verbose prints why): {', '.join(names)}"] if names else []

@@ -441,9 +441,7 @@ class AscendLowLatencyBuffer(AscendBuffer):
         return self._dispatched(self._wire(received), sent.topk_ids, exchange_plan)
 
     def _return_rows(self, rows: Tensor, exchange_plan: AscendExchangePlan) -> Tensor:
-        assert isinstance(exchange_plan, AscendLowLatencyExchangePlan), (
-            "an exchange plan of this buffer"
-        )
+        assert isinstance(exchange_plan, AscendLowLatencyExchangePlan), "a plan of this buffer"
         y, _, _ = self._buffer.low_latency_combine(
             x=rows.contiguous(),
             topk_idx=exchange_plan.topk_ids,

@@ -205,9 +205,7 @@ class AscendStandardBuffer(AllGatherBuffer):
         if error is not None:
             self._announce(CallKind.COMBINE, ANY_BATCH, error=error)
             return rows, None
-        assert isinstance(exchange_plan, AscendStandardExchangePlan), (
-            "an exchange plan of this buffer"
-        )
+        assert isinstance(exchange_plan, AscendStandardExchangePlan), "a plan of this buffer"
         assert slot_weights is None, "weights do not travel to the slots"
         assert row_scalars is None, "there is no backward"
         sums = self._add_up(rows, exchange_plan)

@@ -129,10 +129,10 @@ class DeepEPV1LowLatencyBuffer(VendorCalls, Buffer):
     def region_bytes(cls, spec: BufferSpec, world_size: int) -> tuple[Region, ...]:
         num_slots = spec.num_local_experts * _rank_capacity(spec, world_size) * world_size
         wire, hidden_size = spec.dispatch_format, spec.hidden_size
+        row_bytes = wire.data_bytes(hidden_size) + wire.scale_bytes(hidden_size)
         sizes = {
             "deep_ep's messages": message_bytes(spec, world_size),
-            "received rows": num_slots
-            * (wire.data_bytes(hidden_size) + wire.scale_bytes(hidden_size)),
+            "received rows": num_slots * row_bytes,
             "expert results": num_slots * spec.hidden_format.data_bytes(hidden_size),
         }
         return tuple(Region(name=name, max_bytes=size) for name, size in sizes.items())

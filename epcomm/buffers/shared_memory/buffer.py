@@ -33,7 +33,6 @@ from epcomm.buffers.collective.all_to_all import (
     WriteRows,
 )
 from epcomm.buffers.collective.base import COLLECTIVE_CAPS
-from epcomm.buffers.requirements import batches_in_flight_of
 from epcomm.buffers.shared_memory.memory import (
     MIN_CAPACITY_BYTES,
     HostMemory,
@@ -279,9 +278,7 @@ def _parts(num_rows: int, row_bytes: int) -> Iterator[slice]:
 
 def num_batches(spec: BufferSpec) -> int:
     """Return the most batches in flight."""
-    number = batches_in_flight_of(spec, SharedMemoryBuffer.caps(Mode.NORMAL))
-    assert number is not None, "rows are views"
-    return number
+    return spec.batches_in_flight or _NUM_BATCHES
 
 
 def _widest_bytes(spec: BufferSpec) -> tuple[int, int]:

@@ -45,7 +45,7 @@ from epcomm.calls.header import (
     CallSign,
     operation_of,
 )
-from epcomm.collectives.base import Collectives, Scalar
+from epcomm.collectives.base import Closable, Collectives, Scalar
 from epcomm.config import Mode
 from epcomm.errors import EPError, EPTimeout, HandleError, grouped
 from epcomm.protocol import (
@@ -68,15 +68,11 @@ _FUNCTIONS = {
 }
 
 
-class HeaderBoard(Protocol):
+class HeaderBoard(Closable, Protocol):
     """An exchange of headers that is faster than the transport."""
 
     def exchange(self, message: Tensor, *, phase: str) -> Tensor:
         """Send row r of [W, words], int64, to rank r; return the received rows, by source."""
-        ...
-
-    def close(self) -> None:
-        """Free the memory. Local, idempotent."""
         ...
 
 

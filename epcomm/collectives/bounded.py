@@ -62,10 +62,7 @@ class FailureBoard(ABC):
 
     @abstractmethod
     def last_known(self) -> Mapping[int, str]:
-        """Return the reports that this rank has received, by rank, also in an interrupted read.
-
-        Local; no communication.
-        """
+        """Return the reports received so far, by rank, also in an interrupted read. Local."""
 
 
 @dataclass(frozen=True, kw_only=True)

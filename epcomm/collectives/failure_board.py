@@ -106,11 +106,7 @@ class StoreFailureBoard(FailureBoard):
 
             def connect() -> Store:
                 return self._server or TCPStore(
-                    address,
-                    int(port),
-                    is_master=False,
-                    wait_for_workers=False,
-                    timeout=_CONNECT_LIMIT,
+                    address, int(port), wait_for_workers=False, timeout=_CONNECT_LIMIT
                 )
 
             self._second = self._reports_in(connect, int(port))

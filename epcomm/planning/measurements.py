@@ -153,18 +153,15 @@ def read_measurements(path: str | Path) -> Measurements:
             raise ValueError(f"it is of {shown(report['benchmark'])}")
         # Results of plain torch have no mode.
         values = tuple(_measurement(each) for each in report["results"] if each["mode"])
-        where = _where(report["configuration"])
+        sizes = report["configuration"]
+        where = (
+            f"{sizes['ranks']} ranks on {sizes['device']}, H = {sizes['hidden']}, "
+            f"top-{sizes['top_k']} of {sizes['experts']}"
+        )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _error(path, f"is no such report ({type(error).__name__}: {error})") from None
     digest = hashlib.sha256(content).hexdigest()
     return Measurements(source=path.name, digest=digest, where=where, values=values)
-
-
-def _where(sizes: Mapping[str, Any]) -> str:
-    return (
-        f"{sizes['ranks']} ranks on {sizes['device']}, H = {sizes['hidden']}, "
-        f"top-{sizes['top_k']} of {sizes['experts']}"
-    )
 
 
 def _measurement(result: Mapping[str, Any]) -> Measurement:

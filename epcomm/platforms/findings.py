@@ -8,10 +8,11 @@ breaks torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
+from typing import Any
 
 from epcomm.platforms.deep_ep import DeepEPKind
 from epcomm.platforms.host import host_of_this_process, memory_left
@@ -125,22 +126,20 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
             detail=", ".join(shown) or "none",
             advice="" if backends else "install a torch that is built with torch.distributed",
         ),
-        _cuda_devices(
-            found["devices"], has_cuda=bool(found["cuda"]), has_driver=found["has_driver"]
-        ),
+        _cuda_devices(found),
         _shared_memory(),
     )
 
 
-def _cuda_devices(devices: Sequence[str], *, has_cuda: bool, has_driver: bool) -> Finding:
+def _cuda_devices(found: Mapping[str, Any]) -> Finding:
     name, advice = "CUDA devices", "not needed: tensors on the CPU are sent over gloo"
-    if devices:
-        return _found(name, "\n".join(devices))
-    if not has_driver:
+    if found["devices"]:
+        return _found(name, "\n".join(found["devices"]))
+    if not found["has_driver"]:
         return Finding(name=name, status=Status.MISSING, detail="none", advice=advice)
     advice = "there is an NVIDIA driver, but torch is built without CUDA: install a CUDA build of "
     advice += "torch (pytorch.org/get-started)"
-    if has_cuda:
+    if found["cuda"]:
         advice = "there is an NVIDIA driver, but torch finds no GPU: run nvidia-smi, check "
         advice += "CUDA_VISIBLE_DEVICES, and use a torch whose CUDA the driver supports"
     return _found(name, "none", advice)

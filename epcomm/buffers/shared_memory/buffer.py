@@ -244,9 +244,8 @@ class SharedMemoryBuffer(RowsBuffer):
     def lacks_with(cls, machine: Machine, spec: BufferSpec, world_size: int) -> tuple[str, ...]:
         left, (rows, sums) = machine.memory_left(), _most_bytes(spec, world_size)
         block = _opening_bytes(spec, world_size)
-        block += num_batches(spec) * (rows or MIN_CAPACITY_BYTES) + _NUM_BUFFERS * (
-            sums or MIN_CAPACITY_BYTES
-        )
+        block += num_batches(spec) * (rows or MIN_CAPACITY_BYTES)
+        block += _NUM_BUFFERS * (sums or MIN_CAPACITY_BYTES)
         # All ranks allocate their blocks on one host.
         if left is None or world_size * block <= left:
             return ()

@@ -46,14 +46,17 @@ class Limits:
 
     def reasons(self, spec: BufferSpec, world_size: int, where: str = "") -> list[str]:
         """List the sizes that are not supported; `where` is appended to each message."""
-        reasons = _range_reasons(
-            "hidden_size", spec.hidden_size, self.hidden, self.hidden_multiple, where
-        )
+        ranges = [("hidden_size", spec.hidden_size, self.hidden, self.hidden_multiple)]
         if spec.intermediate_size is not None:
-            columns, bounds = 2 * spec.intermediate_size, self.gate_up_columns
-            reasons += _range_reasons(
-                "2 * intermediate_size", columns, bounds, self.gate_up_multiple, where
-            )
+            columns, multiple = 2 * spec.intermediate_size, self.gate_up_multiple
+            ranges.append(("2 * intermediate_size", columns, self.gate_up_columns, multiple))
+        reasons = []
+        for name, found, bounds, multiple in ranges:
+            if bounds is not None and not bounds[0] <= found <= bounds[1]:
+                wanted = bounds[0] if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"
+                reasons.append(f"{name} is {found}, expected {wanted}{where}")
+            if found % multiple:
+                reasons.append(f"{name} is {found}, expected a multiple of {multiple}{where}")
         if self.ranks is not None and not self.ranks[0] <= world_size <= self.ranks[1]:
             fewest, most = self.ranks
             reasons.append(f"serves {fewest} to {most} ranks{where}, not {world_size}")
@@ -67,18 +70,6 @@ class Limits:
             for name, (found, most) in counts.items()
             if most is not None and found > most
         ]
-
-
-def _range_reasons(
-    name: str, found: int, bounds: tuple[int, int] | None, multiple: int, where: str
-) -> list[str]:
-    reasons = []
-    if bounds is not None and not bounds[0] <= found <= bounds[1]:
-        wanted = bounds[0] if bounds[0] == bounds[1] else f"{bounds[0]} to {bounds[1]}"
-        reasons.append(f"{name} is {found}, expected {wanted}{where}")
-    if found % multiple:
-        reasons.append(f"{name} is {found}, expected a multiple of {multiple}{where}")
-    return reasons
 
 
 _NORMAL = Limits(hidden=(1024, 7168), ranks=(2, 384), experts=MAX_EXPERTS)

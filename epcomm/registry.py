@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from epcomm.config import Mode
 from epcomm.errors import ConfigError
@@ -139,7 +139,7 @@ def backend_names(chosen: str, mode: Mode) -> tuple[str, ...]:
         return tuple(table)
     if chosen in BACKEND_GROUPS and table is BUFFERS:
         return BACKEND_GROUPS[chosen]
-    _find("backend", table, chosen)
+    _check_name("backend", table, chosen)
     return (chosen,)
 
 
@@ -154,17 +154,14 @@ def runner_class(name: str) -> type[ExpertRunner]:
     return _load("runner", RUNNERS, name)
 
 
-V = TypeVar("V")
-
-
-def _find(kind: str, table: Mapping[str, V], name: str) -> V:
+def _check_name(kind: str, table: Mapping[str, object], name: str) -> None:
     if name not in table:
         raise ConfigError(f"EPConfig: {kind} is {name!r}, expected auto or one of {sorted(table)}")
-    return table[name]
 
 
 def _load(kind: str, table: Mapping[str, str], name: str) -> type:
-    return resolve_name(_find(kind, table, name))
+    _check_name(kind, table, name)
+    return resolve_name(table[name])
 
 
 def block_reader() -> Callable[..., Any]:

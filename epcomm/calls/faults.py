@@ -6,7 +6,7 @@ so reporting needs no extra message and the group stays usable.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -121,17 +121,14 @@ def raise_faults(
     found = sorted({unpack_fault(word, number) for word, number in sent if word})
     ranks_of = grouped(found)
     faults = [f"{_FAULT_TEXT[code]} on {describe_ranks(r)}" for code, r in ranks_of.items()]
-    error = _error_of(ranks_of.keys())(
+    kind = next((each for each, codes in _ERRORS if ranks_of.keys() <= codes), ShapeError)
+    error = kind(
         f"{function}: {'; '.join(faults)} (this is {names.where}); "
         "no rows were sent and the group is usable; correct the call of the rank named"
     )
     error.fault_word = pack_fault(*found[0])
     error.was_passed_on = was_passed_on
     raise error
-
-
-def _error_of(codes: Set[int]) -> type[EPError]:
-    return next((error for error, kinds in _ERRORS if codes <= kinds), ShapeError)
 
 
 def check_gradients(flags: Sequence[int], names: RankNames, expert_names: Sequence[str]) -> None:

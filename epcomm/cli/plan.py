@@ -209,9 +209,14 @@ def _layer_of(
     The expert chooses the runner; None if its size is unknown.
     """
     said = in_file | options.sizes()
+    dtype = said.get("dtype", "bf16").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise ConfigError(
+            f"epcomm plan: dtype is {shown(dtype)}, expected one of {sorted(_DTYPES)}"
+        )
     spec = MoESpec(
         **{name: _required(name, said) for name in ("hidden_size", "num_experts", "top_k")},
-        dtype=_torch_dtype(said.get("dtype", "bf16")),
+        dtype=_DTYPES[dtype],
     )
     spec.check()
     return spec, _weights_of(spec, said.get("intermediate_size"), options.experts)
@@ -230,13 +235,6 @@ def _required(name: str, said: dict[str, Any]) -> int:
             f"--{name.replace('_', '-')}"
         )
     return said[name]
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    short = name.removeprefix("torch.")
-    if short not in _DTYPES:
-        raise ConfigError(f"epcomm plan: dtype is {shown(name)}, expected one of {sorted(_DTYPES)}")
-    return _DTYPES[short]
 
 
 def _weights_of(

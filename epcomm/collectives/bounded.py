@@ -197,8 +197,12 @@ class BoundedWait:
         others, is_whole = self._collect(deadline_s)
         # Ranks that gave up earlier, or whose board still answered, have better information.
         blamed = {rank for other in others.values() for rank in other.gave_up_on or ()}
-        if is_whole or not blamed:
-            blamed.update(self._missing(others, is_whole=is_whole))
+        host_rank = self._failure_board.host_rank
+        if is_whole:
+            blamed.update(r for r in range(self._world_size) if r not in (self._rank, *others))
+        elif not blamed and host_rank not in (None, self._rank):
+            # The rank that serves the silent board.
+            blamed.add(host_rank)
         report = replace(report, gave_up_on=tuple(sorted(blamed)))
         self._failure_board.post(json.dumps(asdict(report)))
         what, advice = self._explain(report, others, is_whole=is_whole)
@@ -253,13 +257,6 @@ class BoundedWait:
     def _parsed(self, texts: Mapping[int, str]) -> dict[int, _Report]:
         """Return the reports of the other ranks."""
         return {r: _Report.parse(text) for r, text in texts.items() if r != self._rank}
-
-    def _missing(self, reports: Mapping[int, _Report], *, is_whole: bool) -> list[int]:
-        """Return the ranks without a report, or the rank that serves a silent board."""
-        if is_whole:
-            return [r for r in range(self._world_size) if r != self._rank and r not in reports]
-        host_rank = self._failure_board.host_rank
-        return [] if host_rank is None or host_rank == self._rank else [host_rank]
 
     def _explain(
         self, own: _Report, others: Mapping[int, _Report], *, is_whole: bool

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from epcomm.buffers.sizes import CallShape
 from epcomm.buffers.traffic import BufferTraffic
 from epcomm.buffers.vendor import VendorCalls
 from epcomm.errors import BackendUnavailable, describe_ranks, grouped
+from epcomm.ops.slots import count_experts
 from epcomm.platforms.ascend.chip import (
     DEVICE_NAMES,
     current_soc,
@@ -137,9 +137,7 @@ def slot_bytes(spec: BufferSpec) -> tuple[int, int]:
 
 def slots_to_ranks(topk_ids: Tensor, num_experts: int, world_size: int) -> Tensor:
     """Count the (token, expert) pairs for each rank, [W], int64, on the device."""
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=topk_ids.device)
-    flat = topk_ids.flatten()
-    return counts.scatter_add_(0, flat, torch.ones_like(flat)).view(world_size, -1).sum(1)
+    return count_experts(topk_ids, num_experts).view(world_size, -1).sum(1)
 
 
 def _settings(variables: Mapping[str, str]) -> dict[str, str | int]:

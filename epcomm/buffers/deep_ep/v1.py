@@ -102,7 +102,10 @@ class DeepEPV1Buffer(DeepEPBuffer[LegacyHandle]):
             topk_weights=weights,
             num_worst_tokens=self._num_rows if self.is_static else 0,
         )
-        ends = _row_ends(handle, self._rank)
+        # Where the rows of each source rank end, [W]. Over NVLink the first entry of the handle is
+        # [W, W], from rank to rank; with RDMA the seventh is [W].
+        ends = handle[0][:, self._rank] if len(handle) == _NVLINK_HANDLE else handle[6]
+        ends = ends.to(torch.int64)
         return ReceivedBatch(
             rows=received,
             local_ids=local_ids,
@@ -126,10 +129,3 @@ class DeepEPV1StaticBuffer(DeepEPV1Buffer):
     """Serves normal mode with W * M rows and a budget of slots; the host reads nothing."""
 
     is_static: ClassVar[bool] = True
-
-
-def _row_ends(handle: LegacyHandle, rank: int) -> Tensor:
-    """Return where the rows of each source rank end, [W], int64, from the handle."""
-    # Over NVLink its first entry is [W, W], from rank to rank; with RDMA its seventh is [W].
-    ends = handle[0][:, rank] if len(handle) == _NVLINK_HANDLE else handle[6]
-    return ends.to(torch.int64)

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import Any
 
 from epcomm.platforms.deep_ep import DeepEPKind
-from epcomm.platforms.host import host_of_this_process, memory_left
 from epcomm.platforms.machine import Machine
 
 
@@ -127,7 +126,7 @@ def find_platform(machine: Machine) -> tuple[Finding, ...]:
             advice="" if backends else "install a torch that is built with torch.distributed",
         ),
         _cuda_devices(found),
-        _shared_memory(),
+        _shared_memory(machine),
     )
 
 
@@ -150,10 +149,10 @@ def find_packages(machine: Machine) -> tuple[Finding, ...]:
     return tuple(_package(machine, name) for name in _PURPOSES)
 
 
-def _shared_memory() -> Finding:
-    """Find the memory that the ranks of this host can share."""
-    left = memory_left()
-    can_share = bool(host_of_this_process()) and left != 0
+def _shared_memory(machine: Machine) -> Finding:
+    """Find the memory that the ranks of a host can share."""
+    left = machine.memory_left()
+    can_share = bool(machine.host()) and left != 0
     size = "size unknown" if left is None else f"{left / 2**30:.2f} GiB left"
     return Finding(
         name="shared memory",

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import epcomm.platforms.findings
 import epcomm.platforms.machine
 from epcomm.cli.diagnosis import DoctorReport, doctor
 from epcomm.platforms.assumed import DEVICES
@@ -182,13 +181,11 @@ def test_next_steps_bring_what_auto_would_take_and_no_more() -> None:
     assert steps == ["for nvlink", "for fp8_wgmma", "for int8_triton"]
 
 
-def test_shared_memory_is_shown_with_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(epcomm.platforms.findings, "memory_left", lambda: 3 * 2**29)
-    *_, found = doctor(machine()).platform
+def test_shared_memory_is_shown_with_what_is_left() -> None:
+    *_, found = doctor(replace(machine(), memory_left=lambda: 3 * 2**29)).platform
     assert (found.name, found.status) == ("shared memory", Status.HERE)
     assert found.detail.startswith("1.50 GiB left")
-    monkeypatch.setattr(epcomm.platforms.findings, "host_of_this_process", lambda: "")
-    *_, missing = doctor(machine()).platform
+    *_, missing = doctor(replace(machine(), host=lambda: "")).platform
     assert (missing.status, bool(missing.advice)) == (Status.MISSING, True)
 
 

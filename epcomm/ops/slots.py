@@ -253,9 +253,6 @@ def row_topk(index: SlotIndex, slot_weights: Tensor) -> tuple[Tensor, Tensor]:
     """
     slots = index.slots_of_row
     assert slots is not None, "an index over rows has its inverse"
-    ops = row_ops_for(slots)
-    if ops is not None:
-        return ops.row_topk(slots, index.first_slot, slot_weights)
     if slots.shape[0] == 0:
         return slots.long(), slot_weights.new_empty(slots.shape)
     is_here = slots >= 0

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from epcomm.kernels.rows.gather import gather_rows
-from epcomm.kernels.rows.row_topk import read_row_topk
 from epcomm.kernels.rows.scatter import scatter_tokens
 from epcomm.kernels.rows.sends import count_sends, order_sends
 from epcomm.kernels.rows.slot_index import number_slots
@@ -112,15 +111,6 @@ class TritonRowOps:
             is_dense=is_dense,
         )
         return index, slot_weights
-
-    def row_topk(
-        self, slots_of_row: Tensor, first_slot: Tensor, slot_weights: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the local expert and the weight of each entry of each row, [R, K]."""
-        ids = torch.empty(slots_of_row.shape, dtype=torch.int64, device=slots_of_row.device)
-        weights = slot_weights.new_empty(slots_of_row.shape)
-        read_row_topk(slots_of_row.contiguous(), first_slot, slot_weights, ids, weights)
-        return ids, weights
 
     def order_sends(
         self, topk_ids: Tensor, header: Tensor, *, rows_at: int, num_local: int

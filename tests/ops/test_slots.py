@@ -17,9 +17,11 @@ from epcomm.ops.slots import (
     count_experts,
     gather_rows,
     gather_scalars,
+    index_slots,
     localize,
     members_of,
     reduce_rows,
+    row_topk,
     slots_by_row,
     spread_to_slots,
 )
@@ -227,3 +229,22 @@ def test_experts_are_counted_without_holes() -> None:
 )
 def test_ids_of_other_ranks_become_holes(first_expert: int, expected: list[int]) -> None:
     assert localize(torch.tensor([0, 1, 2, 3, 5, -1]), first_expert, 3).tolist() == expected
+
+
+@pytest.mark.parametrize("alignment", [1, 4])
+@pytest.mark.parametrize("num_rows", [0, 70])
+def test_experts_and_weights_of_rows_are_those_that_were_indexed(
+    num_rows: int, alignment: int
+) -> None:
+    # This rank has experts 3 to 5 of 6, and one of them gets no row.
+    generator = torch.Generator().manual_seed(num_rows + alignment)
+    ids = torch.randint(-1, 5, (num_rows, 3), generator=generator, dtype=torch.int32)
+    weights = torch.rand(num_rows, 3, generator=generator)
+    local = localize(ids, 3, 3).long()
+    counts = count_experts(local, 3)
+    index, slot_weights = index_slots(
+        ids, weights, counts, counts.tolist(), first_expert=3, expert_alignment=alignment
+    )
+    found_ids, found_weights = row_topk(index, slot_weights)
+    assert torch.equal(found_ids, local)
+    assert torch.equal(found_weights, torch.where(local >= 0, weights, 0.0))

@@ -174,7 +174,7 @@ def dispatch_rows(
     """Send each token once to every rank that owns one of its experts.
 
     Args:
-        ranks: of the buffer.   service: normal mode, or low latency of single pairs.
+        ranks: of the buffer.   service: a kind of normal mode.
         rows: [T, H].   topk: ids [T, K], int64, -1 for none, and weights [T, K], float32.
         spec: of the buffer, see spec_of().
         options: arguments that hosts compare on CPUs in addition to the specification.

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from epcomm.buffers.base import Buffer, ReturnsSlots
-from epcomm.collectives.base import Scalar
+from epcomm.buffers.base import Buffer
+from epcomm.collectives.base import Collectives, Scalar
 from epcomm.config import Mode
 from epcomm.errors import (
     BackendUnavailable,
@@ -58,17 +58,16 @@ class Service(StrEnum):
         return self in (Service.STATIC, Service.ROW_BUDGET)
 
 
-_ON_HOSTS = ("SharedMemoryBuffer", "CollectiveBuffer")
 # The classes that provide a service, by type of device, in order of preference. On a CPU there is
-# no device to run ahead of the host, which may count rows: no class has a row budget.
+# no device to run ahead of the host, which may count rows: no class has a row budget. Low latency
+# exchanges rows without a buffer there.
 _CLASSES = {
     ("cuda", Service.NORMAL): ("NVLinkBuffer",),
     ("cuda", Service.STATIC): ("NVLinkStaticBuffer",),
     ("cuda", Service.ROW_BUDGET): ("NVLinkRowBudgetBuffer",),
     ("cuda", Service.LOW_LATENCY): ("NVLinkMaskedBuffer",),
-    ("cpu", Service.NORMAL): _ON_HOSTS,
+    ("cpu", Service.NORMAL): ("SharedMemoryBuffer", "CollectiveBuffer"),
     ("cpu", Service.STATIC): ("StaticCollectiveBuffer",),
-    ("cpu", Service.LOW_LATENCY): _ON_HOSTS,
 }
 
 # The exchange in which ranks choose a class.
@@ -162,9 +161,15 @@ class Ranks:
         specs = [each for kind, each in self._opened if kind is service]
         return next((each for each in reversed(specs) if replace(each, top_k=0) == spec), spec)
 
+    @property
     def returns_slots(self) -> bool:
-        """Return whether low latency returns each slot to its source. Collective: at first."""
-        return issubclass(self._class_of(Service.LOW_LATENCY), ReturnsSlots)
+        """Whether low latency has a buffer, which returns slots."""
+        return self.device.type != "cpu"
+
+    @property
+    def collectives(self) -> Collectives:
+        """The exchanges of the ranks, for low latency on CPUs."""
+        return self._group.collectives
 
     def is_over_nvlink(self, service: Service) -> bool:
         """Return whether kernels alone wait for peers; False before the class is chosen."""
@@ -235,8 +240,8 @@ class Ranks:
         """
         if not self._opened:
             raise BackendUnavailable(
-                f"deep_ep: ranks {list(ranks)} are masked before the first call ({self.where}), "
-                "expected all of them in it; make a Buffer on the ranks that are left"
+                f"deep_ep: ranks {list(ranks)} are masked, expected buffers over NVLink that all "
+                f"ranks have opened ({self.where}); make a Buffer on the ranks that are left"
             )
         self._group.exclude_ranks(ranks)
 

@@ -159,7 +159,7 @@ LOW_LATENCY_DISPATCH: dict[str, Case] = {
     "limit_others": (
         {"num_max_dispatch_tokens_per_rank": 2 * M},
         ConfigError,
-        "disagree on num_max_tokens_per_rank: 4 on rank 0, 8 on rank 1",
+        "disagree on max_tokens_per_rank: 4 on rank 0, 8 on rank 1",
     ),
     "fp8_others": ({"use_fp8": True}, ConfigError, "disagree on .*bf16.* rank 0, .*fp8.* rank 1"),
     "packed_without_powers": (

@@ -295,6 +295,6 @@ def test_masks_are_kept_and_masked_ranks_refused() -> None:
     buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0, 0, 1, 0]
     if not on_gpus():
-        with refused("expected nvlink alone"):
+        with refused("expected buffers over NVLink"):
             buffer.low_latency_dispatch(inputs.x, inputs.ids, M, E)
     buffer.low_latency_clean_mask_buffer()

@@ -70,6 +70,7 @@ def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open the buffers of GPUs on CPU ranks, where an interpreter runs their kernels."""
     if not on_gpus():
         monkeypatch.setattr(ranks.Ranks, "_choose", lambda self, service: CLASSES[service])
+        monkeypatch.setattr(ranks.Ranks, "returns_slots", True)
 
 
 # An interpreter takes seconds for a slab, so not every format with every case.

@@ -201,7 +201,7 @@ class LowLatencyResult:
     count: Tensor
     handle: tuple[Tensor, Tensor, int, int, int]
     event: EventOverlap
-    hook: Callable[[], None] | None
+    hook: Callable[[], object] | None
 
     def receive(self) -> None:
         """Call the hook, which must exist."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -32,6 +31,7 @@ from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
     LowLatencyHandle,
     LowLatencyShape,
+    Receive,
     slots_spec,
 )
 from epcomm.integrations.deep_ep.v1.normal import (
@@ -59,7 +59,7 @@ LowLatencyResult = tuple[
     Tensor,
     tuple[Tensor, Tensor, int, int, int],
     EventOverlap,
-    Callable[[], None] | None,
+    Receive | None,
 ]
 
 _BFLOAT16 = (torch.bfloat16,)
@@ -424,7 +424,7 @@ class Buffer:
         block_m: int | None = None,
         threshold: int | None = None,
         num_sms: int | None = None,
-    ) -> tuple[Tensor, EventOverlap, Callable[[], None] | None]:
+    ) -> tuple[Tensor, EventOverlap, Receive | None]:
         """Sum the rows of each token times their weights, in float32 and in the order of k.
 
         Rows return by the routing of the dispatch, so that the values of topk_idx are not read.

@@ -4,16 +4,15 @@ Buffers over NVLink return slots themselves. Slabs, scales, counts and sources a
 receive buffers in turn there, as in V1: their addresses stay, and a third batch overwrites the
 first. Scales that are powers of two are sent as bytes, and are converted if float32 is requested.
 
-On other buffers each (token, expert) pair is a token that goes to one expert. So its row returns
-alone, and the source multiplies by the weights and sums. The router weight of a pair, which V1
-passes only to combine, carries the source of the pair.
+On CPU ranks each (token, expert) pair is a row of an all-to-all, which is returned by a second one.
+So its row returns alone, and the source multiplies by the weights and sums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 from typing import NamedTuple, NoReturn, Self
 
 import torch
@@ -25,16 +24,12 @@ from epcomm.calls.call import DispatchCall
 from epcomm.errors import CapacityError, HandleError
 from epcomm.integrations.deep_ep.checks import Check
 from epcomm.integrations.deep_ep.normal import (
-    ReceivedRows,
     RowExchange,
     Rows,
     detached,
-    dispatch_rows,
     refuse_along,
     refuse_copy,
     refuse_dispatch,
-    return_rows,
-    spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from epcomm.protocol import BatchFlags
@@ -50,7 +45,7 @@ _ALIGNMENT = 4
 _COUNT_BITS = 32
 
 # The hook receives the rows; it may be called once.
-Receive = Callable[[], None]
+Receive = Callable[[], object]
 
 
 class LowLatencyShape(NamedTuple):
@@ -108,14 +103,14 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     layout_range [L, W], int64: the first row of each source and, in the low half, their number.
 
     ranks: of the Buffer.   num_tokens: T.
-    pairs: None where a buffer returns slots.   exchange: None for pairs that are not received.
+    exchange: where a buffer returns slots.   pairs: on CPU ranks.
     """
 
     ranks: Ranks
     num_tokens: int
     shape: LowLatencyShape
-    pairs: SentPairs | None
-    exchange: RowExchange | None
+    exchange: RowExchange | None = None
+    pairs: SentPairs | None = None
 
     def __reduce__(self) -> NoReturn:
         refuse_copy(self)
@@ -127,13 +122,10 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         num_tokens: int,
         shape: LowLatencyShape,
         sources: tuple[Tensor, Tensor],
-        sent: RowExchange | SentPairs,
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
         handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
         handle.ranks, handle.num_tokens, handle.shape = ranks, num_tokens, shape
-        is_received = isinstance(sent, RowExchange)
-        handle.pairs, handle.exchange = (None, sent) if is_received else (sent, None)
         return handle
 
 
@@ -152,23 +144,17 @@ class ReceivedSlabs:
 
 @dataclass(kw_only=True, eq=False)
 class SentPairs:
-    """The (token, expert) pairs of a batch by token, then k: [S] each. Masked entries are none.
+    """The (token, expert) pairs of a batch, sent by (expert, token, k).
 
-    is_chosen: [T, K], bool, which entries are pairs.
-    row_of_pair: [R], the row of the flattened slabs with each received pair; None before receipt.
+    entries: [S], the entry of each pair in the flattened ids [T * K].
+    num_sent, num_received: the pairs to and from each rank.
+    slots: [R] each, the expert and the position in its slab of each received pair; None before.
     """
 
-    is_chosen: Tensor
-    tokens: Tensor
-    experts: Tensor
-    row_of_pair: Tensor | None = None
-
-    @classmethod
-    def of(cls, topk_ids: Tensor) -> Self:
-        """Read topk_ids [T, K], int64."""
-        is_chosen = topk_ids != -1
-        tokens = is_chosen.nonzero()[:, 0]
-        return cls(is_chosen=is_chosen, tokens=tokens, experts=topk_ids[is_chosen])
+    entries: Tensor
+    num_sent: Sequence[int]
+    num_received: Sequence[int] = ()
+    slots: tuple[Tensor, Tensor] | None = None
 
 
 class LowLatency:
@@ -190,7 +176,7 @@ class LowLatency:
         has_hook: other work may be launched before the slabs are received; else the receiving
             kernel of a GPU is launched here, and overlaps with the sending one.
         """
-        if self._ranks.returns_slots():
+        if self._ranks.returns_slots:
             return self._dispatch_slots(x, topk_ids, shape, has_hook=has_hook)
         return _dispatch_pairs(check, x, topk_ids.long(), shape)
 
@@ -208,16 +194,12 @@ class LowLatency:
         assert isinstance(buffer, ReturnsSlots), "the class was chosen for it"
         pending = buffer.combine_slots_async(x.flatten(0, 1), plan, topk_weights, out=out)
         assert pending.record is not None, "y exists before it is received"
-
-        def receive() -> None:
-            pending.wait()
-
-        return pending.record, receive
+        return pending.record, pending.wait
 
     def _dispatch_slots(
         self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
     ) -> ReceivedSlabs:
-        ranks, spec, num_tokens = self._ranks, slots_spec(shape), x.shape[0]
+        ranks, spec = self._ranks, slots_spec(shape)
         buffer = ranks.open(Service.LOW_LATENCY, spec)
         call = DispatchCall(
             hidden_states=x,
@@ -248,19 +230,20 @@ class LowLatency:
         assert isinstance(plan, NVLinkLowLatencyExchangePlan), "the buffer returns slots"
         sources = (plan.slabs.token_of_slot, plan.slabs.source_ranges)
         num_slots = len(out.rows.data.flatten(0, 1))
-        exchange = RowExchange(
+        handle = LowLatencyHandle.of(ranks, x.shape[0], shape, sources)
+        handle.exchange = RowExchange(
             ranks=ranks,
             buffer=buffer,
             spec=spec,
             exchange_plan=plan,
-            num_tokens=num_tokens,
+            num_tokens=x.shape[0],
             num_rows=num_slots,
             max_rows=num_slots,
         )
         return ReceivedSlabs(
             rows=Rows(x=out.rows.data, scales=columns),
             counts=out.index.num_tokens_per_expert,
-            handle=LowLatencyHandle.of(ranks, num_tokens, shape, sources, exchange),
+            handle=handle,
             receive=receive,
         )
 
@@ -281,49 +264,52 @@ def _dispatch_pairs(
 
     x and topk_ids are read here, the exchange is in the second half: a send waits for no rank.
     """
-    ranks, pairs, rows = check.ranks, SentPairs.of(topk_ids), Rows(x=x)
-    most = int(torch.bincount(pairs.experts, minlength=1).max())
-    if most > shape.max_tokens:
+    ranks, (num_local, capacity, _) = check.ranks, shape.slab_shape
+    entries = (topk_ids.flatten() != -1).nonzero()[:, 0]
+    experts = topk_ids.flatten()[entries]
+    counts = torch.bincount(experts, minlength=shape.num_experts)
+    if counts.max() > shape.max_tokens:
         # The slab of an expert may be too small for so many rows.
-        fault = f"topk_idx names an expert {most} times, expected at most"
+        fault = f"topk_idx names an expert {int(counts.max())} times, expected at most"
         fault = f"{fault} num_max_dispatch_tokens_per_rank = {shape.max_tokens}"
         error = check.error(CapacityError, fault, "name each expert once in a row")
         refuse_dispatch(ranks, Service.LOW_LATENCY, error)
+    entries = entries[experts.argsort(stable=True)]
+    tokens, counts = entries // shape.top_k, counts.view(shape.num_ranks, num_local)
+    pairs = SentPairs(entries=entries, num_sent=counts.sum(1).tolist())
+    rows = Rows(x=x)
     if shape.use_fp8:
         quantized = quantize(x, shape.wire_format)
         assert quantized.scales is not None, "FP8 has scales"
         packed = pack_scales(quantized.scales) if shape.use_ue8m0 else quantized.scales.float()
         rows = Rows(x=quantized.data, scales=packed)
-    sources = (pairs.tokens + ranks.rank * shape.max_tokens).float()
-    scales = None if rows.scales is None else rows.scales[pairs.tokens]
     # torch cannot index 8-bit floats.
-    codes = rows.x.contiguous().view(torch.uint8)[pairs.tokens].view(rows.x.dtype)
-    sent = Rows(x=codes, scales=scales)
-    num_local, capacity, _ = shape.slab_shape
-    if scales is not None:
-        scales_shape = (num_local, capacity, scales.shape[1])
-        scales = _column_major(scales_shape, scales.device, scales.dtype)
+    sent = [tokens.to(torch.int32), rows.x.contiguous().view(torch.uint8)[tokens]]
+    scales = None
+    if rows.scales is not None:
+        sent.append(rows.scales[tokens])
+        slab_shape = (num_local, capacity, rows.scales.shape[1])
+        scales = _column_major(slab_shape, x.device, rows.scales.dtype)
+
+    def receive() -> None:
+        if pairs.slots is not None:
+            raise HandleError(f"low_latency_dispatch: the hook was called twice ({ranks.where})")
+        phase = "low_latency_dispatch"
+        ranks.announce(phase, slots_spec(shape).as_record(), over_nvlink=False)
+        exchange = partial(ranks.collectives.all_to_all, phase=phase)
+        counts_of_sources = exchange(counts)
+        pairs.num_received = counts_of_sources.sum(1).tolist()
+        exchange = partial(exchange, send_splits=pairs.num_sent, recv_splits=pairs.num_received)
+        pairs.slots = _write(slabs, [exchange(each) for each in sent], counts_of_sources)
+
     layout = (
         topk_ids.new_empty(num_local, capacity, dtype=torch.int32),
         topk_ids.new_empty(num_local, shape.num_ranks),
     )
-
-    def receive() -> None:
-        if handle.exchange is not None:
-            raise HandleError(f"low_latency_dispatch: the hook was called twice ({ranks.where})")
-        received = dispatch_rows(
-            ranks,
-            Service.LOW_LATENCY,
-            sent,
-            (pairs.experts[:, None], sources[:, None]),
-            spec_of(sent.form, 1, num_local),
-            options={"num_max_tokens_per_rank": shape.max_tokens},
-        )
-        handle.exchange, pairs.row_of_pair = received.exchange, _write(slabs, received, shape)
-
-    handle = LowLatencyHandle.of(ranks, x.shape[0], shape, layout, pairs)
+    handle = LowLatencyHandle.of(ranks, x.shape[0], shape, layout)
+    handle.pairs = pairs
     slabs = ReceivedSlabs(
-        rows=Rows(x=codes.new_empty(shape.slab_shape), scales=scales),
+        rows=Rows(x=rows.x.new_empty(shape.slab_shape), scales=scales),
         counts=topk_ids.new_empty(num_local, dtype=torch.int32),
         handle=handle,
         receive=receive,
@@ -331,27 +317,31 @@ def _dispatch_pairs(
     return slabs
 
 
-def _write(slabs: ReceivedSlabs, received: ReceivedRows, shape: LowLatencyShape) -> Tensor:
-    """Write the slabs; return the row of each received pair in them."""
-    index, num_ranks = received.dispatched.index, shape.num_ranks
-    assert index.slots_of_row is not None, "an index over rows has its inverse"
-    experts = received.topk_ids[:, 0]
-    position = (index.slots_of_row[:, 0] - index.first_slot[experts]).long()
-    row_of_pair = experts * shape.slab_shape[1] + position
-    source = received.topk_weights[:, 0].long()
-    data = slabs.rows.x.view(torch.uint8).flatten(0, 1)
-    data[row_of_pair] = received.rows.x.view(torch.uint8)
-    if slabs.rows.scales is not None and received.rows.scales is not None:
-        slabs.rows.scales[experts, position] = received.rows.scales
-    slabs.counts.copy_(index.num_tokens_per_expert)
+def _write(
+    slabs: ReceivedSlabs, received: Sequence[Tensor], counts: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Write the slabs; return the expert and the position in its slab of each received pair.
+
+    received: token, bytes and perhaps scales of each pair, by (source, expert).
+    counts: pairs of each source and expert, [W, L].
+    """
+    (num_ranks, num_local), capacity = counts.shape, slabs.rows.x.shape[1]
+    experts = torch.arange(num_local, device=counts.device).repeat(num_ranks)
+    experts = experts.repeat_interleave(counts.flatten())
+    slabs.counts.copy_(counts.sum(0))
+    # By (expert, source), pairs fill the slabs from the first position on.
+    is_filled = torch.arange(capacity, device=counts.device) < slabs.counts.unsqueeze(1)
+    positions = torch.empty_like(experts)
+    positions[experts.argsort(stable=True)] = is_filled.nonzero()[:, 1]
     src_info, layout_range = slabs.handle[:2]
-    src_info.flatten()[row_of_pair] = (source % shape.max_tokens).to(torch.int32)
-    from_source = torch.bincount(
-        experts * num_ranks + source // shape.max_tokens, minlength=shape.num_local * num_ranks
-    ).view(-1, num_ranks)
+    targets = [src_info, slabs.rows.x.view(torch.uint8), slabs.rows.scales]
+    for target, rows in zip(targets, received, strict=False):
+        assert target is not None, "scales are received where there are some"
+        target[experts, positions] = rows
+    from_source = counts.T
     first = from_source.cumsum(1) - from_source
     layout_range.copy_(first << _COUNT_BITS | from_source)
-    return row_of_pair
+    return experts, positions
 
 
 def _combine_pairs(
@@ -362,28 +352,26 @@ def _combine_pairs(
     out: Tensor | None,
 ) -> tuple[Tensor, Receive]:
     """Read the rows here, and the weights in the second half, as in V1."""
-    exchange, where = handle.exchange, handle.ranks.where
-    if exchange is None:
-        fault = f"low_latency_combine: handle is of a batch that is not received ({where})"
+    ranks, shape = handle.ranks, handle.shape
+    if pairs.slots is None:
+        fault = f"low_latency_combine: handle is of a batch that is not received ({ranks.where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
-        refuse_along(handle.ranks, Service.LOW_LATENCY, HandleError(error))
-    rows = x.flatten(0, 1)[pairs.row_of_pair]
-    y = x.new_empty(handle.num_tokens, x.shape[2]) if out is None else out
-    pending = [exchange]
+        refuse_along(ranks, Service.LOW_LATENCY, HandleError(error))
+    pending = [x[pairs.slots]]
+    y = x.new_empty(handle.num_tokens, shape.hidden_size) if out is None else out
 
     def receive() -> None:
+        phase = "low_latency_combine"
         if not pending:
-            raise HandleError(f"low_latency_combine: the hook was called twice ({where})")
-        handle.ranks.announce("low_latency_combine", {}, over_nvlink=False)
-        returned, _ = return_rows(pending.pop(), rows)
-        weights, is_chosen = detached(topk_weights), pairs.is_chosen
-        pair_of_entry = is_chosen.flatten().cumsum(0).view(is_chosen.shape) - 1
+            raise HandleError(f"{phase}: the hook was called twice ({ranks.where})")
+        ranks.announce(phase, {}, over_nvlink=False)
+        returned = ranks.collectives.all_to_all(
+            pending.pop(), send_splits=pairs.num_received, recv_splits=pairs.num_sent, phase=phase
+        )
+        weights = detached(topk_weights).flatten()[pairs.entries]
+        terms = weights.new_zeros(*topk_weights.shape, shape.hidden_size)
+        terms.flatten(0, 1)[pairs.entries] = returned.float() * weights.unsqueeze(1)
         # Sum in float32 and in the order of k.
-        total = returned.new_zeros(y.shape, dtype=torch.float32)
-        for k in range(is_chosen.shape[1]):
-            of_k = is_chosen[:, k]
-            rows_of_k = returned[pair_of_entry[of_k, k]].float()
-            total[of_k] += rows_of_k * weights[of_k, k].unsqueeze(1)
-        detached(y).copy_(total)
+        detached(y).copy_(reduce(torch.add, terms.unbind(1)))
 
     return y, receive

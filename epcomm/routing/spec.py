@@ -7,7 +7,6 @@ one routing were seen to disagree is a field of RoutingSpec, so nothing is left 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from enum import Enum, StrEnum
 from typing import Protocol
@@ -164,28 +163,8 @@ class RoutingSpec:
             expected = f"at most {size}, the experts of a group; lower it or num_groups"
             raise _refusal("group_score_top_n", self.group_score_top_n, expected)
         if self.top_k > self.topk_groups * size:
-            raise _refusal(
-                "top_k",
-                self.top_k,
-                f"at most {self.topk_groups * size}, the experts of topk_groups={self.topk_groups} "
-                "groups; raise topk_groups",
-            )
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, object]) -> RoutingSpec:
-        """Build a RoutingSpec from field names and plain values, such as asdict() of one.
-
-        Raises:
-            ConfigError: an unknown field (the message lists the known ones) or a bad value.
-        """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise ConfigError(
-                f"RoutingSpec.from_mapping: values has unknown fields {unknown}; known are "
-                f"{sorted(known)}"
-            )
-        return cls(**values)  # type: ignore[arg-type]
+            expected = f"at most {self.topk_groups * size}, the experts of topk_groups="
+            raise _refusal("top_k", self.top_k, f"{expected}{self.topk_groups} groups; raise it")
 
     def _check_steps(self) -> None:
         if self.topk_groups > self.num_groups:
@@ -226,11 +205,9 @@ class RoutingSpec:
 
 
 _ENUMS: dict[str, type[Enum]] = {
-    "score_function": ScoreFunction,
-    "softmax_order": SoftmaxOrder,
-    "correction_bias": CorrectionBias,
-    "dropped_groups": DroppedGroups,
-    "epsilon_mode": EpsilonMode,
+    field.name: type(field.default)
+    for field in fields(RoutingSpec)
+    if isinstance(field.default, Enum)
 }
 
 

@@ -99,7 +99,7 @@ PRESETS = {
 
 
 def spec_of(values: dict[str, object]) -> RoutingSpec:
-    return RoutingSpec.from_mapping({"top_k": 4, **values})
+    return RoutingSpec(**{"top_k": 4, **values})  # type: ignore[arg-type]
 
 
 def spread_logits(num_tokens: int, num_experts: int) -> Tensor:

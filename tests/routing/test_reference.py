@@ -104,7 +104,7 @@ def test_nan_of_either_sign_ranks_behind_minus_infinity() -> None:
 @pytest.mark.parametrize("order", ["before_topk", "after_topk"])
 @pytest.mark.parametrize("fill", ["neg_inf", "zero"])
 def test_dropped_expert_that_stands_in_for_nan_weighs_zero(order: str, fill: str) -> None:
-    spec = RoutingSpec.from_mapping(
+    spec = spec_of(
         {
             "top_k": 2,
             "softmax_order": order,
@@ -231,7 +231,7 @@ def test_bad_arguments_are_named(
     logits: Tensor, bias: Tensor | None, error: type[EPError], message: str
 ) -> None:
     has_bias = "none" if bias is None else "selection"
-    spec = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": has_bias})
+    spec = spec_of({"top_k": 2, "correction_bias": has_bias})
 
     with pytest.raises(error, match=message):
         route(logits, spec, correction_bias=bias)

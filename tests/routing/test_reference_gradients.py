@@ -71,8 +71,8 @@ def test_gradient_is_finite_at_extreme_logits(case: Case) -> None:
 def test_bias_learns_inside_the_score_only() -> None:
     bias = torch.zeros(6, requires_grad=True)
     logits = spread_logits(2, 6)
-    inside = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": "score"})
-    selecting = RoutingSpec.from_mapping({"top_k": 2, "correction_bias": "selection"})
+    inside = spec_of({"top_k": 2, "correction_bias": "score"})
+    selecting = spec_of({"top_k": 2, "correction_bias": "selection"})
 
     assert route(logits, inside, correction_bias=bias).topk_weights.requires_grad
     assert not route(logits, selecting, correction_bias=bias).topk_weights.requires_grad

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, route
+from tests.routing.cases import spec_of
 from tests.routing.oracle import route_rows
 
 NUM_EXPERTS = 12
@@ -29,7 +30,7 @@ def specs(draw: st.DrawFn) -> RoutingSpec:
     topk_groups = draw(st.integers(1, num_groups))
     renormalize = draw(st.booleans())
     epsilon_mode = draw(st.sampled_from(["none", "added", "clamp"])) if renormalize else "none"
-    return RoutingSpec.from_mapping(
+    return spec_of(
         {
             "top_k": draw(st.integers(1, topk_groups * NUM_EXPERTS // num_groups)),
             "score_function": score_function,

@@ -168,7 +168,7 @@ def random_routing(draw: random.Random) -> tuple[RoutingSpec, int]:
         "epsilon": 0.0 if mode == "none" else draw.choice([1e-20, 1e-12, 1e-6, 0.25]),
         "routed_scaling_factor": draw.choice([1.0, 2.5]),
     }
-    return RoutingSpec.from_mapping(spec), num_experts
+    return spec_of(spec), num_experts
 
 
 @pytest.mark.slow

@@ -2,9 +2,8 @@
 
 On a GPU they are those of its library, by which torch computes too, so that scores which are equal
 there are equal here. (Triton's own exp multiplies by log2(e) in one rounding, which at -20 is five
-units in the last place of the result.) The interpreter has no such library: there exp is a
-polynomial that interpolates at Chebyshev nodes, within 1.1 units of the exact value, and the others
-are computed in float64, because torch on a CPU is within 0.6 units.
+units in the last place of the result.) The interpreter has no such library: there they are computed
+in float64, because torch on a CPU is within 0.6 units.
 """
 
 from __future__ import annotations
@@ -17,11 +16,7 @@ from epcomm.kernels.launch import IS_INTERPRETED
 
 _IS_INTERPRETED = tl.constexpr(IS_INTERPRETED)
 
-# exp(x) is 2**n * exp(r) with x = n * ln(2) + r. The first part of ln(2) has 9 bits, so that its
-# product with any n is exact; the second is what remains.
-_LOG2_E = tl.constexpr(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
-# Below this value exp(x) is 0 in float32; the limit keeps 2**n finite.
+# Below this value exp(x) is 0 in float32; the limit keeps the sum with _SHIFT finite.
 _LOWEST = tl.constexpr(-110.0)
 # A little below this exp(x) is subnormal, where the GPU's library, as Triton links it, gives 0; so
 # it computes exp(x + 40), an exact sum, and the result is multiplied by exp(-40).
@@ -38,21 +33,12 @@ _SOFTPLUS_END = tl.constexpr(20.0)
 @triton.jit
 def exp_up_to_20(x: tl.tensor) -> tl.tensor:
     """Return exp(x) of x <= 20, -inf included."""
+    if _IS_INTERPRETED:
+        return tl.exp(x.to(tl.float64)).to(tl.float32)
     x = tl.maximum(x, _LOWEST)
-    if not _IS_INTERPRETED:
-        is_small = x < _NEARLY_SUBNORMAL
-        e = libdevice.exp(tl.where(is_small, x + _SHIFT, x))
-        return tl.where(is_small, e * _EXP_OF_MINUS_SHIFT, e)  # pyright: ignore[reportReturnType]
-    n = tl.floor(x * _LOG2_E + 0.5)
-    r = (x - n * _LN2_HIGH) - n * _LN2_LOW
-    p = 0.0013926392421126366 * r + 0.008363345637917519
-    p = (p * r + 0.04166655242443085) * r + 0.16666576266288757
-    p = 1.0 + (r + r * r * (p * r + 0.5))
-    # The product is made in two steps, because 2**-150 is not a float32.
-    power = n.to(tl.int32)
-    half = power >> 1
-    p *= ((half + 127) << 23).to(tl.float32, bitcast=True)
-    return p * ((power - half + 127) << 23).to(tl.float32, bitcast=True)
+    is_small = x < _NEARLY_SUBNORMAL
+    e = libdevice.exp(tl.where(is_small, x + _SHIFT, x))
+    return tl.where(is_small, e * _EXP_OF_MINUS_SHIFT, e)  # pyright: ignore[reportReturnType]
 
 
 @triton.jit

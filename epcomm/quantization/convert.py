@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from epcomm.errors import BackendUnavailable, ConfigError, ShapeError
-from epcomm.quantization.fp8 import restore_fp8, write_fp8
-from epcomm.quantization.int8 import INT8_PER_TOKEN, restore_int8, write_int8
+from epcomm.quantization.fp8 import restore, write_fp8
+from epcomm.quantization.int8 import INT8_PER_TOKEN, write_int8
 from epcomm.quantization.scale_layout import row_major
 from epcomm.types import QUANTIZABLE_DTYPES, Int8Profile, WireDtype, WireFormat, WireTensor
 
@@ -123,7 +123,6 @@ def dequantize(wire: WireTensor, dtype: torch.dtype) -> Tensor:
     if not wire.format.dtype.is_quantized:
         return wire.data.to(dtype)
     _check_format("dequantize", wire.format)
-    restore = restore_int8 if wire.format.dtype is WireDtype.INT8 else restore_fp8
     return restore(row_major(wire)).to(dtype)
 
 

@@ -70,8 +70,8 @@ def write_fp8(hidden_states: Tensor, wire: WireTensor) -> None:
     wire.data.copy_(scaled.flatten(-2)[..., : hidden_states.shape[-1]])
 
 
-def restore_fp8(wire: WireTensor) -> Tensor:
-    """Multiply codes by scales, [..., R, H], float32.
+def restore(wire: WireTensor) -> Tensor:
+    """Multiply the codes of any quantised format by their scales, [..., R, H], float32.
 
     The scales have the shape of row-major scales and any strides; packed scales are unpacked first.
     """

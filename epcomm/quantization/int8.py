@@ -57,12 +57,6 @@ def write_int8(hidden_states: Tensor, wire: WireTensor, profile: Int8Profile) ->
     wire.data.copy_(torch.where(is_finite & is_usable, codes, 0.0))
 
 
-def restore_int8(wire: WireTensor) -> Tensor:
-    """Multiply codes by their row's scale, [..., R, H], float32."""
-    assert wire.scales is not None, "quantised formats have scales"
-    return wire.data.float() * wire.scales
-
-
 def _divide(numerator: float, tensor: Tensor) -> Tensor:
     # `number / tensor` would be a rounded reciprocal times the number.
     return torch.div(torch.full_like(tensor, numerator), tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
@@ -11,14 +11,25 @@ from torch import Tensor
 
 from epcomm.config import ScaleDtypeName
 from epcomm.errors import ConfigError, ShapeError
-from epcomm.quantization import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES, INT8_PER_TOKEN
-from epcomm.types import QUANTIZABLE_DTYPES, ScaleDtype, WireDtype, WireFormat, enum_member
+from epcomm.quantization import (
+    FP8_FLOAT32_SCALES,
+    FP8_POWER_OF_TWO_SCALES,
+    INT8_PER_TOKEN,
+    quantize,
+)
+from epcomm.types import (
+    QUANTIZABLE_DTYPES,
+    Int8Profile,
+    ScaleDtype,
+    WireDtype,
+    WireFormat,
+    WireTensor,
+    enum_member,
+)
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 # Rows and columns of a block of FP8 matrices, and elements of hidden states that share a scale.
 BLOCK = 128
-FP8_MAX = 448.0
-INT8_MAX = 127.0
 
 # Matrices are [E, out, in] with gate first, and the activation is SwiGLU.
 _PLAIN = ExpertFormat()
@@ -107,9 +118,10 @@ class EightBitWeights(ExpertTensors):
     def from_unquantized(
         cls, weights: ExpertWeights, *, scales: ScaleDtype | ScaleDtypeName = ScaleDtype.FLOAT32
     ) -> Self:
-        """Quantise experts so that the largest element that shares a scale gets the largest code.
+        """Quantise experts by the arithmetic of epcomm.quantization, which defines other cases too.
 
-        Infinity or NaN makes the scale NaN, and so all elements that share it. Local.
+        The largest element that shares a scale gets the largest code. Infinity or NaN makes the
+        scale NaN, and so all elements that share it. Local.
 
         Args:
             weights: the experts, with any strides.
@@ -179,12 +191,12 @@ class Fp8BlockWeights(EightBitWeights):
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
-        amax = blocks.abs().amax(dim=(2, 4))
-        is_float32 = scales is ScaleDtype.FLOAT32
-        found = _scale_of(amax, FP8_MAX) if is_float32 else _power_of_two_of(amax)
-        scaled = matrices.float() / _spread(found, matrices)
-        return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)
+        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
+        # A row of all elements of each block has one scale.
+        one_scale = replace(FP8_FLOAT32_SCALES, scale_block=0, scale_dtype=scales.torch_dtype)
+        codes, found = _codes_and_scales(quantize(blocks.flatten(3), one_scale))
+        codes = codes.unflatten(3, (BLOCK, BLOCK)).transpose(2, 3).flatten(3).flatten(1, 2)
+        return codes[:, :num_rows, :num_columns], found
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -212,11 +224,9 @@ class Int8ChannelWeights(EightBitWeights):
                 f"Int8ChannelWeights.from_unquantized: scales is {scales.value}, expected "
                 f"{ScaleDtype.FLOAT32.value}; for power-of-two scales take Fp8BlockWeights"
             )
-        full = matrices.float()
-        found = _scale_of(full.abs().amax(dim=2), INT8_MAX)
-        codes = (full / found.unsqueeze(2)).round().clamp(-INT8_MAX, INT8_MAX)
-        # NaN has no integer.
-        return codes.nan_to_num(nan=0.0).to(torch.int8), found
+        # This profile has no scale of 0.
+        profile = Int8Profile.RINT127EPS
+        return _codes_and_scales(quantize(matrices.float(), INT8_PER_TOKEN, profile=profile))
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -232,26 +242,9 @@ def _check_plain(weights: ExpertWeights) -> None:
         )
 
 
-def _scale_of(amax: Tensor, largest_code: float) -> Tensor:
-    """Return the scale that maps the largest magnitude to the largest code; not 0 for zeros.
-
-    NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
-    """
-    scale = amax.clamp(min=torch.finfo(torch.float32).tiny) / largest_code
-    return torch.where(amax.isfinite(), scale, torch.nan)
-
-
-def _power_of_two_of(amax: Tensor) -> Tensor:
-    """Return the smallest power of two, float32, with amax / power <= 448.
-
-    NaN where that magnitude is infinite or NaN, which have no exponent.
-    """
-    fraction, exponent = torch.frexp(amax)
-    # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
-    exponent = exponent - 9 + (fraction > 0.875).int()
-    # Zeros may have any scale. 2**-126 is the least normal float32.
-    power = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
-    return torch.where(amax.isfinite(), power, torch.nan)
+def _codes_and_scales(wire: WireTensor) -> tuple[Tensor, Tensor]:
+    assert wire.scales is not None, "quantised formats have scales"
+    return wire.data, wire.scales.squeeze(-1)
 
 
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:

@@ -170,16 +170,14 @@ class ExpertWeights(ExpertTensors):
             if getattr(self, name).dim() != 3:
                 shape = list(getattr(self, name).shape)
                 raise ShapeError(f"ExpertWeights: {name} is {shape}, expected three dimensions")
-        first = self.intermediate_size * (2 if self.format.activation.is_gated else 1)
-        matrices = {
-            "gate_up_proj": self.gate_up_matrices(),
-            "down_proj": self.down_matrices(),
-        }
+        num_experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
+        first = inner * (2 if self.format.activation.is_gated else 1)
+        matrices = {"gate_up_proj": self.gate_up_matrices(), "down_proj": self.down_matrices()}
         expected = {
-            "gate_up_proj": [self.num_experts, self.hidden_size, first],
-            "down_proj": [self.num_experts, self.intermediate_size, self.hidden_size],
-            "gate_up_bias": [self.num_experts, first],
-            "down_bias": [self.num_experts, self.hidden_size],
+            "gate_up_proj": [num_experts, hidden, first],
+            "down_proj": [num_experts, inner, hidden],
+            "gate_up_bias": [num_experts, first],
+            "down_bias": [num_experts, hidden],
         }
         for name, tensor in self.tensors().items():
             shape = list(matrices.get(name, tensor).shape)

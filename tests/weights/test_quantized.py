@@ -170,9 +170,10 @@ def test_power_of_two_scales_ask_for_such_rows() -> None:
 
 @pytest.mark.parametrize(
     ("largest", "exponent"),
-    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -126)],
+    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -22)],
 )
 def test_power_of_two_is_the_smallest_that_fits(largest: float, exponent: int) -> None:
+    # A block below 1e-4 is quantised as if its largest magnitude were 1e-4.
     matrices = torch.zeros(1, 2, 3)
     matrices[0, 1, 2] = -largest
     codes, scales = Fp8BlockWeights._quantize(matrices, ScaleDtype.POWER_OF_TWO)

@@ -22,14 +22,18 @@ Kind = Literal["counter", "gauge"]
 class Metric:
     """One number of this rank, by the rules of Prometheus for names and labels.
 
-    kind: a counter only grows; a gauge may rise and fall.   help: the meaning, one sentence.
+    help: the meaning, one sentence.
     """
 
     name: str
     labels: Mapping[str, str]
     value: float
-    kind: Kind
     help: str
+
+    @property
+    def kind(self) -> Kind:
+        """The kind by the name: a counter only grows; a gauge may rise and fall."""
+        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 @dataclass(frozen=True)
@@ -39,11 +43,6 @@ class _Family:
     name: str
     help: str
     read: Callable[[EPStats], float | tuple[int, ...]]
-
-    @property
-    def kind(self) -> Kind:
-        """Return the kind of metric that the name implies by the conventions of Prometheus."""
-        return "counter" if self.name.endswith("_total") else "gauge"
 
 
 _IMBALANCE = "Most tokens of an expert of the rank over their mean, since construction."
@@ -125,13 +124,8 @@ def _of_layer(family: _Family, labels: Mapping[str, str], stats: EPStats) -> Ite
     read = family.read(stats)
     is_by_expert = isinstance(read, tuple)
     for expert, value in enumerate(read if is_by_expert else (read,)):
-        yield Metric(
-            name=family.name,
-            labels={**labels, "expert": str(expert)} if is_by_expert else labels,
-            value=float(value),
-            kind=family.kind,
-            help=family.help,
-        )
+        own = {**labels, "expert": str(expert)} if is_by_expert else labels
+        yield Metric(name=family.name, labels=own, value=float(value), help=family.help)
 
 
 def _of_replays(model: nn.Module, labels_of: Mapping[Calls, Mapping[str, str]]) -> Iterator[Metric]:
@@ -146,24 +140,17 @@ def _of_replays(model: nn.Module, labels_of: Mapping[Calls, Mapping[str, str]]) 
                 name=f"epcomm_replayed_{field.removeprefix('num_')}_total",
                 labels=labels,
                 value=float(getattr(counts, field)),
-                kind="counter",
                 help=text,
             )
 
 
 def _sent_bytes(group: EPGroup, labels: Mapping[str, str]) -> Iterator[Metric]:
     for backend, traffic in group.traffic().items():
-        sent = {
-            "dispatch": traffic.dispatch_bytes,
-            "combine": traffic.combine_bytes,
-            "control": traffic.control_bytes,
-        }
-        for direction, num_bytes in sent.items():
+        for direction in ("dispatch", "combine", "control"):
             yield Metric(
                 name="epcomm_sent_bytes_total",
                 labels={**labels, "backend": backend, "direction": direction},
-                value=float(num_bytes),
-                kind="counter",
+                value=float(getattr(traffic, f"{direction}_bytes")),
                 help="Bytes that the rank sent to other ranks, forward and backward.",
             )
 

@@ -157,7 +157,7 @@ def test_prometheus_reads_what_stats_say() -> None:
 
 def test_prometheus_reads_labels_with_quotes() -> None:
     odd = 'a "quoted" \\ back\nslash'
-    metric = Metric(name="number", labels={"layer": odd}, value=1e20, kind="gauge", help="One.")
+    metric = Metric(name="number", labels={"layer": odd}, value=1e20, help="One.")
     text = as_prometheus_text([metric, replace(metric, labels={"layer": ""})])
     (family,) = text_string_to_metric_families(text)
     assert [(sample.labels, sample.value) for sample in family.samples] == [

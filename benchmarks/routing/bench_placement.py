@@ -37,7 +37,7 @@ from epcomm.bench.ranks import of_all_ranks
 from epcomm.bench.timing import Percentiles
 from epcomm.bench.turns import is_in_graph, percentiles_of, take_turns, time_parts
 from epcomm.cli.records import takes_records
-from epcomm.placement.balance import rank_loads
+from epcomm.placement.balance import highest_load
 from epcomm.testing.oracle import relative_error
 
 # Tolerance for bfloat16: after a move the sums of the ranks differ, and they and y are rounded in
@@ -163,7 +163,7 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
         ids.copy_(experts_of_tokens(options, group.rank, batch, device))
         for name, found in take_turns(calls, device, num_rounds=1).items():
             spans[name] += found
-    timed = count(options, batches, world_size)
+    timed = count(options, batches, world_size).tolist()
     in_order = ExpertPlacement.spread(
         num_experts=options.experts, num_ranks=world_size, num_physical_experts=options.experts
     )
@@ -172,15 +172,11 @@ def run(options: Options, group: EPGroup) -> tuple[list[Way], ExpertPlacement]:
         Way(
             name=name,
             us=percentiles_of(spans[name])["layer"],
-            slots_ratio=_ratio(rank_loads(places[name], timed)),
+            slots_ratio=highest_load(places[name], timed) * world_size / sum(timed),
         )
         for name in layers
     ]
     return ways, placement
-
-
-def _ratio(loads: list[float]) -> float:
-    return max(loads) * len(loads) / sum(loads)
 
 
 @takes_records

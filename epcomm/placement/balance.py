@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from epcomm.errors import ConfigError, shown
 from epcomm.placement.expert_placement import ExpertPlacement, check_sizes
+from epcomm.placement.recorder import loads_of_ranks
 from epcomm.types import is_size
 
 if TYPE_CHECKING:
@@ -91,15 +93,14 @@ def balance(
                 physical_to_logical=tuple(placed),
             )
         )
-    return min(found, key=lambda placement: max(rank_loads(placement, values)))
+    return min(found, key=lambda placement: highest_load(placement, values))
 
 
-def rank_loads(placement: ExpertPlacement, load: Tensor | Sequence[float] | _Loads) -> list[float]:
-    """Return the load of each rank, [W], where the copies of an expert serve equal parts. Local."""
-    values = _checked(load)
-    parts = [float(values[e]) / len(placement.replicas[e]) for e in placement.physical_to_logical]
-    size = placement.num_local_experts
-    return [math.fsum(parts[r * size : (r + 1) * size]) for r in range(placement.num_ranks)]
+def highest_load(placement: ExpertPlacement, load: Sequence[float] | _Loads) -> float:
+    """Return the load of the most loaded rank, where copies of an expert serve equal parts."""
+    owners = torch.tensor(placement.physical_to_logical, device="cpu")
+    values, num_ranks = torch.tensor(load, device="cpu"), placement.num_ranks
+    return float(loads_of_ranks(values, num_ranks=num_ranks, physical_to_logical=owners).max())
 
 
 def _checked(load: Tensor | Sequence[float] | _Loads) -> _Loads:

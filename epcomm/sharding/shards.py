@@ -166,11 +166,8 @@ def cut_share(full: Tensor, shard: ExpertShard) -> Tensor:
 def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
     """Return zeros [E, ...] with one rank's experts [L, ...] at their ids. Local."""
     whole = share.new_zeros((shard.num_experts, *share.shape[1:]))
-    experts = logical_experts(shard)
-    if isinstance(experts, range):
-        whole[experts.start : experts.stop] = share
-        return whole
-    return whole.index_copy_(0, torch.tensor(experts, device=share.device), share)
+    experts = torch.tensor(logical_experts(shard), dtype=torch.int64, device=share.device)
+    return whole.index_copy_(0, experts, share)
 
 
 def counted_once(tensor: Tensor) -> Tensor:

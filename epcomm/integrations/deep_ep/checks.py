@@ -163,12 +163,10 @@ class Check:
             fault = f"{name} is {type(event).__name__}, expected EventHandle, EventOverlap or None"
             raise self.error(ConfigError, fault, "pass what capture() of the buffer returns")
 
-    def handle_error(self, handle: object, maker: str) -> HandleError:
+    def handle_error(self, handle: object, maker: str) -> EPError:
         """Return the error of a handle that `maker` did not return."""
-        return HandleError(
-            f"{self.function}: handle is {type(handle).__name__}, expected what {maker} returned "
-            f"({self.ranks.where}); pass it as it is, without a copy"
-        )
+        fault = f"handle is {type(handle).__name__}, expected what {maker} returned"
+        return self.error(HandleError, fault, "pass it as it is, without a copy")
 
     def absent(self, **given: object) -> None:
         """Refuse arguments that are not None or False."""
@@ -181,14 +179,10 @@ class Check:
 
 
 def _fits(found: torch.Size, shape: Shape) -> bool:
-    if found == shape:
-        return True
-    if len(found) != len(shape):
-        return False
-    for size, expected in zip(found, shape, strict=True):
-        if expected is not None and size != expected:
-            return False
-    return True
+    if found == shape or len(found) != len(shape):
+        return found == shape
+    sizes = zip(found, shape, strict=True)
+    return all(expected is None or size == expected for size, expected in sizes)
 
 
 class Absent:

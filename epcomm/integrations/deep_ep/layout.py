@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from epcomm.ops.slots import row_ops_for
+from epcomm.ops.slots import count_experts, mark_pairs, row_ops_for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,18 +41,11 @@ def layout_of(topk_ids: Tensor, num_experts: int, num_ranks: int) -> TokenLayout
             topk_ids, layout.tokens_per_rank, layout.tokens_per_expert, layout.is_in_rank
         )
         return layout
-    # Ids that name no expert are counted in an extra last column, which is removed.
-    is_expert = (topk_ids >= 0) & (topk_ids < num_experts)
-    experts = torch.where(is_expert, topk_ids, num_experts).long()
-    ones = torch.ones_like(experts, dtype=torch.int32).flatten()
-    per_expert = topk_ids.new_zeros(num_experts + 1, dtype=torch.int32)
-    per_expert.scatter_add_(0, experts.flatten(), ones)
-    ranks = torch.where(is_expert, experts // max(num_experts // num_ranks, 1), num_ranks)
-    is_in_rank = topk_ids.new_zeros(num_tokens, num_ranks + 1, dtype=torch.bool)
-    is_in_rank.scatter_(1, ranks.clamp(max=num_ranks), True)
-    is_in_rank = is_in_rank[:, :num_ranks].clone(memory_format=torch.contiguous_format)
+    experts = torch.where((topk_ids >= 0) & (topk_ids < num_experts), topk_ids, -1)
+    ranks = experts.div(max(num_experts // num_ranks, 1), rounding_mode="floor")
+    is_in_rank = mark_pairs(torch.where(ranks < num_ranks, ranks, -1), num_ranks)
     return TokenLayout(
         tokens_per_rank=is_in_rank.sum(0, dtype=torch.int32),
-        tokens_per_expert=per_expert[:num_experts],
-        is_in_rank=is_in_rank,
+        tokens_per_expert=count_experts(experts, num_experts).int(),
+        is_in_rank=is_in_rank.clone(memory_format=torch.contiguous_format),
     )

@@ -23,7 +23,7 @@ from torch import Tensor
 from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
-from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, _codes_by, _finite_amax, _storable
+from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, quantize_part
 from epcomm.kernels.rows.launch import launch
 from epcomm.types import Int8Profile
 
@@ -134,8 +134,7 @@ def _quantize_hidden_int8_kernel(
         elements = slots[:, None] * INNER + columns[None, :]
         hidden = tl.load(hidden_ptr + elements, mask=is_element, other=0.0)
         amax_bits = tl.max(hidden.to(tl.int32, bitcast=True) & _MAGNITUDE_MASK, axis=1)[:, None]
-        codes, scales, is_usable = _codes_by(hidden, _finite_amax(amax_bits), PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
-        codes, scales = _storable(codes, scales, amax_bits, is_usable)  # pyright: ignore[reportGeneralTypeIssues]
+        codes, scales = quantize_part(hidden, amax_bits, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
         tl.store(codes_ptr + elements, codes, mask=is_element)
         tl.store(scales_ptr + slots[:, None], scales, mask=is_row[:, None])
 

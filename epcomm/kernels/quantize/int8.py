@@ -56,21 +56,6 @@ def _round_quotient(quotient: tl.tensor, PROFILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def _finite_amax(amax_bits: tl.tensor) -> tl.tensor:
-    """Return the largest magnitude, or 0 in place of infinity and NaN."""
-    return tl.where(amax_bits < _INFINITY_BITS, amax_bits, 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _rint127(x: tl.tensor, amax: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return codes in float32, scales, and whether both are usable; amax: [], or [rows, 1]."""
-    # div_rn rounds correctly; `/` would be approximate.
-    factor = tl.math.div_rn(_INT8_MAX, amax)
-    is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
-    return _round_half_even(x * factor), tl.math.div_rn(1.0, factor), is_usable
-
-
-@triton.jit
 def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Divide x by scale, correctly rounded above 2**-20; scale: [], or [rows, 1].
 
@@ -89,36 +74,6 @@ def _quotient(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     quotient = x * reciprocal
     remainder = tl.fma(tl.zeros_like(x) - quotient, tl.zeros_like(x) + scale, x)
     return tl.fma(remainder, tl.zeros_like(x) + reciprocal, quotient)
-
-
-@triton.jit
-def _codes_by(
-    x: tl.tensor, amax: tl.tensor, PROFILE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return codes, scales and usability as _rint127() does, by any profile."""
-    if PROFILE == "rint127" or PROFILE == "rint127eps":
-        if PROFILE == "rint127eps":
-            amax += _AMAX_EPSILON
-        codes, scale, is_usable = _rint127(x, amax)  # pyright: ignore[reportGeneralTypeIssues]
-    else:
-        # div_rn rounds correctly; `/` would be approximate.
-        scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
-        is_usable = scale > 0
-        codes = _round_quotient(_quotient(x, tl.where(is_usable, scale, 1.0)), PROFILE)
-    return codes, scale, is_usable
-
-
-@triton.jit
-def _storable(
-    codes: tl.tensor, scale: tl.tensor, amax_bits: tl.tensor, is_usable: tl.tensor
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return int8 codes and the scale: 0 and 0 where not usable, 0 and NaN where not finite."""
-    is_finite = amax_bits < _INFINITY_BITS
-    scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
-    scale_bits = tl.where(is_finite, scale_bits, _NAN_BITS)
-    # NaN is replaced before the cast, because it has no integer.
-    codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)
-    return codes, scale_bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -141,10 +96,28 @@ def largest_bits(x: tl.tensor) -> tl.tensor:
 def quantize_part(
     x: tl.tensor, amax_bits: tl.tensor, PROFILE: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return quantize_row() of a part of a row whose largest_bits() are known."""
-    amax = _finite_amax(amax_bits)
-    codes, scale, is_usable = _codes_by(x, amax, PROFILE)  # pyright: ignore[reportGeneralTypeIssues]
-    return _storable(codes, scale, amax_bits, is_usable)
+    """Return codes, int8, and the scale of a part of a row whose largest_bits() are known.
+
+    amax_bits and the scale are [], or [rows, 1] for parts of several rows.
+    """
+    is_finite = amax_bits < _INFINITY_BITS
+    amax = tl.where(is_finite, amax_bits, 0).to(tl.float32, bitcast=True)
+    # div_rn rounds correctly; `/` would be approximate.
+    if PROFILE == "rint127" or PROFILE == "rint127eps":
+        if PROFILE == "rint127eps":
+            amax += _AMAX_EPSILON
+        factor = tl.math.div_rn(_INT8_MAX, amax)
+        is_usable = factor.to(tl.int32, bitcast=True) < _INFINITY_BITS
+        codes, scale = _round_half_even(x * factor), tl.math.div_rn(1.0, factor)
+    else:
+        scale = tl.math.div_rn(amax, tl.zeros_like(amax) + _INT8_MAX)
+        is_usable = scale > 0
+        codes = _round_quotient(_quotient(x, tl.where(is_usable, scale, 1.0)), PROFILE)
+    # Codes and scale are 0 where the scale is not usable, and 0 and NaN where x is not finite. NaN
+    # is replaced before the cast, because it has no integer.
+    codes = tl.where(is_finite & is_usable, codes, 0.0).to(tl.int32).to(tl.int8)
+    scale_bits = tl.where(is_usable, scale, 0.0).to(tl.int32, bitcast=True)
+    return codes, tl.where(is_finite, scale_bits, _NAN_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from epcomm.planning.plan import plan
 from epcomm.planning.plans import PhasePlan
 from epcomm.platforms.tracing import ranged
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import arrange_scales, quantize, quantizer_for, restore_scales
+from epcomm.quantization import arrange_scales, quantize, quantizer_for, row_major
 from epcomm.records import (
     CombineInput,
     DispatchOutput,
@@ -255,7 +255,7 @@ class Dispatcher(Generic[DispatchT, CombineT]):
             rows, slot_weights = with_history(self._buffer, call, out, packs=packs)
             if packs:
                 index = replace(index, row_of_slot=None, slots_of_row=None)
-        rows = _arranged(rows, self.plan.scale_layout, self._spec.hidden_size)
+        rows = _arranged(rows, self.plan.scale_layout)
         if self.plan.caps.layout is Layout.MASKED:
             capacity = rows.data.shape[:2]
             # Mean slots of an expert: W * T * K slots on W * L experts.
@@ -542,17 +542,17 @@ def _flags_of(inputs_need_grad: bool, experts_need_grad: bool | tuple[bool, ...]
     return flags
 
 
-def _arranged(rows: WireTensor, layout: ScaleLayout, hidden_size: int) -> WireTensor:
+def _arranged(rows: WireTensor, layout: ScaleLayout) -> WireTensor:
     """Return rows with scales in `layout`, which the runner reads; rows without scales as is."""
     if rows.scales is None:
         return rows
     if rows.scale_layout is layout or rows.scale_layout == layout:
         return rows
-    came, scales = rows.scale_layout or ROW_MAJOR, rows.scales
-    if layout != came:
-        num_scales = rows.format.num_scales(hidden_size)
-        scales = arrange_scales(restore_scales(scales, came, num_scales), layout)
-    return replace(rows, scales=scales, scale_layout=layout)
+    if layout != (rows.scale_layout or ROW_MAJOR):
+        rows = row_major(rows)
+        assert rows.scales is not None, "there were some"
+        rows = replace(rows, scales=arrange_scales(rows.scales, layout))
+    return replace(rows, scale_layout=layout)
 
 
 def _as_rows(combine_input: RowsCombineInput | MaskedCombineInput) -> RowsCombineInput:

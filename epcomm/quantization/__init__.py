@@ -10,7 +10,7 @@ from types import MappingProxyType
 from epcomm.quantization.convert import Quantizer, dequantize, quantize, quantizer_for
 from epcomm.quantization.fp8 import FP8_FLOAT32_SCALES, FP8_POWER_OF_TWO_SCALES
 from epcomm.quantization.int8 import INT8_PER_TOKEN
-from epcomm.quantization.scale_layout import arrange_scales, check_scales, restore_scales, row_major
+from epcomm.quantization.scale_layout import arrange_scales, check_scales, row_major
 from epcomm.types import Int8Profile, WireDtype, WireFormat
 
 # The wire format of a wire dtype alone: the scales that FP8 checkpoints and W8A8 experts need.
@@ -33,6 +33,5 @@ __all__ = [
     "dequantize",
     "quantize",
     "quantizer_for",
-    "restore_scales",
     "row_major",
 ]

@@ -30,12 +30,6 @@ def arrange_scales(scales: Tensor, layout: ScaleLayout) -> Tensor:
     return to_column_major(packed, layout.alignment) if layout.column_major else packed
 
 
-def restore_scales(scales: Tensor, layout: ScaleLayout, num_scales: int) -> Tensor:
-    """Undo arrange_scales(); num_scales is S, the scales of a row."""
-    rows = from_column_major(scales) if layout.column_major else scales
-    return unpack_scales(rows, num_scales) if layout.packed else rows
-
-
 def row_major(wire: WireTensor) -> WireTensor:
     """Return a wire tensor with adjacent elements and unpacked, row-major scales, as it is sent.
 
@@ -95,23 +89,6 @@ def pack_scales(scales: Tensor) -> Tensor:
     padded[..., :num_scales] = scales.contiguous().view(torch.uint8)
     # All hosts and devices that torch serves store the lowest byte first.
     return padded.view(torch.int32)
-
-
-def unpack_scales(packed: Tensor, num_scales: int) -> Tensor:
-    """Unpack [..., R, ceil(S / 4)], int32, from pack_scales(), to [..., R, S], float8_e8m0fnu.
-
-    Raises:
-        ShapeError: another dtype, or not as many words as num_scales needs.
-    """
-    num_words = _num_words(num_scales)
-    if packed.dtype != torch.int32 or packed.shape[-1] != num_words:
-        raise ShapeError(
-            f"unpack_scales: packed is {list(packed.shape)} {packed.dtype}, expected "
-            f"[..., {num_words}] torch.int32 for {num_scales} scales a row; pass what "
-            "pack_scales() returned"
-        )
-    codes = from_column_major(packed).view(torch.uint8)
-    return codes[..., :num_scales].contiguous().view(torch.float8_e8m0fnu)
 
 
 def check_scales(wire: WireTensor, expected: ScaleLayout, *, caller: str) -> None:

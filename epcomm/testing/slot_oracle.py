@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from epcomm.buffers.base import Dispatched
-from epcomm.quantization import restore_scales
+from epcomm.quantization import row_major
 from epcomm.testing.data import RankBatch
-from epcomm.types import ROW_MAJOR, Layout, WireTensor, align_up
+from epcomm.types import Layout, WireTensor, align_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,13 +54,11 @@ def slot_positions(
 
 def flat_rows(out: Dispatched, layout: Layout) -> WireTensor:
     """Return received rows of either layout as [R, H], with row-major scales."""
-    data, scales = out.rows.data, out.rows.scales
-    if scales is not None:
-        num_scales = out.rows.format.num_scales(data.shape[-1])
-        scales = restore_scales(scales, out.rows.scale_layout or ROW_MAJOR, num_scales)
-    if layout is not Layout.ROWS:
-        data, scales = data.flatten(0, 1), None if scales is None else scales.flatten(0, 1)
-    return replace(out.rows, data=data, scales=scales, scale_layout=None)
+    rows = row_major(out.rows)
+    if layout is Layout.ROWS:
+        return rows
+    scales = None if rows.scales is None else rows.scales.flatten(0, 1)
+    return replace(rows, data=rows.data.flatten(0, 1), scales=scales)
 
 
 def rows_of_slots(out: Dispatched, rows: WireTensor) -> Tensor:

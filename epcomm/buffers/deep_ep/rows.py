@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from epcomm.buffers.sizes import RowBytes
-from epcomm.quantization.scale_layout import pack_scales, unpack_scales
+from epcomm.quantization.scale_layout import pack_scales, row_major
 from epcomm.spec import BufferSpec
-from epcomm.types import WireFormat, WireTensor, align_up
+from epcomm.types import ScaleLayout, WireFormat, WireTensor, align_up
 
 # Bytes sent with the elements of a row for each of its K experts: an int64 id and a float32 weight.
 _ENTRY_BYTES = 8 + 4
@@ -65,9 +66,10 @@ def as_wire(received: Rows, wire_format: WireFormat) -> WireTensor:
     if isinstance(received, Tensor):
         return WireTensor(data=received, format=wire_format)
     data, scales = received
-    if wire_format.scale_dtype == torch.float8_e8m0fnu:
-        scales = unpack_scales(scales, wire_format.num_scales(data.shape[-1]))
-    return WireTensor(data=data, format=wire_format, scales=scales)
+    wire = WireTensor(data=data, format=wire_format, scales=scales)
+    if wire_format.scale_dtype != torch.float8_e8m0fnu:
+        return wire
+    return row_major(replace(wire, scale_layout=ScaleLayout(packed=True)))
 
 
 def row_bytes_of(spec: BufferSpec, *, backward: bool = False) -> RowBytes:

@@ -118,7 +118,7 @@ class ExpertParallelExperts(nn.Module):
         )
         self.group = group
         self.config = config
-        self.is_decoding = False
+        self.is_decoding, self.idles_alone = False, True
         self._spec = spec
         # Types and shapes of the experts, on meta.
         self._kind = weights.with_tensors(
@@ -337,9 +337,6 @@ class ExpertParallelExperts(nn.Module):
         """Take part in a call without tokens; see ExpertParallelLayer.idle."""
         x = carry.to(self.weights.dtype).expand(0, self._spec.hidden_size)
         return self(x, empty_topk(self._spec.top_k, self.group.device)).sum().float()
-
-    def idle_model(self, model: nn.Module) -> None:
-        """Return None: a rank without data calls only the layers; see ExpertParallelLayer."""
 
     def rebalance(self, placement: ExpertPlacement, optimizer: Optimizer | None = None) -> None:
         """Move experts between ranks to another placement, between two calls.

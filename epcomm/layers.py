@@ -23,9 +23,11 @@ class ExpertParallelLayer(Protocol):
     """The methods of a layer that functions over a whole model use.
 
     is_decoding: whether calls without an explicit phase decode.
+    idles_alone: whether a rank without data may call the layer alone; else it runs the whole model.
     """
 
     is_decoding: bool
+    idles_alone: bool
 
     @property
     def group(self) -> EPGroup:
@@ -43,14 +45,6 @@ class ExpertParallelLayer(Protocol):
         backward in reverse order.
 
         Collective: yes, instead of the layer's call, and so is its backward.
-        """
-        ...
-
-    def idle_model(self, model: nn.Module) -> object:
-        """Run the whole model without data; None if it suffices to run its layers.
-
-        Returns:
-            The whole output of the model: which of its tensors depend on all layers is not known.
         """
         ...
 

@@ -74,10 +74,7 @@ def idle_step(
 
 
 def _run_idle(model: nn.Module, layers: list[ExpertParallelLayer]) -> object:
-    result = layers[0].idle_model(model)
-    if result is not None:
-        return result
-    wrapper = _wrapper_of(model)
+    wrapper = _wrapper_of(model) if layers[0].idles_alone else "transformers"
     if wrapper is not None:
         # Models of transformers name their first argument in main_input_name.
         takes = getattr(getattr(model, "module", model), "main_input_name", None)

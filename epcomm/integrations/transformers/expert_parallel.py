@@ -120,17 +120,17 @@ class ExpertParallelRegistration:
     def __init__(self, config: EPConfig) -> None:
         self.config = config
         self._groups: dict[ProcessGroup, EPGroup] = {}
-        self._bridges: list[ExpertsBridge] = []
+        self.bridges: list[ExpertsBridge] = []
         self._is_closed = False
 
     def check(self) -> None:
         """Raise the faults recorded on the device. Local; host sync; see Dispatcher.check."""
-        for bridge in self._bridges:
+        for bridge in self.bridges:
             bridge.check()
 
     def explain(self) -> str:
         """Return the plans of all kinds of layers that have run, and their reasons, as text."""
-        return "\n\n".join(dict.fromkeys(text for b in self._bridges for text in b.explain()))
+        return "\n\n".join(dict.fromkeys(text for b in self.bridges for text in b.explain()))
 
     def load_tables(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the tokens that chose each expert, [N, E], int64, by layer, for LoadRecorder.
@@ -144,7 +144,7 @@ class ExpertParallelRegistration:
                 registration.
         """
         layers = named_expert_parallel_layers(model).items()
-        bridges = {n: e for n, e in layers if isinstance(e, ExpertsBridge) and e in self._bridges}
+        bridges = {n: e for n, e in layers if isinstance(e, ExpertsBridge) and e in self.bridges}
         tables = {n: e.load_table for n, e in bridges.items() if e.load_table is not None}
         if not tables:
             why = "record_load is False" if bridges else "the model has no layer of it"
@@ -172,16 +172,14 @@ class ExpertParallelRegistration:
             self._groups[ranks] = EPGroup(ranks)
         return self._groups[ranks]
 
-    def add(self, bridge: ExpertsBridge) -> None:
-        """Add the bridge of a layer, for check() and explain()."""
-        self._bridges.append(bridge)
-
 
 class ExpertsBridge:
     """Sends the tokens of a batch to the experts of one layer, and returns the results.
 
     load_table: see ExpertParallelRegistration.load_tables(); None: nothing is counted.
     """
+
+    idles_alone = False
 
     def __init__(
         self,
@@ -217,7 +215,7 @@ class ExpertsBridge:
             self.load_table = load_table(self._num_experts, self.group.device)
         self.is_decoding = False
         self._gate: Gate | None = None
-        registration.add(self)
+        registration.bridges.append(self)
         put_in_front(experts, self)
         attach_gate(experts, self.gate_of)
 
@@ -263,13 +261,8 @@ class ExpertsBridge:
             phases.check()
 
     def idle(self, carry: Tensor) -> Tensor:
-        """Fail, because idle_model() runs all layers; see ExpertParallelLayer."""
-        raise AssertionError("idle_model() runs all layers")
-
-    def idle_model(self, model: nn.Module) -> object:
-        """Run a model that takes input_ids on one token; see ExpertParallelLayer."""
-        device = next(model.parameters()).device
-        return model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device))
+        """Fail, because the layer does not idle alone; see ExpertParallelLayer."""
+        raise AssertionError("idle_step() runs the whole model")
 
     @property
     def group(self) -> EPGroup:

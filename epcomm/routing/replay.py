@@ -227,10 +227,11 @@ class _RecordedLayer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Call:
-    """A call of a layer: its first token, T, and its checkpoint, see checkpoint_of_call()."""
+    """A call of a layer: its first token, T, call_number(), and checkpoint_of_call()."""
 
     start: int
     num_tokens: int
+    number: int
     checkpoint: object | None
 
 
@@ -250,9 +251,7 @@ class _ReplayedLayer:
         self._has_live = bool((routes < 0).any())
         self.counts = torch.zeros(4, dtype=torch.int64, device=routes.device)
         self._gate = gate
-        # The calls so far, and call_number() of each.
         self._calls: list[_Call] = []
-        self._numbers: list[int] = []
         self._end = 0
         self._begin_number = call_number()
         self._thread = threading.get_ident()
@@ -276,7 +275,7 @@ class _ReplayedLayer:
 
     def end(self) -> None:
         """Refuse to repeat the calls from now on."""
-        if self._numbers:
+        if self._calls:
             self._gate.ended.append(range(self._begin_number, call_number() + 1))
 
     def check_end(self) -> None:
@@ -308,10 +307,10 @@ class _ReplayedLayer:
                 f"replay_routes: layer {self.index} is called in a different thread from that of "
                 f"the context ({self._gate.calls.names.where}); enter a context in each thread"
             )
+        number, checkpoint = call_number(), checkpoint_of_call()
         self._calls.append(
-            _Call(start=start, num_tokens=num_tokens, checkpoint=checkpoint_of_call())
+            _Call(start=start, num_tokens=num_tokens, number=number, checkpoint=checkpoint)
         )
-        self._numbers.append(call_number())
         return start
 
     def _start_of(self, repeat: Repeat, num_tokens: int) -> int:
@@ -330,16 +329,14 @@ class _ReplayedLayer:
 
     def _first_of(self, repeat: Repeat) -> int:
         """Return the number of the first call of this layer in the checkpoint, or -1."""
+        place = bisect_right(self._calls, repeat.node, key=lambda call: call.number)
         if repeat.is_reentrant:
-            return bisect_right(self._numbers, repeat.node)
-        place = bisect_right(self._numbers, repeat.node) - 1
-        while place > 0 and self._in_one_checkpoint(place - 1, place):
-            place -= 1
-        return place
-
-    def _in_one_checkpoint(self, first: int, second: int) -> bool:
-        checkpoint = self._calls[first].checkpoint
-        return checkpoint is not None and checkpoint is self._calls[second].checkpoint
+            return place
+        first = place - 1
+        checkpoint = self._calls[first].checkpoint if place else None
+        while checkpoint is not None and first and self._calls[first - 1].checkpoint is checkpoint:
+            first -= 1
+        return first
 
     def _count(self, ids: Tensor, live_ids: Tensor) -> None:
         is_given = ids >= 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from epcomm.config import Router
 from epcomm.errors import BackendUnavailable
+from epcomm.ops.slots import count_experts
 from epcomm.records import ReplicaTable, TopKOutput
 from epcomm.routing.ascend_gating import AscendGate, gating_lacks, gating_reasons
 from epcomm.routing.reference import route
@@ -113,7 +114,5 @@ def count_load(topk_ids: Tensor, load: Tensor) -> None:
 
     Local.   Host sync: none.   Graph capture: yes.
     """
-    ids = topk_ids.flatten()
     # Dispatch reports ids out of range on all ranks; an index error here would not.
-    is_named = (ids >= 0) & (ids < load.shape[1])
-    load[0].scatter_add_(0, ids.clamp(0, load.shape[1] - 1), is_named.to(load.dtype))
+    load[0] += count_experts(topk_ids.where(topk_ids < load.shape[1], -1), load.shape[1])

@@ -38,16 +38,15 @@ class ReferenceRunner(ExpertRunner):
         for expert, count in enumerate(counts):
             mine = slice(starts[expert], starts[expert] + count)
             scale = None if slot_weights is None else slot_weights[mine]
-            pieces.append(_run_expert(slots[mine], scale, weights, expert))
+            pieces.append(run_expert(slots[mine], scale, weights, expert))
             # Padding after the slots of an expert; zeros, so that gradients stay finite.
             pieces.append(slots.new_zeros(starts[expert + 1] - mine.stop, slots.shape[1]))
         pieces.append(slots.new_zeros(dispatched.num_slots - starts[-1], slots.shape[1]))
         return torch.cat(pieces)
 
 
-def _run_expert(
-    hidden: Tensor, scale: Tensor | None, weights: ExpertWeights, expert: int
-) -> Tensor:
+def run_expert(hidden: Tensor, scale: Tensor | None, weights: ExpertWeights, expert: int) -> Tensor:
+    """Return the results of one expert for tokens [..., H], multiplied by the scale if given."""
     gate_up = hidden @ weights.gate_up_matrices()[expert]
     if weights.gate_up_bias is not None:
         gate_up = gate_up + weights.gate_up_bias[expert]

@@ -378,7 +378,7 @@ def refuse_dispatch(
         error=error,
     )
     out = buffer.dispatch(call)
-    if isinstance(buffer, ReturnsSlots) and spec.returns_slots:
+    if isinstance(buffer, ReturnsSlots) and service is Service.LOW_LATENCY:
         # The others combine what they received, and wait for every rank. This rank does not: its
         # next batch may have to come first.
         no_rows = torch.zeros(1, spec.hidden_size, dtype=hidden_dtype, device=ranks.device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from epcomm.integrations.transformers.random_copy import configs_in, on_cpu, row_error
-from epcomm.ops.activation import activate
+from epcomm.runners.reference import run_expert
 from epcomm.weights.unquantized import ExpertWeights
 
 # Number of tokens, H and I of the trial; all experts are tried, so the matrices are small.
@@ -72,12 +72,6 @@ def _compute(weights: ExpertWeights, x: Tensor, ids: Tensor, factors: Tensor) ->
     """Compute the experts of each token one after the other, [T, H]."""
     y = torch.zeros_like(x)
     for token, place in torch.cartesian_prod(*(torch.arange(size) for size in ids.shape)).tolist():
-        expert = int(ids[token, place])
-        hidden = x[token] @ weights.gate_up_matrices()[expert]
-        if weights.gate_up_bias is not None:
-            hidden = hidden + weights.gate_up_bias[expert]
-        result = activate(hidden, weights.format) @ weights.down_matrices()[expert]
-        if weights.down_bias is not None:
-            result = result + weights.down_bias[expert]
+        result = run_expert(x[token], None, weights, int(ids[token, place]))
         y[token] += factors[token, place] * result
     return y

@@ -168,10 +168,9 @@ def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
         ConfigError: as read_layout().
     """
     _check_takes(experts, experts, 3)
-    known_modules = {"act_fn"}
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
     for name in (*dict(experts.named_children()), *tensors):
-        if name not in _WEIGHTS and name not in known_modules:
+        if name not in _WEIGHTS and name != "act_fn":
             raise _unknown(experts, name)
     names = {_WEIGHTS[name]: name for name in tensors if name in _WEIGHTS}
     for field in ("gate_up_proj", "down_proj"):
@@ -290,9 +289,10 @@ def check_num_experts(block: nn.Module) -> None:
 def _check_no_jitter(block: nn.Module, settings: Mapping[str, object]) -> None:
     for name in _NOISE:
         if settings.get(name):
-            raise ConfigError(
-                f"from_transformers: router jitter of {_kind(block)} is {settings[name]}, expected "
-                "0, because noise on the input is not supported; set router_jitter_noise=0"
+            raise refusal(
+                f"router jitter of {_kind(block)} is {settings[name]}",
+                "0, because noise on the input is not supported",
+                "set router_jitter_noise=0",
             )
 
 
@@ -301,10 +301,8 @@ def _check_activation(experts: nn.Module, activation: Activation) -> None:
     found = getattr(act_fn, "__name__", type(act_fn).__name__)
     expected = _ACT_FN_NAMES[activation]
     if found not in expected:
-        raise ConfigError(
-            f"from_transformers: act_fn of {_kind(experts)} is {found}, expected "
-            f"{expected[0]}; these experts are built with {activation.value} alone"
-        )
+        remedy = f"these experts are built with {activation.value} alone"
+        raise refusal(f"act_fn of {_kind(experts)} is {found}", expected[0], remedy)
 
 
 def _one_of(

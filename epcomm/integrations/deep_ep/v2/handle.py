@@ -25,6 +25,7 @@ from epcomm.integrations.deep_ep.normal import (
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
+from epcomm.quantization.scale_layout import to_column_major
 from epcomm.spec import BufferSpec
 from epcomm.types import align_up
 
@@ -335,10 +336,7 @@ class EPHandle:
             rows = Rows(x=_select(rows.x, order), scales=scales)
         if not is_sf_col_major or rows.scales is None:
             return rows
-        num_rows, num_words = rows.scales.shape
-        stride = (1, align_up(num_rows, _SCALE_COLUMN_ALIGNMENT_WORDS))
-        by_column = rows.scales.new_empty_strided((num_rows, num_words), stride)
-        return Rows(x=rows.x, scales=by_column.copy_(rows.scales))
+        return Rows(x=rows.x, scales=to_column_major(rows.scales, _SCALE_COLUMN_ALIGNMENT_WORDS))
 
 
 def _select(rows: Tensor, index: Tensor) -> Tensor:

@@ -54,15 +54,15 @@ class EightBitWeights(ExpertTensors):
     format: ExpertFormat = _PLAIN
 
     def __post_init__(self) -> None:
+        kind = type(self).__name__
         if self.format != _PLAIN:
             raise ConfigError(
-                f"{type(self).__name__}: format is {self.format}, expected {_PLAIN}; convert the "
-                "checkpoint"
+                f"{kind}: format is {self.format}, expected {_PLAIN}; convert the checkpoint"
             )
         if WireDtype.from_torch(self.hidden_dtype) not in QUANTIZABLE_DTYPES:
             raise ConfigError(
-                f"{type(self).__name__}: hidden_dtype is {self.hidden_dtype}, expected bfloat16, "
-                "float16 or float32, in which eight-bit experts compute; cast the experts first"
+                f"{kind}: hidden_dtype is {self.hidden_dtype}, expected bfloat16, float16 or "
+                "float32, in which eight-bit experts compute; cast the experts first"
             )
         code_dtype = self.wire_format.dtype.torch_dtype
         scale_dtype = self.wire_format.scale_dtype
@@ -71,25 +71,20 @@ class EightBitWeights(ExpertTensors):
             dtype = scale_dtype if name.endswith("scale") else code_dtype
             if tensor.dtype != dtype or list(tensor.shape) != shapes[name]:
                 raise ShapeError(
-                    f"{type(self).__name__}: {name} is {tensor.dtype} {list(tensor.shape)}, "
-                    f"expected {dtype} {shapes[name]} for gate_up_proj in "
-                    f"{self.gate_up_proj.dtype} and gate_up_scale in {self.gate_up_scale.dtype}; "
-                    "see the docstring for scales"
+                    f"{kind}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} "
+                    f"{shapes[name]} for gate_up_proj in {self.gate_up_proj.dtype} and "
+                    f"gate_up_scale in {self.gate_up_scale.dtype}; see the docstring for scales"
                 )
-            self._check_memory(name, tensor)
-
-    def _check_memory(self, name: str, tensor: Tensor) -> None:
-        """Check a tensor's memory: kernels get its beginning, and infer the rest from its shape."""
-        if tensor.device != self.gate_up_proj.device:
-            raise ShapeError(
-                f"{type(self).__name__}: {name} is on {tensor.device}, expected "
-                f"{self.gate_up_proj.device} as gate_up_proj; move it"
-            )
-        if not tensor.is_contiguous():
-            raise ShapeError(
-                f"{type(self).__name__}: {name} is {list(tensor.shape)} with strides "
-                f"{list(tensor.stride())}, expected contiguous; call .contiguous()"
-            )
+            if tensor.device != self.gate_up_proj.device:
+                raise ShapeError(
+                    f"{kind}: {name} is on {tensor.device}, expected {self.gate_up_proj.device} as "
+                    "gate_up_proj; move it"
+                )
+            if not tensor.is_contiguous():
+                raise ShapeError(
+                    f"{kind}: {name} is {list(tensor.shape)} with strides "
+                    f"{list(tensor.stride())}, expected contiguous; call .contiguous()"
+                )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -107,10 +102,7 @@ class EightBitWeights(ExpertTensors):
                 f"{type(self).__name__}: down_proj is {list(self.down_proj.shape)}, expected "
                 "[E, H, I] with H and I of at least 1; leave such experts out"
             )
-        matrices = {
-            "gate_up": [experts, 2 * inner, hidden],
-            "down": [experts, hidden, inner],
-        }
+        matrices = {"gate_up": [experts, 2 * inner, hidden], "down": [experts, hidden, inner]}
         shapes = {f"{name}_proj": shape for name, shape in matrices.items()}
         return shapes | {f"{name}_scale": self._scale_shape(*s) for name, s in matrices.items()}
 

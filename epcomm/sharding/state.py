@@ -9,7 +9,7 @@ next step.
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
 _METADATA = "epcomm_share"
+# See _part_of().
+_Part: TypeAlias = "tuple[tuple[int, ...], int, tuple[Placement, ...]]"
 
 
 def note_share(
@@ -156,22 +158,17 @@ def _read_dtensor(
 ) -> Tensor:
     if all(placement.is_replicate() for placement in value.placements):
         return _read(value.to_local(), parameter, layer, name, is_own)
-    shard, group, saved = layer.shard, layer.group, _part_of(value)
+    shard, group, what = layer.shard, layer.group, f"load_state_dict: {name}"
     is_plain = not hasattr(parameter, "device_mesh")
-    own = ((group.rank,), group.world_size, saved[2]) if is_plain else _part_of(parameter)
-    if saved != own or value.shape[0] != shard.num_experts:
-        raise ShapeError(
-            f"load_state_dict: {name} is the part of {list(value.shape)} that rank {saved[0]} of "
-            f"{saved[1]} saved as {list(saved[2])}, expected that of rank {own[0]} of {own[1]} as "
-            f"{list(own[2])} ({group.where}); load it by torch.distributed.checkpoint, which puts "
-            "the parts together"
-        )
+    own = ((group.rank,), group.world_size, value.placements)
+    own = own if is_plain else _part_of(parameter)
+    _check_part(what, value, own, shard.num_experts, group.where)
     placed = value.shard if is_expert_tensor(value) else None
     if shard.physical_to_logical is not None and not (is_own or placed == shard):
         raise ShapeError(
-            f"load_state_dict: {name} is a rank's part of {list(value.shape)}, and nothing says "
-            f"that it is of the placement of the layer ({group.where}); load it by "
-            "torch.distributed.checkpoint, or pass what gather_state_dict() returned"
+            f"{what} is a rank's part of {list(value.shape)}, and nothing says that it is of the "
+            f"placement of the layer ({group.where}); load it by torch.distributed.checkpoint, or "
+            "pass what gather_state_dict() returned"
         )
     # The mesh of the value may be an unpickled one, and not the mesh of the parameter.
     return value.to_local() if is_plain else _wrapped(parameter, value.to_local())
@@ -199,7 +196,19 @@ def _as_list(shard: ExpertShard) -> list[int]:
     return share if shard.physical_to_logical is None else share + list(logical_experts(shard))
 
 
-def _part_of(tensor: Any) -> tuple[tuple[int, ...], int, tuple[Placement, ...]]:  # noqa: ANN401
+def _check_part(what: str, value: DTensor, own: _Part, num_experts: int, where: str) -> None:
+    """Raise ShapeError if a DTensor is the part of another rank, or of another number of ranks."""
+    saved = _part_of(value)
+    if saved != own or value.shape[0] != num_experts:
+        raise ShapeError(
+            f"{what} is the part of {list(value.shape)} that rank {saved[0]} of {saved[1]} saved "
+            f"as {list(saved[2])}, expected that of rank {own[0]} of {own[1]} as {list(own[2])} "
+            f"({where}); load what this rank saved, or load by torch.distributed.checkpoint, which "
+            "puts the parts together"
+        )
+
+
+def _part_of(tensor: Any) -> _Part:  # noqa: ANN401
     """Return the part of a whole that a DTensor is: rank in the mesh, number of ranks, placements.
 
     For an unpickled DTensor, the rank is the rank that saved it.
@@ -243,14 +252,8 @@ def _take_own(optimizer: Optimizer, parameter: ShareTensor) -> None:
                     "this optimizer"
                 )
             continue
-        saved, own = _part_of(value), _part_of(parameter)
-        if saved != own or value.shape[0] != parameter.shape[0]:
-            raise ShapeError(
-                f"{_named(optimizer, name, parameter)} is the part of {list(value.shape)} that "
-                f"rank {saved[0]} of {saved[1]} saved as {list(saved[2])}, expected that of rank "
-                f"{own[0]} of {own[1]} ({parameter.position}); load the state that this rank "
-                "saved, or load by torch.distributed.checkpoint, which puts the parts together"
-            )
+        what, own = _named(optimizer, name, parameter), _part_of(parameter)
+        _check_part(what, value, own, parameter.shape[0], parameter.position)
         state[name] = parameter.like_self(value.to_local())
 
 

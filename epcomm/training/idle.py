@@ -65,7 +65,11 @@ def idle_step(
             return
         found = list(_float_tensors(output))
         lacks_history = not any(tensor.requires_grad for tensor in found)
-        _backward_of_nothing(of_layers if lacks_history else found)
+        # Backward through the tensors that have a history, with gradients of 0.
+        results = of_layers if lacks_history else found
+        losses = [each.float().sum() * 0 for each in results if each.requires_grad]
+        if losses:
+            torch.autograd.backward(losses)
     if lacks_history and (not found or any(y.requires_grad for y in of_layers)):
         raise ConfigError(
             f"idle_step: run_token returned {type(output).__name__} without a tensor that requires "
@@ -101,13 +105,6 @@ def _wrapper_of(model: nn.Module) -> str | None:
         return None
     kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
     return "FSDP" if any(isinstance(part, kinds) for part in model.modules()) else None
-
-
-def _backward_of_nothing(results: list[Tensor]) -> None:
-    """Run backward through the tensors that have a history, with gradients of 0."""
-    losses = [result.float().sum() * 0 for result in results if result.requires_grad]
-    if losses:
-        torch.autograd.backward(losses)
 
 
 def _float_tensors(output: object) -> Iterator[Tensor]:

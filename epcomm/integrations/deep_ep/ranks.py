@@ -137,20 +137,17 @@ class Ranks:
         # Calls of one shape pass the same object, and comparing shapes takes 5 us.
         if last is not None and last.spec is spec:
             return last.buffer
-        key = service, spec
-        if key not in self._opened:
-            self._opened[key] = self._open_new(service, spec)
-        self.last[service] = OpenBuffer(self._opened[key], spec)
-        return self._opened[key]
-
-    def _open_new(self, service: Service, spec: BufferSpec) -> Buffer:
-        kind = self._class_of(service)
-        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise HandleError(
-                f"deep_ep: a call of a new shape came while a graph is captured ({self.where}), "
-                "expected a shape that is open; run the call once before the capture"
-            )
-        return self._group.open_buffer(kind.__name__, spec)
+        buffer = self._opened.get((service, spec))
+        if buffer is None:
+            kind = self._class_of(service)
+            if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise HandleError(
+                    f"deep_ep: a call of a new shape came while a graph is captured ({self.where}),"
+                    " expected a shape that is open; run the call once before the capture"
+                )
+            buffer = self._opened[service, spec] = self._group.open_buffer(kind.__name__, spec)
+        self.last[service] = OpenBuffer(buffer, spec)
+        return buffer
 
     def with_open_top_k(self, service: Service, spec: BufferSpec) -> BufferSpec:
         """Return the specification of a buffer that is open for any K, if K of `spec` is 0. Local.

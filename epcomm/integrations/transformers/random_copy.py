@@ -30,14 +30,12 @@ def copy_with(block: nn.Module, large: Mapping[str, nn.Module]) -> nn.Module:
     for name, module in block.named_modules():
         if name.partition(".")[0] in large:
             continue
-        for tensor in module._parameters.values():
-            if tensor is not None:
-                values = torch.zeros(tensor.shape, dtype=torch.float32)
-                memo[id(tensor)] = nn.Parameter(values, requires_grad=tensor.requires_grad)
-        for tensor in module._buffers.values():
-            if tensor is not None:
-                dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-                memo[id(tensor)] = torch.zeros(tensor.shape, dtype=dtype)
+        for tensor in module.parameters(recurse=False):
+            values = torch.zeros(tensor.shape, dtype=torch.float32)
+            memo[id(tensor)] = nn.Parameter(values, requires_grad=tensor.requires_grad)
+        for tensor in module.buffers(recurse=False):
+            dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+            memo[id(tensor)] = torch.zeros(tensor.shape, dtype=dtype)
     return copy.deepcopy(block, memo)
 
 

@@ -42,6 +42,7 @@ from epcomm.integrations.deep_ep.v1.normal import (
     SavedHandles,
     with_length,
 )
+from epcomm.types import align_up
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -283,7 +284,10 @@ class Buffer:
             out, ids, weights = received.rows, received.topk_ids, received.topk_weights
             given = [rows.x, rows.scales, topk_idx, topk_weights]
             event = under_way.event([*given, out.x, out.scales, ids, weights])
-        counts = _aligned(received.num_tokens_per_expert, expert_alignment)
+        counts = list(received.num_tokens_per_expert)
+        # Aligning hundreds of counts takes as long as a small call.
+        if expert_alignment > 1:
+            counts = [align_up(count, expert_alignment) for count in counts]
         if topk_idx is None:
             return out.as_given(), None, None, counts, made, event
         return out.as_given(), ids, weights, [] if num_worst_tokens else counts, made, event
@@ -566,10 +570,3 @@ def _check_hook(check: Check, is_async: bool, with_hook: bool) -> None:
     if is_async and with_hook:
         fault = "async_finish and return_recv_hook are both True, expected one at most"
         raise check.error(ConfigError, fault, "set return_recv_hook alone")
-
-
-def _aligned(counts: tuple[int, ...], alignment: int) -> list[int]:
-    """Return counts of experts, aligned up; hundreds of them in the time of a small call."""
-    if alignment == 1:
-        return list(counts)
-    return [-(-each // alignment) * alignment for each in counts]

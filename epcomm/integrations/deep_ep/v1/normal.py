@@ -97,21 +97,10 @@ class NormalRequest(NamedTuple):
         if self.service.is_static:
             return received
         if self.topk_idx is None and self.per_expert is not None:
-            counts = _sum_of_counts(ranks, self.per_expert)
-            received = replace(received, num_tokens_per_expert=counts)
+            counts = self.per_expert.contiguous().view(ranks.size, -1)
+            counts = ranks.collectives.all_to_all(counts, phase="dispatch").sum(0)
+            received = replace(received, num_tokens_per_expert=tuple(counts.tolist()))
         return _with_worst_rows(ranks, received, most) if most else received
-
-
-def _sum_of_counts(ranks: Ranks, counts: Tensor) -> tuple[int, ...]:
-    """Return the sum over ranks of this rank's part of counts [W * L]: [L], on the host.
-
-    Collective: yes.   Host sync: yes.
-    """
-    everyone = ranks.gather("dispatch", {"counts": " ".join(map(str, counts.tolist()))})
-    counts_of_rank = [list(map(int, str(each["counts"]).split())) for each in everyone]
-    num_local = counts.shape[0] // ranks.size
-    own = slice(ranks.rank * num_local, (ranks.rank + 1) * num_local)
-    return tuple(sum(column) for column in zip(*(c[own] for c in counts_of_rank), strict=True))
 
 
 def _with_worst_rows(ranks: Ranks, received: ReceivedRows, most: int) -> ReceivedRows:

@@ -30,7 +30,6 @@ from epcomm.integrations.deep_ep.v1.config import Config
 from epcomm.integrations.deep_ep.v1.low_latency import (
     LowLatency,
     LowLatencyHandle,
-    LowLatencyShape,
     Receive,
     slots_spec,
 )
@@ -374,13 +373,19 @@ class Buffer:
                 raise check.error(ShapeError, fault)
             top_k = check.top_k(x.shape[0], topk_idx)
             check.size("num_max_dispatch_tokens_per_rank", most, ShapeError)
-            check.num_local_experts(num_experts, ShapeError)
+            num_local = check.num_local_experts(num_experts, ShapeError)
             if use_fp8 and use_ue8m0 and not round_scale:
                 fault = "use_ue8m0=True came with round_scale=False, expected round_scale=True"
                 raise check.error(ConfigError, fault, "only powers of two fit into a byte")
-            form = (use_fp8, round_scale, use_ue8m0)
-            shape = LowLatencyShape(x.shape[1], top_k, most, num_experts, self.group_size, *form)
-            check.spec = slots_spec(shape)
+            check.spec = spec = slots_spec(
+                x.shape[1],
+                top_k,
+                num_local,
+                most,
+                use_fp8=use_fp8,
+                round_scale=round_scale,
+                use_ue8m0=use_ue8m0,
+            )
             check.tensor("topk_idx", topk_idx, (x.shape[0], None), IDS)
             check.num_tokens(x.shape[0], "num_max_dispatch_tokens_per_rank", most)
             check.ids(topk_idx, num_experts)
@@ -391,11 +396,11 @@ class Buffer:
                 topk_weights=topk_weights,
             )
             _check_hook(check, async_finish, return_recv_hook)
-            check.recv_stats(stats, shape.num_local)
+            check.recv_stats(stats, num_local)
         except EPError as error:
             refuse_dispatch(self._ranks, Service.LOW_LATENCY, error, check.spec)
         with self._comm_stream.call(x.device, is_async=async_finish) as call:
-            slabs = self._low_latency.dispatch(check, x, topk_idx, shape, has_hook=return_recv_hook)
+            slabs = self._low_latency.dispatch(check, x, topk_idx, spec, has_hook=return_recv_hook)
 
             def hook() -> None:
                 slabs.receive()
@@ -455,8 +460,8 @@ class Buffer:
                 src_signals=src_signals,
             )
             _check_hook(check, async_finish, return_recv_hook)
-            check.tensor("x", x, handle.shape.slab_shape, _BFLOAT16)
-            check.tensor("topk_idx", topk_idx, (num_tokens, handle.shape.top_k), IDS)
+            check.tensor("x", x, handle.slab_shape, _BFLOAT16)
+            check.tensor("topk_idx", topk_idx, (num_tokens, handle.spec.top_k), IDS)
             check.tensor("topk_weights", topk_weights, topk_idx.shape, FLOAT32)
             if out is not None:
                 check.tensor("out", out, (num_tokens, x.shape[2]), _BFLOAT16)
@@ -541,7 +546,7 @@ class Buffer:
 
     def _combine_memory(self, handle: LowLatencyHandle) -> Tensor:
         """Return the rows that a combine with zero_copy sends, one memory a shape."""
-        shape = handle.shape.slab_shape
+        shape = handle.slab_shape
         memory = self._rows_to_return.get(shape)
         if memory is None:
             memory = torch.empty(shape, dtype=torch.bfloat16, device=self._ranks.device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
-from typing import NamedTuple, NoReturn, Self
+from typing import NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -48,49 +48,30 @@ _COUNT_BITS = 32
 Receive = Callable[[], object]
 
 
-class LowLatencyShape(NamedTuple):
-    """H, K, M, E and W of a call, and the form of received rows, by the names of V1."""
-
-    hidden_size: int
-    top_k: int
-    max_tokens: int
-    num_experts: int
-    num_ranks: int
-    use_fp8: bool
-    round_scale: bool = False
-    use_ue8m0: bool = False
-
-    @property
-    def num_local(self) -> int:
-        """The number of experts of a rank, L."""
-        return self.num_experts // self.num_ranks
-
-    @property
-    def slab_shape(self) -> tuple[int, int, int]:
-        """L, W * M, H."""
-        return self.num_local, self.num_ranks * self.max_tokens, self.hidden_size
-
-    @property
-    def wire_format(self) -> WireFormat:
-        """The format in which rows are sent."""
-        if not self.use_fp8:
-            return _BF16
-        return FP8_POWER_OF_TWO_SCALES if self.round_scale else FP8_FLOAT32_SCALES
-
-
 @lru_cache(maxsize=64)
-def slots_spec(shape: LowLatencyShape) -> BufferSpec:
+def slots_spec(
+    hidden_size: int,
+    top_k: int,
+    num_local_experts: int,
+    max_tokens: int,
+    *,
+    use_fp8: bool,
+    round_scale: bool,
+    use_ue8m0: bool,
+) -> BufferSpec:
     """Return the specification of a buffer that returns slots; one object for one shape."""
-    layout = ScaleLayout(column_major=True, alignment=_ALIGNMENT, packed=shape.use_ue8m0)
-    if not shape.use_fp8 or (shape.round_scale and not shape.use_ue8m0):
-        layout = ROW_MAJOR
+    wire, layout = _BF16, ROW_MAJOR
+    if use_fp8:
+        wire = FP8_POWER_OF_TWO_SCALES if round_scale else FP8_FLOAT32_SCALES
+        if use_ue8m0 or not round_scale:
+            layout = ScaleLayout(column_major=True, alignment=_ALIGNMENT, packed=use_ue8m0)
     return BufferSpec(
-        hidden_size=shape.hidden_size,
-        top_k=shape.top_k,
-        num_local_experts=shape.num_local,
-        dispatch_format=shape.wire_format,
+        hidden_size=hidden_size,
+        top_k=top_k,
+        num_local_experts=num_local_experts,
+        dispatch_format=wire,
         hidden_format=_BF16,
-        max_tokens_per_rank=shape.max_tokens,
+        max_tokens_per_rank=max_tokens,
         returns_slots=True,
         scale_layout=layout,
     )
@@ -102,13 +83,14 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     src_info [L, W * M], int32: the number of each row's token on its source rank.
     layout_range [L, W], int64: the first row of each source and, in the low half, their number.
 
-    ranks: of the Buffer.   num_tokens: T.
+    ranks: of the Buffer.   num_tokens: T.   spec: of the call.   slab_shape: L, W * M, H.
     exchange: where a buffer returns slots.   pairs: on CPU ranks.
     """
 
     ranks: Ranks
     num_tokens: int
-    shape: LowLatencyShape
+    spec: BufferSpec
+    slab_shape: tuple[int, int, int]
     exchange: RowExchange | None = None
     pairs: SentPairs | None = None
 
@@ -120,12 +102,16 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
         cls,
         ranks: Ranks,
         num_tokens: int,
-        shape: LowLatencyShape,
+        spec: BufferSpec,
         sources: tuple[Tensor, Tensor],
     ) -> Self:
         """Make the handle of a batch; sources: src_info and layout_range."""
-        handle = cls((*sources, shape.max_tokens, shape.hidden_size, shape.num_experts))
-        handle.ranks, handle.num_tokens, handle.shape = ranks, num_tokens, shape
+        num_local, hidden_size = spec.num_local_experts, spec.hidden_size
+        assert spec.max_tokens_per_rank is not None, "low latency has a limit"
+        sizes = (spec.max_tokens_per_rank, hidden_size, num_local * ranks.size)
+        handle = cls((*sources, *sizes))
+        handle.ranks, handle.num_tokens, handle.spec = ranks, num_tokens, spec
+        handle.slab_shape = (num_local, ranks.size * spec.max_tokens_per_rank, hidden_size)
         return handle
 
 
@@ -169,16 +155,16 @@ class LowLatency:
         self._columns: dict[int, Tensor] = {}
 
     def dispatch(
-        self, check: Check, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
+        self, check: Check, x: Tensor, topk_ids: Tensor, spec: BufferSpec, *, has_hook: bool
     ) -> ReceivedSlabs:
-        """Begin a dispatch of x [T, H].
+        """Begin a dispatch of x [T, H]; spec: see slots_spec().
 
         has_hook: other work may be launched before the slabs are received; else the receiving
             kernel of a GPU is launched here, and overlaps with the sending one.
         """
         if self._ranks.returns_slots:
-            return self._dispatch_slots(x, topk_ids, shape, has_hook=has_hook)
-        return _dispatch_pairs(check, x, topk_ids.long(), shape)
+            return self._dispatch_slots(x, topk_ids, spec, has_hook=has_hook)
+        return _dispatch_pairs(check, x, topk_ids.long(), spec)
 
     def combine(
         self, handle: LowLatencyHandle, x: Tensor, topk_weights: Tensor, out: Tensor | None
@@ -197,9 +183,9 @@ class LowLatency:
         return pending.record, pending.wait
 
     def _dispatch_slots(
-        self, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape, *, has_hook: bool
+        self, x: Tensor, topk_ids: Tensor, spec: BufferSpec, *, has_hook: bool
     ) -> ReceivedSlabs:
-        ranks, spec = self._ranks, slots_spec(shape)
+        ranks = self._ranks
         buffer = ranks.open(Service.LOW_LATENCY, spec)
         call = DispatchCall(
             hidden_states=x,
@@ -230,7 +216,7 @@ class LowLatency:
         assert isinstance(plan, NVLinkLowLatencyExchangePlan), "the buffer returns slots"
         sources = (plan.slabs.token_of_slot, plan.slabs.source_ranges)
         num_slots = len(out.rows.data.flatten(0, 1))
-        handle = LowLatencyHandle.of(ranks, x.shape[0], shape, sources)
+        handle = LowLatencyHandle.of(ranks, x.shape[0], spec, sources)
         handle.exchange = RowExchange(
             ranks=ranks,
             buffer=buffer,
@@ -257,59 +243,52 @@ def _column_major(
     return memory.transpose(1, 2)
 
 
-def _dispatch_pairs(
-    check: Check, x: Tensor, topk_ids: Tensor, shape: LowLatencyShape
-) -> ReceivedSlabs:
+def _dispatch_pairs(check: Check, x: Tensor, topk_ids: Tensor, spec: BufferSpec) -> ReceivedSlabs:
     """Begin a dispatch of pairs.
 
     x and topk_ids are read here, the exchange is in the second half: a send waits for no rank.
     """
-    ranks, (num_local, capacity, _) = check.ranks, shape.slab_shape
+    ranks, num_local, max_tokens = check.ranks, spec.num_local_experts, spec.max_tokens_per_rank
+    assert max_tokens is not None, "low latency has a limit"
     entries = (topk_ids.flatten() != -1).nonzero()[:, 0]
     experts = topk_ids.flatten()[entries]
-    counts = torch.bincount(experts, minlength=shape.num_experts)
-    if counts.max() > shape.max_tokens:
+    counts = torch.bincount(experts, minlength=ranks.size * num_local)
+    if counts.max() > max_tokens:
         # The slab of an expert may be too small for so many rows.
         fault = f"topk_idx names an expert {int(counts.max())} times, expected at most"
-        fault = f"{fault} num_max_dispatch_tokens_per_rank = {shape.max_tokens}"
+        fault = f"{fault} num_max_dispatch_tokens_per_rank = {max_tokens}"
         error = check.error(CapacityError, fault, "name each expert once in a row")
         refuse_dispatch(ranks, Service.LOW_LATENCY, error)
     entries = entries[experts.argsort(stable=True)]
-    tokens, counts = entries // shape.top_k, counts.view(shape.num_ranks, num_local)
+    tokens, counts = entries // spec.top_k, counts.view(ranks.size, num_local)
     pairs = SentPairs(entries=entries, num_sent=counts.sum(1).tolist())
-    rows = Rows(x=x)
-    if shape.use_fp8:
-        quantized = quantize(x, shape.wire_format)
-        assert quantized.scales is not None, "FP8 has scales"
-        packed = pack_scales(quantized.scales) if shape.use_ue8m0 else quantized.scales.float()
-        rows = Rows(x=quantized.data, scales=packed)
+    layout = (
+        topk_ids.new_empty(num_local, ranks.size * max_tokens, dtype=torch.int32),
+        topk_ids.new_empty(num_local, ranks.size),
+    )
+    handle = LowLatencyHandle.of(ranks, x.shape[0], spec, layout)
+    handle.pairs = pairs
+    wire, scales = quantize(x, spec.dispatch_format), None
     # torch cannot index 8-bit floats.
-    sent = [tokens.to(torch.int32), rows.x.contiguous().view(torch.uint8)[tokens]]
-    scales = None
-    if rows.scales is not None:
-        sent.append(rows.scales[tokens])
-        slab_shape = (num_local, capacity, rows.scales.shape[1])
-        scales = _column_major(slab_shape, x.device, rows.scales.dtype)
+    sent = [tokens.to(torch.int32), wire.data.contiguous().view(torch.uint8)[tokens]]
+    if wire.scales is not None:
+        given = pack_scales(wire.scales) if spec.scale_layout.packed else wire.scales.float()
+        sent.append(given[tokens])
+        scales = _column_major((*layout[0].shape, given.shape[1]), x.device, given.dtype)
 
     def receive() -> None:
         if pairs.slots is not None:
             raise HandleError(f"low_latency_dispatch: the hook was called twice ({ranks.where})")
         phase = "low_latency_dispatch"
-        ranks.announce(phase, slots_spec(shape).as_record(), over_nvlink=False)
+        ranks.announce(phase, spec.as_record(), over_nvlink=False)
         exchange = partial(ranks.collectives.all_to_all, phase=phase)
         counts_of_sources = exchange(counts)
         pairs.num_received = counts_of_sources.sum(1).tolist()
         exchange = partial(exchange, send_splits=pairs.num_sent, recv_splits=pairs.num_received)
         pairs.slots = _write(slabs, [exchange(each) for each in sent], counts_of_sources)
 
-    layout = (
-        topk_ids.new_empty(num_local, capacity, dtype=torch.int32),
-        topk_ids.new_empty(num_local, shape.num_ranks),
-    )
-    handle = LowLatencyHandle.of(ranks, x.shape[0], shape, layout)
-    handle.pairs = pairs
     slabs = ReceivedSlabs(
-        rows=Rows(x=rows.x.new_empty(shape.slab_shape), scales=scales),
+        rows=Rows(x=wire.data.new_empty(handle.slab_shape), scales=scales),
         counts=topk_ids.new_empty(num_local, dtype=torch.int32),
         handle=handle,
         receive=receive,
@@ -352,13 +331,13 @@ def _combine_pairs(
     out: Tensor | None,
 ) -> tuple[Tensor, Receive]:
     """Read the rows here, and the weights in the second half, as in V1."""
-    ranks, shape = handle.ranks, handle.shape
+    ranks, hidden_size = handle.ranks, handle.spec.hidden_size
     if pairs.slots is None:
         fault = f"low_latency_combine: handle is of a batch that is not received ({ranks.where})"
         error = f"{fault}, expected one whose hook was called; call the hook of its dispatch first"
         refuse_along(ranks, Service.LOW_LATENCY, HandleError(error))
     pending = [x[pairs.slots]]
-    y = x.new_empty(handle.num_tokens, shape.hidden_size) if out is None else out
+    y = x.new_empty(handle.num_tokens, hidden_size) if out is None else out
 
     def receive() -> None:
         phase = "low_latency_combine"
@@ -369,7 +348,7 @@ def _combine_pairs(
             pending.pop(), send_splits=pairs.num_received, recv_splits=pairs.num_sent, phase=phase
         )
         weights = detached(topk_weights).flatten()[pairs.entries]
-        terms = weights.new_zeros(*topk_weights.shape, shape.hidden_size)
+        terms = weights.new_zeros(*topk_weights.shape, hidden_size)
         terms.flatten(0, 1)[pairs.entries] = returned.float() * weights.unsqueeze(1)
         # Sum in float32 and in the order of k.
         detached(y).copy_(reduce(torch.add, terms.unbind(1)))

@@ -203,8 +203,8 @@ def _check_part(what: str, value: DTensor, own: _Part, num_experts: int, where: 
         raise ShapeError(
             f"{what} is the part of {list(value.shape)} that rank {saved[0]} of {saved[1]} saved "
             f"as {list(saved[2])}, expected that of rank {own[0]} of {own[1]} as {list(own[2])} "
-            f"({where}); load what this rank saved, or load by torch.distributed.checkpoint, which "
-            "puts the parts together"
+            f"({where}); load it by torch.distributed.checkpoint, which puts the parts together, "
+            "or load what this rank saved"
         )
 
 

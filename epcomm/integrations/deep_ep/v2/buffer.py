@@ -120,8 +120,7 @@ class ElasticBuffer:
             )
         self.num_bytes, self.num_cpu_bytes = num_bytes, num_cpu_bytes
         self.num_max_tokens_per_rank = num_max_tokens_per_rank
-        self.deterministic = deterministic
-        self.allow_hybrid_mode = allow_hybrid_mode
+        self.deterministic, self.allow_hybrid_mode = deterministic, allow_hybrid_mode
         self.allow_multiple_reduction = allow_multiple_reduction
         self.prefer_overlap_with_compute = prefer_overlap_with_compute
         self.explicitly_destroy = explicitly_destroy
@@ -149,19 +148,13 @@ class ElasticBuffer:
     ) -> int:
         """Return the bytes that V2 would allocate, a multiple of 2 MB; num_topk 0 means 32."""
         del allow_hybrid_mode  # One host: there is nothing to be hybrid between.
-        num_ranks, top_k = group.size(), num_topk or sizes.MAX_TOPK
-        row = (
-            (hidden, -(-hidden // sizes.HIDDEN_PER_SCALE_WORD))
-            if use_fp8_dispatch
-            else (2 * hidden, 0)
-        )
-        largest = max(
-            sizes.dispatch_bytes(num_ranks, num_max_tokens_per_rank, *row, top_k),
-            sizes.combine_bytes(
-                num_ranks, num_max_tokens_per_rank, hidden, top_k, allow_multiple_reduction
-            ),
-        )
-        return align_up(largest, sizes.BUFFER_ALIGNMENT_BYTES)
+        num_tokens, top_k = (group.size(), num_max_tokens_per_rank), num_topk or sizes.MAX_TOPK
+        row_bytes, num_words = 2 * hidden, 0
+        if use_fp8_dispatch:
+            row_bytes, num_words = hidden, -(-hidden // sizes.HIDDEN_PER_SCALE_WORD)
+        dispatch = sizes.dispatch_bytes(*num_tokens, row_bytes, num_words, top_k)
+        combine = sizes.combine_bytes(*num_tokens, hidden, top_k, allow_multiple_reduction)
+        return align_up(max(dispatch, combine), sizes.BUFFER_ALIGNMENT_BYTES)
 
     def barrier(
         self, use_comm_stream: bool = True, with_cpu_sync: bool = False, sequential: bool = True

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
-from epcomm.errors import BackendUnavailable
+from epcomm.platforms.cuda import importing_triton
 from epcomm.records import SlotIndex
 from epcomm.types import align_up, sum_dtype
 
@@ -557,15 +557,8 @@ def pack(rows: Tensor, index: SlotIndex) -> Tensor:
 
 @cache
 def _load_triton() -> TritonRowOps:
-    try:
+    with importing_triton("row_ops_of"):
         from epcomm.ops.with_triton import TritonRowOps
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "triton":
-            raise
-        raise BackendUnavailable(
-            "row_ops_of: triton is not installed, but tensors on cuda need it; install triton, "
-            "which comes with torch for CUDA and ROCm"
-        ) from error
     return TritonRowOps()
 
 

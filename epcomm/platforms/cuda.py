@@ -6,8 +6,8 @@ imported.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from epcomm.errors import BackendUnavailable
 from epcomm.platforms.machine import Machine
 
 _NOTHING = nullcontext()
@@ -55,6 +56,20 @@ def cuda_reasons(machine: Machine) -> list[str]:
 def triton_reasons(machine: Machine) -> list[str]:
     """List why a machine cannot compile Triton kernels; empty if it can. Local."""
     return [] if machine.has_module("triton") else ["triton is not installed; install it"]
+
+
+@contextmanager
+def importing_triton(caller: str) -> Iterator[None]:
+    """Raise BackendUnavailable if an import in this context lacks Triton."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "triton":
+            raise
+        raise BackendUnavailable(
+            f"{caller}: triton is not installed, but tensors on cuda need it; install triton, "
+            "which comes with torch for CUDA and ROCm"
+        ) from error
 
 
 def symmetric_memory_reasons(machine: Machine) -> list[str]:

@@ -10,7 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from epcomm.errors import BackendUnavailable, ConfigError, ShapeError
+from epcomm.errors import ConfigError, ShapeError
+from epcomm.platforms.cuda import importing_triton
 from epcomm.quantization.fp8 import restore, write_fp8
 from epcomm.quantization.int8 import INT8_PER_TOKEN, write_int8
 from epcomm.quantization.scale_layout import row_major
@@ -101,16 +102,9 @@ def quantizer_for(device: torch.device) -> Quantizer:
 
 @cache
 def _load_triton() -> Writers:
-    try:
+    with importing_triton("quantizer_for"):
         from epcomm.kernels.quantize.fp8 import quantize_fp8_triton
         from epcomm.kernels.quantize.int8 import quantize_int8_triton
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "triton":
-            raise
-        raise BackendUnavailable(
-            "quantizer_for: triton is not installed, but tensors on cuda need it; "
-            "install triton, or call epcomm.quantization.quantize(), which is plain torch"
-        ) from error
     return Writers(fp8=quantize_fp8_triton, int8=quantize_int8_triton)
 
 

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import byref, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import Lock
 from typing import Any, Final, Protocol, cast
 
@@ -248,6 +249,33 @@ class PreparedLaunch:
                 stream=torch._C._cuda_getCurrentRawStream,
             ),
         )
+
+
+# Dtypes of tensors, or types of other arguments, in order; and constants by name.
+_Form = tuple[tuple[torch.dtype | type, ...], tuple[tuple[str, Any], ...]]
+
+
+def launch(
+    kernel: object, grid: int, arguments: tuple[Tensor | int | None, ...], **constants: object
+) -> None:
+    """Launch `grid` programs on the device of the arguments. Host sync: none.
+
+    Args:
+        kernel: decorated by triton.jit; it is specialised for no integer among its arguments.
+        grid: number of programs.
+        arguments: in the order of the kernel's parameters, which constants follow.
+        constants: those, and options of the compiler.
+    """
+    device = next(each.device for each in arguments if isinstance(each, Tensor))
+    dtypes = tuple(each.dtype if isinstance(each, Tensor) else type(each) for each in arguments)
+    _prepared(kernel, device, (dtypes, tuple(constants.items())))(grid, *arguments)
+
+
+# A layer in training calls a kernel in about ten forms.
+@lru_cache(maxsize=256)
+def _prepared(kernel: object, device: torch.device, form: _Form) -> PreparedLaunch:
+    dtypes, constants = form
+    return PreparedLaunch(kernel, (CHANGES,) * len(dtypes), dict(constants))
 
 
 class UnpreparedError(Exception):

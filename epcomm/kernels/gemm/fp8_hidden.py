@@ -14,8 +14,8 @@ from torch import Tensor
 
 from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
+from epcomm.kernels.prepared import launch
 from epcomm.kernels.quantize.fp8 import has_e4m3, quantize_blocks
-from epcomm.kernels.rows.launch import launch
 
 _TILE_ROWS = 32
 # Eight programs of four warps on each of the 132 SMs of an H200 hide the latency of its memory.

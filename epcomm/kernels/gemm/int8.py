@@ -23,8 +23,8 @@ from torch import Tensor
 from epcomm.kernels.gemm.fp8 import BLOCK, _find_tile, launch_product
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import EXACT, next_power_of_two, warps_for
+from epcomm.kernels.prepared import launch
 from epcomm.kernels.quantize.int8 import _MAGNITUDE_MASK, quantize_part
-from epcomm.kernels.rows.launch import launch
 from epcomm.types import Int8Profile
 
 # Mean number of slots of an expert up to which a tile has 32 and 64 rows; larger tiles would

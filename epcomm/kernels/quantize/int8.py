@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, IS_INTERPRETED, check_rows, next_power_of_two, warps_for
-from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.prepared import launch
 from epcomm.types import Int8Profile, WireTensor
 
 # The constants are those of quantization/int8.py; tests compare the bits of both.

@@ -24,8 +24,8 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
     let_next_start,
     overlapping,
 )
+from epcomm.kernels.prepared import launch
 from epcomm.kernels.routing.scores import adjust_logits, exp_up_to_20, score_logits
-from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import row_stride
 from epcomm.records import ReplicaTable
 

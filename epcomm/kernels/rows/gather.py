@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import check_rows
-from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.prepared import launch
 from epcomm.kernels.rows.tiles import WARPS, movable, row_stride, tile_of
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
 from epcomm.kernels.masks import both
-from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.prepared import launch
 
 # Tokens that a program reads at a time, and those of its segment; longer segments would leave most
 # SMs without a program where ranks are few.

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.prepared import launch
 
 # Pairs that a program numbers at a time, and those of a segment, which are counted in one step; a
 # scan takes more registers than a count.

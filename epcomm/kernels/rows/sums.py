@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import EXACT, check_rows, next_power_of_two
+from epcomm.kernels.prepared import launch
 from epcomm.kernels.rounding import cast
-from epcomm.kernels.rows.launch import launch
 from epcomm.kernels.rows.tiles import WARPS, row_stride, tile_of
 
 # Columns of a table up to which the loop is unrolled, so that all loads of a target are in flight.

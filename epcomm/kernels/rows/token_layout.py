@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from epcomm.kernels.launch import next_power_of_two
-from epcomm.kernels.rows.launch import launch
+from epcomm.kernels.prepared import launch
 
 # Experts that a program counts, and ids that it compares with them in one step: 16 loads in flight
 # for each thread.

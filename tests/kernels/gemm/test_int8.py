@@ -32,7 +32,7 @@ pytest.importorskip("triton")
 from epcomm.kernels.gemm.int8 import down_int8, gate_up_int8, quantize_hidden_int8
 from epcomm.kernels.gemm.operands import Product
 from epcomm.kernels.launch import IS_INTERPRETED
-from epcomm.kernels.rows.launch import _prepared
+from epcomm.kernels.prepared import _prepared
 
 # The interpreter divides by zero where the kernel then discards the quotient.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")

@@ -38,9 +38,9 @@ from epcomm.sharding.shards import (
     ExpertShard,
     Owner,
     ShareTensor,
+    cut_share,
     is_expert_tensor,
     piece_of,
-    whole_of_share,
 )
 from epcomm.sharding.state import chunks_of, part_at, write_items
 
@@ -301,22 +301,16 @@ def _set_data(tensor: object, value: object) -> None:
         _SET_DATA(tensor, value.full_tensor())
 
 
-class _OwnPart(torch.autograd.Function):
-    """Wraps an ordinary tensor that spans all experts as an ExpertTensor of this rank's part.
-
-    The gradient is an ordinary tensor, zero for the experts of other ranks.
-    """
+class _Wrapped(torch.autograd.Function):
+    """Wraps an ordinary tensor [L, ...] as an ExpertTensor; the gradient is an ordinary tensor."""
 
     @staticmethod
-    def forward(ctx: Context, whole: Tensor, some: ExpertTensor) -> ExpertTensor:
-        ctx.some = some
-        part = own_part(whole, some)
-        assert isinstance(part, Tensor), "it came as one"
+    def forward(ctx: Context, part: Tensor, some: ExpertTensor) -> ExpertTensor:
         return ExpertTensor.of_share(part, some._spec.mesh, some.shard, some.owner)
 
     @staticmethod
     def backward(ctx: Context, *gradients: Tensor) -> tuple[Tensor, None]:
-        return whole_of_share(piece_of(gradients[0]), ctx.some.held), None
+        return piece_of(gradients[0]), None
 
 
 class _ToBeCut(torch.autograd.Function):
@@ -340,7 +334,7 @@ def _lifted(arg: object, some: ExpertTensor) -> object:
     if not isinstance(arg, Tensor) or isinstance(arg, DTensor):
         return arg
     is_whole = arg.dim() == some.dim() and arg.shape[0] == some.shape[0]
-    return _OwnPart.apply(arg, some) if is_whole else arg
+    return _Wrapped.apply(cut_share(arg, some.held), some) if is_whole else arg
 
 
 class _LocalViews(torch.autograd.Function):

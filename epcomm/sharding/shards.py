@@ -163,13 +163,6 @@ def cut_share(full: Tensor, shard: ExpertShard) -> Tensor:
     return full.index_select(0, torch.tensor(experts, device=full.device))
 
 
-def whole_of_share(share: Tensor, shard: ExpertShard) -> Tensor:
-    """Return zeros [E, ...] with one rank's experts [L, ...] at their ids. Local."""
-    whole = share.new_zeros((shard.num_experts, *share.shape[1:]))
-    experts = torch.tensor(logical_experts(shard), dtype=torch.int64, device=share.device)
-    return whole.index_copy_(0, experts, share)
-
-
 def counted_once(tensor: Tensor) -> Tensor:
     """Return piece_of(), for ExpertTensors without the experts that a lower rank holds too."""
     piece, shard = piece_of(tensor), tensor.shard if is_expert_tensor(tensor) else None

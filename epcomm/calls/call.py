@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
 from epcomm.errors import EPError
 from epcomm.protocol import BatchFlags
-from epcomm.quantization import quantize
-from epcomm.types import Int8Profile, WireFormat, WireTensor, data_of
-
-
-class RowQuantizer(Protocol):
-    """The signature of quantize() without its options."""
-
-    def __call__(
-        self, hidden_states: Tensor, wire_format: WireFormat, /, *, out: WireTensor | None = None
-    ) -> WireTensor: ...
+from epcomm.quantization import Quantizer, quantize
+from epcomm.types import Int8Profile, WireTensor, data_of
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +36,7 @@ class DispatchCall:
     topk_groups: Tensor | None = None
     expert_names: tuple[str, ...] = ()
     error: EPError | None = None
-    quantize: RowQuantizer = quantize
+    quantize: Quantizer = quantize
     int8_profile: Int8Profile = Int8Profile.RINT127
     dispatcher: int = 0
 

@@ -233,12 +233,14 @@ def dispatch_rows(
     )
 
 
-def refuse_copy(handle: object) -> NoReturn:
-    """Refuse to pickle or copy a handle."""
-    raise HandleError(
-        f"{type(handle).__name__} cannot be pickled or copied: it belongs to the memory of one "
-        "Buffer; pass the handle itself"
-    )
+class Uncopied:
+    """A handle, which cannot be pickled or copied."""
+
+    def __reduce__(self) -> NoReturn:
+        raise HandleError(
+            f"{type(self).__name__} cannot be pickled or copied: it belongs to the memory of one "
+            "Buffer; pass the handle itself"
+        )
 
 
 def announce_along(

@@ -87,7 +87,7 @@ class BlockProbe:
             raise refusal(f"{self._kind} called its router {len(calls)} times", "one call")
         layout = replace(
             self._layout,
-            router_inputs=self._router_inputs(calls[0], x, input_ids),
+            router_inputs=self._router_inputs(calls[0], input_ids),
             returns_scores=self._returns_scores(outputs, stub.topk_ids),
         )
         return layout, stub.topk_ids.shape[-1]
@@ -185,7 +185,7 @@ class BlockProbe:
         return x.view(2, -1, hidden_size).requires_grad_(), input_ids
 
     def _router_inputs(
-        self, call: tuple[tuple[object, ...], dict[str, object]], x: Tensor, input_ids: Tensor
+        self, call: tuple[tuple[object, ...], dict[str, object]], input_ids: Tensor
     ) -> tuple[RouterInput, ...]:
         args, kwargs = call
         tokens = args[0] if args else None

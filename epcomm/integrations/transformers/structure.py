@@ -94,17 +94,10 @@ _WEIGHTS: Mapping[str, str] = MappingProxyType(
         "down_proj_bias": "down_bias",
     }
 )
-# Attribute that transformers' decorator sets on experts -> its value where it is not set.
-_FLAGS: Mapping[str, bool | None] = MappingProxyType(
-    {
-        "is_transposed": False,
-        "is_concatenated": True,
-        "has_gate": None,
-        "has_bias": None,
-        "has_post_expert_norm": False,
-        "_is_expert_parallel": False,
-    }
-)
+# Attributes that transformers' decorator sets on experts.
+_TRANSPOSED, _CONCATENATED = "is_transposed", "is_concatenated"
+_NO_FLAGS = ("has_post_expert_norm", "_is_expert_parallel")
+_FLAGS = (_TRANSPOSED, _CONCATENATED, "has_gate", "has_bias", *_NO_FLAGS)
 _ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")
 # Names of act_fn, a function or a module, that mean the activation; clamped experts compute the
 # activation in their own code. transformers' SiLUActivation wraps torch's SiLU.
@@ -184,7 +177,7 @@ def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
 
 def _read_format(experts: nn.Module, *, has_gate: bool) -> ExpertFormat:
     settings = _settings(experts, {*_FLAGS, *_ALPHAS, *_LIMITS, "act_fn"})
-    for name in ("has_post_expert_norm", "_is_expert_parallel"):
+    for name in _NO_FLAGS:
         if settings.get(name, False):
             raise refusal(f"{name} of {_kind(experts)} is {settings[name]}", "False")
     alpha = _one_of(experts, settings, _ALPHAS)
@@ -199,8 +192,8 @@ def _read_format(experts: nn.Module, *, has_gate: bool) -> ExpertFormat:
         activation = Activation.LIMITED_SWIGLU if alpha is None else Activation.CLAMPED_SWIGLU
     return ExpertFormat(
         activation=activation,
-        is_transposed=bool(settings.get("is_transposed", _FLAGS["is_transposed"])),
-        is_interleaved=not settings.get("is_concatenated", _FLAGS["is_concatenated"]),
+        is_transposed=bool(settings.get(_TRANSPOSED, False)),
+        is_interleaved=not settings.get(_CONCATENATED, True),
         alpha=alpha,
         limit=limit,
     )

@@ -162,10 +162,7 @@ class Buffer:
         """Return a Config of Buffer.num_sms SMs; num_ranks does not matter."""
         return _config_of(Buffer.num_sms)
 
-    @staticmethod
-    def get_combine_config(num_ranks: int) -> Config:
-        """Return the Config of get_dispatch_config()."""
-        return _config_of(Buffer.num_sms)
+    get_combine_config = get_dispatch_config
 
     def get_comm_stream(self) -> torch.cuda.Stream | torch.cpu.Stream:
         """Return the stream of asynchronous calls."""

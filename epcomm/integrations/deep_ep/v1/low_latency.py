@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial, reduce
-from typing import NoReturn, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -26,9 +26,9 @@ from epcomm.integrations.deep_ep.checks import Check
 from epcomm.integrations.deep_ep.normal import (
     RowExchange,
     Rows,
+    Uncopied,
     detached,
     refuse_along,
-    refuse_copy,
     refuse_dispatch,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
@@ -77,7 +77,7 @@ def slots_spec(
     )
 
 
-class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
+class LowLatencyHandle(Uncopied, tuple[Tensor, Tensor, int, int, int]):
     """The tuple that V1 returns: src_info, layout_range, M, H, E.
 
     src_info [L, W * M], int32: the number of each row's token on its source rank.
@@ -93,9 +93,6 @@ class LowLatencyHandle(tuple[Tensor, Tensor, int, int, int]):
     slab_shape: tuple[int, int, int]
     exchange: RowExchange | None = None
     pairs: SentPairs | None = None
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
 
     @classmethod
     def of(

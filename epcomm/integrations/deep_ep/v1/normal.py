@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex
+from typing import Any, NamedTuple, Self, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     RowExchange,
     Rows,
+    Uncopied,
     dispatch_rows,
-    refuse_copy,
     spec_of,
 )
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
@@ -176,7 +176,7 @@ class SavedHandles:
         return self._exchanges.get(StorageWeakRef(prefix.untyped_storage()))
 
 
-class NormalHandle(tuple[Tensor, ...]):
+class NormalHandle(Uncopied, tuple[Tensor, ...]):
     """The tuple that V1 returns; programs pass it to later calls and read none of it.
 
     0: rank_prefix_matrix [W, W], int32; column `rank` has the received rows up to and with each
@@ -233,9 +233,6 @@ class NormalHandle(tuple[Tensor, ...]):
 
     # The methods of tuple would compare the elements of the tuple, which is empty here.
     __hash__, __eq__, __ne__ = object.__hash__, object.__eq__, object.__ne__
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
 
     def __repr__(self) -> str:
         exchange = self.exchange

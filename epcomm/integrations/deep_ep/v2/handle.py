@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -19,8 +18,8 @@ from epcomm.integrations.deep_ep.layout import layout_of
 from epcomm.integrations.deep_ep.normal import (
     ReceivedRows,
     Rows,
+    Uncopied,
     dispatch_rows,
-    refuse_copy,
     send_words,
     spec_of,
 )
@@ -179,7 +178,7 @@ class Positions:
         tensor.masked_fill_((~self.is_used).view(-1, *[1] * (tensor.dim() - 1)), 0)
 
 
-class EPHandle:
+class EPHandle(Uncopied):
     """The routes of one dispatch: W ranks of M tokens at most, T of them here; L local experts.
 
     Reading, printing and comparing a handle are local. It lives as long as it is held, and any
@@ -238,9 +237,6 @@ class EPHandle:
         self.token_metadata_at_forward: Tensor | None = None
         self.channel_linked_list: Tensor | None = None
         self.positions = self.positions_of(do_expand=self.do_expand)
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
 
     def positions_of(self, *, do_expand: bool) -> Positions:
         """Return the positions of received elements, in the order of (source rank, token)."""

@@ -39,7 +39,7 @@ OTHERS = [
     "tril_indices",
 ]
 # Modules that compute under on_cpu(), which sets the default device.
-ON_CPU = {"probing.py", "probing_experts.py", "random_copy.py"}
+ON_CPU = {"probing.py", "random_copy.py"}
 
 
 def unnamed(path: Path) -> Iterator[str]:

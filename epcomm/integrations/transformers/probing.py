@@ -6,12 +6,13 @@ that was read from it must agree, in outputs and in all gradients, in training a
 
 The copy has random float32 values on the CPU, because zeros would hide a correction bias, and a
 block on the meta device has no values. Experts and shared experts are replaced by cheap functions;
-probing_experts.py runs the experts separately, on small matrices. A probe is local, reads no
+experts_disagreement() runs the experts separately, on small matrices. A probe is local, reads no
 weight and takes 20 ms of a CPU for a small block, 0.7 s for a block of DeepSeek-V3.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from epcomm.config import EPConfig, Router
 from epcomm.errors import EPError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.integrations.transformers.random_copy import (
+    configs_in,
     copy_with,
     fill,
     is_table,
@@ -36,6 +38,8 @@ from epcomm.integrations.transformers.structure import parts_of, refusal
 from epcomm.moe import ExpertParallelMoE
 from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec
+from epcomm.runners.reference import run_expert
+from epcomm.weights.unquantized import ExpertWeights
 
 # A probe runs _NUM_TOKENS tokens with logits of order one, and _NUM_LOW_TOKENS tokens for each of
 # _LOW_LOGITS with all logits near that value: there a sigmoid is as small as the epsilons of
@@ -46,6 +50,11 @@ _LOW_LOGITS, _NUM_LOW_TOKENS = (-14.0, -46.0), 4
 # low, terms about a hundred times as large as the result cancel. A wrong step is off by 1e-3 and
 # more.
 _TOLERANCE = 1024 * 2.0**-24
+# Number of tokens, H and I of the trial of experts; all of them are tried, on small matrices.
+_NUM_TRIED, _HIDDEN, _INTERMEDIATE = 16, 8, 6
+# 128 roundings of float32, for two sums of products and an activation. A limit of 10 on the wrong
+# side of silu is off by 4e-5.
+_EXPERTS_TOLERANCE = 128 * 2.0**-24
 
 
 class BlockProbe:
@@ -263,3 +272,61 @@ class _StubOfShared(nn.Module):
 
 def _as_tuple(outputs: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def experts_disagreement(experts: nn.Module, weights: ExpertWeights) -> str | None:
+    """Return how the experts and `weights`, which were read from them, disagree, or None.
+
+    The trial runs on small matrices with the experts' names, orientation and settings.
+    """
+    generator = torch.Generator().manual_seed(0)
+    names = {id(tensor): field for field, tensor in weights.tensors().items()}
+    limit = weights.format.limit or 1.0
+    with on_cpu():
+        small = _small_weights(weights, generator)
+        memo: dict[int, object] = {id(config): config for config in configs_in(experts)}
+        for tensor in experts.parameters():
+            memo[id(tensor)] = nn.Parameter(small.tensors()[names[id(tensor)]])
+        clone = copy.deepcopy(experts, memo)
+        ids = torch.randperm(small.num_experts, generator=generator)[:2].repeat(_NUM_TRIED, 1)
+        ids[1::2] = ids[1::2].flip(1)
+        factors = torch.rand(ids.shape, generator=generator, dtype=torch.float32)
+        # Inputs this large put gates and ups on both sides of the limit.
+        x = limit * torch.randn(_NUM_TRIED, _HIDDEN, generator=generator, dtype=torch.float32)
+        # The trial calls the plain function, whatever kernels the configuration asks for.
+        forward = inspect.unwrap(type(clone).forward)
+        with torch.no_grad():
+            try:
+                found = forward(clone, x, ids, factors)
+            except Exception as error:  # noqa: BLE001  whatever it is, the block is refused
+                return f"they cannot be run on a few tokens: {type(error).__name__}: {error}"
+            error = row_error(_computed(small, x, ids, factors), found)
+    return None if error <= _EXPERTS_TOLERANCE else f"y differs by {error:.1g} of its largest value"
+
+
+def _small_weights(weights: ExpertWeights, generator: torch.Generator) -> ExpertWeights:
+    num_experts, is_transposed = weights.num_experts, weights.format.is_transposed
+    first = _INTERMEDIATE * (2 if weights.format.activation.is_gated else 1)
+    shapes = {
+        "gate_up_proj": (_HIDDEN, first) if is_transposed else (first, _HIDDEN),
+        "down_proj": (_INTERMEDIATE, _HIDDEN) if is_transposed else (_HIDDEN, _INTERMEDIATE),
+        "gate_up_bias": (first,),
+        "down_bias": (_HIDDEN,),
+    }
+    return weights.with_tensors(
+        {
+            field: torch.randn(
+                num_experts, *shapes[field], generator=generator, dtype=torch.float32
+            )
+            for field in weights.tensors()
+        }
+    )
+
+
+def _computed(weights: ExpertWeights, x: Tensor, ids: Tensor, factors: Tensor) -> Tensor:
+    """Compute the experts of each token one after the other, [T, H]."""
+    y = torch.zeros_like(x)
+    for token, place in torch.cartesian_prod(*(torch.arange(size) for size in ids.shape)).tolist():
+        result = run_expert(x[token], None, weights, int(ids[token, place]))
+        y[token] += factors[token, place] * result
+    return y

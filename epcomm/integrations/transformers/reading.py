@@ -22,8 +22,7 @@ from epcomm.config import EPConfig
 from epcomm.errors import ConfigError
 from epcomm.experts import ExpertParallelExperts
 from epcomm.group import EPGroup
-from epcomm.integrations.transformers.probing import BlockProbe
-from epcomm.integrations.transformers.probing_experts import experts_disagreement
+from epcomm.integrations.transformers.probing import BlockProbe, experts_disagreement
 from epcomm.integrations.transformers.routings import routing_candidates
 from epcomm.integrations.transformers.structure import (
     check_num_experts,

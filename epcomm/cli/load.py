@@ -13,7 +13,7 @@ from rich.table import Column, Table
 from epcomm.bench.plot import check_plot, check_writable
 from epcomm.cli.one_line import BadInput
 from epcomm.errors import ConfigError
-from epcomm.placement.expert_load import ExpertLoad
+from epcomm.placement.recorder import ExpertLoad
 from epcomm.stats import imbalance_of
 
 if TYPE_CHECKING:

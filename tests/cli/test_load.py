@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from epcomm.cli import app
-from epcomm.placement.expert_load import ExpertLoad
+from epcomm.placement.recorder import ExpertLoad
 
 LOAD = ExpertLoad(
     num_ranks=2,

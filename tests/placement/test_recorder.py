@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from epcomm import ConfigError, EPConfig, EPGroup, ExpertParallelMoE
-from epcomm.placement.expert_load import ExpertLoad
-from epcomm.placement.recorder import LoadRecorder, load_table, loads_of_ranks
+from epcomm.placement.recorder import ExpertLoad, LoadRecorder, load_table, loads_of_ranks
 from tests.cases.blocks import HIDDEN, NUM_EXPERTS, qwen3_moe
 
 NUM_RANKS = 2

@@ -34,20 +34,17 @@ def first_placement(
             f"redundant, expected at least top_k = {spec.top_k} others ({where}); set "
             "EPConfig.redundant_experts to the copies beyond one of each"
         )
+    num_hosts = 1
+    # A placement takes hosts of equally many neighbouring ranks.
+    in_order = hosts is not None and sorted(hosts.host_of_rank) == list(hosts.host_of_rank)
+    if hosts is not None and hosts.is_even and in_order:
+        num_hosts = hosts.num_hosts
     return ExpertPlacement.spread(
         num_experts=num_logical,
         num_ranks=world_size,
-        num_hosts=_hosts_of_neighbours(hosts),
+        num_hosts=num_hosts,
         num_physical_experts=spec.num_experts,
     )
-
-
-def _hosts_of_neighbours(hosts: HostLayout | None) -> int:
-    """Return the number of hosts if each has as many neighbouring ranks as the others; else 1."""
-    if hosts is None or not hosts.is_even:
-        return 1
-    in_order = sorted(hosts.host_of_rank) == list(hosts.host_of_rank)
-    return hosts.num_hosts if in_order else 1
 
 
 class ReplicaTables:

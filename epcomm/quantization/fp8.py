@@ -60,8 +60,9 @@ def write_fp8(hidden_states: Tensor, wire: WireTensor) -> None:
     is_finite = amax.isfinite()
     amax = amax.clamp(min=AMAX_FLOOR)
     if wire_format.scale_dtype == torch.float32:
-        scales, factors = _float32_scales(amax)
-        wire.scales.copy_(scales.masked_fill(~is_finite, _NAN))
+        # `448 / tensor` would be a rounded reciprocal times 448.
+        factors = torch.div(torch.full_like(amax, E4M3_MAX), amax)
+        wire.scales.copy_((amax * _RECIPROCAL_OF_MAX).masked_fill(~is_finite, _NAN))
     else:
         exponents, factors = _power_of_two_scales(amax)
         exponents = exponents.masked_fill(~is_finite, _E8M0_NAN)
@@ -87,13 +88,6 @@ def _in_blocks(elements: Tensor, wire_format: WireFormat) -> Tensor:
     block = wire_format.scale_block or hidden_size
     padded = F.pad(elements, (0, -hidden_size % block))
     return padded.unflatten(-1, (-1, block))
-
-
-def _float32_scales(amax: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scales, and the factors that elements are multiplied by."""
-    # `448 / tensor` would be a rounded reciprocal times 448.
-    factors = torch.div(torch.full_like(amax, E4M3_MAX), amax)
-    return amax * _RECIPROCAL_OF_MAX, factors
 
 
 def _power_of_two_scales(amax: Tensor) -> tuple[Tensor, Tensor]:

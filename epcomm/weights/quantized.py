@@ -123,7 +123,13 @@ class EightBitWeights(ExpertTensors):
             ConfigError: biases, another format than swiglu with [E, out, in] matrices, or scales
                 that these experts do not have.
         """
-        _check_plain(weights)
+        has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
+        if has_bias or weights.format != _PLAIN:
+            raise ConfigError(
+                f"from_unquantized: experts are {weights.format}"
+                f"{' with biases' if has_bias else ''}, "
+                f"expected {_PLAIN} without biases; leave such experts unquantised"
+            )
         chosen = enum_member(f"{cls.__name__}.from_unquantized: scales", ScaleDtype, scales)
         gate_up, gate_up_scale = cls._quantize(weights.gate_up_proj.detach(), chosen)
         down, down_scale = cls._quantize(weights.down_proj.detach(), chosen)
@@ -223,15 +229,6 @@ class Int8ChannelWeights(EightBitWeights):
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.unsqueeze(2)
-
-
-def _check_plain(weights: ExpertWeights) -> None:
-    has_bias = weights.gate_up_bias is not None or weights.down_bias is not None
-    if has_bias or weights.format != _PLAIN:
-        raise ConfigError(
-            f"from_unquantized: experts are {weights.format}{' with biases' if has_bias else ''}, "
-            f"expected {_PLAIN} without biases; leave such experts unquantised"
-        )
 
 
 def _codes_and_scales(wire: WireTensor) -> tuple[Tensor, Tensor]:

@@ -132,7 +132,7 @@ def read_layout(block: nn.Module) -> BlockLayout:
     if "router" not in names:
         raise refusal(f"{_kind(block)} has no router", "a child 'gate' or 'router'")
     names |= _bias_of_router(block, names)
-    _check_takes(block, block, 1, extra={"input_ids"})
+    _check_takes(block, 1, extra={"input_ids"})
     settings = _settings(block, {*_NOISE, _SCALE, _COMBINATION})
     _check_no_jitter(block, settings)
     combination = str(settings.get(_COMBINATION, "sum"))
@@ -160,7 +160,7 @@ def read_experts(experts: nn.Module) -> tuple[ExpertWeights, dict[str, str]]:
     Raises:
         ConfigError: as read_layout().
     """
-    _check_takes(experts, experts, 3)
+    _check_takes(experts, 3)
     tensors = dict(experts.named_parameters()) | dict(experts.named_buffers())
     for name in (*dict(experts.named_children()), *tensors):
         if name not in _WEIGHTS and name != "act_fn":
@@ -256,15 +256,13 @@ def _bias_of_router(block: nn.Module, names: Mapping[str, str]) -> dict[str, str
     return {"correction_bias": f"{names['router']}.{found[0]}"}
 
 
-def _check_takes(
-    owner: nn.Module, module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()
-) -> None:
+def _check_takes(module: nn.Module, num_inputs: int, *, extra: Iterable[str] = ()) -> None:
     """Raise ConfigError unless forward takes num_inputs arguments, and otherwise only `extra`."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     further = sorted(set(names[num_inputs:]) - set(extra))
     if len(names) < num_inputs or further:
         raise refusal(
-            f"{_kind(owner)} is called with ({', '.join(names)})",
+            f"{_kind(module)} is called with ({', '.join(names)})",
             f"{num_inputs} argument{'' if num_inputs == 1 else 's'}",
         )
 

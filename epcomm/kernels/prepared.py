@@ -315,7 +315,7 @@ def _flat(values: Sequence[Any]) -> list[Any]:
 
 def _check_integers(arguments: Sequence[object], params: Sequence[Any]) -> None:
     for value, param in zip(arguments, params, strict=False):
-        # Triton is specialised for each member of a tuple, whatever it is told of the parameter.
+        # Triton is specialised for each member of a tuple, also if do_not_specialize names it.
         is_varying = param.do_not_specialize and not isinstance(value, tuple)
         if not is_varying and any(isinstance(each, int) for each in _flat([value])):
             raise UnpreparedError(f"it is specialised for {param.name}")

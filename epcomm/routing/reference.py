@@ -109,7 +109,12 @@ def weigh_chosen(
 
 def score_all(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
     """Return the scores of all experts, [..., E]; logits where softmax comes after top-k."""
-    return _score(_adjust_logits(logits, spec, bias, torch.isnan(logits)), spec)
+    adjusted = _adjust_logits(logits, spec, bias)
+    if spec.score_function is ScoreFunction.SIGMOID:
+        return _sigmoid(adjusted)
+    if spec.score_function is ScoreFunction.SQRT_SOFTPLUS:
+        return _sqrt_softplus(adjusted)
+    return adjusted if spec.softmax_order is SoftmaxOrder.AFTER_TOPK else _softmax(adjusted)
 
 
 def _weigh(weights: Tensor, spec: RoutingSpec, is_weightless: Tensor | None) -> Tensor:
@@ -124,11 +129,9 @@ def _weigh(weights: Tensor, spec: RoutingSpec, is_weightless: Tensor | None) -> 
     return weights * spec.routed_scaling_factor
 
 
-def _adjust_logits(
-    logits: Tensor, spec: RoutingSpec, bias: Tensor | None, is_nan: Tensor
-) -> Tensor:
+def _adjust_logits(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> Tensor:
     """Cast logits to sum_dtype(), apply softcap and inner bias, and turn NaN into -inf."""
-    dtype = sum_dtype(logits.dtype)
+    dtype, is_nan = sum_dtype(logits.dtype), torch.isnan(logits)
     # NaN passes the softcap as 0, so that its gradient is 0 and not NaN.
     logits = logits.to(dtype).masked_fill(is_nan, 0.0)
     if spec.softcap is not None:
@@ -139,16 +142,6 @@ def _adjust_logits(
     # inf - inf would make a whole softmax row NaN.
     logits = logits.clamp(max=torch.finfo(dtype).max)
     return logits.masked_fill(is_nan, -math.inf)
-
-
-def _score(logits: Tensor, spec: RoutingSpec) -> Tensor:
-    if spec.score_function is ScoreFunction.SIGMOID:
-        return _sigmoid(logits)
-    if spec.score_function is ScoreFunction.SQRT_SOFTPLUS:
-        return _sqrt_softplus(logits)
-    if spec.softmax_order is SoftmaxOrder.AFTER_TOPK:
-        return logits
-    return _softmax(logits)
 
 
 def _softmax(logits: Tensor) -> Tensor:

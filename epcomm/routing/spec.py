@@ -103,7 +103,7 @@ class RoutingSpec:
     epsilon: above 0 unless epsilon_mode is NONE; dimensionless, as the weights are.
     routed_scaling_factor: multiplies the weights at the end.
     custom_function: replaces every step above and returns a TopKOutput; only top_k may be set
-        beside it. See CustomRoutingFunction.
+        in addition. See CustomRoutingFunction.
     """
 
     top_k: int

@@ -141,8 +141,15 @@ class ExpertWeights(ExpertTensors):
     format: ExpertFormat = ExpertFormat()
 
     def __post_init__(self) -> None:
-        self._check_shapes()
+        expected = self._expected_shapes()
+        matrices = {"gate_up_proj": self.gate_up_matrices(), "down_proj": self.down_matrices()}
         for name, tensor in self.tensors().items():
+            shape = list(matrices.get(name, tensor).shape)
+            if shape != expected[name]:
+                raise ShapeError(
+                    f"ExpertWeights: {name} is {shape} ([E, in, out] for matrices), expected "
+                    f"{expected[name]} to fit the other tensors; check ExpertFormat"
+                )
             if tensor.dtype != self.dtype or tensor.device != self.gate_up_proj.device:
                 raise ShapeError(
                     f"ExpertWeights: {name} is {tensor.dtype} on {tensor.device}, expected "
@@ -165,24 +172,16 @@ class ExpertWeights(ExpertTensors):
         """Return the second matrices as a view [E, I, H], ready to be multiplied from the right."""
         return self.down_proj if self.format.is_transposed else self.down_proj.transpose(1, 2)
 
-    def _check_shapes(self) -> None:
+    def _expected_shapes(self) -> dict[str, list[int]]:
         for name in ("gate_up_proj", "down_proj"):
             if getattr(self, name).dim() != 3:
                 shape = list(getattr(self, name).shape)
                 raise ShapeError(f"ExpertWeights: {name} is {shape}, expected three dimensions")
         num_experts, hidden, inner = self.num_experts, self.hidden_size, self.intermediate_size
         first = inner * (2 if self.format.activation.is_gated else 1)
-        matrices = {"gate_up_proj": self.gate_up_matrices(), "down_proj": self.down_matrices()}
-        expected = {
+        return {
             "gate_up_proj": [num_experts, hidden, first],
             "down_proj": [num_experts, inner, hidden],
             "gate_up_bias": [num_experts, first],
             "down_bias": [num_experts, hidden],
         }
-        for name, tensor in self.tensors().items():
-            shape = list(matrices.get(name, tensor).shape)
-            if shape != expected[name]:
-                raise ShapeError(
-                    f"ExpertWeights: {name} is {shape} ([E, in, out] for matrices), expected "
-                    f"{expected[name]} to fit the other tensors; check ExpertFormat"
-                )

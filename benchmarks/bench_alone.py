@@ -38,7 +38,6 @@ from epcomm.buffers.nvlink.normal import NVLinkStaticBuffer
 from epcomm.calls.call import DispatchCall
 from epcomm.errors import RankNames
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import ANEW
 from epcomm.protocol import BatchFlags
 from epcomm.quantization import FP8_FLOAT32_SCALES, dequantize
 from epcomm.records import Pending, SlotIndex
@@ -52,7 +51,7 @@ MAX_TOKENS = 4096
 AHEAD = 2**20
 # Number of replays of a call; the median is reported.
 _CALLS = 100
-# The kernels of normal mode; the names of those of low latency begin with _.
+# The kernels of normal mode; the names of those of low latency end with _kernel.
 _NORMAL_KERNELS = ("dispatch_rows", "combine_rows")
 
 
@@ -191,7 +190,9 @@ def time_low_latency(world_size: int, num_tokens: int, device: torch.device) -> 
     combining = [combine(rank, each) for rank, each in enumerate(sent)]
     ranks.check(combining[0].wait())
     begin = layout.buffer_offset(0)
-    for name in ANEW:
+    names = list(layout.buffer_sizes())
+    # Signals and lines are stored before the rest.
+    for name in names[: names.index("metadata")]:
         # The data that rank 0 sends to itself is not present yet.
         ranks.region(name, 0, layout.buffer_sizes(), begin)[0] = 0
     words = ranks.blocks[0][: begin + layout.offsets["metadata"]]

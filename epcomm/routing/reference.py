@@ -228,21 +228,26 @@ def check_arguments(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> N
         )
     num_experts = logits.shape[1]
     spec.check_num_experts(num_experts)
-    takes_bias = spec.correction_bias is not CorrectionBias.NONE
-    if spec.custom_function is None and takes_bias and bias is None:
-        raise ConfigError(
-            "route: correction_bias is None, expected [E] because spec.correction_bias is "
-            f"{spec.correction_bias.value!r}; pass the bias of the model"
-        )
-    if spec.custom_function is None and not takes_bias and bias is not None:
-        raise ConfigError(
-            "route: correction_bias is given, expected None because spec.correction_bias is "
-            "'none'; set 'selection' or 'score' so that it is not lost"
-        )
+    if spec.custom_function is None:
+        _check_bias(spec, bias)
     if bias is not None and bias.shape != (num_experts,):
         raise ShapeError(
             f"route: correction_bias is {list(bias.shape)}, expected [{num_experts}], one value an "
             "expert; remove the other dimensions"
+        )
+
+
+def _check_bias(spec: RoutingSpec, bias: Tensor | None) -> None:
+    wanted = spec.correction_bias is not CorrectionBias.NONE
+    if wanted and bias is None:
+        raise ConfigError(
+            "route: correction_bias is None, expected [E] because spec.correction_bias is "
+            f"{spec.correction_bias.value!r}; pass the bias of the model"
+        )
+    if not wanted and bias is not None:
+        raise ConfigError(
+            "route: correction_bias is given, expected None because spec.correction_bias is "
+            "'none'; set 'selection' or 'score' so that it is not lost"
         )
 
 

@@ -5,6 +5,7 @@ Nothing here imports Triton before a gate is made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -96,42 +97,51 @@ class TritonGate:
         learns = in_score and correction_bias is not None and correction_bias.requires_grad
         needs_grad = (logits.requires_grad or learns) and torch.is_grad_enabled()
 
-        bias, logical_ids = correction_bias, None
-        if needs_grad and replicas is not None:
-            logical_ids = logits.new_empty(len(logits), self._spec.top_k, dtype=torch.int64)
-        ids, weights = self._route(
-            logits if logits.stride(1) == 1 else logits.contiguous(),
-            bias if bias is None or bias.stride(0) == 1 else bias.contiguous(),
-            self._form,
-            load=load,
-            replicas=replicas,
-            logical_ids=logical_ids,
-        )
+        def launch(logits: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+            logical_ids = None
+            if needs_grad and replicas is not None:
+                logical_ids = logits.new_empty(len(logits), self._spec.top_k, dtype=torch.int64)
+            ids, weights = self._route(
+                logits if logits.stride(1) == 1 else logits.contiguous(),
+                bias if bias is None or bias.stride(0) == 1 else bias.contiguous(),
+                self._form,
+                load=load,
+                replicas=replicas,
+                logical_ids=logical_ids,
+            )
+            return ids, weights, ids if logical_ids is None else logical_ids
+
         if needs_grad:
-            chosen = ids if logical_ids is None else logical_ids
-            weights = _Weights.apply(logits, bias, chosen, weights, self._spec)  # type: ignore[assignment]
+            ids, weights = _Gating.apply(logits, correction_bias, self._spec, launch)  # type: ignore[misc]
+        else:
+            ids, weights, _ = launch(logits, correction_bias)
         return TopKOutput(topk_ids=ids, topk_weights=weights, is_physical=replicas is not None)
 
 
-class _Weights(torch.autograd.Function):
-    """The weights of chosen experts [T, K] as a function of logits and bias."""
+class _Gating(torch.autograd.Function):
+    """The gate as one node of the graph, which keeps logits and what was chosen."""
 
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401
         logits: Tensor,
         bias: Tensor | None,
-        logical_ids: Tensor,
-        weights: Tensor,
         spec: RoutingSpec,
-    ) -> Tensor:
+        launch: Callable[[Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]],
+    ) -> tuple[Tensor, Tensor]:
+        ids, weights, logical_ids = launch(logits, bias)
         ctx.spec = spec
         ctx.save_for_backward(logits, bias, logical_ids, weights)
-        return weights.view_as(weights)
+        ctx.mark_non_differentiable(ids)
+        return ids, weights
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_weights: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # noqa: ANN401
+    def backward(  # type: ignore[override]
+        ctx: Any,  # noqa: ANN401
+        _: Tensor,
+        grad_weights: Tensor,
+    ) -> tuple[Tensor | None, ...]:
         logits, bias, logical_ids, weights = ctx.saved_tensors
         wants_logits, wants_bias = ctx.needs_input_grad[:2]
         in_score = ctx.spec.correction_bias is CorrectionBias.SCORE
@@ -149,7 +159,7 @@ class _Weights(torch.autograd.Function):
                 is_weightless=weights == 0,
             )
             again.backward(grad_weights)
-        return logits.grad, None if bias is None else bias.grad, None, None, None
+        return logits.grad, None if bias is None else bias.grad, None, None
 
 
 def _gate_form(spec: RoutingSpec, num_experts: int) -> GateForm:

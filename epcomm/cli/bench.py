@@ -68,7 +68,7 @@ class RunOptions:
     layer: Annotated[bool, typer.Option("--layer", help="Time whole layers instead.")] = False
     intermediate: Annotated[int | None, typer.Option(help="I of an expert of --layer.")] = None
     weights: Annotated[
-        str, typer.Option(help="Of --layer: fp8, and what --dtype is, by default.")
+        str, typer.Option(help="Of --layer: fp8, --dtype or both; --dtype if not given.")
     ] = ""
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16"
     wire: Annotated[
@@ -84,8 +84,14 @@ class RunOptions:
         sizes: dict[str, int | None] = dict(sizes_of(self.shape))
         given = {name: getattr(self, name) for name in sizes}
         sizes |= {name: size for name, size in given.items() if size is not None}
-        weights = read_names(self.weights) or (self.dtype,)
+        weights = read_names(self.weights) if self.weights else (self.dtype,)
         if not self.layer:
+            for name in ("intermediate", "weights"):
+                if getattr(self, name):
+                    raise ConfigError(
+                        f"epcomm bench: --{name} is given without --layer, whose experts it "
+                        "describes; add --layer or leave it out"
+                    )
             sizes["intermediate"], weights = None, ()
         # These fields of BenchOptions have the values of their options.
         names = ("shape", "dtype", "iterations", "warm_up", "seed")

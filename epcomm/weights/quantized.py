@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import torch
@@ -23,13 +23,13 @@ from epcomm.types import (
     ScaleDtype,
     WireDtype,
     WireFormat,
-    WireTensor,
     enum_member,
 )
 from epcomm.weights.unquantized import ExpertFormat, ExpertTensors, ExpertWeights
 
 # Rows and columns of a block of FP8 matrices, and elements of hidden states that share a scale.
 BLOCK = 128
+_FP8_MAX = 448.0
 
 # Matrices are [E, out, in] with gate first, and the activation is SwiGLU.
 _PLAIN = ExpertFormat()
@@ -110,10 +110,9 @@ class EightBitWeights(ExpertTensors):
     def from_unquantized(
         cls, weights: ExpertWeights, *, scales: ScaleDtype | ScaleDtypeName = ScaleDtype.FLOAT32
     ) -> Self:
-        """Quantise experts by the arithmetic of epcomm.quantization, which defines other cases too.
+        """Quantise experts so that the largest element that shares a scale gets the largest code.
 
-        The largest element that shares a scale gets the largest code. Infinity or NaN makes the
-        scale NaN, and so all elements that share it. Local.
+        Infinity or NaN makes the scale NaN, and so all elements that share it. Local.
 
         Args:
             weights: the experts, with any strides.
@@ -189,12 +188,13 @@ class Fp8BlockWeights(EightBitWeights):
         num_rows, num_columns = matrices.shape[1:]
         padding = (0, -num_columns % BLOCK, 0, -num_rows % BLOCK)
         padded = torch.nn.functional.pad(matrices.float(), padding)
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
-        # A row of all elements of each block has one scale.
-        one_scale = replace(FP8_FLOAT32_SCALES, scale_block=0, scale_dtype=scales.torch_dtype)
-        codes, found = _codes_and_scales(quantize(blocks.flatten(3), one_scale))
-        codes = codes.unflatten(3, (BLOCK, BLOCK)).transpose(2, 3).flatten(3).flatten(1, 2)
-        return codes[:, :num_rows, :num_columns], found
+        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        # quantize() has a floor, which small weights would fall below.
+        amax = blocks.abs().amax(dim=(2, 4))
+        is_float32 = scales is ScaleDtype.FLOAT32
+        found = _scale_of(amax) if is_float32 else _power_of_two_of(amax)
+        scaled = matrices.float() / _spread(found, matrices)
+        return scaled.to(torch.float8_e4m3fn), found.to(scales.torch_dtype)
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
@@ -224,16 +224,35 @@ class Int8ChannelWeights(EightBitWeights):
             )
         # This profile has no scale of 0.
         profile = Int8Profile.RINT127EPS
-        return _codes_and_scales(quantize(matrices.float(), INT8_PER_TOKEN, profile=profile))
+        wire = quantize(matrices.float(), INT8_PER_TOKEN, profile=profile)
+        assert wire.scales is not None, "quantised formats have scales"
+        return wire.data, wire.scales.squeeze(-1)
 
     @staticmethod
     def _dequantize(codes: Tensor, scales: Tensor) -> Tensor:
         return codes.float() * scales.unsqueeze(2)
 
 
-def _codes_and_scales(wire: WireTensor) -> tuple[Tensor, Tensor]:
-    assert wire.scales is not None, "quantised formats have scales"
-    return wire.data, wire.scales.squeeze(-1)
+def _scale_of(amax: Tensor) -> Tensor:
+    """Return the scale that maps the largest magnitude to the largest code; not 0 for zeros.
+
+    NaN where that magnitude is infinite or NaN: a scale of infinity would make NaN of zeros alone.
+    """
+    scale = amax.clamp(min=torch.finfo(torch.float32).tiny) / _FP8_MAX
+    return torch.where(amax.isfinite(), scale, torch.nan)
+
+
+def _power_of_two_of(amax: Tensor) -> Tensor:
+    """Return the smallest power of two, float32, with amax / power <= 448.
+
+    NaN where that magnitude is infinite or NaN, which have no exponent.
+    """
+    fraction, exponent = torch.frexp(amax)
+    # amax = f * 2**e with 0.5 <= f < 1, and 448 = 0.875 * 2**9.
+    exponent = exponent - 9 + (fraction > 0.875).int()
+    # Zeros may have any scale. 2**-126 is the least normal float32.
+    power = torch.ldexp(torch.ones_like(amax), exponent.clamp(min=-126))
+    return torch.where(amax.isfinite(), power, torch.nan)
 
 
 def _spread(scales: Tensor, matrices: Tensor) -> Tensor:

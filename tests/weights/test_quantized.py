@@ -170,10 +170,9 @@ def test_power_of_two_scales_ask_for_such_rows() -> None:
 
 @pytest.mark.parametrize(
     ("largest", "exponent"),
-    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -22)],
+    [(448.0, 0), (449.0, 1), (224.0, -1), (225.0, 0), (1.0, -8), (0.875, -9), (2.0**-130, -126)],
 )
 def test_power_of_two_is_the_smallest_that_fits(largest: float, exponent: int) -> None:
-    # A block below 1e-4 is quantised as if its largest magnitude were 1e-4.
     matrices = torch.zeros(1, 2, 3)
     matrices[0, 1, 2] = -largest
     codes, scales = Fp8BlockWeights._quantize(matrices, ScaleDtype.POWER_OF_TWO)
@@ -253,3 +252,13 @@ def test_scales_have_names() -> None:
     assert Int8ChannelWeights.from_unquantized(plain(), scales="float32").num_experts == 3
     with pytest.raises(ConfigError, match=r"scales is 'ue8m0', expected one of \['float32', 'pow"):
         Fp8BlockWeights.from_unquantized(plain(), scales="ue8m0")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scales", [ScaleDtype.FLOAT32, ScaleDtype.POWER_OF_TWO])
+def test_small_weights_keep_their_precision(scales: ScaleDtype) -> None:
+    torch.manual_seed(0)
+    matrices = torch.randn(1, 128, 128) * 1e-9
+    codes, found = Fp8BlockWeights._quantize(matrices, scales)
+    back = codes.float() * found.float()
+    # Half a step of e4m3 is 2**-4 of a normal element.
+    assert (back - matrices).norm() <= 2**-4 * matrices.norm()

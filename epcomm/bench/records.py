@@ -87,7 +87,7 @@ class Report:
 
     @property
     def is_of_layers(self) -> bool:
-        """Whether whole layers were timed."""
+        """Return whether whole layers were timed."""
         return bool(self.rates)
 
     def add_absent(self, config: EPConfig, reason: str) -> None:

@@ -65,7 +65,7 @@ from epcomm.kernels.rounding import cast
 # A whole row of 7168 elements, 32 for each thread: an item takes about 2 us whatever its size, and
 # two programs fit on an SM.
 _WARPS, _SENT_COLUMNS = 8, 8192
-# Slots of a row that a program adds at once: with 4, one program would fill the registers of an SM.
+# Slots of a row that a program adds at once. With 4, a program fills the registers of an SM.
 _SLOTS = 2
 # Tokens of a rank for which one grid of senders suffices, and the most grids: several programs of
 # an SM have more loads under way than one that goes through more rows.
@@ -533,7 +533,7 @@ def send_combine(
 
 
 def _num_programs(exchange: LowLatencyExchange, num_tokens: int) -> int:
-    """Return a multiple of P for about num_tokens tokens of each rank."""
+    """Return how many programs send about num_tokens tokens of each rank: a multiple of P."""
     layout, each = exchange.peers.layout, exchange.peers.num_programs
     grids = -(-num_tokens // _TOKENS_OF_GRID)
     if num_tokens <= layout.line_tokens:

@@ -43,7 +43,9 @@ _PLANE_ALIGNMENT = VECTOR_BYTES // _WORD_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryLayout(ABC):
-    """The strides of rows, multiples of VECTOR_BYTES, and the offsets of regions, in bytes.
+    """Compute where the regions of a block begin, in bytes.
+
+    Strides of rows are multiples of VECTOR_BYTES.
 
     world_size, max_tokens, top_k, num_local_experts: W, M, K and L.   num_buffers: N.
     data_bytes: from one row to the next, in the dispatch direction.

@@ -46,7 +46,7 @@ def scratch_words(layout: MemoryLayout) -> int:
 
 
 def constants_of(layout: NormalLayout) -> dict[str, int]:
-    """Return what the source of kernels calls the numbers of a layout and of the state."""
+    """Return the constants of the kernels: numbers of a layout, and positions in the state."""
     return {
         "WORLD": layout.world_size,
         "LOCAL": layout.num_local_experts,

@@ -192,10 +192,10 @@ def time_low_latency(world_size: int, num_tokens: int, device: torch.device) -> 
     begin = layout.buffer_offset(0)
     names = list(layout.buffer_sizes())
     # Signals and lines are stored before the rest.
-    for name in names[: names.index("metadata")]:
+    for name in names[: names.index("data")]:
         # The data that rank 0 sends to itself is not present yet.
         ranks.region(name, 0, layout.buffer_sizes(), begin)[0] = 0
-    words = ranks.blocks[0][: begin + layout.offsets["metadata"]]
+    words = ranks.blocks[0][: begin + layout.offsets["data"]]
     kept, first = words.clone(), first_state(world_size, device)
     state = buffers[0]._receive_buffers[0].exchange.state
 

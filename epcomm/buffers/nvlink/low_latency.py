@@ -497,7 +497,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
         for number, receive_buffer in enumerate(self._receive_buffers):
             begin = layout.buffer_offset(number)
             # Signals and lines, which are compared with epochs, are stored before the rest.
-            block[begin : begin + layout.offsets["metadata"]].zero_()
+            block[begin : begin + layout.offsets["data"]].zero_()
             state = first_state(self._world_size, block.device)
             receive_buffer.exchange.state.copy_(state)
             receive_buffer.is_open = receive_buffer.is_combined = False

@@ -1,6 +1,7 @@
 """Device functions of both senders of low-latency dispatch over NVLink.
 
-Headers are always sent in lines: a receiver learns from them whether rows come in lines.
+Headers and metadata are always sent in lines: no fence delays the index that the receiver makes of
+them, and it learns from a header whether rows come in lines.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.constexprs import EAGER_EPOCH, HELD_BATCH, LINE_BYTES, PART_LINES
+from epcomm.kernels.nvlink.common.constexprs import EAGER_EPOCH, HELD_BATCH, LINE_BYTES
 from epcomm.kernels.nvlink.common.exchange import Peers
 from epcomm.kernels.nvlink.common.lines import (
     give_credit,
@@ -19,7 +20,6 @@ from epcomm.kernels.nvlink.common.lines import (
     next_epoch,
     store_lines,
 )
-from epcomm.kernels.nvlink.common.signals import int32_at
 from epcomm.kernels.nvlink.common.status import FAULT_IDS, FAULT_MASK, FAULT_REPEATED_IDS
 
 # Kinds of rows on the wire.
@@ -178,48 +178,34 @@ def send_metadata(
     epoch: tl.tensor,
     c: constexprs.Layout,
     CHUNK: tl.constexpr,
-    IN_LINES: tl.constexpr,
+    THREADS: tl.constexpr,
 ) -> None:
     """Send every rank its experts of a token, their positions, and weights, if any.
 
     bases: base_of() the ranks from peer_in_turn() of 0 on, or None to load each when it is needed,
         which takes fewer registers.
     """
-    # In lines, one for each of K experts, which some threads store: the others have lanes, too.
-    LANES: tl.constexpr = max(c.K_LANES, PART_LINES) if IN_LINES else c.K_LANES  # pyright: ignore[reportAssignmentType]
+    # A line for each of K experts, which some threads store: the others have lanes, too.
+    LANES: tl.constexpr = max(c.K_LANES, THREADS)  # pyright: ignore[reportAssignmentType]
     k = tl.arange(0, LANES)
     ids = tl.load(ids_ptr + token * c.K + k, mask=k < c.K, other=-1).to(tl.int32)
     weight_words = k * 0
     if weights_ptr is not None:
         weights = tl.load(weights_ptr + token * c.K + k, mask=k < c.K, other=0.0)
         weight_words = weights.to(tl.int32, bitcast=True)
-    if IN_LINES:
-        positions = count_positions(
-            ids_ptr, load_ids(ids_ptr, token, token >= 0, c), token, c, CHUNK
-        )
-        # 1 2 1 2 of 1 2.
-        rows = tl.broadcast_to(positions[None, :], [LANES // c.K_LANES, c.K_LANES])
-        positions = tl.reshape(rows, [LANES])
-    else:
-        positions = count_positions(ids_ptr, ids, token, c, CHUNK)
+    positions = count_positions(ids_ptr, load_ids(ids_ptr, token, token >= 0, c), token, c, CHUNK)
+    # 1 2 1 2 of 1 2.
+    rows = tl.broadcast_to(positions[None, :], [LANES // c.K_LANES, c.K_LANES])
+    positions = tl.reshape(rows, [LANES])
     owners = tl.where(ids >= 0, ids // c.L, -1)
     for turn in tl.static_range(c.W):
         peer = peer_in_turn(peers, token, turn, c)
         base = base_of(peers, peer) if bases is None else bases[turn]
         experts = tl.where(owners == peer, ids - peer * c.L, -1)
-        if IN_LINES:
-            first_line = (peers.rank * c.LINE_TOKENS + token) * c.ROW_LINES
-            to = base + c.ROW_LINES_AT + first_line * LINE_BYTES
-            is_entry = both(k < c.K_LANES, base != 0)
-            store_lines(to, k, (experts, positions, weight_words), epoch, is_entry)  # pyright: ignore[reportArgumentType]
-        else:
-            row = tl.cast(peers.rank, tl.int64) * c.M + token
-            to_ptr = int32_at(base + c.METADATA_AT + row * c.METADATA_BYTES) + k
-            is_entry = both(k >= 0, base != 0)
-            tl.store(to_ptr, experts, mask=is_entry)
-            tl.store(to_ptr + c.K_LANES, positions, mask=is_entry)
-            if weights_ptr is not None:
-                tl.store(to_ptr + 2 * c.K_LANES, weight_words, mask=is_entry)
+        row = tl.cast(peers.rank, tl.int64) * c.M + token
+        to = base + c.METADATA_LINES_AT + row * (c.K_LANES * LINE_BYTES)
+        is_entry = both(k < c.K, base != 0)
+        store_lines(to, k, (experts, positions, weight_words), epoch, is_entry)  # pyright: ignore[reportArgumentType]
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Low-latency dispatch over NVLink, its receiver: an expert-major index over rows.
 
 The receiver reads metadata and no rows, indexes rows while they are on the wire, and ends after
-they have arrived. The header of each source, which is always sent in lines, contains whether its
-tokens are sent in lines too. Then other programs copy its rows to their usual positions, see
+they have arrived. The header of each source contains whether its rows are sent in lines, as headers
+and metadata always are. Then other programs copy its rows to their usual positions, see
 lines/dispatch_unpack.py.
 
 Memory order: as in the senders, whose signals and lines it awaits. There is no host sync.
@@ -122,20 +122,20 @@ def _await_headers(
     peers: Peers,
     headers_ptr: tl.tensor,
     count_lines_ptr: tl.tensor,
-    row_lines: tl.tensor,
+    metadata_at: tl.tensor,
     k: tl.tensor,
     is_source: tl.tensor,
     is_count: tl.tensor,
-    is_line: tl.tensor,
+    is_entry: tl.tensor,
     is_own: tl.tensor,
     token: tl.tensor,
     epoch: tl.tensor,
     c: constexprs.Layout,
 ) -> tl.tensor:
-    """Wait for the headers and counts of all sources, and for metadata that arrives in lines.
+    """Wait for the headers and counts of all sources, and for the metadata of this program.
 
     headers_ptr, is_source: [W_LANES].   count_lines_ptr, is_count: [W_LANES, L_LANES].
-    row_lines, k, is_line, token: of the entries of this program.   is_own: their source.
+    k, is_entry, token: its entries, line k of those at metadata_at.   is_own: their source.
     Returns: whether this rank cannot go on.
     """
     looks = begin_wait(peers.max_polls)
@@ -147,16 +147,13 @@ def _await_headers(
         is_absent = is_count & (flag_of(count_lines) != epoch)
         is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
         is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
-        if c.LINE_TOKENS > 0:
-            _, _, _, flags = load_lines(row_lines, k, is_line, IS_WHOLE=False)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-            # Word and flag are one load: the compiler may repeat a load for two uses, in two
-            # layouts, and the line may arrive between them.
-            own_line = tl.sum(tl.where(is_own, headers, 0))
-            header = word_of(own_line)
-            is_absent = is_line & (flags != epoch)
-            is_absent &= ((header & 1) != 0) & (token < (header >> 1))
-            is_untold = flag_of(own_line) != epoch
-            is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
+        _, _, _, flags = load_lines(metadata_at, k, is_entry, IS_WHOLE=False)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        # Word and flag are one load: the compiler may repeat a load for two uses, in two
+        # layouts, and the line may arrive between them.
+        own_line = tl.sum(tl.where(is_own, headers, 0))
+        is_absent = is_entry & (flags != epoch) & (token < (word_of(own_line) >> 1))
+        is_untold = flag_of(own_line) != epoch
+        is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
         late = bits_of_ranks(is_source & is_late, c.W_LANES)
         looks = end_look(looks, late, aborted, _THREADS)
     return abort_if_late(peers, looks.late, WAIT_DISPATCH, epoch, c)
@@ -239,29 +236,6 @@ def _write_ranges(
     # All threads have stored. _hand_out_nothing() of the other programs reads it.
     tl.debug_barrier()
     tl.store(peers.state + COUNTED_EPOCH, epoch)
-
-
-@triton.jit
-def _load_metadata(
-    peers: Peers,
-    row: tl.tensor,
-    k: tl.tensor,
-    in_bulk: tl.tensor,
-    slot_weights_ptr: tl.tensor | None,
-    c: constexprs.Layout,
-) -> tl.tuple:
-    """Load experts, positions and, if they are sent, weights of entries that arrived in bulk."""
-    metadata_ptr = (
-        int32_at(peers.buffer_address + c.METADATA_AT)
-        + tl.cast(row, tl.int64) * (c.METADATA_BYTES // 4)
-        + k
-    )
-    experts = tl.load(metadata_ptr, mask=in_bulk, other=-1)
-    positions = tl.load(metadata_ptr + c.K_LANES, mask=in_bulk, other=0)
-    weight_bits = positions
-    if slot_weights_ptr is not None:
-        weight_bits = tl.load(metadata_ptr + 2 * c.K_LANES, mask=in_bulk, other=0)
-    return experts, positions, weight_bits  # pyright: ignore[reportReturnType]
 
 
 @triton.jit
@@ -349,20 +323,18 @@ def _receive_dispatch_kernel(
     row = source * c.M + token
     is_entry = (token < c.M) & (k < c.K)
     is_own = source_lane == source
-    is_line = (token < c.LINE_TOKENS) & (k < c.K)
-    # One line for each entry.
-    row_lines = buffer_address + c.ROW_LINES_AT
-    row_lines += (source * c.LINE_TOKENS + token) * (c.ROW_LINES * LINE_BYTES)
+    metadata_at = buffer_address + c.METADATA_LINES_AT
+    metadata_at += row.to(tl.int64) * (c.K_LANES * LINE_BYTES)
 
     is_lost = _await_headers(
         peers,
         headers_ptr,
         count_lines_ptr,
-        row_lines,
+        metadata_at,
         k,
         is_source,
         is_count,
-        is_line,
+        is_entry,
         is_own,
         token,
         epoch,
@@ -374,13 +346,12 @@ def _receive_dispatch_kernel(
     headers = word_of(tl.load(headers_ptr, mask=is_heard, other=0, volatile=True))
     status = word_of(tl.load(headers_ptr + 1, mask=is_heard, other=0, volatile=True))
     counts_of_source = word_of(tl.load(count_lines_ptr, mask=is_count, other=0, volatile=True))
-    if c.LINE_TOKENS > 0:
-        line_experts, line_positions, line_weights, _ = load_lines(  # pyright: ignore[reportGeneralTypeIssues]
-            row_lines,
-            k,
-            is_line,
-            IS_WHOLE=False,  # pyright: ignore[reportArgumentType]
-        )
+    experts, positions, weight_bits, _ = load_lines(  # pyright: ignore[reportGeneralTypeIssues]
+        metadata_at,
+        k,
+        is_entry,
+        IS_WHOLE=False,  # pyright: ignore[reportArgumentType]
+    )
     codes = codes_of_one_mode(status, is_source)
     has_failed = is_lost | (tl.max(codes) != 0)
     counts_of_source, counts, aligned, refusal = _slots_of_experts(  # pyright: ignore[reportGeneralTypeIssues]
@@ -398,25 +369,10 @@ def _receive_dispatch_kernel(
     header = tl.sum(tl.where(is_own, headers, 0))
     in_lines = (header & 1) != 0
     num_tokens = tl.where(refusal != 0, 0, tl.minimum(header >> 1, c.M))
-    if (in_lines == 0) & (num_tokens > 0):
-        signals_ptr = int32_at(buffer_address + c.ARRIVED_METADATA_AT) + source_lane
-        has_timed_out = await_signals(peers, signals_ptr, is_own, WAIT_DISPATCH, epoch, c)
-        is_lost |= has_timed_out
-        num_tokens = tl.where(has_timed_out, 0, num_tokens)
     is_before = source_lane < source
     before = tl.sum(tl.where(is_before[:, None], counts_of_source, 0), axis=0)
     bases = starts + before
-    is_pair = is_entry & (token < num_tokens)
-    in_bulk = both(is_pair, in_lines == 0)
-    experts, positions, weight_bits = _load_metadata(  # pyright: ignore[reportGeneralTypeIssues]
-        peers, row, k, in_bulk, slot_weights_ptr, c
-    )
-    if c.LINE_TOKENS > 0:
-        is_there = is_pair & in_lines
-        experts = tl.where(is_there, line_experts, experts)
-        positions = tl.where(is_there, line_positions, positions)
-        weight_bits = tl.where(is_there, line_weights, weight_bits)
-    is_slot = (experts >= 0) & (experts < c.L)
+    is_slot = is_entry & (token < num_tokens) & (experts >= 0) & (experts < c.L)
     is_expert = experts[:, None] == expert[None, :]
     slots = tl.sum(tl.where(is_expert, bases[None, :], 0), axis=1) + positions
     # No store is beyond the end of the index, whatever a rank has sent.

@@ -1,9 +1,9 @@
 """Low-latency dispatch over NVLink, its sender: quantise, store where the experts' rank reads.
 
-Some programs send metadata: of each token its experts, positions and weights, and the counts for
-the receiver's experts. Others send rows: they quantise each token once and store one row a rank.
-The last program of either kind to arrive sets, releasing, a signal of each peer, so a receiver
-makes its index of the metadata while rows are still on the wire. A receive buffer is written again
+Some programs send metadata in lines: of each token its experts, positions and weights, and the
+counts for the receiver's experts. A receiver makes its index of them while rows are on the wire.
+Others send rows: they quantise each token once and store one row a rank, and the last of them to
+arrive sets, releasing, a signal of each peer. A receive buffer is written again
 only after the lines of combine report that every rank has read its last batch. Nothing is cleared.
 Few tokens are sent by the kernel of lines/dispatch_send.py instead.
 
@@ -20,7 +20,7 @@ from epcomm import protocol
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.constexprs import METADATA_ARRIVALS, ROW_ARRIVALS
+from epcomm.kernels.nvlink.common.constexprs import ROW_ARRIVALS
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -185,17 +185,12 @@ def _send_dispatch_kernel(
         num_metadata = 0
         num_others = tl.sum(is_living.to(tl.int32)) - 1
         for token in tl.range(program, num_tokens, METADATA_PROGRAMS, num_stages=1):
-            send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, False)
+            send_metadata(peers, ids_ptr, weights_ptr, None, token, epoch, c, CHUNK, _THREADS)
             num_metadata += num_others
         # The counter belongs to this rank alone, and its host reads it.
         tl.atomic_add(peers.counters + 1, tl.cast(num_metadata, tl.int64), sem="relaxed")
         num_headers = tl.where(is_header & (program != rank), 1, 0)
         tl.atomic_add(peers.counters + 2, tl.cast(num_headers, tl.int64), sem="relaxed")
-        # All others have sent neither a header nor metadata.
-        num_arriving = tl.maximum(c.W, tl.minimum(METADATA_PROGRAMS, num_tokens))
-        if program < num_arriving:
-            signal_at = c.ARRIVED_METADATA_AT + 4 * rank
-            publish_as_last(peers, METADATA_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
     else:
         num_sent = 0
         for token in tl.range(first, num_tokens, num_programs, num_stages=1):

@@ -4,7 +4,7 @@ A line is a word of data and the epoch that wrote it, stored and loaded as one. 
 of a rank that sends in lines: its words go to the rank of its experts as lines, which that rank
 polls until each has the epoch of the batch, and stores unpacked; experts read; the sum returns in
 lines, which the source polls. Nothing is released and nothing acquired. A rank with more tokens
-sends in bulk: plain stores, a release, a signal; sums in bulk have a signal for each chunk of
+sends only their metadata in lines, and rows in bulk: plain stores, a release, a signal; sums in bulk have a signal for each chunk of
 tokens, which other programs send than the header line. What tells the two apart is the header line,
 which every rank sends to every rank in both phases; that of combine is also the credit.
 
@@ -203,11 +203,7 @@ class Rank:
                         place = self.place(rank, "row", batch, *at, word)
                         self.world.store(self.number, place, data)
                     yield True
-                if batch.in_lines(self.number):
-                    self.store_line(rank, "metadata line", batch, *at, data=(chosen,))
-                else:
-                    place = self.place(rank, "metadata", batch, *at)
-                    self.world.store(self.number, place, (batch.number, chosen))
+                self.store_line(rank, "metadata line", batch, *at, data=(chosen,))
                 yield True
             if not batch.in_lines(self.number):
                 yield from self._publish(batch, "rows", arrivals, len(targets), self.all_ranks)
@@ -247,24 +243,18 @@ class Rank:
             if not in_lines and num_tokens:
                 yield from self.await_line("rows", batch, source)
             for token in range(num_tokens):
-                if in_lines:
-                    yield from self._unpack(batch, source, token)
-                else:
-                    place = self.place(self.number, "metadata", batch, source, token)
-                    number, chosen = self.world.memory.get(place, (None, None))  # pyright: ignore[reportGeneralTypeIssues]
-                    if number != batch.number:
-                        raise BrokenError(f"metadata of batch {number} in {batch.number}")
-                    found[source, token] = bool(chosen)
+                at = (source, token)
+                (chosen,) = yield from self.await_line("metadata line", batch, *at)  # pyright: ignore[reportGeneralTypeIssues]
+                found[at] = bool(chosen)
+                if in_lines and chosen:
+                    yield from self._unpack(batch, *at)
                 yield True
 
         return [receive(source) for source in self.all_ranks]
 
     def _unpack(self, batch: Batch, source: int, token: int) -> Program:
-        at = (source, token)
-        (chosen,) = yield from self.await_line("metadata line", batch, *at)  # pyright: ignore[reportGeneralTypeIssues]
-        self.received[batch.number][at] = chosen
-        for word in range(WORDS if chosen else 0):
-            where = (*at, word)
+        for word in range(WORDS):
+            where = (source, token, word)
             data = self.line("row line", batch, *where)
             if self.world.rules.polls_every_line or not word:
                 data = yield from self.await_line("row line", batch, *where)

@@ -120,7 +120,7 @@ def test_line_that_does_not_come_ends_the_wait(device: torch.device) -> None:
     # The second line of the row is from the last batch.
     layout = ranks[0].layout
     lines = ranks[0].region("row_lines", torch.int64).view(-1, LINE_BYTES // 8)
-    place = layout.line_tokens * layout.row_lines + layout.data_lines_at + 1
+    place = layout.line_tokens * layout.row_lines + 1
     lines[place, -1] = 5
     index = receive(ranks[0])
     phase, epoch, _, _, *missing = ranks[0].exchange.peers.report.tolist()
@@ -137,8 +137,8 @@ def test_expert_that_this_rank_does_not_have_gets_no_row_of_a_slab(
     send_lines(receiver, [], [])
     send_lines(sender, [[0, 3]], [[0.6, 0.4]])
     layout = receiver.layout
-    lines = receiver.region("row_lines", torch.int32).view(-1, LINE_BYTES // 4)
-    lines[layout.line_tokens * layout.row_lines, 0] = expert
+    lines = receiver.region("metadata_lines", torch.int32).view(-1, LINE_BYTES // 4)
+    lines[layout.max_tokens * layout.metadata_words, 0] = expert
     num_slots = 2 * layout.num_rows
     memory = torch.full(
         (4 * num_slots, layout.data_bytes // 4), 77, dtype=torch.int32, device=device

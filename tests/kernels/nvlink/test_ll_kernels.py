@@ -36,7 +36,7 @@ from epcomm.kernels.nvlink.common.exchange import (
     LowLatencyExchange,
     SlabMemory,
 )
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
 from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
@@ -236,8 +236,8 @@ def test_expert_that_this_rank_does_not_have_gets_no_slot(device: torch.device) 
     for rank in ranks:
         send(rank, [[0, 1]], [[1, 1]])
     # The first entry of the row from rank 1 names expert 2, but rank 0 has two experts.
-    metadata = ranks[0].region("metadata", torch.int32)
-    metadata[MAX_TOKENS * 3 * ranks[0].layout.metadata_words] = 2
+    metadata = ranks[0].region("metadata_lines", torch.int32).view(-1, LINE_BYTES // 4)
+    metadata[MAX_TOKENS * ranks[0].layout.metadata_words, 0] = 2
     index = receive(ranks[0])
     assert index.slots_of_row.tolist() == [[0, 2], [-1, -1], [-1, 3], [-1, -1]]
     assert index.memory[[0, 2, 3]].tolist() == [0, 0, 2]

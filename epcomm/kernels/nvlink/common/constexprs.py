@@ -26,7 +26,6 @@ PART_LINES = tl.constexpr(layout.PART_LINES)
 EAGER_EPOCH = tl.constexpr(exchange.EAGER_EPOCH)
 HELD_BATCH = tl.constexpr(exchange.HELD_BATCH)
 COUNTED_EPOCH = tl.constexpr(exchange.COUNTED_EPOCH)
-METADATA_ARRIVALS = tl.constexpr(exchange.METADATA_ARRIVALS)
 ROW_ARRIVALS = tl.constexpr(exchange.ROW_ARRIVALS)
 SUM_ARRIVALS = tl.constexpr(exchange.SUM_ARRIVALS)
 SOURCES_AT = tl.constexpr(exchange.SOURCES_AT)
@@ -35,7 +34,7 @@ SOURCES_AT = tl.constexpr(exchange.SOURCES_AT)
 _NAMES = {
     **{"W": "world_size", "M": "max_tokens", "K": "top_k", "K_LANES": "metadata_words"},
     **{"L": "num_local_experts", "L_LANES": "local_lanes", "PARTS": "parts_of_token"},
-    **{"DATA_LINES": "data_lines_at", "SCALE_LINES": "scale_lines_at"},
+    **{"SCALE_LINES": "scale_lines_at"},
 }
 
 
@@ -70,7 +69,6 @@ class Layout:
     NUM_CHUNKS: tl.constexpr
     LINE_TOKENS: tl.constexpr
     ROW_LINES: tl.constexpr
-    DATA_LINES: tl.constexpr
     SCALE_LINES: tl.constexpr
     ROW_PIECES: tl.constexpr
     SUM_LINES: tl.constexpr
@@ -80,19 +78,17 @@ class Layout:
     DATA_PLANE: tl.constexpr
     SCALE_PLANE: tl.constexpr
     RETURN_PLANE: tl.constexpr
-    METADATA_BYTES: tl.constexpr
     DATA_BYTES: tl.constexpr
     SCALE_BYTES: tl.constexpr
     RETURN_BYTES: tl.constexpr
-    ARRIVED_METADATA_AT: tl.constexpr
     ARRIVED_ROWS_AT: tl.constexpr
     ARRIVED_SUMS_AT: tl.constexpr
     HEADER_LINES_AT: tl.constexpr
     COUNT_LINES_AT: tl.constexpr
     COMBINED_LINES_AT: tl.constexpr
+    METADATA_LINES_AT: tl.constexpr
     ROW_LINES_AT: tl.constexpr
     SUM_LINES_AT: tl.constexpr
-    METADATA_AT: tl.constexpr
     DATA_AT: tl.constexpr
     SCALES_AT: tl.constexpr
     RETURNED_AT: tl.constexpr

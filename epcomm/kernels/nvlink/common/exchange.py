@@ -41,7 +41,7 @@ VARYING = (
 # Indices in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
 # batch that the receive buffer holds; the epoch of the last dispatch whose counts are written; the
 # programs that have finished sending, of sums those of each chunk.
-EAGER_EPOCH, HELD_BATCH, COUNTED_EPOCH, METADATA_ARRIVALS, ROW_ARRIVALS, SUM_ARRIVALS = range(3, 9)
+EAGER_EPOCH, HELD_BATCH, COUNTED_EPOCH, ROW_ARRIVALS, SUM_ARRIVALS = range(3, 8)
 # The index there from which the contents of each rank's header are stored.
 SOURCES_AT = SUM_ARRIVALS + MOST_CHUNKS
 

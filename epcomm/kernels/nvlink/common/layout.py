@@ -143,16 +143,15 @@ class LowLatencyLayout(MemoryLayout):
         the memory of the sums of W * groups groups.
 
     abort              int32 flag: some rank has timed out
-    arrived_metadata, arrived_rows [W]    int32 signals: the last epoch in which a rank has sent
-                       all, in bulk
+    arrived_rows [W]   int32 signals: the last epoch in which a rank has sent its rows in bulk
     arrived_sums [W, chunks]    likewise, of each chunk of chunk_tokens tokens
     header_lines [W, 2]                         2 * T + 1 for rows in lines, 2 * T else; status
     count_lines [W, L]                          (token, expert) pairs for each expert
     combined_lines [W]                          fault code of the combine call
-    row_lines [W, line_tokens, row_lines]       metadata, row and scales of a token
+    metadata_lines [W, M, K]                    expert of this rank or -1, position, weight
+    row_lines [W, line_tokens, row_lines]       row and scales of a token
     sum_lines [W * groups, line_tokens, sum_lines]    sums of group g for token t; of slots, [t, k]
-    metadata [W * M, 3, K]                      expert of this rank or -1, position, weight
-    data [W * M, H], scales [W * M, num_scales] as they are sent
+    data [W * M, H], scales [W * M, num_scales] as they are sent in bulk, or unpacked
     returned [W * groups * M, H]                sums of group g for token t, at g * M + t; of slots,
                                                 [M * K, H], at t * K + k
     """
@@ -167,7 +166,8 @@ class LowLatencyLayout(MemoryLayout):
 
     @property
     def metadata_bytes(self) -> int:
-        return (2 if self.returns_slots else 3) * _WORD_BYTES * self.metadata_words
+        """The bytes of the metadata of a row: a line for each of its experts."""
+        return LINE_BYTES * self.metadata_words
 
     @property
     def parts_of_token(self) -> int:
@@ -189,15 +189,10 @@ class LowLatencyLayout(MemoryLayout):
         """The words of a plane of a sum."""
         return plane_words(self.return_words)
 
-    @property
-    def data_lines_at(self) -> int:
-        """The lines of a token before those of its row: one for each of its experts."""
-        return self.metadata_words
-
     @cached_property
     def scale_lines_at(self) -> int:
-        """The lines of a token before those of its scales."""
-        return self.data_lines_at + _num_lines(self.data_words, self.data_plane)
+        """The lines of a row before those of its scales."""
+        return _num_lines(self.data_words, self.data_plane)
 
     @cached_property
     def row_lines(self) -> int:
@@ -207,7 +202,7 @@ class LowLatencyLayout(MemoryLayout):
     @property
     def row_pieces(self) -> int:
         """The programs that share the lines of a row and of its scales, a line each thread."""
-        return -(-(self.row_lines - self.data_lines_at) // PART_LINES)
+        return -(-self.row_lines // PART_LINES)
 
     @cached_property
     def sum_lines(self) -> int:
@@ -231,15 +226,14 @@ class LowLatencyLayout(MemoryLayout):
         words = _WORD_BYTES * self.world_size
         line_rows = self.world_size * self.line_tokens
         return {
-            "arrived_metadata": words,
             "arrived_rows": words,
             "arrived_sums": words * self.num_chunks,
             "header_lines": self.world_size * 2 * SHORT_LINE_BYTES,
             "count_lines": self.world_size * self.num_local_experts * SHORT_LINE_BYTES,
             "combined_lines": self.world_size * SHORT_LINE_BYTES,
+            "metadata_lines": self.num_rows * self.metadata_bytes,
             "row_lines": line_rows * self.row_lines * LINE_BYTES,
             "sum_lines": self.line_tokens * self.parts_of_token * self.sum_lines * LINE_BYTES,
-            "metadata": self.num_rows * self.metadata_bytes,
             "data": self.num_rows * self.data_bytes,
             "scales": self.num_rows * self.scale_bytes,
             "returned": self.max_tokens * self.parts_of_token * self.return_bytes,

@@ -208,7 +208,7 @@ def send_dispatch_lines_kernel(
     if program < c.W:
         _send_header_lines(peers, ids_ptr, epoch, num_tokens, status, c, rows, CHUNK)
     elif is_row == 0:
-        send_metadata(peers, ids_ptr, weights_ptr, bases, program - c.W, epoch, c, CHUNK, True)
+        send_metadata(peers, ids_ptr, weights_ptr, bases, program - c.W, epoch, c, CHUNK, _THREADS)
         num_others = tl.sum(living_ranks(peers, c).to(tl.int32)) - 1
         tl.atomic_add(peers.counters + 1, tl.cast(num_others, tl.int64), sem="relaxed")
     else:
@@ -252,7 +252,7 @@ def send_dispatch_lines_kernel(
                 num_sent += tl.where(peer == rank, 0, is_needed)
             if is_needed > 0:
                 to = bases[turn] + row_at
-                store_lines(to + c.DATA_LINES * LINE_BYTES, line, words, epoch, is_word)  # pyright: ignore[reportArgumentType]
+                store_lines(to, line, words, epoch, is_word)  # pyright: ignore[reportArgumentType]
                 if c.SCALE_WORDS > 0:
                     to += c.SCALE_LINES * LINE_BYTES
                     store_lines(to, scale_line, scale_words, epoch, is_scale)  # pyright: ignore[reportArgumentType]

@@ -72,7 +72,7 @@ def _slots_of_token(
 ) -> tl.tuple:
     """Return the slots of a token, [K_LANES], -1 for none, and the ranks whose counts are missing.
 
-    address: of the lines of the token, whose metadata are there.   is_row: whether it has slots
+    address: of the lines of the token's metadata, which are there.   is_row: whether it has slots
         here.
     """
     source_lane = tl.arange(0, c.W_LANES)
@@ -108,15 +108,14 @@ def _store_words(
 ) -> None:
     """Store the words of some lines of a row where rows are, or in slabs at slots [K_LANES].
 
-    words: of each plane.   line: their lines after those of the metadata.
+    words: of each plane.   line: their lines in the row.
     """
-    FIRST_SCALE: tl.constexpr = c.SCALE_LINES - c.DATA_LINES
     k = tl.arange(0, c.K_LANES)
     for plane in tl.static_range(LINE_WORDS):  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         word = word_in_row(line, plane, c.DATA_PLANE)
-        is_datum = both((line < FIRST_SCALE) & (word < c.DATA_WORDS), is_row)
-        scale = word_in_row(tl.maximum(line - FIRST_SCALE, 0), plane, c.SCALE_PLANE)
-        is_scale = both((line >= FIRST_SCALE) & (scale < c.SCALE_WORDS), is_row)
+        is_datum = both((line < c.SCALE_LINES) & (word < c.DATA_WORDS), is_row)
+        scale = word_in_row(tl.maximum(line - c.SCALE_LINES, 0), plane, c.SCALE_PLANE)
+        is_scale = both((line >= c.SCALE_LINES) & (scale < c.SCALE_WORDS), is_row)
         if slabs.data is not None:
             # One after the other: as a block they would take more registers than there are.
             for each in tl.static_range(c.K):  # pyright: ignore[reportGeneralTypeIssues]
@@ -159,12 +158,14 @@ def _unpack_tokens(
     # The entries of all tokens, one line each.
     entry = tl.arange(0, index.TOKENS * c.K_LANES)
     token_of_entry, k_of_entry = entry // c.K_LANES, entry % c.K_LANES
-    has_entry = first + token_of_entry < c.LINE_TOKENS
+    has_entry = (first + token_of_entry < c.LINE_TOKENS) & (k_of_entry < c.K)
     header_ptr = int64_at(peers.buffer_address + c.HEADER_LINES_AT) + source * 2
     rows_at = (source * c.LINE_TOKENS + first) * (c.ROW_LINES * LINE_BYTES)
     rows_at += peers.buffer_address + c.ROW_LINES_AT
+    metadata_at = (source * c.M + first).to(tl.int64) * (c.K_LANES * LINE_BYTES)
+    metadata_at += peers.buffer_address + c.METADATA_LINES_AT
     line = piece * PART_LINES + tl.arange(0, PART_LINES)
-    is_line = line < c.ROW_LINES - c.DATA_LINES
+    is_line = line < c.ROW_LINES
 
     num_tokens = 0
     looks = begin_wait(peers.max_polls)
@@ -172,12 +173,11 @@ def _unpack_tokens(
         # All loads are under way together.
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         header = tl.load(header_ptr, volatile=True)
-        entry_line = token_of_entry * c.ROW_LINES + k_of_entry
-        experts, _, _, told = load_lines(rows_at, entry_line, has_entry)  # pyright: ignore[reportGeneralTypeIssues]
+        experts, _, _, told = load_lines(metadata_at, entry, has_entry)  # pyright: ignore[reportGeneralTypeIssues]
         words, flags = (), ()
         for each in tl.static_range(index.TOKENS):  # pyright: ignore[reportGeneralTypeIssues]
             is_there = both(is_line, first + each < c.LINE_TOKENS)
-            row_line = each * c.ROW_LINES + c.DATA_LINES + line
+            row_line = each * c.ROW_LINES + line
             word0, word1, word2, flag = load_lines(rows_at, row_line, is_there)  # pyright: ignore[reportGeneralTypeIssues]
             words += ((word0, word1, word2),)
             flags += (flag,)
@@ -185,7 +185,7 @@ def _unpack_tokens(
         sent_tokens = tl.where(in_lines, tl.minimum(word_of(header) >> 1, c.LINE_TOKENS), 0)
         # 2: not there; 1: a slot; 0: none.
         state = tl.where((k_of_entry < c.K) & (experts >= 0), 1, 0)
-        state = tl.where(told != epoch, 2, state)
+        state = tl.where(has_entry & (told != epoch), 2, state)
         # What a header of another epoch says decides nothing. One reduction serves all threads.
         is_late = both(line >= 0, flag_of(header) != epoch)
         is_row = ()
@@ -205,7 +205,7 @@ def _unpack_tokens(
                     slots, missing = _slots_of_token(  # pyright: ignore[reportGeneralTypeIssues]
                         peers,
                         source,
-                        rows_at + each * (c.ROW_LINES * LINE_BYTES),
+                        metadata_at + each * (c.K_LANES * LINE_BYTES),
                         is_row[each],
                         epoch,
                         c,

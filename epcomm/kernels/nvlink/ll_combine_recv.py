@@ -2,7 +2,7 @@
 
 It adds the sums of a token in the order of groups, in float32, and casts once, so that sums do
 not depend on arrival order. Slots that have groups are added by group first, and cast for each.
-Programs wait for the chunk of their tokens alone. Few tokens are received by lines/combine_recv.py.
+Programs wait for their tokens alone. Few tokens are received by lines/combine_recv.py.
 
 Memory order: as in ll_combine_send.py.
 """
@@ -31,12 +31,20 @@ from epcomm.kernels.nvlink.common.status import (
 )
 from epcomm.kernels.nvlink.lines.combine_recv import WARPS as LINES_WARPS
 from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines_kernel
-from epcomm.kernels.nvlink.ll_combine_send import row_at
+from epcomm.kernels.nvlink.ll_combine_send import (
+    num_workers,
+    row_at,
+    sent_columns,
+    signal_of_sums,
+    worker_of,
+)
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
 # A receiver takes half a row at once, so that it fits on an SM beside a sender.
 _WARPS, _COLUMNS = 8, 4096
+# Most receivers, in multiples of P: as many as fit on the SMs without a sender.
+_GRIDS = 2
 
 _THREADS = tl.constexpr(32 * _WARPS)
 
@@ -125,19 +133,25 @@ def _receive_combine_kernel(
     c: constexprs.Layout,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SENT_COLUMNS: tl.constexpr,
+    WORKERS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Add up the parts of tokens p, p + P, ... in program p of P, when their chunk has come.
+    """Add up pieces p, p + P, ... of rows in program p of P, when their parts are there.
 
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
     and two slots a token: that of rows 2 and 3, times the weights of token 1.
+
+    SENT_COLUMNS, WORKERS: COLUMNS and WORKERS of the senders.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
+    PIECES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS  # pyright: ignore[reportAssignmentType]
+    SENT_PIECES: tl.constexpr = (HIDDEN + SENT_COLUMNS - 1) // SENT_COLUMNS  # pyright: ignore[reportAssignmentType]
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
-    following = _sent_parts_of(is_sent_ptr, program, num_tokens, c)
+    following = _sent_parts_of(is_sent_ptr, program // PIECES, num_tokens, c)
     is_overwritten = tl.load(peers.state + HELD_BATCH, volatile=True) != batch
     codes, is_lost = _await_codes(peers, epoch, is_overwritten, c)  # pyright: ignore[reportGeneralTypeIssues]
     is_source = living_ranks(peers, c)
@@ -148,38 +162,40 @@ def _receive_combine_kernel(
     is_awaited = both(is_source & (codes == 0), (has_no_rows != 1) & (is_lost == 0))
 
     dtype = out_ptr.dtype.element_ty
-    awaited = -1
-    for token in tl.range(program, wanted_tokens, tl.num_programs(0), num_stages=1):
+    for item in tl.range(program, wanted_tokens * PIECES, tl.num_programs(0), num_stages=1):
+        token, piece = item // PIECES, item % PIECES
         parts = following
-        next_token = token + tl.num_programs(0)
+        next_token = (item + tl.num_programs(0)) // PIECES
         following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
-        chunk = token // c.CHUNK_TOKENS
-        if (chunk != awaited) & (is_lost == 0):
+        if is_lost == 0:
+            sent_piece = piece * COLUMNS // SENT_COLUMNS
+            worker = worker_of(token, rank, sent_piece, c, SENT_PIECES, WORKERS)  # pyright: ignore[reportArgumentType]
             signals_ptr = int32_at(buffer_address + c.ARRIVED_SUMS_AT)
-            signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
-            is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
-            awaited = chunk
-        is_token = token < num_tokens
-        out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
-        for begin in tl.range(0, HIDDEN, COLUMNS, num_stages=1):
-            column = begin + tl.arange(0, COLUMNS)
-            is_element = column < HIDDEN
-            # Loads start before it is known whether the call has failed.
-            if groups_ptr is None:
-                total = _sum_of_parts(
-                    parts, weights_ptr, buffer_address, token, column, is_element, dtype, c
+            ranks = tl.arange(0, c.W_LANES)[:, None]
+            signals_ptr += signal_of_sums(ranks, token // c.CHUNK_TOKENS, worker, c)
+            is_lost |= await_signals(
+                peers, signals_ptr, is_awaited[:, None], WAIT_COMBINE, epoch, c
+            )
+        column = piece * COLUMNS + tl.arange(0, COLUMNS)
+        is_element = column < HIDDEN
+        # Loads start before it is known whether the call has failed.
+        if groups_ptr is None:
+            total = _sum_of_parts(
+                parts, weights_ptr, buffer_address, token, column, is_element, dtype, c
+            )
+        else:
+            total, left = tl.zeros([COLUMNS], tl.float32), parts
+            while left != 0:
+                group = _lowest_group(left, groups_ptr, token, c)
+                partial = _sum_of_parts(
+                    group, weights_ptr, buffer_address, token, column, is_element, dtype, c
                 )
-            else:
-                total, left = tl.zeros([COLUMNS], tl.float32), parts
-                while left != 0:
-                    group = _lowest_group(left, groups_ptr, token, c)
-                    partial = _sum_of_parts(
-                        group, weights_ptr, buffer_address, token, column, is_element, dtype, c
-                    )
-                    total += cast(partial, dtype).to(tl.float32)
-                    left &= ~group
-            total = tl.where(has_failed | is_lost, float("nan"), total)
-            tl.store(out_row_ptr + column, cast(total, dtype), mask=both(is_element, is_token))
+                total += cast(partial, dtype).to(tl.float32)
+                left &= ~group
+        total = tl.where(has_failed | is_lost, float("nan"), total)
+        out_row_ptr = out_ptr + tl.cast(token, tl.int64) * HIDDEN
+        is_stored = both(is_element, token < num_tokens)
+        tl.store(out_row_ptr + column, cast(total, dtype), mask=is_stored)
     if OVERLAPS:
         await_previous()
 
@@ -224,7 +240,13 @@ def receive_combine(
         constants = {"num_warps": LINES_WARPS}
         if not in_lines:
             columns = min(_COLUMNS, next_power_of_two(hidden_size))
-            kernel, constants = _receive_combine_kernel, {"num_warps": _WARPS, "COLUMNS": columns}
+            kernel = _receive_combine_kernel
+            constants = {
+                "COLUMNS": columns,
+                "SENT_COLUMNS": sent_columns(hidden_size),
+                "WORKERS": num_workers(exchange, hidden_size),
+                "num_warps": _WARPS,
+            }
         launch = exchange.launches[key] = prepare(
             exchange,
             kernel,
@@ -239,5 +261,6 @@ def receive_combine(
     if in_lines:
         grid = max(1, wanted_tokens) * peers.layout.sum_parts
     else:
-        grid = max(1, min(wanted_tokens, peers.num_programs))
+        pieces = wanted_tokens * -(-hidden_size // _COLUMNS)
+        grid = max(1, min(pieces, _GRIDS * peers.num_programs))
     launch(grid, out, *terms, num_tokens, wanted_tokens, batch)

@@ -104,7 +104,7 @@ def test_a_rank_alone_reads_compares_and_saves_a_handle(monkeypatch: pytest.Monk
         assert handle[2].tolist() == [[UNKNOWN] * 2] * 2
         assert handle[3].tolist() == [UNKNOWN] * len(rows)
         with pytest.raises(IndexError):
-            _ = rows[handle[3].long()]
+            _ = rows.cpu()[handle[3].cpu().long()]
         with pytest.raises(IndexError):
             _ = handle[6]
         assert "T = (4, 64, 3) on rank 0" in repr(handle)

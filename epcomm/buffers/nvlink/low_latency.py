@@ -45,12 +45,7 @@ from epcomm.calls.order import Calls
 from epcomm.config import Mode
 from epcomm.errors import EPError, HandleError
 from epcomm.kernels.nvlink.common.exchange import first_state
-from epcomm.kernels.nvlink.common.layout import (
-    MAX_LINE_RANKS,
-    MAX_RETURNED_ROWS,
-    SUM_SENDERS,
-    LowLatencyLayout,
-)
+from epcomm.kernels.nvlink.common.layout import MAX_LINE_RANKS, MAX_RETURNED_ROWS, LowLatencyLayout
 from epcomm.protocol import BatchFlags, FaultCode, pack_status
 from epcomm.records import ExchangePlan, Pending
 from epcomm.spec import BufferCaps, BufferSpec
@@ -67,7 +62,7 @@ class NVLinkLowLatencyBuffer(NVLinkHost[LowLatencyLayout], ReturnsSlots):
     modes: ClassVar[frozenset[Mode]] = frozenset({Mode.LOW_LATENCY})
     handed_layout: ClassVar[Layout] = Layout.ROWS
     # Largest grid of a sending kernel: one program a token at 128 tokens, all resident on an H200.
-    max_programs: ClassVar[int] = SUM_SENDERS
+    max_programs: ClassVar[int] = 128
     # The most tokens that a rank sends in lines, see kernels/nvlink/common/lines.py: a third more
     # bytes, and no fence.
     line_tokens: ClassVar[int] = 32

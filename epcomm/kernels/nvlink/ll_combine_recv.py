@@ -2,7 +2,7 @@
 
 It adds the sums of a token in the order of groups, in float32, and casts once, so that sums do
 not depend on arrival order. Slots that have groups are added by group first, and cast for each.
-Programs wait for their tokens alone. Few tokens are received by lines/combine_recv.py.
+Programs wait for the chunk of their tokens alone. Few tokens are received by lines/combine_recv.py.
 
 Memory order: as in ll_combine_send.py.
 """
@@ -31,13 +31,7 @@ from epcomm.kernels.nvlink.common.status import (
 )
 from epcomm.kernels.nvlink.lines.combine_recv import WARPS as LINES_WARPS
 from epcomm.kernels.nvlink.lines.combine_recv import receive_combine_lines_kernel
-from epcomm.kernels.nvlink.ll_combine_send import (
-    num_workers,
-    row_at,
-    sent_columns,
-    signal_of_sums,
-    worker_of,
-)
+from epcomm.kernels.nvlink.ll_combine_send import row_at
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
 
@@ -133,21 +127,16 @@ def _receive_combine_kernel(
     c: constexprs.Layout,
     HIDDEN: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SENT_COLUMNS: tl.constexpr,
-    WORKERS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """Add up pieces p, p + P, ... of rows in program p of P, when their parts are there.
+    """Add up pieces p, p + P, ... of rows in program p of P, when the chunk of the token is there.
 
     Token 1 was sent to ranks 0 and 2: the sum of rows 1 and 2 * M + 1 of `returned`. With weights,
     and two slots a token: that of rows 2 and 3, times the weights of token 1.
-
-    SENT_COLUMNS, WORKERS: COLUMNS and WORKERS of the senders.
     """
     program = tl.program_id(0)
     peers = Peers(*memory, own_address, buffer_address, rank, max_polls)
     PIECES: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS  # pyright: ignore[reportAssignmentType]
-    SENT_PIECES: tl.constexpr = (HIDDEN + SENT_COLUMNS - 1) // SENT_COLUMNS  # pyright: ignore[reportAssignmentType]
     # The load bypasses the L1 cache, which only the end of the previous kernel surely empties.
     epoch = tl.load(peers.state + 1, volatile=True)
     has_no_rows = tl.load(peers.state + 2, volatile=True)
@@ -162,20 +151,18 @@ def _receive_combine_kernel(
     is_awaited = both(is_source & (codes == 0), (has_no_rows != 1) & (is_lost == 0))
 
     dtype = out_ptr.dtype.element_ty
+    awaited = -1
     for item in tl.range(program, wanted_tokens * PIECES, tl.num_programs(0), num_stages=1):
         token, piece = item // PIECES, item % PIECES
         parts = following
         next_token = (item + tl.num_programs(0)) // PIECES
         following = _sent_parts_of(is_sent_ptr, next_token, num_tokens, c)
-        if is_lost == 0:
-            sent_piece = piece * COLUMNS // SENT_COLUMNS
-            worker = worker_of(token, rank, sent_piece, c, SENT_PIECES, WORKERS)  # pyright: ignore[reportArgumentType]
+        chunk = token // c.CHUNK_TOKENS
+        if (chunk != awaited) & (is_lost == 0):
             signals_ptr = int32_at(buffer_address + c.ARRIVED_SUMS_AT)
-            ranks = tl.arange(0, c.W_LANES)[:, None]
-            signals_ptr += signal_of_sums(ranks, token // c.CHUNK_TOKENS, worker, c)
-            is_lost |= await_signals(
-                peers, signals_ptr, is_awaited[:, None], WAIT_COMBINE, epoch, c
-            )
+            signals_ptr = signals_ptr + tl.arange(0, c.W_LANES) * c.NUM_CHUNKS + chunk
+            is_lost |= await_signals(peers, signals_ptr, is_awaited, WAIT_COMBINE, epoch, c)
+            awaited = chunk
         column = piece * COLUMNS + tl.arange(0, COLUMNS)
         is_element = column < HIDDEN
         # Loads start before it is known whether the call has failed.
@@ -240,13 +227,7 @@ def receive_combine(
         constants = {"num_warps": LINES_WARPS}
         if not in_lines:
             columns = min(_COLUMNS, next_power_of_two(hidden_size))
-            kernel = _receive_combine_kernel
-            constants = {
-                "COLUMNS": columns,
-                "SENT_COLUMNS": sent_columns(hidden_size),
-                "WORKERS": num_workers(exchange, hidden_size),
-                "num_warps": _WARPS,
-            }
+            kernel, constants = _receive_combine_kernel, {"num_warps": _WARPS, "COLUMNS": columns}
         launch = exchange.launches[key] = prepare(
             exchange,
             kernel,

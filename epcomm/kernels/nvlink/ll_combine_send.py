@@ -13,8 +13,8 @@ Results of few tokens are sent in lines, in parts of a row, and lines/combine_re
 Every rank sends every rank a line that reports whether it refuses, and that is the credit of
 dispatch.
 
-Programs of a chunk of tokens send the results in bulk, and each has a signal for its share, so that
-receivers add up the first tokens while the last ones are on the wire.
+Results in bulk are signalled in chunks of tokens, each by programs of its own, so that receivers
+add up the first chunks while the last ones are on the wire.
 
 Memory order: as in dispatch. Results are stored in the receive buffer of their dispatch, whose
 sources have read the previous results there, because they sent the rows of these results after it.
@@ -37,7 +37,7 @@ from epcomm.kernels.nvlink.common.constexprs import (
     LINE_WORDS,
     PART_LINES,
     SOURCES_AT,
-    SUM_SENDERS,
+    SUM_ARRIVALS,
 )
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
@@ -57,7 +57,7 @@ from epcomm.kernels.nvlink.common.lines import (
     store_lines,
     words_of,
 )
-from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks, publish
+from epcomm.kernels.nvlink.common.signals import int32_at, living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import REPORT_ABORTED, WAIT_COMBINE
 from epcomm.kernels.prepared import CHANGES
 from epcomm.kernels.rounding import cast
@@ -274,28 +274,6 @@ def row_at(
 
 
 @triton.jit
-def worker_of(
-    token: tl.tensor,
-    source: tl.tensor,
-    piece: tl.tensor,
-    c: constexprs.Layout,
-    PIECES: tl.constexpr,
-    WORKERS: tl.constexpr,
-) -> tl.tensor:
-    """Return which worker of its chunk sends a piece of the sum of a token in bulk."""
-    item = (token % c.CHUNK_TOKENS * c.W + source) * PIECES + piece
-    return item % WORKERS
-
-
-@triton.jit
-def signal_of_sums(
-    rank: tl.tensor, chunk: tl.tensor, worker: tl.tensor, c: constexprs.Layout
-) -> tl.tensor:
-    """Return the index of the signal of a worker of a rank."""
-    return (rank * c.NUM_CHUNKS + chunk) * SUM_SENDERS + worker
-
-
-@triton.jit
 def _store_result(
     to: tl.tensor,
     place: tl.tensor,
@@ -465,9 +443,17 @@ def _send_combine_kernel(
         )
         num_arriving = tl.minimum(num_workers, (end - begin) * (c.W * results.PIECES))
         if worker < num_arriving:
+            signal_at = c.ARRIVED_SUMS_AT + (rank * c.NUM_CHUNKS + chunk) * 4
             # Sources that poll lines await no signal.
-            signal_at = c.ARRIVED_SUMS_AT + signal_of_sums(rank, chunk, worker, c) * 4
-            publish(peers, signal_at, epoch, bulk_tokens > begin, c)
+            publish_as_last(
+                peers,
+                SUM_ARRIVALS + chunk,
+                num_arriving,
+                signal_at,
+                epoch,
+                bulk_tokens > begin,
+                c,
+            )
     # The host of this rank reads this counter.
     tl.atomic_add(peers.counters + 3, tl.cast(num_sent, tl.int64), sem="relaxed")
 
@@ -517,7 +503,7 @@ def send_combine(
     key = ("send sums", rows.dtype, hidden_size, row_stride, slot_weights is None, per_row)
     launch = exchange.launches.get(key)
     if launch is None:
-        columns = sent_columns(hidden_size)
+        columns = min(_SENT_COLUMNS, max(4, next_power_of_two(hidden_size)))
         launch = exchange.launches[key] = prepare(
             exchange,
             _send_combine_kernel,
@@ -530,7 +516,10 @@ def send_combine(
                 COLUMNS=columns,
                 PIECES=-(-hidden_size // columns),
                 SLOTS=_SLOTS,
-                WORKERS=num_workers(exchange, hidden_size),
+                WORKERS=min(
+                    exchange.peers.num_programs,
+                    layout.chunk_tokens * layout.world_size * -(-hidden_size // columns),
+                ),
                 LINE_PARTS=_LINE_PARTS,
                 LINE_PIECES=-(-layout.sum_parts // _LINE_PARTS),
                 PER_ROW=per_row,
@@ -541,17 +530,6 @@ def send_combine(
         )
     num_programs = _num_programs(exchange, num_tokens or layout.max_tokens)
     launch(num_programs, rows, slot_weights, slots_of_row, first_slot, batch, status)
-
-
-def sent_columns(hidden_size: int) -> int:
-    """Return the elements of a piece of a sum in bulk."""
-    return min(_SENT_COLUMNS, max(4, next_power_of_two(hidden_size)))
-
-
-def num_workers(exchange: LowLatencyExchange, hidden_size: int) -> int:
-    """Return the programs that send a chunk of sums in bulk, the same number on all ranks."""
-    layout, pieces = exchange.peers.layout, -(-hidden_size // sent_columns(hidden_size))
-    return min(exchange.peers.num_programs, layout.chunk_tokens * layout.world_size * pieces)
 
 
 def _num_programs(exchange: LowLatencyExchange, num_tokens: int) -> int:

@@ -21,7 +21,6 @@ from epcomm.kernels.nvlink.common.constexprs import (
     COUNTED_EPOCH,
     HELD_BATCH,
     LINE_BYTES,
-    ROW_SENDERS,
     SOURCES_AT,
 )
 from epcomm.kernels.nvlink.common.dependent_launch import (
@@ -71,7 +70,6 @@ from epcomm.kernels.nvlink.lines.dispatch_unpack import (
 )
 from epcomm.kernels.nvlink.ll_dispatch_header import dispatch_epoch
 from epcomm.kernels.nvlink.ll_dispatch_pack import pack_rows
-from epcomm.kernels.nvlink.ll_dispatch_send import num_row_senders
 from epcomm.kernels.prepared import CHANGES
 
 # Pairs of a slot and an expert that a program compares in one step: 32 for each thread.
@@ -241,27 +239,6 @@ def _write_ranges(
 
 
 @triton.jit
-def _await_rows(
-    peers: Peers,
-    is_awaited: tl.tensor,
-    headers: tl.tensor,
-    epoch: tl.tensor,
-    c: constexprs.Layout,
-    index: constexprs.Index,
-) -> tl.tensor:
-    """Wait for all rows in bulk of some sources; return whether this rank cannot continue.
-
-    is_awaited, headers: [W_LANES]: which sources, and the first word of each header.
-    """
-    source, sender = tl.arange(0, c.W_LANES), tl.arange(0, ROW_SENDERS)
-    num_senders = tl.minimum(headers >> 1, index.SENDERS)
-    signals_ptr = int32_at(peers.buffer_address + c.ARRIVED_ROWS_AT)
-    signals_ptr += source[:, None] * ROW_SENDERS + sender[None, :]
-    is_sender = is_awaited[:, None] & (sender[None, :] < num_senders[:, None])
-    return await_signals(peers, signals_ptr, is_sender, WAIT_DISPATCH, epoch, c)
-
-
-@triton.jit
 def _clear_unused(
     row_of_slot_ptr: tl.tensor,
     starts: tl.tensor,
@@ -413,7 +390,8 @@ def _receive_dispatch_kernel(
     if slabs.data is not None:
         first = (program % PER_SOURCE) * index.ROWS
         if (in_lines == 0) & (first < num_tokens):
-            has_timed_out = _await_rows(peers, is_own, headers, epoch, c, index)
+            signals_ptr = int32_at(buffer_address + c.ARRIVED_ROWS_AT) + source_lane
+            has_timed_out = await_signals(peers, signals_ptr, is_own, WAIT_DISPATCH, epoch, c)
             is_lost |= has_timed_out
             if has_timed_out == 0:
                 end = source * c.M + tl.minimum(first + index.ROWS, num_tokens)
@@ -423,7 +401,8 @@ def _receive_dispatch_kernel(
     if program == 0:
         is_bulk = is_heard & ((headers & 1) == 0) & (headers > 0)
         if tl.max(is_bulk.to(tl.int32)) > 0:
-            is_lost |= _await_rows(peers, is_bulk, headers, epoch, c, index)
+            signals_ptr = int32_at(buffer_address + c.ARRIVED_ROWS_AT) + source_lane
+            is_lost |= await_signals(peers, signals_ptr, is_bulk, WAIT_DISPATCH, epoch, c)
     if is_lost:
         _hand_out_nothing(peers, counts_ptr, first_slot_ptr, slabs.source_ranges, epoch, c)
     if OVERLAPS:
@@ -498,7 +477,6 @@ def receive_dispatch(
             ROWS=rows,
             INDEXERS=indexers,
             TOKENS=UNPACKED_TOKENS if slabs.data is None else 1,
-            SENDERS=num_row_senders(exchange),
             CAPACITY=0 if slabs.data is None else layout.num_rows,
             WORD_LANES=next_power_of_two(layout.data_bytes // _WORD_BYTES),
             SCALE_LANES=next_power_of_two(max(1, layout.scale_words)),

@@ -2,8 +2,8 @@
 
 Some programs send metadata in lines: of each token its experts, positions and weights, and the
 counts for the receiver's experts. A receiver makes its index of them while rows are on the wire.
-Others send rows: they quantise each token once, store one row a rank, and set, releasing, a signal
-of theirs on each peer. A receive buffer is written again
+Others send rows: they quantise each token once and store one row a rank, and the last of them to
+arrive sets, releasing, a signal of each peer. A receive buffer is written again
 only after the lines of combine report that every rank has read its last batch. Nothing is cleared.
 Few tokens are sent by the kernel of lines/dispatch_send.py instead.
 
@@ -20,7 +20,7 @@ from epcomm import protocol
 from epcomm.kernels.launch import EXACT, next_power_of_two
 from epcomm.kernels.masks import both
 from epcomm.kernels.nvlink.common import constexprs
-from epcomm.kernels.nvlink.common.constexprs import ROW_SENDERS
+from epcomm.kernels.nvlink.common.constexprs import ROW_ARRIVALS
 from epcomm.kernels.nvlink.common.dependent_launch import (
     await_previous,
     let_next_start,
@@ -29,7 +29,7 @@ from epcomm.kernels.nvlink.common.dependent_launch import (
 from epcomm.kernels.nvlink.common.exchange import VARYING, LowLatencyExchange, Memory, Peers
 from epcomm.kernels.nvlink.common.launches import prepare
 from epcomm.kernels.nvlink.common.lines import await_credit
-from epcomm.kernels.nvlink.common.signals import living_ranks, publish
+from epcomm.kernels.nvlink.common.signals import living_ranks, publish_as_last
 from epcomm.kernels.nvlink.common.status import FAULT_MASK
 from epcomm.kernels.nvlink.lines.dispatch_send import (
     lines_constants,
@@ -59,9 +59,9 @@ from epcomm.kernels.quantize.int8 import quantize_row
 _COMPARISONS = 8192
 # A thread then has 28 elements of a row of 7168.
 _WARPS = 8
-# Most programs that send metadata: together with those that send rows, one on each of the SMs of an
-# H200, where more of the latter slow one another.
-_MOST_METADATA_PROGRAMS = 64
+# Most programs that send rows, and metadata: together one on each of the SMs of an H200, where more
+# of the former slow one another.
+_MOST_ROW_PROGRAMS, _MOST_METADATA_PROGRAMS = 64, 64
 
 # Ids that a program counts in one step: those of 128 tokens at K = 8.
 _COUNTED = tl.constexpr(1024)
@@ -227,20 +227,17 @@ def _send_dispatch_kernel(
                     tl.store(tl.multiple_of(data_ptr, 16) + at, row, mask=is_element)
                 num_sent += tl.where(peer == rank, 0, is_needed.to(tl.int32))
         tl.atomic_add(peers.counters, tl.cast(num_sent, tl.int64), sem="relaxed")
-        if first < num_tokens:
-            signal_at = c.ARRIVED_ROWS_AT + (rank * ROW_SENDERS + first) * 4
-            publish(peers, signal_at, epoch, is_living, c)
+        # If no program has a row, the first one sends the signal.
+        num_arriving = tl.maximum(1, tl.minimum(num_programs, num_tokens))
+        if first < num_arriving:
+            signal_at = c.ARRIVED_ROWS_AT + 4 * rank
+            publish_as_last(peers, ROW_ARRIVALS, num_arriving, signal_at, epoch, is_living, c)
 
 
 def _metadata_programs(exchange: LowLatencyExchange) -> int:
     """Return the programs that send metadata, the first W of which send headers."""
     peers = exchange.peers
     return max(peers.layout.world_size, min(peers.num_programs, _MOST_METADATA_PROGRAMS))
-
-
-def num_row_senders(exchange: LowLatencyExchange) -> int:
-    """Return the programs of each rank that send rows in bulk."""
-    return min(exchange.peers.num_programs, ROW_SENDERS.value)
 
 
 def send_dispatch(
@@ -298,7 +295,7 @@ def send_dispatch(
         num_programs = layout.world_size + num_tokens * (1 + num_parts(layout))
     else:
         num_programs = _metadata_programs(exchange)
-        num_programs += num_row_senders(exchange)
+        num_programs += min(exchange.peers.num_programs, _MOST_ROW_PROGRAMS)
     launch = exchange.launches.get(key)
     if launch is None:
         device = hidden_states.device

@@ -4,10 +4,10 @@ A line is a word of data and the epoch that wrote it, stored and loaded as one. 
 of a rank that sends in lines: its words go to the rank of its experts as lines, which that rank
 polls until each has the epoch of the batch, and stores unpacked; experts read; the sum returns in
 lines, which the source polls. Nothing is released and nothing acquired. A rank with more tokens
-sends only their metadata in lines, and rows in bulk: plain stores, a release, a signal of each
-program; its sums come in bulk too, and other programs send the header line. What tells the two
-apart is the header line, which every rank sends to every rank in both phases; that of combine is
-also the credit.
+sends only their metadata in lines, and rows in bulk: plain stores, a release, a signal; its sums
+come in bulk too and have a signal for each chunk of tokens, which other programs send than the
+header line. What tells the two apart is the header line, which every rank sends to every rank in
+both phases; that of combine is also the credit.
 
 Why memory may be written again, with one receive buffer. A stores lines of batch e on B once B's
 header line of combine e - 1 (or of a release) has come: B sent it in a kernel after all that read
@@ -32,8 +32,8 @@ import pytest
 
 # A rank with more tokens sends in bulk.
 LINE_TOKENS = 2
-# Sums in bulk are sent by chunks of so many tokens, each by so many programs of its own.
-CHUNK_TOKENS, WORKERS = 2, 2
+# Sums in bulk are signalled by chunks of so many tokens, each by programs of its own.
+CHUNK_TOKENS = 2
 # A row: parts of it may come apart.
 WORDS = 2
 
@@ -56,7 +56,7 @@ class Rules:
     polls_every_line: bool = True
     releases: bool = True
     bulk_awaits_signals: bool = True
-    bulk_awaits_own_worker: bool = True
+    bulk_awaits_all_chunks: bool = True
     bulk_polls_credits: bool = True
 
 
@@ -125,11 +125,6 @@ class Kernel:
     begins_early: bool = False
 
 
-def worker_of(source: int, token: int) -> int:
-    """Return which worker of its chunk sends the sum of a token."""
-    return (source + token) % WORKERS
-
-
 def await_that(is_there: Callable[[], bool]) -> Program:
     while not is_there():
         yield False
@@ -175,7 +170,7 @@ class Rank:
     # The methods below are the kernels of the model.
 
     def send_dispatch(self, batch: Batch) -> list[Program]:
-        targets = batch.targets[self.number]
+        targets, arrivals = batch.targets[self.number], [0]
 
         def credited() -> Program:
             def has_come() -> bool:
@@ -212,7 +207,7 @@ class Rank:
                 self.store_line(rank, "metadata line", batch, *at, data=(chosen,))
                 yield True
             if not batch.in_lines(self.number):
-                yield from self._publish(batch, "rows", self.all_ranks, token)
+                yield from self._publish(batch, "rows", arrivals, len(targets), self.all_ranks)
 
         heads = [
             head(peer)
@@ -221,12 +216,21 @@ class Rank:
         ]
         return heads + [send(token) for token in range(len(targets))]
 
-    def _publish(self, batch: Batch, name: str, ranks: range | list[int], *at: int) -> Program:
-        """Set a signal of this program on some ranks, after all that it has stored."""
-        self.world.release(self.number)
-        for rank in ranks:
-            self.store_line(rank, name, batch, self.number, *at, data=True)
-            yield True
+    def _publish(
+        self,
+        batch: Batch,
+        name: str,
+        arrivals: list[int],
+        expected: int,
+        ranks: range | list[int],
+        *at: int,
+    ) -> Program:
+        arrivals[0] += 1
+        if arrivals[0] == expected:
+            self.world.release(self.number)
+            for rank in ranks:
+                self.store_line(rank, name, batch, self.number, *at, data=True)
+                yield True
 
     def receive_dispatch(self, batch: Batch) -> list[Program]:
         found: dict[tuple[int, int], bool] = {}
@@ -237,8 +241,8 @@ class Rank:
                 return
             header = yield from self.await_line("header", batch, source)
             in_lines, num_tokens = header  # pyright: ignore[reportGeneralTypeIssues]
-            for sender in range(0 if in_lines else num_tokens):
-                yield from self.await_line("rows", batch, source, sender)
+            if not in_lines and num_tokens:
+                yield from self.await_line("rows", batch, source)
             for token in range(num_tokens):
                 at = (source, token)
                 (chosen,) = yield from self.await_line("metadata line", batch, *at)  # pyright: ignore[reportGeneralTypeIssues]
@@ -286,28 +290,26 @@ class Rank:
                     self.world.store(self.number, self.place(source, "sum", batch, *where), data)
                 yield True
 
-        def send_of_chunk(chunk: int, worker: int, items: list[tuple[int, int]]) -> Program:
+        def send_of_chunk(chunk: int, arrivals: list[int], items: list[tuple[int, int]]) -> Program:
             for source, token in items:
                 if found[source, token]:
                     yield from send(source, token)
             # Whoever has as many tokens awaits the chunk, whether or not it has sums of this rank.
             told = [r for r in bulk if len(batch.targets[r]) > chunk * CHUNK_TOKENS]
-            yield from self._publish(batch, "sums", told, chunk, worker)
+            yield from self._publish(batch, "sums", arrivals, 2, told, chunk)
 
         bulk = [rank for rank in self.all_ranks if not batch.in_lines(rank)]
         most = max((len(batch.targets[rank]) for rank in bulk), default=0)
         programs = [self._credit(batch, rank) for rank in self._heard(batch)]
         programs += [send(*at) for at, chosen in found.items() if chosen and batch.in_lines(at[0])]
         for chunk in range(-(-most // CHUNK_TOKENS)):
-            for worker in range(WORKERS):
-                items = [
-                    (source, token)
-                    for source, token in found
-                    if source in bulk
-                    and token // CHUNK_TOKENS == chunk
-                    and worker_of(source, token) == worker
-                ]
-                programs.append(send_of_chunk(chunk, worker, items))
+            items = [
+                (source, token)
+                for source, token in found
+                if source in bulk and token // CHUNK_TOKENS == chunk
+            ]
+            arrivals = [0]
+            programs += [send_of_chunk(chunk, arrivals, items[half::2]) for half in range(2)]
         return programs
 
     def _credit(self, batch: Batch, rank: int) -> Program:
@@ -327,10 +329,8 @@ class Rank:
                 elif self.line("combined", batch, rank) is None:
                     raise BrokenError(f"batch {batch.number}: rank {rank} may have refused")
                 if not in_lines and rules.bulk_awaits_signals:
-                    chunk, worker = token // CHUNK_TOKENS, worker_of(self.number, token)
-                    if not rules.bulk_awaits_own_worker:
-                        worker = 0
-                    yield from self.await_line("sums", batch, rank, chunk, worker)
+                    chunk = token // CHUNK_TOKENS if rules.bulk_awaits_all_chunks else 0
+                    yield from self.await_line("sums", batch, rank, chunk)
                 for word in range(WORDS if rank in batch.targets[self.number][token] else 0):
                     where = (rank, token, word)
                     if in_lines:
@@ -445,7 +445,7 @@ FAULTY = {
     "one line stands for its row": replace(RULES, polls_every_line=False),
     "signals without a release": replace(RULES, releases=False),
     "sums in bulk without a signal": replace(RULES, bulk_awaits_signals=False),
-    "the first worker stands for all": replace(RULES, bulk_awaits_own_worker=False),
+    "the first chunk stands for all": replace(RULES, bulk_awaits_all_chunks=False),
     "a signal of sums stands for the credit": replace(RULES, bulk_polls_credits=False),
 }
 

@@ -32,10 +32,11 @@ from epcomm.kernels.nvlink import (
 from epcomm.kernels.nvlink.common.exchange import (
     NO_SLABS,
     SOURCES_AT,
+    SUM_ARRIVALS,
     LowLatencyExchange,
     SlabMemory,
 )
-from epcomm.kernels.nvlink.common.layout import LINE_BYTES, SUM_SENDERS, LowLatencyLayout
+from epcomm.kernels.nvlink.common.layout import LINE_BYTES, LowLatencyLayout
 from epcomm.kernels.nvlink.lines import dispatch_send
 from epcomm.protocol import FLAGS_SHIFT, FaultCode, Wait, decode_abort
 from epcomm.spec import BufferSpec
@@ -254,14 +255,11 @@ def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:
     slots_of_row[40 + 31, 0] = 0
     combine(sender, rows, slots_of_row)
     # Those of rank 0, then those of rank 1.
-    arrived = [signals_of_sums(rank) for rank in ranks]
-    # Each of two workers of a chunk has a signal; rank 1 awaits none of the second chunk.
-    assert arrived[0][:, :, :2].tolist() == [[[1, 1], [1, 1]], [[0, 0], [0, 0]]]
-    assert arrived[1][:, :, :2].tolist() == [[[1, 1], [0, 0]], [[0, 0], [0, 0]]]
-    assert not any(each[:, :, 2:].any() for each in arrived)
-    # The second chunk of rank 1, and of the first one what rank 0 awaits of it, have not come:
-    # tokens of rank 1 are items 1, 3, ..., which worker 1 of two sends.
-    arrived[1][1, 0, 1] = 1
+    arrived = [rank.region("arrived_sums", torch.int32)[:4].tolist() for rank in ranks]
+    assert arrived == [[1, 1, 0, 0], [1, 0, 0, 0]]
+    assert not sender.exchange.state[SUM_ARRIVALS:SOURCES_AT].any()
+    # The other chunk of rank 1 has not come, which tokens of the first one do not await.
+    receiver.region("arrived_sums", torch.int32)[2] = 1
     receiver.region("combined_lines", torch.int32).view(-1, 2)[1, 1] = 1
     receiver.exchange.state[1] = 1
     receiver.is_sent[31, 0] = 1
@@ -269,14 +267,6 @@ def test_sums_are_signalled_and_awaited_by_chunk(device: torch.device) -> None:
     assert not receiver.exchange.peers.report.any()
     assert receive_sums(receiver, 33)[32].isnan().all()
     assert receiver.exchange.peers.report[0] == Wait.COMBINE
-
-
-def signals_of_sums(rank: Rank) -> Tensor:
-    """Return the signals of each rank, chunk and worker."""
-    layout = rank.layout
-    words = rank.region("arrived_sums", torch.int32)
-    num_words = layout.world_size * layout.num_chunks * SUM_SENDERS
-    return words[:num_words].view(layout.world_size, layout.num_chunks, SUM_SENDERS)
 
 
 class Allocations(TorchDispatchMode):

@@ -23,11 +23,11 @@ RecordT = TypeVar("RecordT")
 LINE_BYTES = tl.constexpr(layout.LINE_BYTES)
 LINE_WORDS = tl.constexpr(layout.LINE_WORDS)
 PART_LINES = tl.constexpr(layout.PART_LINES)
-ROW_SENDERS = tl.constexpr(layout.ROW_SENDERS)
-SUM_SENDERS = tl.constexpr(layout.SUM_SENDERS)
 EAGER_EPOCH = tl.constexpr(exchange.EAGER_EPOCH)
 HELD_BATCH = tl.constexpr(exchange.HELD_BATCH)
 COUNTED_EPOCH = tl.constexpr(exchange.COUNTED_EPOCH)
+ROW_ARRIVALS = tl.constexpr(exchange.ROW_ARRIVALS)
+SUM_ARRIVALS = tl.constexpr(exchange.SUM_ARRIVALS)
 SOURCES_AT = tl.constexpr(exchange.SOURCES_AT)
 
 # Attributes of a LowLatencyLayout whose constants have other names.
@@ -137,7 +137,6 @@ class Index:
 
     C: slots of the index.   ALIGNMENT: of the first slot of each expert.   ROWS: that a program
         indexes.   INDEXERS: programs that do.   TOKENS: that another one unpacks at once.
-    SENDERS: programs of each rank that send rows in bulk.
     CAPACITY: slots of each expert in slabs, 0 without slabs; their rows have WORD_LANES lanes, and
         their scales SCALE_LANES.   *_STRIDE: of the scales in words, see scales_at().
     """
@@ -147,7 +146,6 @@ class Index:
     ROWS: tl.constexpr
     INDEXERS: tl.constexpr
     TOKENS: tl.constexpr
-    SENDERS: tl.constexpr
     CAPACITY: tl.constexpr
     WORD_LANES: tl.constexpr
     SCALE_LANES: tl.constexpr

@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from epcomm.kernels.nvlink.common.layout import LowLatencyLayout, MemoryLayout
+from epcomm.kernels.nvlink.common.layout import MOST_CHUNKS, LowLatencyLayout, MemoryLayout
 
 LayoutT = TypeVar("LayoutT", bound=MemoryLayout)
 
@@ -39,9 +39,11 @@ VARYING = (
 
 
 # Indices in LowLatencyExchange.state: the epoch of the last dispatch that was not captured; the
-# batch that the receive buffer holds; the epoch of the last dispatch whose counts are written; from
-# the last one on, the contents of each rank's header.
-EAGER_EPOCH, HELD_BATCH, COUNTED_EPOCH, SOURCES_AT = range(3, 7)
+# batch that the receive buffer holds; the epoch of the last dispatch whose counts are written; the
+# programs that have finished sending, of sums those of each chunk.
+EAGER_EPOCH, HELD_BATCH, COUNTED_EPOCH, ROW_ARRIVALS, SUM_ARRIVALS = range(3, 8)
+# The index there from which the contents of each rank's header are stored.
+SOURCES_AT = SUM_ARRIVALS + MOST_CHUNKS
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -37,8 +37,6 @@ MAX_RETURNED_ROWS = 32
 # Chunks of the tokens of a rank, whose sums in bulk are signalled apart, and the fewest tokens of
 # one.
 MOST_CHUNKS, _LEAST_CHUNK_TOKENS = 4, 32
-# Programs of a rank that send rows in bulk, and sums of a chunk, at the most.
-ROW_SENDERS, SUM_SENDERS = 64, 128
 # Planes begin at the widest vector.
 _PLANE_ALIGNMENT = VECTOR_BYTES // _WORD_BYTES
 
@@ -145,9 +143,8 @@ class LowLatencyLayout(MemoryLayout):
         the memory of the sums of W * groups groups.
 
     abort              int32 flag: some rank has timed out
-    arrived_rows [W, ROW_SENDERS]   int32 signals: the last epoch in which a program of a rank has
-                       sent its rows in bulk
-    arrived_sums [W, chunks, SUM_SENDERS]    likewise, sums of each chunk of chunk_tokens tokens
+    arrived_rows [W]   int32 signals: the last epoch in which a rank has sent its rows in bulk
+    arrived_sums [W, chunks]    likewise, of each chunk of chunk_tokens tokens
     header_lines [W, 2]                         2 * T + 1 for rows in lines, 2 * T else; status
     count_lines [W, L]                          (token, expert) pairs for each expert
     combined_lines [W]                          fault code of the combine call
@@ -229,8 +226,8 @@ class LowLatencyLayout(MemoryLayout):
         words = _WORD_BYTES * self.world_size
         line_rows = self.world_size * self.line_tokens
         return {
-            "arrived_rows": words * ROW_SENDERS,
-            "arrived_sums": words * self.num_chunks * SUM_SENDERS,
+            "arrived_rows": words,
+            "arrived_sums": words * self.num_chunks,
             "header_lines": self.world_size * 2 * SHORT_LINE_BYTES,
             "count_lines": self.world_size * self.num_local_experts * SHORT_LINE_BYTES,
             "combined_lines": self.world_size * SHORT_LINE_BYTES,

@@ -139,6 +139,9 @@ def _await_headers(
     Returns: whether this rank cannot go on.
     """
     looks = begin_wait(peers.max_polls)
+    # Lines of more tokens than a rank sends in lines are loaded once its header counts them: if all
+    # programs loaded theirs, each look would take longer, also that for one token.
+    told = epoch * 0 + c.LINE_TOKENS
     while is_waiting(looks):
         aborted = tl.load(int32_at(peers.own_address), volatile=True)
         headers = tl.load(headers_ptr, mask=is_source, other=0, volatile=True)
@@ -147,12 +150,14 @@ def _await_headers(
         is_absent = is_count & (flag_of(count_lines) != epoch)
         is_late = tl.max(is_absent.to(tl.int32), axis=1) > 0
         is_late |= (flag_of(headers) != epoch) | (flag_of(statuses) != epoch)
-        _, _, _, flags = load_lines(metadata_at, k, is_entry, IS_WHOLE=False)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
+        is_looked_at = is_entry & (token < told)
+        _, _, _, flags = load_lines(metadata_at, k, is_looked_at, IS_WHOLE=False)  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
         # Word and flag are one load: the compiler may repeat a load for two uses, in two
         # layouts, and the line may arrive between them.
         own_line = tl.sum(tl.where(is_own, headers, 0))
         is_absent = is_entry & (flags != epoch) & (token < (word_of(own_line) >> 1))
         is_untold = flag_of(own_line) != epoch
+        told = tl.where(is_untold, told, tl.maximum(told, word_of(own_line) >> 1))
         is_late |= is_own & (is_untold | (tl.max(is_absent.to(tl.int32)) > 0))
         late = bits_of_ranks(is_source & is_late, c.W_LANES)
         looks = end_look(looks, late, aborted, _THREADS)

@@ -8,13 +8,12 @@
 // tiles until there are none, and finds them from the counts on the device. Results of down are
 // written by the copy engine.
 //
-// What a consumer does between two products is what costs, so that rounds of all stages are unrolled:
-// descriptors are then sums of constants in uniform registers, and no scale of a matrix is loaded.
-// One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11): gate and up 1529 us where loops
-// over stages took 1667, down 809 for 897, in turns in one run. Tried and slower: clusters of two blocks
-// that fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in
-// registers (10%); of rows through the index, one row at a time by the copy engine (36%), and a warp
-// that fences what others have copied (18%).
+// What a consumer does between two products is what costs. So rounds of all stages are unrolled:
+// descriptors are then sums of constants in uniform registers. Scales of matrices come with a stage.
+// On an H200 (2026-11) that took 11% from gate and up. Tried and slower: clusters of two blocks that
+// fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in registers
+// (10%); of rows through the index, one row at a time by the copy engine (36%), and a warp that fences
+// what others have copied (18%).
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -30,6 +29,7 @@ constexpr int NUM_STAGES = 4;
 constexpr int TILE_BYTES = TILE_ROWS * BLOCK;
 constexpr int STAGE_BYTES = 3 * TILE_BYTES;
 constexpr int SCALES_BYTES = TILE_ROWS * 4;
+constexpr int MATRIX_SCALES_BYTES = 2 * 4;
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
 constexpr int ROWS_PER_CONSUMER = 64;
@@ -62,6 +62,7 @@ struct Rows {
     int num_experts;
     int k_blocks;
     int num_columns;  // rows of one matrix
+    int packed_from;  // experts with as many slots have codes in the order of slots, too
 };
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
@@ -94,6 +95,11 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, int parity) {
         "}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Fetches a map that the copy engine reads later.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    if (map) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Copies a swizzled box of 128 columns and 128 rows.
@@ -170,6 +176,7 @@ struct Tile {
     int num_rows;  // 1 to TILE_ROWS
     int slot;      // slot of the first row
     int column;    // tile of columns
+    bool is_packed;
 };
 
 // The tiles of this block, in order. Row tiles come first: neighbours share a matrix. Each warp finds
@@ -223,6 +230,7 @@ struct Tiles {
         const int first_row = (local - tile.column * row_tiles) * TILE_ROWS;
         tile.num_rows = min(TILE_ROWS, num_rows - first_row);
         tile.slot = __shfl_sync(~0u, slot, lane) + first_row;
+        tile.is_packed = num_rows >= rows.packed_from;
         next += gridDim.x;
         return true;
     }
@@ -231,8 +239,9 @@ struct Tiles {
 // Addresses in shared memory.
 struct Shared {
     uint32 stages;
-    uint32 results;  // a warp's rows of a block of H
-    uint32 scales;
+    uint32 results;        // of each warp, 16 rows of a block of H
+    uint32 scales;         // of rows
+    uint32 matrix_scales;  // one of each of two matrices
     uint32 full;
     uint32 empty;
 
@@ -242,7 +251,7 @@ struct Shared {
     __device__ __forceinline__ uint32 empty_of(int stage) const { return empty + stage * 8; }
 };
 
-// Copies the rows of a tile, through the index.
+// Copies the rows of a tile through the index, and scales.
 struct RowReader {
     const uint8* codes;
     const float* scales;
@@ -250,14 +259,14 @@ struct RowReader {
     int row_ids[COPIES];
     int num_rows;
 
-    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile) {
+    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile, bool is_packed) {
         const int thread = threadIdx.x % WARPGROUP, first = thread / 8;
         codes = rows.codes + thread % 8 * 16;
         codes_stride = rows.codes_stride;
         num_rows = tile.num_rows;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            row_ids[i] = row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
+            row_ids[i] = is_packed ? 0 : row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
         }
         scales = rows.scales + row_of(rows, tile, thread) * rows.scales_stride;
     }
@@ -282,49 +291,65 @@ struct RowReader {
 template <typename Epilogue>
 __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
-    constexpr bool IS_PACKED = Epilogue::ROWS_ARE_PACKED;
     const int thread = threadIdx.x % WARPGROUP;
     const int chunk = thread % 8, first = thread / 8;
     // Chunks of a row are permuted by its number, as the copy engine does with boxes.
     const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
-    // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
-    const auto request_matrices = [&](int stage, int k, int matrix_row) {
-        const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
-        barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
-        copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
-        copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
-                 matrix_row + epilogue.matrix_step());
-    };
     int stage = 0, parity = 1, number = 0;
+    // Number of stages whose rows may still be in flight, through the index.
+    int lag = 0;
+    const auto arrive_behind = [&] { barrier_arrive(shared.full_of((stage + NUM_STAGES - lag) % NUM_STAGES)); };
+    const auto finish_copies = [&] {
+        wait_for_copies<0>();
+        for (; lag > 0; --lag) arrive_behind();
+    };
     const int num_early = min(NUM_STAGES, rows.k_blocks);
     Tile tile;
     while (tiles.take(tile)) {
+        const bool is_packed = !Epilogue::HAS_INDEX || tile.is_packed;
         const int matrix_row = tile.expert * rows.num_columns
                                + tile.column * Epilogue::COLUMNS_PER_TILE;
+        // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
+        const auto request_matrices = [&](int stage, int k) {
+            const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
+            barrier_expect(full, (is_packed ? 3 : 2) * TILE_BYTES);
+            copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
+            copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
+                     matrix_row + epilogue.matrix_step());
+        };
         if (number == 0) {
             // The kernel before this one makes rows, but no matrices.
-            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k, matrix_row);
+            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k);
             wait_for_kernel_before();
         }
-        RowReader reader(rows, tile);
+        if (is_packed && lag) finish_copies();
+        RowReader reader(rows, tile, is_packed);
+        const int block = thread ? epilogue.second_block(tile) : epilogue.first_block(tile);
+        const float* matrix_scales = epilogue.matrix_scales + static_cast<int64>(block) * rows.k_blocks;
         // If the loop were unrolled, the addresses of several stages would not fit into registers.
 #pragma unroll 1
         for (int k = 0; k < rows.k_blocks; ++k) {
             barrier_wait(shared.empty_of(stage), parity);
             const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
             if (thread == 0) {
-                if (number >= num_early) request_matrices(stage, k, matrix_row);
-                if (IS_PACKED) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
+                if (number >= num_early) request_matrices(stage, k);
+                if (is_packed) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
             }
-            if (!IS_PACKED) reader.copy(target + own);
+            if (!is_packed) reader.copy(target + own);
             copy_4_bytes(shared.scales_of(stage) + thread * 4, reader.scales + k);
-            if (IS_PACKED) {
+            if (thread < 2) {
+                copy_4_bytes(shared.matrix_scales + stage * MATRIX_SCALES_BYTES + thread * 4,
+                             matrix_scales + k);
+            }
+            if (is_packed) {
                 barrier_arrive_after_copies(full);
             } else {
                 asm volatile("cp.async.commit_group;" ::: "memory");
-                if (number >= LAG) {
+                if (lag == LAG) {
                     wait_for_copies<LAG>();
-                    barrier_arrive(shared.full_of((stage + NUM_STAGES - LAG) % NUM_STAGES));
+                    arrive_behind();
+                } else {
+                    ++lag;
                 }
             }
             ++number;
@@ -334,11 +359,7 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     }
     // A block without tiles does not end before that kernel either: the next one does not wait for it.
     wait_for_kernel_before();
-    if (IS_PACKED) return;
-    wait_for_copies<0>();
-    for (int behind = min(LAG, number); behind > 0; --behind) {
-        barrier_arrive(shared.full_of((stage + NUM_STAGES - behind) % NUM_STAGES));
-    }
+    finish_copies();
 }
 
 // The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
@@ -417,20 +438,26 @@ __device__ __forceinline__ float load_shared(uint32 address) {
     return value;
 }
 
+__device__ __forceinline__ void load_shared_pair(uint32 address, float& first, float& second) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(first), "=f"(second)
+                 : "r"(address)
+                 : "memory");
+}
+
 // Transposes words among the four threads that share a row: word i of thread t becomes word t of
 // thread i.
-template <typename Word>
-__device__ __forceinline__ void transpose_in_quad(Word (&words)[4]) {
+__device__ __forceinline__ void transpose_in_quad(uint64 (&words)[4]) {
     const bool is_high = threadIdx.x & 2, is_odd = threadIdx.x & 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const Word came = __shfl_xor_sync(~0u, is_high ? words[i] : words[i + 2], 2);
+        const uint64 came = __shfl_xor_sync(~0u, is_high ? words[i] : words[i + 2], 2);
         if (is_high) words[i] = came;
         else words[i + 2] = came;
     }
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-        const Word came = __shfl_xor_sync(~0u, is_odd ? words[i] : words[i + 1], 1);
+        const uint64 came = __shfl_xor_sync(~0u, is_odd ? words[i] : words[i + 1], 1);
         if (is_odd) words[i] = came;
         else words[i + 1] = came;
     }
@@ -453,9 +480,13 @@ struct alignas(16) Words {
     uint32 words[4];
 };
 
+// The router weights of a thread's two rows, eight apart.
+struct RowWeights {
+    float row;
+    float row_8;
+};
+
 // The epilogue of gate and up: silu(gate) * up of the block, as codes and scales.
-// IS_PACKED: codes of rows are in the order of slots.
-template <bool IS_PACKED>
 struct GateUp {
     const float* matrix_scales;  // [L, 2I / 128, k_blocks]
     uint8* codes;                // [C, I]
@@ -463,7 +494,7 @@ struct GateUp {
     int inner_blocks;
 
     static constexpr int COLUMNS_PER_TILE = BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = IS_PACKED;
+    static constexpr bool HAS_INDEX = true;
     static constexpr int RESULT_BYTES = 0;
 
     __device__ __forceinline__ int matrix_step() const { return inner_blocks * BLOCK; }
@@ -475,8 +506,11 @@ struct GateUp {
         return first_block(tile) + inner_blocks;
     }
 
+    __device__ __forceinline__ RowWeights weights_of(const Tile&, int) const { return {}; }
+
     __device__ __forceinline__ void store(const Tile& tile, int row, float (&gate)[64],
-                                          float (&up)[64], const TensorMap*, uint32) const {
+                                          float (&up)[64], RowWeights, const TensorMap*,
+                                          uint32) const {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
             gate[i] = __fdividef(gate[i], one_plus_exp_of_minus(gate[i])) * up[i];
@@ -557,8 +591,8 @@ __device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&wo
                  : "memory");
 }
 
-// The epilogue of down: two blocks of H, times router weights, two bytes an element. A warp stores 16
-// rows by the copy engine, if all of them are rows of the tile, else 16 bytes a thread.
+// The epilogue of down: two blocks of H, times router weights, two bytes an element. A warp gathers 16
+// rows of a block in shared memory; the copy engine stores them, if all of them are rows of the tile.
 template <typename Element>
 struct Down {
     const float* matrix_scales;  // [L, H / 128, k_blocks]
@@ -567,7 +601,7 @@ struct Down {
     int hidden_blocks;
 
     static constexpr int COLUMNS_PER_TILE = 2 * BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = true;
+    static constexpr bool HAS_INDEX = false;
     static constexpr int BOX_BYTES = ROWS_PER_WARP * 128;
     // Of each warp, one block of H, which is two boxes.
     static constexpr int RESULT_BYTES = 2 * BOX_BYTES;
@@ -585,56 +619,47 @@ struct Down {
         return first_block(tile) + has_second(tile);
     }
 
+    __device__ __forceinline__ RowWeights weights_of(const Tile& tile, int row) const {
+        const int last = tile.num_rows - 1;
+        if (!slot_weights) return {1.0f, 1.0f};
+        return {slot_weights[tile.slot + min(row, last)], slot_weights[tile.slot + min(row + 8, last)]};
+    }
+
     // results: shared memory of this warp.
     __device__ __forceinline__ void store(const Tile& tile, int row, const float (&first)[64],
-                                          const float (&second)[64], const TensorMap* map,
-                                          uint32 results) const {
+                                          const float (&second)[64], RowWeights weights,
+                                          const TensorMap* map, uint32 results) const {
         const int first_row = keep_uniform(row);  // of this warp
-        const int64 slot = tile.slot + row;
-        const bool is_row = row < tile.num_rows, is_row_8 = row + 8 < tile.num_rows;
-        const float weight = slot_weights && is_row ? slot_weights[slot] : 1.0f;
-        const float weight_8 = slot_weights && is_row_8 ? slot_weights[slot + 8] : 1.0f;
-        if (first_row + ROWS_PER_WARP <= tile.num_rows) {
-            const int column = tile.column * COLUMNS_PER_TILE;
-            await_results();
-            write_block(map, results, tile.slot + first_row, column, weight, weight_8, first);
-            if (has_second(tile)) {
-                await_results();
-                write_block(map, results, tile.slot + first_row, column + BLOCK, weight, weight_8,
-                            second);
-            }
-            return;
+        const int num_rows = min(ROWS_PER_WARP, tile.num_rows - first_row);
+        if (num_rows <= 0) return;
+        const int slot = tile.slot + first_row, column = tile.column * COLUMNS_PER_TILE;
+        store_block(map, results, slot, num_rows, column, weights, first);
+        if (has_second(tile)) {
+            store_block(map, results, slot, num_rows, column + BLOCK, weights, second);
         }
-        uint16* at = out + slot * (hidden_blocks * BLOCK) + tile.column * COLUMNS_PER_TILE;
-        uint16* at_8 = at + 8 * (hidden_blocks * BLOCK);
-        store_block<0>(at, is_row, weight, first);
-        store_block<1>(at_8, is_row_8, weight_8, first);
-        store_block<0>(at + BLOCK, is_row && has_second(tile), weight, second);
-        store_block<1>(at_8 + BLOCK, is_row_8 && has_second(tile), weight_8, second);
     }
 
-    // Waits until the copy engine has read this warp's boxes, so that others may replace them.
-    static __device__ __forceinline__ void await_results() {
-        if (threadIdx.x % 32 == 0) wait_for_writes();
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ void write_block(const TensorMap* map, uint32 results, int slot,
-                                                int column, float weight, float weight_8,
+    __device__ __forceinline__ void store_block(const TensorMap* map, uint32 results, int slot,
+                                                int num_rows, int column, RowWeights weights,
                                                 const float (&totals)[64]) const {
         const int lane = threadIdx.x % 32;
+        // Boxes that are written still must have been read before others replace them.
+        if (lane == 0) wait_for_writes();
+        __syncwarp();
 #pragma unroll
         for (int group = 0; group < 16; group += 2) {
             const int i = 4 * group;
             const uint32 words[4] = {
-                Element::pair(totals[i] * weight, totals[i + 1] * weight),
-                Element::pair(totals[i + 2] * weight_8, totals[i + 3] * weight_8),
-                Element::pair(totals[i + 4] * weight, totals[i + 5] * weight),
-                Element::pair(totals[i + 6] * weight_8, totals[i + 7] * weight_8),
+                Element::pair(totals[i] * weights.row, totals[i + 1] * weights.row),
+                Element::pair(totals[i + 2] * weights.row_8, totals[i + 3] * weights.row_8),
+                Element::pair(totals[i + 4] * weights.row, totals[i + 5] * weights.row),
+                Element::pair(totals[i + 6] * weights.row_8, totals[i + 7] * weights.row_8),
             };
-            // The 16 bytes of this lane's row, permuted as the copy engine expects.
-            const int chunk = (group % 8 + lane / 16) ^ (lane % 8);
-            store_matrices(results + group / 8 * BOX_BYTES + lane % 16 * 128 + chunk * 16, words);
+            store_matrices(chunk_of(results, lane % 16, group + lane / 16), words);
+        }
+        if (num_rows < ROWS_PER_WARP) {
+            store_rows(results, slot, num_rows, column);
+            return;
         }
         // The copy engine reads through another proxy than these stores write.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -646,24 +671,20 @@ struct Down {
         }
     }
 
-    // HALF: 1 for the rows eight further on.
-    template <int HALF>
-    __device__ __forceinline__ void store_block(uint16* at, bool is_stored, float weight,
-                                                const float (&totals)[64]) const {
-        const int quarter = threadIdx.x % 4;
-#pragma unroll
-        for (int group = 0; group < 16; group += 4) {
-            uint32 words[4];
-#pragma unroll
-            for (int g = 0; g < 4; ++g) {
-                const int i = 4 * (group + g) + 2 * HALF;
-                words[g] = Element::pair(totals[i] * weight, totals[i + 1] * weight);
-            }
-            transpose_in_quad(words);
-            if (is_stored) {
-                *reinterpret_cast<Words*>(at + (group + quarter) * 8) =
-                    Words{words[0], words[1], words[2], words[3]};
-            }
+    // The address of 16 bytes of a row: the copy engine expects those of a box permuted by the row.
+    static __device__ __forceinline__ uint32 chunk_of(uint32 results, int row, int chunk) {
+        return results + chunk / 8 * BOX_BYTES + row * 128 + ((chunk ^ row) % 8) * 16;
+    }
+
+    // The copy engine would also write the rows that follow.
+    __device__ __forceinline__ void store_rows(uint32 results, int64 slot, int num_rows,
+                                               int column) const {
+        __syncwarp();
+        for (int i = threadIdx.x % 32; i < num_rows * 16; i += 32) {
+            const int row = i / 16, chunk = i % 16;
+            uint16* at = out + (slot + row) * (hidden_blocks * BLOCK) + column + chunk * 8;
+            *reinterpret_cast<Words*>(at) =
+                *static_cast<const Words*>(__cvta_shared_to_generic(chunk_of(results, row, chunk)));
         }
     }
 };
@@ -677,30 +698,6 @@ struct Position {
     __device__ __forceinline__ void advance(int blocks) {
         parity ^= (stage + blocks) / NUM_STAGES & 1;
         stage = (stage + blocks) % NUM_STAGES;
-    }
-};
-
-// Number of blocks of K whose matrix scales a warp holds, one a lane: those of whole rounds.
-constexpr int GROUP = 32 / NUM_STAGES * NUM_STAGES;
-
-// The scales of a matrix along K, a group of blocks at a time, so that none is loaded between products.
-struct LaneScales {
-    const float* scales;
-    float held;
-    float next;  // those of the next group
-
-    __device__ __forceinline__ float load(int block, int k_blocks) const {
-        return __ldg(scales + max(0, min(block + static_cast<int>(threadIdx.x % 32), k_blocks - 1)));
-    }
-    __device__ __forceinline__ LaneScales(const float* matrix_scales, int block, int k, int k_blocks)
-        : scales(matrix_scales + static_cast<int64>(block) * k_blocks), next(load(k, k_blocks)) {}
-    // Lane 0 holds the scale of block k from now on.
-    __device__ __forceinline__ void advance(int k, int k_blocks) {
-        held = next;
-        next = load(k + GROUP, k_blocks);
-    }
-    __device__ __forceinline__ float get(int lane) const {
-        return __shfl_sync(~0u, held, lane);
     }
 };
 
@@ -722,6 +719,7 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
     const uint32 full = keep_uniform(shared.full);
     const uint32 stages = keep_uniform(matrix_descriptor(shared.stages));
     const uint32 scales = keep(shared.scales + row * 4);
+    const uint32 matrix_scales = keep_uniform(shared.matrix_scales);
     const bool is_first = keep(lane) == 0;
     const int k_blocks = rows.k_blocks;
     Position at{0, 0};
@@ -736,44 +734,40 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
         float first[64], second[64], sums[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        // Loaded before they are needed.
+        const RowWeights weights = epilogue.weights_of(tile, row);
         // A round reads all stages; the first one begins, and the last one ends, in their midst.
-        const int begin = -at.stage;
         int parity = at.parity;
-        LaneScales first_scales(epilogue.matrix_scales, epilogue.first_block(tile), begin, k_blocks);
-        LaneScales second_scales(epilogue.matrix_scales, epilogue.second_block(tile), begin, k_blocks);
 #pragma unroll 1
-        for (int group = begin; group < k_blocks; group += GROUP) {
-            first_scales.advance(group, k_blocks);
-            second_scales.advance(group, k_blocks);
-#pragma unroll 1
-            for (int k = group; k < min(group + GROUP, k_blocks); k += NUM_STAGES, parity ^= 1) {
-                // The addresses of stages are constants.
+        for (int k = -at.stage; k < k_blocks; k += NUM_STAGES, parity ^= 1) {
+            // The addresses of stages are constants.
 #pragma unroll
-                for (int stage = 0; stage < NUM_STAGES; ++stage) {
-                    if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
-                    if (!is_full) barrier_wait(full + stage * 8, parity);
-                    const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
-                    const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
-                    start(sums, a, a_tile + TILE_BYTES / 16);
-                    // The code until finish() runs while the product does, and costs no time.
-                    const float scale = load_shared(scales + stage * SCALES_BYTES);
-                    const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
-                    const float by_first = first_scales.get(k - group + stage);
-                    const float by_second = second_scales.get(k - group + stage);
-                    finish(sums);
-                    add_scaled(first, sums, scale * by_first, scale_8 * by_first);
-                    start(sums, a, a_tile + 2 * TILE_BYTES / 16);
-                    const int next = (stage + 1) % NUM_STAGES;
-                    is_full = barrier_is_over(full + next * 8, next ? parity : parity ^ 1);
-                    finish(sums);
-                    if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
-                    add_scaled(second, sums, scale * by_second, scale_8 * by_second);
-                }
+            for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
+                if (!is_full) barrier_wait(full + stage * 8, parity);
+                const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+                const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
+                start(sums, a, a_tile + TILE_BYTES / 16);
+                // The code until finish() runs while the product does, and costs no time.
+                const float scale = load_shared(scales + stage * SCALES_BYTES);
+                const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
+                float by_first, by_second;
+                load_shared_pair(matrix_scales + stage * MATRIX_SCALES_BYTES, by_first, by_second);
+                const float by_second_8 = scale_8 * by_second;
+                by_second *= scale;
+                finish(sums);
+                add_scaled(first, sums, scale * by_first, scale_8 * by_first);
+                start(sums, a, a_tile + 2 * TILE_BYTES / 16);
+                const int next = (stage + 1) % NUM_STAGES;
+                is_full = barrier_is_over(full + next * 8, next ? parity : parity ^ 1);
+                finish(sums);
+                if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
+                add_scaled(second, sums, by_second, by_second_8);
             }
         }
         const uint32 results = shared.results
                                + threadIdx.x / 32 * Epilogue::RESULT_BYTES;
-        epilogue.store(tile, row, first, second, maps.out, results);
+        epilogue.store(tile, row, first, second, weights, maps.out, results);
     }
     if (Epilogue::RESULT_BYTES && lane == 0) wait_for_writes();
 }
@@ -786,8 +780,14 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     shared.stages = shared_address(memory);
     shared.results = shared.stages + NUM_STAGES * STAGE_BYTES;
     shared.scales = shared.results + CONSUMERS * WARPGROUP / 32 * Epilogue::RESULT_BYTES;
-    shared.full = shared.scales + NUM_STAGES * SCALES_BYTES;
+    shared.matrix_scales = shared.scales + NUM_STAGES * SCALES_BYTES;
+    shared.full = shared.matrix_scales + NUM_STAGES * MATRIX_SCALES_BYTES;
     shared.empty = shared.full + NUM_STAGES * 8;
+    if (threadIdx.x == WARPGROUP) {
+        prefetch_map(maps.matrices);
+        prefetch_map(maps.rows);
+        prefetch_map(maps.out);
+    }
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             // Each producer thread arrives once for its rows, and one of them for the matrices.
@@ -800,15 +800,15 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     let_next_kernel_begin();
     const Tiles tiles(rows, epilogue.num_column_tiles());
     if (threadIdx.x / WARPGROUP == CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
         produce(rows, maps, tiles, shared, epilogue);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
         consume(rows, maps, tiles, shared, epilogue);
     }
 }
 
-// The shared memory for codes of slots that are stored elsewhere.
+// The memory for codes in the order of slots.
 struct Packed {
     uint8* codes;  // [num_slots, 128 k_blocks]
     int64 num_slots;
@@ -818,16 +818,29 @@ constexpr int PACK_THREADS = 256;
 // Number of loads of 16 bytes that a thread has in flight.
 constexpr int PACK_LOADS = 4;
 
+// Returns the count of the expert that has the slot, or 0 for padding. The threads of a warp call this
+// together, for one slot.
+__device__ int count_of_slot(const Rows& rows, int64 slot) {
+    for (int first = 0; first < rows.num_experts; first += 32) {
+        const int expert = first + threadIdx.x % 32;
+        const bool is_expert = expert < rows.num_experts;
+        const int count = is_expert ? rows.counts[expert] : 0;
+        const int64 begin = is_expert ? rows.first_slot[expert] : 0;
+        const uint32 has_slot = __ballot_sync(~0u, begin <= slot && slot < begin + count);
+        if (has_slot) return __shfl_sync(~0u, count, __ffs(has_slot) - 1);
+    }
+    return 0;
+}
+
 extern "C" {
 
-// Copies the codes of each slot, a warp a slot; padding is left as it is.
+// Copies the codes of the slots of experts with packed_from slots or more, a warp a slot.
 __global__ void __launch_bounds__(PACK_THREADS)
     pack_rows(const __grid_constant__ Rows rows, const __grid_constant__ Packed packed) {
     let_next_kernel_begin();
     const int64 slot = static_cast<int64>(blockIdx.x) * (PACK_THREADS / 32) + threadIdx.x / 32;
-    if (slot >= packed.num_slots) return;
+    if (slot >= packed.num_slots || count_of_slot(rows, slot) < rows.packed_from) return;
     const int row = rows.row_of_slot[slot];
-    if (row < 0) return;
     const int num_words = rows.k_blocks * (BLOCK / 16);
     const Words* from = reinterpret_cast<const Words*>(rows.codes + row * rows.codes_stride);
     Words* to = reinterpret_cast<Words*>(packed.codes) + slot * num_words;
@@ -844,16 +857,10 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
 }
 
+// rows_map: of codes in the order of slots; not read where no expert has packed_from slots.
 __global__ void __launch_bounds__(384, 1)
-    gate_up_fp8(const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                const __grid_constant__ GateUp<false> epilogue) {
-    run(rows, Maps{nullptr, &map, nullptr}, epilogue);
-}
-
-__global__ void __launch_bounds__(384, 1)
-    gate_up_fp8_packed(const __grid_constant__ TensorMap rows_map,
-                       const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                       const __grid_constant__ GateUp<true> epilogue) {
+    gate_up_fp8(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,
+                const __grid_constant__ Rows rows, const __grid_constant__ GateUp epilogue) {
     run(rows, Maps{&rows_map, &map, nullptr}, epilogue);
 }
 

@@ -12,8 +12,8 @@
 // descriptors are then sums of constants in uniform registers. Scales of matrices come with a stage.
 // On an H200 (2026-11) that took 11% from gate and up. Tried and slower: clusters of two blocks that
 // fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in registers
-// (10%); of rows through the index, one row at a time by the copy engine (36%), and a warp that fences
-// what others have copied (18%).
+// (5%); of rows through the index, one row at a time by the copy engine (36%), a warp that fences what
+// others have copied (18%), and producers that fence their own copies (5%), which waits for all of them.
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -34,8 +34,6 @@ constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
 constexpr int ROWS_PER_CONSUMER = 64;
 constexpr int ROWS_PER_WARP = 16;
-// Number of stages whose rows may still be in flight while the next stage is requested.
-constexpr int LAG = 2;
 // Number of rows that one thread of the producer copies, 16 bytes each; eight threads copy a row.
 constexpr int COPIES = TILE_ROWS / (WARPGROUP / 8);
 
@@ -153,11 +151,8 @@ __device__ __forceinline__ bool barrier_is_over(uint32 barrier, int parity) {
     return is_over;
 }
 
-// Waits for all but the newest PENDING groups of copies, for tensor cores to read: they read through
-// another proxy than these copies write.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// For tensor cores to read what threads have copied: they read through another proxy than these write.
+__device__ __forceinline__ void fence_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -296,13 +291,6 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     // Chunks of a row are permuted by its number, as the copy engine does with boxes.
     const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
     int stage = 0, parity = 1, number = 0;
-    // Number of stages whose rows may still be in flight, through the index.
-    int lag = 0;
-    const auto arrive_behind = [&] { barrier_arrive(shared.full_of((stage + NUM_STAGES - lag) % NUM_STAGES)); };
-    const auto finish_copies = [&] {
-        wait_for_copies<0>();
-        for (; lag > 0; --lag) arrive_behind();
-    };
     const int num_early = min(NUM_STAGES, rows.k_blocks);
     Tile tile;
     while (tiles.take(tile)) {
@@ -322,7 +310,6 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
             for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k);
             wait_for_kernel_before();
         }
-        if (is_packed && lag) finish_copies();
         RowReader reader(rows, tile, is_packed);
         const int block = thread ? epilogue.second_block(tile) : epilogue.first_block(tile);
         const float* matrix_scales = epilogue.matrix_scales + static_cast<int64>(block) * rows.k_blocks;
@@ -341,17 +328,7 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
                 copy_4_bytes(shared.matrix_scales + stage * MATRIX_SCALES_BYTES + thread * 4,
                              matrix_scales + k);
             }
-            if (is_packed) {
-                barrier_arrive_after_copies(full);
-            } else {
-                asm volatile("cp.async.commit_group;" ::: "memory");
-                if (lag == LAG) {
-                    wait_for_copies<LAG>();
-                    arrive_behind();
-                } else {
-                    ++lag;
-                }
-            }
+            barrier_arrive_after_copies(full);
             ++number;
             reader.codes += BLOCK;
             if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
@@ -359,7 +336,6 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     }
     // A block without tiles does not end before that kernel either: the next one does not wait for it.
     wait_for_kernel_before();
-    finish_copies();
 }
 
 // The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
@@ -734,6 +710,9 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
         float first[64], second[64], sums[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        const bool has_copies = Epilogue::HAS_INDEX && !keep_uniform(tile.is_packed);
+        // The tile before had none, perhaps.
+        if (has_copies) fence_copies();
         // Loaded before they are needed.
         const RowWeights weights = epilogue.weights_of(tile, row);
         // A round reads all stages; the first one begins, and the last one ends, in their midst.
@@ -744,7 +723,10 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
 #pragma unroll
             for (int stage = 0; stage < NUM_STAGES; ++stage) {
                 if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
-                if (!is_full) barrier_wait(full + stage * 8, parity);
+                if (!is_full) {
+                    barrier_wait(full + stage * 8, parity);
+                    if (has_copies) fence_copies();
+                }
                 const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
                 const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
                 start(sums, a, a_tile + TILE_BYTES / 16);
@@ -760,6 +742,7 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
                 start(sums, a, a_tile + 2 * TILE_BYTES / 16);
                 const int next = (stage + 1) % NUM_STAGES;
                 is_full = barrier_is_over(full + next * 8, next ? parity : parity ^ 1);
+                if (has_copies) fence_copies();
                 finish(sums);
                 if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
                 add_scaled(second, sums, by_second, by_second_8);
@@ -837,7 +820,6 @@ extern "C" {
 // Copies the codes of the slots of experts with packed_from slots or more, a warp a slot.
 __global__ void __launch_bounds__(PACK_THREADS)
     pack_rows(const __grid_constant__ Rows rows, const __grid_constant__ Packed packed) {
-    let_next_kernel_begin();
     const int64 slot = static_cast<int64>(blockIdx.x) * (PACK_THREADS / 32) + threadIdx.x / 32;
     if (slot >= packed.num_slots || count_of_slot(rows, slot) < rows.packed_from) return;
     const int row = rows.row_of_slot[slot];

@@ -48,6 +48,11 @@ PACKED_FROM = {"through the index": 1 << 20, "packed": 1, "large experts packed"
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
+@pytest.fixture(autouse=True)
+def _copy_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", 0)
+
+
 def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
     """Skip a test without a GPU of compute capability 9.0."""
     return test if is_hopper else None
@@ -93,9 +98,11 @@ def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str,
     assert down.count("STSM.16.M88.4") == 16
     assert "FENCE.VIEW.ASYNC" in down[down.index("STSM") : down.index("UTMASTG")]
     assert "LDG.E.128" in machine_code["pack_rows"]
-    assert all("PREEXIT" in code for code in machine_code.values())
-    # Tensor cores read through another proxy than the one that LDGSTS writes by.
-    assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
+    assert all("PREEXIT" in machine_code[name] for name in PRODUCTS)
+    # Tensor cores read through another proxy than the one that LDGSTS writes by. Consumers fence;
+    # for threads that copy it would mean to wait for all their copies.
+    assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("QGMMA") : gate_up.rindex("QGMMA")]
+    assert "FENCE.VIEW.ASYNC" not in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
     for code in machine_code.values():
         assert "STG.E.128" in code
 
@@ -114,7 +121,9 @@ class Launches:
         self.blocks.append(blocks)
 
 
-def test_rows_are_copied_only_where_many_lie_in_another_order() -> None:
+def test_rows_are_copied_only_where_many_lie_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_slots = fp8_hopper.PACKED_SLOTS_PER_EXPERT * NUM_EXPERTS
     codes = torch.empty(num_slots, 16, dtype=torch.uint8)
     row_of_slot = torch.zeros(num_slots, dtype=torch.int32)
@@ -131,7 +140,10 @@ def test_rows_are_copied_only_where_many_lie_in_another_order() -> None:
     assert packed(codes, row_of_slot[1:], num_slots - 1) is None
     # More slots than any expert has.
     assert rows.packed_from == num_slots
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", num_slots * 16 + 1)
+    assert packed(codes[:9], row_of_slot, num_slots) is None
     assert not launches.blocks
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", num_slots * 16)
     copied = packed(codes[:9], row_of_slot, num_slots)
     assert copied is not None
     assert (copied.shape, copied.dtype) == (codes.shape, codes.dtype)

@@ -10,10 +10,11 @@
 //
 // What a consumer does between two products is what costs. So rounds of all stages are unrolled:
 // descriptors are then sums of constants in uniform registers. Scales of matrices come with a stage.
-// On an H200 (2026-11) that took 11% from gate and up. Tried and slower: clusters of two blocks that
+// That took 11% from gate and up on an H100 (2026-11). Tried and slower: clusters of two blocks that
 // fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in registers
-// (5%); of rows through the index, one row at a time by the copy engine (36%), a warp that fences what
-// others have copied (18%), and producers that fence their own copies (5%), which waits for all of them.
+// (5%), down in tiles of 192 columns (1%), rows copied to the order of slots by warps beside (3%); of
+// rows through the index, one row at a time by the copy engine (36%), a warp that fences what others
+// have copied (18%), and threads that fence their own copies (5%), which wait for all of them.
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -446,6 +447,21 @@ __device__ __forceinline__ float one_plus_exp_of_minus(float x) {
     return 1.0f + power;
 }
 
+// Bit-equal to __fdiv_rn(448, amax) for 1e-4 and more, but no call, around which products would wait.
+__device__ __forceinline__ float divide_448_by(float amax) {
+    // The reciprocal of a larger number could be subnormal.
+    const bool is_large = amax > 0x1p64f;
+    const float divisor = is_large ? amax * 0x1p-64f : amax;
+    float guess;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(guess) : "f"(divisor));
+    const float inverse = fmaf(guess, fmaf(-divisor, guess, 1.0f), guess);
+    float quotient = 448.0f * inverse;
+    quotient = fmaf(fmaf(-divisor, quotient, 448.0f), inverse, quotient);
+    quotient = fmaf(fmaf(-divisor, quotient, 448.0f), inverse, quotient);
+    if (is_large) quotient *= 0x1p-64f;
+    return divisor < 0x1p127f ? quotient : 0.0f;
+}
+
 __device__ __forceinline__ uint32 e4m3_pair(float first, float second) {
     uint16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
@@ -504,7 +520,7 @@ struct GateUp {
         }
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-        const float factor = __fdiv_rn(448.0f, amax);
+        const float factor = divide_448_by(amax);
         // Unit u holds 8 columns in each of four groups 4u to 4u + 3, two columns of this thread.
         uint64 units[4];
 #pragma unroll
@@ -677,33 +693,78 @@ struct Position {
     }
 };
 
-// Releases the stages of a tile of which this consumer has no rows.
-__device__ __forceinline__ void pass_over(Position at, uint32 full, bool is_first, int k_blocks) {
-    for (int k = 0; k < k_blocks; ++k, at.advance(1)) {
-        barrier_wait(full + at.stage * 8, at.parity);
-        if (is_first) barrier_arrive(full + (NUM_STAGES + at.stage) * 8);
+// What a thread of a consumer knows of its place. Addresses are those of shared memory.
+struct Consumer {
+    int first_row;  // of the consumer, in a tile
+    int row;        // of the thread
+    uint32 full;    // barriers of full stages, followed by those of empty ones
+    uint32 stages;
+    uint32 scales;
+    uint32 matrix_scales;
+    uint32 results;
+    bool is_first;  // of its warp
+
+    __device__ __forceinline__ Consumer(const Shared& shared, int result_bytes) {
+        const int number = keep_uniform(threadIdx.x / WARPGROUP), lane = threadIdx.x % 32;
+        first_row = number * ROWS_PER_CONSUMER;
+        row = keep(first_row + threadIdx.x % WARPGROUP / 32 * ROWS_PER_WARP + lane / 4);
+        full = keep_uniform(shared.full);
+        stages = keep_uniform(matrix_descriptor(shared.stages));
+        scales = keep(shared.scales + row * 4);
+        matrix_scales = keep_uniform(shared.matrix_scales);
+        results = shared.results + threadIdx.x / 32 * result_bytes;
+        is_first = keep(lane) == 0;
     }
-}
+
+    __device__ __forceinline__ void start_first(float (&sums)[64], int stage) const {
+        const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+        start(sums, a_tile + first_row * (BLOCK / 16), a_tile + TILE_BYTES / 16);
+    }
+    __device__ __forceinline__ void start_second(float (&sums)[64], int stage) const {
+        const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+        start(sums, a_tile + first_row * (BLOCK / 16), a_tile + 2 * TILE_BYTES / 16);
+    }
+    __device__ __forceinline__ void release(int stage) const {
+        if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
+    }
+    // Releases the stages of a tile of which this consumer has no rows.
+    __device__ __forceinline__ void pass_over(Position at, int k_blocks) const {
+        for (int k = 0; k < k_blocks; ++k, at.advance(1)) {
+            barrier_wait(full + at.stage * 8, at.parity);
+            release(at.stage);
+        }
+    }
+};
+
+// The scales of a block of K, for the two rows of a thread, eight apart, and for both products.
+struct BlockScales {
+    float first;
+    float first_8;
+    float second;
+    float second_8;
+
+    __device__ __forceinline__ BlockScales(const Consumer& own, int stage) {
+        const float scale = load_shared(own.scales + stage * SCALES_BYTES);
+        const float scale_8 = load_shared(own.scales + stage * SCALES_BYTES + 8 * 4);
+        load_shared_pair(own.matrix_scales + stage * MATRIX_SCALES_BYTES, first, second);
+        first_8 = scale_8 * first;
+        second_8 = scale_8 * second;
+        first *= scale;
+        second *= scale;
+    }
+};
 
 template <typename Epilogue>
 __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
-    const int consumer = keep_uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x % WARPGROUP;
-    const int lane = threadIdx.x % 32;
-    const int row = keep(consumer * ROWS_PER_CONSUMER + thread / 32 * ROWS_PER_WARP + lane / 4);
-    // Barriers of full stages, followed by those of empty ones.
-    const uint32 full = keep_uniform(shared.full);
-    const uint32 stages = keep_uniform(matrix_descriptor(shared.stages));
-    const uint32 scales = keep(shared.scales + row * 4);
-    const uint32 matrix_scales = keep_uniform(shared.matrix_scales);
-    const bool is_first = keep(lane) == 0;
+    const Consumer own(shared, Epilogue::RESULT_BYTES);
     const int k_blocks = rows.k_blocks;
     Position at{0, 0};
     bool is_full = false;
     Tile tile;
     for (; tiles.take(tile); at.advance(k_blocks)) {
-        if (consumer * ROWS_PER_CONSUMER >= tile.num_rows) {
-            pass_over(at, full, is_first, k_blocks);
+        if (own.first_row >= tile.num_rows) {
+            own.pass_over(at, k_blocks);
             is_full = false;
             continue;
         }
@@ -714,7 +775,7 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
         // The tile before had none, perhaps.
         if (has_copies) fence_copies();
         // Loaded before they are needed.
-        const RowWeights weights = epilogue.weights_of(tile, row);
+        const RowWeights weights = epilogue.weights_of(tile, own.row);
         // A round reads all stages; the first one begins, and the last one ends, in their midst.
         int parity = at.parity;
 #pragma unroll 1
@@ -724,38 +785,101 @@ __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const S
             for (int stage = 0; stage < NUM_STAGES; ++stage) {
                 if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
                 if (!is_full) {
-                    barrier_wait(full + stage * 8, parity);
+                    barrier_wait(own.full + stage * 8, parity);
                     if (has_copies) fence_copies();
                 }
-                const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
-                const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
-                start(sums, a, a_tile + TILE_BYTES / 16);
+                own.start_first(sums, stage);
                 // The code until finish() runs while the product does, and costs no time.
-                const float scale = load_shared(scales + stage * SCALES_BYTES);
-                const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
-                float by_first, by_second;
-                load_shared_pair(matrix_scales + stage * MATRIX_SCALES_BYTES, by_first, by_second);
-                const float by_second_8 = scale_8 * by_second;
-                by_second *= scale;
+                const BlockScales by(own, stage);
                 finish(sums);
-                add_scaled(first, sums, scale * by_first, scale_8 * by_first);
-                start(sums, a, a_tile + 2 * TILE_BYTES / 16);
+                add_scaled(first, sums, by.first, by.first_8);
+                own.start_second(sums, stage);
                 const int next = (stage + 1) % NUM_STAGES;
-                is_full = barrier_is_over(full + next * 8, next ? parity : parity ^ 1);
+                is_full = barrier_is_over(own.full + next * 8, next ? parity : parity ^ 1);
                 if (has_copies) fence_copies();
                 finish(sums);
-                if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
-                add_scaled(second, sums, by_second, by_second_8);
+                own.release(stage);
+                add_scaled(second, sums, by.second, by.second_8);
             }
         }
-        const uint32 results = shared.results
-                               + threadIdx.x / 32 * Epilogue::RESULT_BYTES;
-        epilogue.store(tile, row, first, second, weights, maps.out, results);
+        epilogue.store(tile, own.row, first, second, weights, maps.out, own.results);
     }
-    if (Epilogue::RESULT_BYTES && lane == 0) wait_for_writes();
+    if (Epilogue::RESULT_BYTES && own.is_first) wait_for_writes();
 }
 
+// The same for blocks that compute several tiles: the first product of a tile runs while results of the
+// tile before are stored. Where each block computes one tile, the longer code takes 20% more time.
 template <typename Epilogue>
+__device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
+                              const Epilogue& epilogue) {
+    const Consumer own(shared, Epilogue::RESULT_BYTES);
+    const int k_blocks = rows.k_blocks;
+    Position at{0, 0};
+    bool is_full = false, has_copies = false;
+    float first[64], second[64], sums[64];
+    Tile tile;
+    // Of the tile whose results are not stored yet, if it has rows.
+    Tile done{};
+    const auto begin = [&](int stage, int parity) {
+        if (!is_full) {
+            barrier_wait(own.full + stage * 8, parity);
+            if (has_copies) fence_copies();
+        }
+        own.start_first(sums, stage);
+    };
+    const auto store_done = [&] {
+        if (done.num_rows == 0) return;
+        const RowWeights weights = epilogue.weights_of(done, own.row);
+        epilogue.store(done, own.row, first, second, weights, maps.out, own.results);
+    };
+    // The compiler lets products run on where branches are taken by whole warps.
+    while (keep_uniform(tiles.take(tile))) {
+        if (own.first_row >= static_cast<int>(keep_uniform(tile.num_rows))) {
+            store_done();
+            done.num_rows = 0;
+            own.pass_over(at, k_blocks);
+            is_full = false;
+            at.advance(k_blocks);
+            continue;
+        }
+        has_copies = Epilogue::HAS_INDEX && !keep_uniform(tile.is_packed);
+        if (has_copies) fence_copies();
+        begin(keep_uniform(at.stage), at.parity);
+        store_done();
+#pragma unroll
+        for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        int parity = at.parity;
+#pragma unroll 1
+        for (int k = -at.stage; k < k_blocks; k += NUM_STAGES, parity ^= 1) {
+#pragma unroll
+            for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
+                const BlockScales by(own, stage);
+                finish(sums);
+                add_scaled(first, sums, by.first, by.first_8);
+                own.start_second(sums, stage);
+                const int next = (stage + 1) % NUM_STAGES, next_parity = next ? parity : parity ^ 1;
+                is_full = barrier_is_over(own.full + next * 8, next_parity);
+                if (has_copies) fence_copies();
+                finish(sums);
+                own.release(stage);
+                add_scaled(second, sums, by.second, by.second_8);
+                if (k + stage + 1 < k_blocks) begin(next, next_parity);
+            }
+        }
+        // Nothing is under way, which the compiler does not know.
+        finish(sums);
+        at.advance(k_blocks);
+        done.slot = keep_uniform(tile.slot);
+        done.num_rows = keep_uniform(tile.num_rows);
+        done.column = keep_uniform(tile.column);
+    }
+    store_done();
+    if (Epilogue::RESULT_BYTES && own.is_first) wait_for_writes();
+}
+
+// IS_AHEAD: blocks compute several tiles.
+template <bool IS_AHEAD, typename Epilogue>
 __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Epilogue& epilogue) {
     // The start of a swizzled box.
     extern __shared__ __align__(1024) uint8 memory[];
@@ -787,7 +911,11 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
         produce(rows, maps, tiles, shared, epilogue);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
-        consume(rows, maps, tiles, shared, epilogue);
+        if constexpr (IS_AHEAD) {
+            consume_ahead(rows, maps, tiles, shared, epilogue);
+        } else {
+            consume(rows, maps, tiles, shared, epilogue);
+        }
     }
 }
 
@@ -840,26 +968,25 @@ __global__ void __launch_bounds__(PACK_THREADS)
 }
 
 // rows_map: of codes in the order of slots; not read where no expert has packed_from slots.
-__global__ void __launch_bounds__(384, 1)
-    gate_up_fp8(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,
-                const __grid_constant__ Rows rows, const __grid_constant__ GateUp epilogue) {
-    run(rows, Maps{&rows_map, &map, nullptr}, epilogue);
-}
+#define GATE_UP(name, is_ahead)                                                                          \
+    __global__ void __launch_bounds__(384, 1)                                                            \
+        name(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,          \
+             const __grid_constant__ Rows rows, const __grid_constant__ GateUp epilogue) {               \
+        run<is_ahead>(rows, Maps{&rows_map, &map, nullptr}, epilogue);                                   \
+    }
+GATE_UP(gate_up_fp8, false)
+GATE_UP(gate_up_fp8_ahead, true)
 
-__global__ void __launch_bounds__(384, 1)
-    down_fp8_bfloat16(const __grid_constant__ TensorMap rows_map,
-                      const __grid_constant__ TensorMap map,
-                      const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,
-                      const __grid_constant__ Down<BFloat16> epilogue) {
-    run(rows, Maps{&rows_map, &map, &out_map}, epilogue);
-}
-
-__global__ void __launch_bounds__(384, 1)
-    down_fp8_float16(const __grid_constant__ TensorMap rows_map,
-                     const __grid_constant__ TensorMap map,
-                     const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,
-                     const __grid_constant__ Down<Float16> epilogue) {
-    run(rows, Maps{&rows_map, &map, &out_map}, epilogue);
-}
+#define DOWN(name, Element, is_ahead)                                                                    \
+    __global__ void __launch_bounds__(384, 1)                                                            \
+        name(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,          \
+             const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,               \
+             const __grid_constant__ Down<Element> epilogue) {                                           \
+        run<is_ahead>(rows, Maps{&rows_map, &map, &out_map}, epilogue);                                  \
+    }
+DOWN(down_fp8_bfloat16, BFloat16, false)
+DOWN(down_fp8_bfloat16_ahead, BFloat16, true)
+DOWN(down_fp8_float16, Float16, false)
+DOWN(down_fp8_float16_ahead, Float16, true)
 
 }  // extern "C"

@@ -38,10 +38,14 @@ _COPY_BYTES = 16
 # Number of slots of an expert from which copying rows into the order of slots can be faster: with
 # fewer, matrices are read once or twice, and reading them is the limit.
 PACKED_SLOTS_PER_EXPERT = 2 * TILE_ROWS
-# Bytes of all rows from which it is. Through the index gate and up take 10% longer, but no rows are
-# copied. Both products on an H100, copied and through the index: 708 and 660 us with 58 MB of rows,
-# 318 and 291 with 67 MB, 2654 and 2738 with 235 MB.
+# Bytes of all rows from which it is. Through the index gate and up take 5% longer, but no rows are
+# copied. Both products on an H100, copied and through the index: 713 and 665 us with 58 MB of rows,
+# 315 and 288 with 67 MB, 2632 and 2729 with 235 MB.
 PACKED_BYTES = 128 << 20
+# Number of slots an expert from which kernels compute the first product of a tile while results of
+# the tile before are stored. On an H100 that takes 3% less time with 1024, but 20% more where each
+# block computes one tile, which can be so with 512, because C counts padding too.
+AHEAD_SLOTS_PER_EXPERT = 8 * TILE_ROWS
 # The dtypes of results that down_fp8() writes.
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -174,8 +178,9 @@ class _Kernels:
     """The kernels, loaded on one device."""
 
     pack: CudaKernel
-    gate_up: CudaKernel
-    down: dict[torch.dtype, CudaKernel]
+    # By whether products start ahead.
+    gate_up: dict[bool, CudaKernel]
+    down: dict[tuple[torch.dtype, bool], CudaKernel]
     num_sms: int
 
 
@@ -190,10 +195,12 @@ def _kernels(device_index: int) -> _Kernels:
 
         return _Kernels(
             pack=module.kernel("pack_rows", threads=_PACK_THREADS, shared_bytes=0),
-            gate_up=kernel("gate_up_fp8"),
+            gate_up={False: kernel("gate_up_fp8"), True: kernel("gate_up_fp8_ahead")},
             down={
-                torch.bfloat16: kernel("down_fp8_bfloat16", _RESULTS_BYTES),
-                torch.float16: kernel("down_fp8_float16", _RESULTS_BYTES),
+                (torch.bfloat16, False): kernel("down_fp8_bfloat16", _RESULTS_BYTES),
+                (torch.bfloat16, True): kernel("down_fp8_bfloat16_ahead", _RESULTS_BYTES),
+                (torch.float16, False): kernel("down_fp8_float16", _RESULTS_BYTES),
+                (torch.float16, True): kernel("down_fp8_float16_ahead", _RESULTS_BYTES),
             },
             num_sms=num_sms_of(device_index),
         )
@@ -243,7 +250,8 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
             rows_map = byte_matrix_map(
                 packed.data_ptr(), num_slots, hidden_size, TILE_ROWS, BLOCK, packed.stride(0)
             )
-        kernels.gate_up.launch(blocks, rows_map, matrix_map, rows, epilogue)
+        is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        kernels.gate_up[is_ahead].launch(blocks, rows_map, matrix_map, rows, epilogue)
 
 
 def _packed_codes(
@@ -276,8 +284,7 @@ def down_fp8(
     """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
 
     is_early: the kernel may begin before gate_up_fp8() has ended, if nothing was enqueued since.
-        All operands but codes and scales must be older than that kernel. It does so only where
-        experts have few slots; with 256 of each expert both products take 3% longer then.
+        All operands but codes and scales must be older than that kernel.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -309,9 +316,9 @@ def down_fp8(
     with on_device(codes.device):
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
         blocks = min(num_tiles, kernels.num_sms)
-        is_early = is_early and num_slots < PACKED_SLOTS_PER_EXPERT * num_experts
         arguments = (rows_map, matrix_map, out_map, rows, epilogue)
-        kernels.down[out.dtype].launch(blocks, *arguments, is_early=is_early)
+        is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        kernels.down[out.dtype, is_ahead].launch(blocks, *arguments, is_early=is_early)
 
 
 def _rows(given: Product) -> _Rows:

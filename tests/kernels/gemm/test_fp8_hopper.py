@@ -43,6 +43,8 @@ from tests.runners.records import largest_error, results_of_experts, rows_record
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = ("gate_up_fp8", "down_fp8_bfloat16", "down_fp8_float16")
+# Those whose products start while results of the tile before are stored.
+AHEAD = tuple(f"{name}_ahead" for name in PRODUCTS)
 # Slots of an expert from which rows are copied into the order of slots.
 PACKED_FROM = {"through the index": 1 << 20, "packed": 1, "large experts packed": 200}
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -73,20 +75,23 @@ def machine_code(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
-    assert set(machine_code) == {*PRODUCTS, "pack_rows"}
-    for code in map(machine_code.__getitem__, PRODUCTS):
-        # Four stages of two products over 128 columns of K, in steps of 32.
-        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 32
+    assert set(machine_code) == {*PRODUCTS, *AHEAD, "pack_rows"}
+    for name in (*PRODUCTS, *AHEAD):
+        code = machine_code[name]
+        # Four stages of two products over 128 columns of K, in steps of 32; and one ahead.
+        num_products = 8 + (name in AHEAD)
+        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 4 * num_products
         # A wait after each step instead of each product is how the compiler serialises them.
-        assert len(re.findall(r"QGMMA.*gsb0", code)) == 8
-        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 8
+        assert len(re.findall(r"QGMMA.*gsb0", code)) == num_products
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == num_products
         assert not re.search(r"\b(STL|LDL)\b", code)
+    for code in map(machine_code.__getitem__, PRODUCTS):
         # The loop over K loads nothing from global memory, and computes descriptors in uniform
         # registers, from constants.
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
         assert not re.search(r"\b(LDG|R2UR)\b", code[first:last])
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
-    for code in map(machine_code.__getitem__, PRODUCTS):
+    for code in map(machine_code.__getitem__, (*PRODUCTS, *AHEAD)):
         assert code.count("UTMALDG.2D") == 5
         # The first matrices are requested before the kernel that makes the rows has ended.
         assert code.count("UTMALDG.2D", 0, code.index("ACQBULK")) == 2
@@ -217,9 +222,11 @@ ROWS_CASE = Case(
 @needs_hopper
 @pytest.mark.parametrize("repeats", [1, 6], ids=["12 experts", "72 experts"])
 @pytest.mark.parametrize("packed_from", PACKED_FROM.values(), ids=PACKED_FROM.keys())
+@pytest.mark.parametrize("ahead_from", [0, 1 << 20], ids=["ahead", "not ahead"])
 @pytest.mark.parametrize("dtype", fp8_hopper.HIDDEN_DTYPES, ids=str)
 def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     dtype: torch.dtype,
+    ahead_from: int,
     packed_from: int,
     repeats: int,
     device: torch.device,
@@ -227,6 +234,7 @@ def test_blocks_that_take_several_tiles_equal_the_plain_runner(
 ) -> None:
     """Use experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
     monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", packed_from)
+    monkeypatch.setattr(fp8_hopper, "AHEAD_SLOTS_PER_EXPERT", ahead_from)
     hidden, inner = 1152, 640
     counts = repeats * [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -261,12 +269,13 @@ def test_packed_rows_give_the_bits_of_rows_through_the_index(
     weights = make_weights(case.dtype, device, hidden)
     dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
     found = []
-    for least in (1, 1 << 20):
+    for least, ahead_from in ((1, 1 << 20), (1 << 20, 1 << 20), (1, 0), (1 << 20, 0)):
         monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", least)
+        monkeypatch.setattr(fp8_hopper, "AHEAD_SLOTS_PER_EXPERT", ahead_from)
         results = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
         found.append(results_of_experts(dispatched, results))
-    for pair in zip(*found, strict=True):
-        assert torch.equal(*pair)
+    for results in zip(*found, strict=True):
+        assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @needs_hopper

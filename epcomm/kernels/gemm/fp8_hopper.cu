@@ -8,13 +8,13 @@
 // tiles until there are none, and finds them from the counts on the device. Results of down are
 // written by the copy engine.
 //
-// What a consumer does between two products is what costs, so that rounds of all stages are unrolled:
-// descriptors are then sums of constants in uniform registers, and no scale of a matrix is loaded.
-// One H200, 32768 slots of 32 experts, H = 7168, I = 2048 (2026-11): gate and up 1529 us where loops
-// over stages took 1667, down 809 for 897, in turns in one run. Tried and slower: clusters of two blocks
-// that fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in
-// registers (10%); of rows through the index, one row at a time by the copy engine (36%), and a warp
-// that fences what others have copied (18%).
+// What a consumer does between two products is what costs. So rounds of all stages are unrolled:
+// descriptors are then sums of constants in uniform registers. Scales of matrices come with a stage.
+// That took 11% from gate and up on an H100 (2026-11). Tried and slower: clusters of two blocks that
+// fetch matrices for one another (3%), consumers that take turns (2%), rows as operands in registers
+// (5%), down in tiles of 192 columns (1%), rows copied to the order of slots by warps beside (3%); of
+// rows through the index, one row at a time by the copy engine (36%), a warp that fences what others
+// have copied (18%), and threads that fence their own copies (5%), which wait for all of them.
 //
 // No headers: NVRTC needs none of CUDA's files on the user's machine.
 
@@ -30,12 +30,11 @@ constexpr int NUM_STAGES = 4;
 constexpr int TILE_BYTES = TILE_ROWS * BLOCK;
 constexpr int STAGE_BYTES = 3 * TILE_BYTES;
 constexpr int SCALES_BYTES = TILE_ROWS * 4;
+constexpr int MATRIX_SCALES_BYTES = 2 * 4;
 constexpr int WARPGROUP = 128;
 constexpr int CONSUMERS = 2;
 constexpr int ROWS_PER_CONSUMER = 64;
 constexpr int ROWS_PER_WARP = 16;
-// Number of stages whose rows may still be in flight while the next stage is requested.
-constexpr int LAG = 2;
 // Number of rows that one thread of the producer copies, 16 bytes each; eight threads copy a row.
 constexpr int COPIES = TILE_ROWS / (WARPGROUP / 8);
 
@@ -62,6 +61,7 @@ struct Rows {
     int num_experts;
     int k_blocks;
     int num_columns;  // rows of one matrix
+    int packed_from;  // experts with as many slots have codes in the order of slots, too
 };
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
@@ -94,6 +94,11 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, int parity) {
         "}\n" ::"r"(barrier),
         "r"(parity)
         : "memory");
+}
+
+// Fetches a map that the copy engine reads later.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    if (map) asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Copies a swizzled box of 128 columns and 128 rows.
@@ -147,11 +152,8 @@ __device__ __forceinline__ bool barrier_is_over(uint32 barrier, int parity) {
     return is_over;
 }
 
-// Waits for all but the newest PENDING groups of copies, for tensor cores to read: they read through
-// another proxy than these copies write.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+// For tensor cores to read what threads have copied: they read through another proxy than these write.
+__device__ __forceinline__ void fence_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -170,6 +172,7 @@ struct Tile {
     int num_rows;  // 1 to TILE_ROWS
     int slot;      // slot of the first row
     int column;    // tile of columns
+    bool is_packed;
 };
 
 // The tiles of this block, in order. Row tiles come first: neighbours share a matrix. Each warp finds
@@ -223,6 +226,7 @@ struct Tiles {
         const int first_row = (local - tile.column * row_tiles) * TILE_ROWS;
         tile.num_rows = min(TILE_ROWS, num_rows - first_row);
         tile.slot = __shfl_sync(~0u, slot, lane) + first_row;
+        tile.is_packed = num_rows >= rows.packed_from;
         next += gridDim.x;
         return true;
     }
@@ -231,8 +235,9 @@ struct Tiles {
 // Addresses in shared memory.
 struct Shared {
     uint32 stages;
-    uint32 results;  // a warp's rows of a block of H
-    uint32 scales;
+    uint32 results;        // of each warp, 16 rows of a block of H
+    uint32 scales;         // of rows
+    uint32 matrix_scales;  // one of each of two matrices
     uint32 full;
     uint32 empty;
 
@@ -242,7 +247,7 @@ struct Shared {
     __device__ __forceinline__ uint32 empty_of(int stage) const { return empty + stage * 8; }
 };
 
-// Copies the rows of a tile, through the index.
+// Copies the rows of a tile through the index, and scales.
 struct RowReader {
     const uint8* codes;
     const float* scales;
@@ -250,14 +255,14 @@ struct RowReader {
     int row_ids[COPIES];
     int num_rows;
 
-    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile) {
+    __device__ __forceinline__ RowReader(const Rows& rows, const Tile& tile, bool is_packed) {
         const int thread = threadIdx.x % WARPGROUP, first = thread / 8;
         codes = rows.codes + thread % 8 * 16;
         codes_stride = rows.codes_stride;
         num_rows = tile.num_rows;
 #pragma unroll
         for (int i = 0; i < COPIES; ++i) {
-            row_ids[i] = row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
+            row_ids[i] = is_packed ? 0 : row_of(rows, tile, first + i * (TILE_ROWS / COPIES));
         }
         scales = rows.scales + row_of(rows, tile, thread) * rows.scales_stride;
     }
@@ -282,51 +287,49 @@ struct RowReader {
 template <typename Epilogue>
 __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
-    constexpr bool IS_PACKED = Epilogue::ROWS_ARE_PACKED;
     const int thread = threadIdx.x % WARPGROUP;
     const int chunk = thread % 8, first = thread / 8;
     // Chunks of a row are permuted by its number, as the copy engine does with boxes.
     const uint32 own = first * BLOCK + ((chunk ^ (first % 8)) * 16);
-    // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
-    const auto request_matrices = [&](int stage, int k, int matrix_row) {
-        const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
-        barrier_expect(full, (IS_PACKED ? 3 : 2) * TILE_BYTES);
-        copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
-        copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
-                 matrix_row + epilogue.matrix_step());
-    };
     int stage = 0, parity = 1, number = 0;
     const int num_early = min(NUM_STAGES, rows.k_blocks);
     Tile tile;
     while (tiles.take(tile)) {
+        const bool is_packed = !Epilogue::HAS_INDEX || tile.is_packed;
         const int matrix_row = tile.expert * rows.num_columns
                                + tile.column * Epilogue::COLUMNS_PER_TILE;
+        // Requests the matrices of a block, and announces all that the copy engine brings to the stage.
+        const auto request_matrices = [&](int stage, int k) {
+            const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
+            barrier_expect(full, (is_packed ? 3 : 2) * TILE_BYTES);
+            copy_box(target + TILE_BYTES, maps.matrices, full, k * BLOCK, matrix_row);
+            copy_box(target + 2 * TILE_BYTES, maps.matrices, full, k * BLOCK,
+                     matrix_row + epilogue.matrix_step());
+        };
         if (number == 0) {
             // The kernel before this one makes rows, but no matrices.
-            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k, matrix_row);
+            for (int k = 0; thread == 0 && k < num_early; ++k) request_matrices(k, k);
             wait_for_kernel_before();
         }
-        RowReader reader(rows, tile);
+        RowReader reader(rows, tile, is_packed);
+        const int block = thread ? epilogue.second_block(tile) : epilogue.first_block(tile);
+        const float* matrix_scales = epilogue.matrix_scales + static_cast<int64>(block) * rows.k_blocks;
         // If the loop were unrolled, the addresses of several stages would not fit into registers.
 #pragma unroll 1
         for (int k = 0; k < rows.k_blocks; ++k) {
             barrier_wait(shared.empty_of(stage), parity);
             const uint32 target = shared.rows_of(stage), full = shared.full_of(stage);
             if (thread == 0) {
-                if (number >= num_early) request_matrices(stage, k, matrix_row);
-                if (IS_PACKED) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
+                if (number >= num_early) request_matrices(stage, k);
+                if (is_packed) copy_box(target, maps.rows, full, k * BLOCK, tile.slot);
             }
-            if (!IS_PACKED) reader.copy(target + own);
+            if (!is_packed) reader.copy(target + own);
             copy_4_bytes(shared.scales_of(stage) + thread * 4, reader.scales + k);
-            if (IS_PACKED) {
-                barrier_arrive_after_copies(full);
-            } else {
-                asm volatile("cp.async.commit_group;" ::: "memory");
-                if (number >= LAG) {
-                    wait_for_copies<LAG>();
-                    barrier_arrive(shared.full_of((stage + NUM_STAGES - LAG) % NUM_STAGES));
-                }
+            if (thread < 2) {
+                copy_4_bytes(shared.matrix_scales + stage * MATRIX_SCALES_BYTES + thread * 4,
+                             matrix_scales + k);
             }
+            barrier_arrive_after_copies(full);
             ++number;
             reader.codes += BLOCK;
             if (++stage == NUM_STAGES) stage = 0, parity ^= 1;
@@ -334,11 +337,6 @@ __device__ void produce(const Rows& rows, const Maps& maps, Tiles tiles, const S
     }
     // A block without tiles does not end before that kernel either: the next one does not wait for it.
     wait_for_kernel_before();
-    if (IS_PACKED) return;
-    wait_for_copies<0>();
-    for (int behind = min(LAG, number); behind > 0; --behind) {
-        barrier_arrive(shared.full_of((stage + NUM_STAGES - behind) % NUM_STAGES));
-    }
 }
 
 // The lower word of the descriptor of 128-byte rows in groups of eight, swizzled; the upper word is
@@ -417,20 +415,26 @@ __device__ __forceinline__ float load_shared(uint32 address) {
     return value;
 }
 
+__device__ __forceinline__ void load_shared_pair(uint32 address, float& first, float& second) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                 : "=f"(first), "=f"(second)
+                 : "r"(address)
+                 : "memory");
+}
+
 // Transposes words among the four threads that share a row: word i of thread t becomes word t of
 // thread i.
-template <typename Word>
-__device__ __forceinline__ void transpose_in_quad(Word (&words)[4]) {
+__device__ __forceinline__ void transpose_in_quad(uint64 (&words)[4]) {
     const bool is_high = threadIdx.x & 2, is_odd = threadIdx.x & 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-        const Word came = __shfl_xor_sync(~0u, is_high ? words[i] : words[i + 2], 2);
+        const uint64 came = __shfl_xor_sync(~0u, is_high ? words[i] : words[i + 2], 2);
         if (is_high) words[i] = came;
         else words[i + 2] = came;
     }
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-        const Word came = __shfl_xor_sync(~0u, is_odd ? words[i] : words[i + 1], 1);
+        const uint64 came = __shfl_xor_sync(~0u, is_odd ? words[i] : words[i + 1], 1);
         if (is_odd) words[i] = came;
         else words[i + 1] = came;
     }
@@ -443,6 +447,21 @@ __device__ __forceinline__ float one_plus_exp_of_minus(float x) {
     return 1.0f + power;
 }
 
+// Bit-equal to __fdiv_rn(448, amax) for 1e-4 and more, but no call, around which products would wait.
+__device__ __forceinline__ float divide_448_by(float amax) {
+    // The reciprocal of a larger number could be subnormal.
+    const bool is_large = amax > 0x1p64f;
+    const float divisor = is_large ? amax * 0x1p-64f : amax;
+    float guess;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(guess) : "f"(divisor));
+    const float inverse = fmaf(guess, fmaf(-divisor, guess, 1.0f), guess);
+    float quotient = 448.0f * inverse;
+    quotient = fmaf(fmaf(-divisor, quotient, 448.0f), inverse, quotient);
+    quotient = fmaf(fmaf(-divisor, quotient, 448.0f), inverse, quotient);
+    if (is_large) quotient *= 0x1p-64f;
+    return divisor < 0x1p127f ? quotient : 0.0f;
+}
+
 __device__ __forceinline__ uint32 e4m3_pair(float first, float second) {
     uint16 pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(second), "f"(first));
@@ -453,9 +472,13 @@ struct alignas(16) Words {
     uint32 words[4];
 };
 
+// The router weights of a thread's two rows, eight apart.
+struct RowWeights {
+    float row;
+    float row_8;
+};
+
 // The epilogue of gate and up: silu(gate) * up of the block, as codes and scales.
-// IS_PACKED: codes of rows are in the order of slots.
-template <bool IS_PACKED>
 struct GateUp {
     const float* matrix_scales;  // [L, 2I / 128, k_blocks]
     uint8* codes;                // [C, I]
@@ -463,7 +486,7 @@ struct GateUp {
     int inner_blocks;
 
     static constexpr int COLUMNS_PER_TILE = BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = IS_PACKED;
+    static constexpr bool HAS_INDEX = true;
     static constexpr int RESULT_BYTES = 0;
 
     __device__ __forceinline__ int matrix_step() const { return inner_blocks * BLOCK; }
@@ -475,8 +498,11 @@ struct GateUp {
         return first_block(tile) + inner_blocks;
     }
 
+    __device__ __forceinline__ RowWeights weights_of(const Tile&, int) const { return {}; }
+
     __device__ __forceinline__ void store(const Tile& tile, int row, float (&gate)[64],
-                                          float (&up)[64], const TensorMap*, uint32) const {
+                                          float (&up)[64], RowWeights, const TensorMap*,
+                                          uint32) const {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
             gate[i] = __fdividef(gate[i], one_plus_exp_of_minus(gate[i])) * up[i];
@@ -494,7 +520,7 @@ struct GateUp {
         }
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
         amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-        const float factor = __fdiv_rn(448.0f, amax);
+        const float factor = divide_448_by(amax);
         // Unit u holds 8 columns in each of four groups 4u to 4u + 3, two columns of this thread.
         uint64 units[4];
 #pragma unroll
@@ -557,8 +583,8 @@ __device__ __forceinline__ void store_matrices(uint32 address, const uint32 (&wo
                  : "memory");
 }
 
-// The epilogue of down: two blocks of H, times router weights, two bytes an element. A warp stores 16
-// rows by the copy engine, if all of them are rows of the tile, else 16 bytes a thread.
+// The epilogue of down: two blocks of H, times router weights, two bytes an element. A warp gathers 16
+// rows of a block in shared memory; the copy engine stores them, if all of them are rows of the tile.
 template <typename Element>
 struct Down {
     const float* matrix_scales;  // [L, H / 128, k_blocks]
@@ -567,7 +593,7 @@ struct Down {
     int hidden_blocks;
 
     static constexpr int COLUMNS_PER_TILE = 2 * BLOCK;
-    static constexpr bool ROWS_ARE_PACKED = true;
+    static constexpr bool HAS_INDEX = false;
     static constexpr int BOX_BYTES = ROWS_PER_WARP * 128;
     // Of each warp, one block of H, which is two boxes.
     static constexpr int RESULT_BYTES = 2 * BOX_BYTES;
@@ -585,56 +611,47 @@ struct Down {
         return first_block(tile) + has_second(tile);
     }
 
+    __device__ __forceinline__ RowWeights weights_of(const Tile& tile, int row) const {
+        const int last = tile.num_rows - 1;
+        if (!slot_weights) return {1.0f, 1.0f};
+        return {slot_weights[tile.slot + min(row, last)], slot_weights[tile.slot + min(row + 8, last)]};
+    }
+
     // results: shared memory of this warp.
     __device__ __forceinline__ void store(const Tile& tile, int row, const float (&first)[64],
-                                          const float (&second)[64], const TensorMap* map,
-                                          uint32 results) const {
+                                          const float (&second)[64], RowWeights weights,
+                                          const TensorMap* map, uint32 results) const {
         const int first_row = keep_uniform(row);  // of this warp
-        const int64 slot = tile.slot + row;
-        const bool is_row = row < tile.num_rows, is_row_8 = row + 8 < tile.num_rows;
-        const float weight = slot_weights && is_row ? slot_weights[slot] : 1.0f;
-        const float weight_8 = slot_weights && is_row_8 ? slot_weights[slot + 8] : 1.0f;
-        if (first_row + ROWS_PER_WARP <= tile.num_rows) {
-            const int column = tile.column * COLUMNS_PER_TILE;
-            await_results();
-            write_block(map, results, tile.slot + first_row, column, weight, weight_8, first);
-            if (has_second(tile)) {
-                await_results();
-                write_block(map, results, tile.slot + first_row, column + BLOCK, weight, weight_8,
-                            second);
-            }
-            return;
+        const int num_rows = min(ROWS_PER_WARP, tile.num_rows - first_row);
+        if (num_rows <= 0) return;
+        const int slot = tile.slot + first_row, column = tile.column * COLUMNS_PER_TILE;
+        store_block(map, results, slot, num_rows, column, weights, first);
+        if (has_second(tile)) {
+            store_block(map, results, slot, num_rows, column + BLOCK, weights, second);
         }
-        uint16* at = out + slot * (hidden_blocks * BLOCK) + tile.column * COLUMNS_PER_TILE;
-        uint16* at_8 = at + 8 * (hidden_blocks * BLOCK);
-        store_block<0>(at, is_row, weight, first);
-        store_block<1>(at_8, is_row_8, weight_8, first);
-        store_block<0>(at + BLOCK, is_row && has_second(tile), weight, second);
-        store_block<1>(at_8 + BLOCK, is_row_8 && has_second(tile), weight_8, second);
     }
 
-    // Waits until the copy engine has read this warp's boxes, so that others may replace them.
-    static __device__ __forceinline__ void await_results() {
-        if (threadIdx.x % 32 == 0) wait_for_writes();
-        __syncwarp();
-    }
-
-    __device__ __forceinline__ void write_block(const TensorMap* map, uint32 results, int slot,
-                                                int column, float weight, float weight_8,
+    __device__ __forceinline__ void store_block(const TensorMap* map, uint32 results, int slot,
+                                                int num_rows, int column, RowWeights weights,
                                                 const float (&totals)[64]) const {
         const int lane = threadIdx.x % 32;
+        // Boxes that are written still must have been read before others replace them.
+        if (lane == 0) wait_for_writes();
+        __syncwarp();
 #pragma unroll
         for (int group = 0; group < 16; group += 2) {
             const int i = 4 * group;
             const uint32 words[4] = {
-                Element::pair(totals[i] * weight, totals[i + 1] * weight),
-                Element::pair(totals[i + 2] * weight_8, totals[i + 3] * weight_8),
-                Element::pair(totals[i + 4] * weight, totals[i + 5] * weight),
-                Element::pair(totals[i + 6] * weight_8, totals[i + 7] * weight_8),
+                Element::pair(totals[i] * weights.row, totals[i + 1] * weights.row),
+                Element::pair(totals[i + 2] * weights.row_8, totals[i + 3] * weights.row_8),
+                Element::pair(totals[i + 4] * weights.row, totals[i + 5] * weights.row),
+                Element::pair(totals[i + 6] * weights.row_8, totals[i + 7] * weights.row_8),
             };
-            // The 16 bytes of this lane's row, permuted as the copy engine expects.
-            const int chunk = (group % 8 + lane / 16) ^ (lane % 8);
-            store_matrices(results + group / 8 * BOX_BYTES + lane % 16 * 128 + chunk * 16, words);
+            store_matrices(chunk_of(results, lane % 16, group + lane / 16), words);
+        }
+        if (num_rows < ROWS_PER_WARP) {
+            store_rows(results, slot, num_rows, column);
+            return;
         }
         // The copy engine reads through another proxy than these stores write.
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -646,24 +663,20 @@ struct Down {
         }
     }
 
-    // HALF: 1 for the rows eight further on.
-    template <int HALF>
-    __device__ __forceinline__ void store_block(uint16* at, bool is_stored, float weight,
-                                                const float (&totals)[64]) const {
-        const int quarter = threadIdx.x % 4;
-#pragma unroll
-        for (int group = 0; group < 16; group += 4) {
-            uint32 words[4];
-#pragma unroll
-            for (int g = 0; g < 4; ++g) {
-                const int i = 4 * (group + g) + 2 * HALF;
-                words[g] = Element::pair(totals[i] * weight, totals[i + 1] * weight);
-            }
-            transpose_in_quad(words);
-            if (is_stored) {
-                *reinterpret_cast<Words*>(at + (group + quarter) * 8) =
-                    Words{words[0], words[1], words[2], words[3]};
-            }
+    // The address of 16 bytes of a row: the copy engine expects those of a box permuted by the row.
+    static __device__ __forceinline__ uint32 chunk_of(uint32 results, int row, int chunk) {
+        return results + chunk / 8 * BOX_BYTES + row * 128 + ((chunk ^ row) % 8) * 16;
+    }
+
+    // The copy engine would also write the rows that follow.
+    __device__ __forceinline__ void store_rows(uint32 results, int64 slot, int num_rows,
+                                               int column) const {
+        __syncwarp();
+        for (int i = threadIdx.x % 32; i < num_rows * 16; i += 32) {
+            const int row = i / 16, chunk = i % 16;
+            uint16* at = out + (slot + row) * (hidden_blocks * BLOCK) + column + chunk * 8;
+            *reinterpret_cast<Words*>(at) =
+                *static_cast<const Words*>(__cvta_shared_to_generic(chunk_of(results, row, chunk)));
         }
     }
 };
@@ -680,105 +693,193 @@ struct Position {
     }
 };
 
-// Number of blocks of K whose matrix scales a warp holds, one a lane: those of whole rounds.
-constexpr int GROUP = 32 / NUM_STAGES * NUM_STAGES;
+// What a thread of a consumer knows of its place. Addresses are those of shared memory.
+struct Consumer {
+    int first_row;  // of the consumer, in a tile
+    int row;        // of the thread
+    uint32 full;    // barriers of full stages, followed by those of empty ones
+    uint32 stages;
+    uint32 scales;
+    uint32 matrix_scales;
+    uint32 results;
+    bool is_first;  // of its warp
 
-// The scales of a matrix along K, a group of blocks at a time, so that none is loaded between products.
-struct LaneScales {
-    const float* scales;
-    float held;
-    float next;  // those of the next group
+    __device__ __forceinline__ Consumer(const Shared& shared, int result_bytes) {
+        const int number = keep_uniform(threadIdx.x / WARPGROUP), lane = threadIdx.x % 32;
+        first_row = number * ROWS_PER_CONSUMER;
+        row = keep(first_row + threadIdx.x % WARPGROUP / 32 * ROWS_PER_WARP + lane / 4);
+        full = keep_uniform(shared.full);
+        stages = keep_uniform(matrix_descriptor(shared.stages));
+        scales = keep(shared.scales + row * 4);
+        matrix_scales = keep_uniform(shared.matrix_scales);
+        results = shared.results + threadIdx.x / 32 * result_bytes;
+        is_first = keep(lane) == 0;
+    }
 
-    __device__ __forceinline__ float load(int block, int k_blocks) const {
-        return __ldg(scales + max(0, min(block + static_cast<int>(threadIdx.x % 32), k_blocks - 1)));
+    __device__ __forceinline__ void start_first(float (&sums)[64], int stage) const {
+        const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+        start(sums, a_tile + first_row * (BLOCK / 16), a_tile + TILE_BYTES / 16);
     }
-    __device__ __forceinline__ LaneScales(const float* matrix_scales, int block, int k, int k_blocks)
-        : scales(matrix_scales + static_cast<int64>(block) * k_blocks), next(load(k, k_blocks)) {}
-    // Lane 0 holds the scale of block k from now on.
-    __device__ __forceinline__ void advance(int k, int k_blocks) {
-        held = next;
-        next = load(k + GROUP, k_blocks);
+    __device__ __forceinline__ void start_second(float (&sums)[64], int stage) const {
+        const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
+        start(sums, a_tile + first_row * (BLOCK / 16), a_tile + 2 * TILE_BYTES / 16);
     }
-    __device__ __forceinline__ float get(int lane) const {
-        return __shfl_sync(~0u, held, lane);
+    __device__ __forceinline__ void release(int stage) const {
+        if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
+    }
+    // Releases the stages of a tile of which this consumer has no rows.
+    __device__ __forceinline__ void pass_over(Position at, int k_blocks) const {
+        for (int k = 0; k < k_blocks; ++k, at.advance(1)) {
+            barrier_wait(full + at.stage * 8, at.parity);
+            release(at.stage);
+        }
     }
 };
 
-// Releases the stages of a tile of which this consumer has no rows.
-__device__ __forceinline__ void pass_over(Position at, uint32 full, bool is_first, int k_blocks) {
-    for (int k = 0; k < k_blocks; ++k, at.advance(1)) {
-        barrier_wait(full + at.stage * 8, at.parity);
-        if (is_first) barrier_arrive(full + (NUM_STAGES + at.stage) * 8);
+// The scales of a block of K, for the two rows of a thread, eight apart, and for both products.
+struct BlockScales {
+    float first;
+    float first_8;
+    float second;
+    float second_8;
+
+    __device__ __forceinline__ BlockScales(const Consumer& own, int stage) {
+        const float scale = load_shared(own.scales + stage * SCALES_BYTES);
+        const float scale_8 = load_shared(own.scales + stage * SCALES_BYTES + 8 * 4);
+        load_shared_pair(own.matrix_scales + stage * MATRIX_SCALES_BYTES, first, second);
+        first_8 = scale_8 * first;
+        second_8 = scale_8 * second;
+        first *= scale;
+        second *= scale;
     }
-}
+};
 
 template <typename Epilogue>
 __device__ void consume(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
                         const Epilogue& epilogue) {
-    const int consumer = keep_uniform(threadIdx.x / WARPGROUP), thread = threadIdx.x % WARPGROUP;
-    const int lane = threadIdx.x % 32;
-    const int row = keep(consumer * ROWS_PER_CONSUMER + thread / 32 * ROWS_PER_WARP + lane / 4);
-    // Barriers of full stages, followed by those of empty ones.
-    const uint32 full = keep_uniform(shared.full);
-    const uint32 stages = keep_uniform(matrix_descriptor(shared.stages));
-    const uint32 scales = keep(shared.scales + row * 4);
-    const bool is_first = keep(lane) == 0;
+    const Consumer own(shared, Epilogue::RESULT_BYTES);
     const int k_blocks = rows.k_blocks;
     Position at{0, 0};
     bool is_full = false;
     Tile tile;
     for (; tiles.take(tile); at.advance(k_blocks)) {
-        if (consumer * ROWS_PER_CONSUMER >= tile.num_rows) {
-            pass_over(at, full, is_first, k_blocks);
+        if (own.first_row >= tile.num_rows) {
+            own.pass_over(at, k_blocks);
             is_full = false;
             continue;
         }
         float first[64], second[64], sums[64];
 #pragma unroll
         for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        const bool has_copies = Epilogue::HAS_INDEX && !keep_uniform(tile.is_packed);
+        // The tile before had none, perhaps.
+        if (has_copies) fence_copies();
+        // Loaded before they are needed.
+        const RowWeights weights = epilogue.weights_of(tile, own.row);
         // A round reads all stages; the first one begins, and the last one ends, in their midst.
-        const int begin = -at.stage;
         int parity = at.parity;
-        LaneScales first_scales(epilogue.matrix_scales, epilogue.first_block(tile), begin, k_blocks);
-        LaneScales second_scales(epilogue.matrix_scales, epilogue.second_block(tile), begin, k_blocks);
 #pragma unroll 1
-        for (int group = begin; group < k_blocks; group += GROUP) {
-            first_scales.advance(group, k_blocks);
-            second_scales.advance(group, k_blocks);
-#pragma unroll 1
-            for (int k = group; k < min(group + GROUP, k_blocks); k += NUM_STAGES, parity ^= 1) {
-                // The addresses of stages are constants.
+        for (int k = -at.stage; k < k_blocks; k += NUM_STAGES, parity ^= 1) {
+            // The addresses of stages are constants.
 #pragma unroll
-                for (int stage = 0; stage < NUM_STAGES; ++stage) {
-                    if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
-                    if (!is_full) barrier_wait(full + stage * 8, parity);
-                    const uint32 a_tile = stages + stage * (STAGE_BYTES / 16);
-                    const uint32 a = a_tile + consumer * (ROWS_PER_CONSUMER * BLOCK / 16);
-                    start(sums, a, a_tile + TILE_BYTES / 16);
-                    // The code until finish() runs while the product does, and costs no time.
-                    const float scale = load_shared(scales + stage * SCALES_BYTES);
-                    const float scale_8 = load_shared(scales + stage * SCALES_BYTES + 8 * 4);
-                    const float by_first = first_scales.get(k - group + stage);
-                    const float by_second = second_scales.get(k - group + stage);
-                    finish(sums);
-                    add_scaled(first, sums, scale * by_first, scale_8 * by_first);
-                    start(sums, a, a_tile + 2 * TILE_BYTES / 16);
-                    const int next = (stage + 1) % NUM_STAGES;
-                    is_full = barrier_is_over(full + next * 8, next ? parity : parity ^ 1);
-                    finish(sums);
-                    if (is_first) barrier_arrive(full + (NUM_STAGES + stage) * 8);
-                    add_scaled(second, sums, scale * by_second, scale_8 * by_second);
+            for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
+                if (!is_full) {
+                    barrier_wait(own.full + stage * 8, parity);
+                    if (has_copies) fence_copies();
                 }
+                own.start_first(sums, stage);
+                // The code until finish() runs while the product does, and costs no time.
+                const BlockScales by(own, stage);
+                finish(sums);
+                add_scaled(first, sums, by.first, by.first_8);
+                own.start_second(sums, stage);
+                const int next = (stage + 1) % NUM_STAGES;
+                is_full = barrier_is_over(own.full + next * 8, next ? parity : parity ^ 1);
+                if (has_copies) fence_copies();
+                finish(sums);
+                own.release(stage);
+                add_scaled(second, sums, by.second, by.second_8);
             }
         }
-        const uint32 results = shared.results
-                               + threadIdx.x / 32 * Epilogue::RESULT_BYTES;
-        epilogue.store(tile, row, first, second, maps.out, results);
+        epilogue.store(tile, own.row, first, second, weights, maps.out, own.results);
     }
-    if (Epilogue::RESULT_BYTES && lane == 0) wait_for_writes();
+    if (Epilogue::RESULT_BYTES && own.is_first) wait_for_writes();
 }
 
+// The same for blocks that compute several tiles: the first product of a tile runs while results of the
+// tile before are stored. Where each block computes one tile, the longer code takes 20% more time.
 template <typename Epilogue>
+__device__ void consume_ahead(const Rows& rows, const Maps& maps, Tiles tiles, const Shared& shared,
+                              const Epilogue& epilogue) {
+    const Consumer own(shared, Epilogue::RESULT_BYTES);
+    const int k_blocks = rows.k_blocks;
+    Position at{0, 0};
+    bool is_full = false, has_copies = false;
+    float first[64], second[64], sums[64];
+    Tile tile;
+    // Of the tile whose results are not stored yet, if it has rows.
+    Tile done{};
+    const auto begin = [&](int stage, int parity) {
+        if (!is_full) {
+            barrier_wait(own.full + stage * 8, parity);
+            if (has_copies) fence_copies();
+        }
+        own.start_first(sums, stage);
+    };
+    const auto store_done = [&] {
+        if (done.num_rows == 0) return;
+        const RowWeights weights = epilogue.weights_of(done, own.row);
+        epilogue.store(done, own.row, first, second, weights, maps.out, own.results);
+    };
+    // The compiler lets products run on where branches are taken by whole warps.
+    while (keep_uniform(tiles.take(tile))) {
+        if (own.first_row >= static_cast<int>(keep_uniform(tile.num_rows))) {
+            store_done();
+            done.num_rows = 0;
+            own.pass_over(at, k_blocks);
+            is_full = false;
+            at.advance(k_blocks);
+            continue;
+        }
+        has_copies = Epilogue::HAS_INDEX && !keep_uniform(tile.is_packed);
+        if (has_copies) fence_copies();
+        begin(keep_uniform(at.stage), at.parity);
+        store_done();
+#pragma unroll
+        for (int i = 0; i < 64; ++i) first[i] = second[i] = 0.0f;
+        int parity = at.parity;
+#pragma unroll 1
+        for (int k = -at.stage; k < k_blocks; k += NUM_STAGES, parity ^= 1) {
+#pragma unroll
+            for (int stage = 0; stage < NUM_STAGES; ++stage) {
+                if (static_cast<uint32>(k + stage) >= static_cast<uint32>(k_blocks)) continue;
+                const BlockScales by(own, stage);
+                finish(sums);
+                add_scaled(first, sums, by.first, by.first_8);
+                own.start_second(sums, stage);
+                const int next = (stage + 1) % NUM_STAGES, next_parity = next ? parity : parity ^ 1;
+                is_full = barrier_is_over(own.full + next * 8, next_parity);
+                if (has_copies) fence_copies();
+                finish(sums);
+                own.release(stage);
+                add_scaled(second, sums, by.second, by.second_8);
+                if (k + stage + 1 < k_blocks) begin(next, next_parity);
+            }
+        }
+        // Nothing is under way, which the compiler does not know.
+        finish(sums);
+        at.advance(k_blocks);
+        done.slot = keep_uniform(tile.slot);
+        done.num_rows = keep_uniform(tile.num_rows);
+        done.column = keep_uniform(tile.column);
+    }
+    store_done();
+    if (Epilogue::RESULT_BYTES && own.is_first) wait_for_writes();
+}
+
+// IS_AHEAD: blocks compute several tiles.
+template <bool IS_AHEAD, typename Epilogue>
 __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Epilogue& epilogue) {
     // The start of a swizzled box.
     extern __shared__ __align__(1024) uint8 memory[];
@@ -786,8 +887,14 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     shared.stages = shared_address(memory);
     shared.results = shared.stages + NUM_STAGES * STAGE_BYTES;
     shared.scales = shared.results + CONSUMERS * WARPGROUP / 32 * Epilogue::RESULT_BYTES;
-    shared.full = shared.scales + NUM_STAGES * SCALES_BYTES;
+    shared.matrix_scales = shared.scales + NUM_STAGES * SCALES_BYTES;
+    shared.full = shared.matrix_scales + NUM_STAGES * MATRIX_SCALES_BYTES;
     shared.empty = shared.full + NUM_STAGES * 8;
+    if (threadIdx.x == WARPGROUP) {
+        prefetch_map(maps.matrices);
+        prefetch_map(maps.rows);
+        prefetch_map(maps.out);
+    }
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < NUM_STAGES; ++stage) {
             // Each producer thread arrives once for its rows, and one of them for the matrices.
@@ -800,15 +907,19 @@ __device__ __forceinline__ void run(const Rows& rows, const Maps& maps, const Ep
     let_next_kernel_begin();
     const Tiles tiles(rows, epilogue.num_column_tiles());
     if (threadIdx.x / WARPGROUP == CONSUMERS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 72;");
         produce(rows, maps, tiles, shared, epilogue);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        consume(rows, maps, tiles, shared, epilogue);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+        if constexpr (IS_AHEAD) {
+            consume_ahead(rows, maps, tiles, shared, epilogue);
+        } else {
+            consume(rows, maps, tiles, shared, epilogue);
+        }
     }
 }
 
-// The shared memory for codes of slots that are stored elsewhere.
+// The memory for codes in the order of slots.
 struct Packed {
     uint8* codes;  // [num_slots, 128 k_blocks]
     int64 num_slots;
@@ -818,16 +929,28 @@ constexpr int PACK_THREADS = 256;
 // Number of loads of 16 bytes that a thread has in flight.
 constexpr int PACK_LOADS = 4;
 
+// Returns the count of the expert that has the slot, or 0 for padding. The threads of a warp call this
+// together, for one slot.
+__device__ int count_of_slot(const Rows& rows, int64 slot) {
+    for (int first = 0; first < rows.num_experts; first += 32) {
+        const int expert = first + threadIdx.x % 32;
+        const bool is_expert = expert < rows.num_experts;
+        const int count = is_expert ? rows.counts[expert] : 0;
+        const int64 begin = is_expert ? rows.first_slot[expert] : 0;
+        const uint32 has_slot = __ballot_sync(~0u, begin <= slot && slot < begin + count);
+        if (has_slot) return __shfl_sync(~0u, count, __ffs(has_slot) - 1);
+    }
+    return 0;
+}
+
 extern "C" {
 
-// Copies the codes of each slot, a warp a slot; padding is left as it is.
+// Copies the codes of the slots of experts with packed_from slots or more, a warp a slot.
 __global__ void __launch_bounds__(PACK_THREADS)
     pack_rows(const __grid_constant__ Rows rows, const __grid_constant__ Packed packed) {
-    let_next_kernel_begin();
     const int64 slot = static_cast<int64>(blockIdx.x) * (PACK_THREADS / 32) + threadIdx.x / 32;
-    if (slot >= packed.num_slots) return;
+    if (slot >= packed.num_slots || count_of_slot(rows, slot) < rows.packed_from) return;
     const int row = rows.row_of_slot[slot];
-    if (row < 0) return;
     const int num_words = rows.k_blocks * (BLOCK / 16);
     const Words* from = reinterpret_cast<const Words*>(rows.codes + row * rows.codes_stride);
     Words* to = reinterpret_cast<Words*>(packed.codes) + slot * num_words;
@@ -844,33 +967,26 @@ __global__ void __launch_bounds__(PACK_THREADS)
     }
 }
 
-__global__ void __launch_bounds__(384, 1)
-    gate_up_fp8(const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                const __grid_constant__ GateUp<false> epilogue) {
-    run(rows, Maps{nullptr, &map, nullptr}, epilogue);
-}
+// rows_map: of codes in the order of slots; not read where no expert has packed_from slots.
+#define GATE_UP(name, is_ahead)                                                                          \
+    __global__ void __launch_bounds__(384, 1)                                                            \
+        name(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,          \
+             const __grid_constant__ Rows rows, const __grid_constant__ GateUp epilogue) {               \
+        run<is_ahead>(rows, Maps{&rows_map, &map, nullptr}, epilogue);                                   \
+    }
+GATE_UP(gate_up_fp8, false)
+GATE_UP(gate_up_fp8_ahead, true)
 
-__global__ void __launch_bounds__(384, 1)
-    gate_up_fp8_packed(const __grid_constant__ TensorMap rows_map,
-                       const __grid_constant__ TensorMap map, const __grid_constant__ Rows rows,
-                       const __grid_constant__ GateUp<true> epilogue) {
-    run(rows, Maps{&rows_map, &map, nullptr}, epilogue);
-}
-
-__global__ void __launch_bounds__(384, 1)
-    down_fp8_bfloat16(const __grid_constant__ TensorMap rows_map,
-                      const __grid_constant__ TensorMap map,
-                      const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,
-                      const __grid_constant__ Down<BFloat16> epilogue) {
-    run(rows, Maps{&rows_map, &map, &out_map}, epilogue);
-}
-
-__global__ void __launch_bounds__(384, 1)
-    down_fp8_float16(const __grid_constant__ TensorMap rows_map,
-                     const __grid_constant__ TensorMap map,
-                     const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,
-                     const __grid_constant__ Down<Float16> epilogue) {
-    run(rows, Maps{&rows_map, &map, &out_map}, epilogue);
-}
+#define DOWN(name, Element, is_ahead)                                                                    \
+    __global__ void __launch_bounds__(384, 1)                                                            \
+        name(const __grid_constant__ TensorMap rows_map, const __grid_constant__ TensorMap map,          \
+             const __grid_constant__ TensorMap out_map, const __grid_constant__ Rows rows,               \
+             const __grid_constant__ Down<Element> epilogue) {                                           \
+        run<is_ahead>(rows, Maps{&rows_map, &map, &out_map}, epilogue);                                  \
+    }
+DOWN(down_fp8_bfloat16, BFloat16, false)
+DOWN(down_fp8_bfloat16_ahead, BFloat16, true)
+DOWN(down_fp8_float16, Float16, false)
+DOWN(down_fp8_float16_ahead, Float16, true)
 
 }  // extern "C"

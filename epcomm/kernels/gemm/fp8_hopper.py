@@ -26,8 +26,8 @@ SOURCE = Path(__file__).with_name("fp8_hopper.cu")
 _THREADS = 384
 # Threads of a block of pack_rows; each warp copies a slot.
 _PACK_THREADS = 256
-# Four stages of three tiles of 16 KB with the scales of 128 rows and two barriers.
-_STAGES_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 8)
+# Four stages of three tiles of 16 KB with the scales of 128 rows, two scales and two barriers.
+_STAGES_BYTES = 4 * (3 * TILE_ROWS * BLOCK + 4 * TILE_ROWS + 2 * 4 + 2 * 8)
 # Rows that a warp of down_fp8() stores at a time. Eight warps keep a block of H of 16 rows each.
 _ROWS_PER_WARP = 16
 _RESULTS_BYTES = 8 * _ROWS_PER_WARP * 2 * BLOCK
@@ -35,11 +35,17 @@ _RESULTS_BYTES = 8 * _ROWS_PER_WARP * 2 * BLOCK
 _BOX_BYTES = 128
 # Bytes that one thread copies at a time.
 _COPY_BYTES = 16
-# Number of slots an expert from which copying rows into the order of slots is faster. On an H200
-# with 1024 slots an expert, gate and up took 1899 us through the index and 1622 us from copied
-# rows, plus 132 us for the copy; with 32, reading the matrices is the limit, and both took 240 us.
-# The value is an estimate: with two tiles of rows to a matrix, tensor cores are the limit.
+# Number of slots of an expert from which copying rows into the order of slots can be faster: with
+# fewer, matrices are read once or twice, and reading them is the limit.
 PACKED_SLOTS_PER_EXPERT = 2 * TILE_ROWS
+# Bytes of all rows from which it is. Through the index gate and up take 5% longer, but no rows are
+# copied. Both products on an H100, copied and through the index: 713 and 665 us with 58 MB of rows,
+# 315 and 288 with 67 MB, 2632 and 2729 with 235 MB.
+PACKED_BYTES = 128 << 20
+# Number of slots an expert from which kernels compute the first product of a tile while results of
+# the tile before are stored. On an H100 that takes 3% less time with 1024, but 20% more where each
+# block computes one tile, which can be so with 512, because C counts padding too.
+AHEAD_SLOTS_PER_EXPERT = 8 * TILE_ROWS
 # The dtypes of results that down_fp8() writes.
 HIDDEN_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -58,6 +64,7 @@ class _Rows(ctypes.Structure):
         ("num_experts", c_int),
         ("k_blocks", c_int),
         ("num_columns", c_int),
+        ("packed_from", c_int),
     ]
 
 
@@ -171,9 +178,9 @@ class _Kernels:
     """The kernels, loaded on one device."""
 
     pack: CudaKernel
-    gate_up: CudaKernel
-    gate_up_packed: CudaKernel
-    down: dict[torch.dtype, CudaKernel]
+    # By whether products start ahead.
+    gate_up: dict[bool, CudaKernel]
+    down: dict[tuple[torch.dtype, bool], CudaKernel]
     num_sms: int
 
 
@@ -188,11 +195,12 @@ def _kernels(device_index: int) -> _Kernels:
 
         return _Kernels(
             pack=module.kernel("pack_rows", threads=_PACK_THREADS, shared_bytes=0),
-            gate_up=kernel("gate_up_fp8"),
-            gate_up_packed=kernel("gate_up_fp8_packed"),
+            gate_up={False: kernel("gate_up_fp8"), True: kernel("gate_up_fp8_ahead")},
             down={
-                torch.bfloat16: kernel("down_fp8_bfloat16", _RESULTS_BYTES),
-                torch.float16: kernel("down_fp8_float16", _RESULTS_BYTES),
+                (torch.bfloat16, False): kernel("down_fp8_bfloat16", _RESULTS_BYTES),
+                (torch.bfloat16, True): kernel("down_fp8_bfloat16_ahead", _RESULTS_BYTES),
+                (torch.float16, False): kernel("down_fp8_float16", _RESULTS_BYTES),
+                (torch.float16, True): kernel("down_fp8_float16_ahead", _RESULTS_BYTES),
             },
             num_sms=num_sms_of(device_index),
         )
@@ -206,8 +214,9 @@ def _cubin() -> bytes:
 def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> None:
     """Compute what its namesake in fp8.py does.
 
-    From PACKED_SLOTS_PER_EXPERT slots an expert on, rows are copied into the order of slots first,
-    which allocates [C, H] bytes until the call ends; C counts padding too. Host sync: none.
+    From PACKED_BYTES on, rows of experts with PACKED_SLOTS_PER_EXPERT slots or more are copied into
+    the order of slots first, if C has so many for each expert; this allocates [C, H] bytes until
+    the call ends. Host sync: none.
 
     Raises:
         ShapeError: rows that do not begin at multiples of 16 bytes, or a tensor of another shape,
@@ -236,29 +245,32 @@ def gate_up_fp8(given: Product, *, out_codes: Tensor, out_scales: Tensor) -> Non
         # Each block computes one tile after another.
         blocks = min(num_tiles, kernels.num_sms)
         packed = _packed_codes(codes, given.row_of_slot, num_slots, rows, kernels)
-        if packed is None:
-            kernels.gate_up.launch(blocks, matrix_map, rows, epilogue)
-            return
-        rows_map = byte_matrix_map(
-            packed.data_ptr(), num_slots, hidden_size, TILE_ROWS, BLOCK, packed.stride(0)
-        )
-        arguments = (rows_map, matrix_map, rows, epilogue)
-        kernels.gate_up_packed.launch(blocks, *arguments, is_early=packed is not codes)
+        rows_map = matrix_map
+        if packed is not None:
+            rows_map = byte_matrix_map(
+                packed.data_ptr(), num_slots, hidden_size, TILE_ROWS, BLOCK, packed.stride(0)
+            )
+        is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        kernels.gate_up[is_ahead].launch(blocks, rows_map, matrix_map, rows, epilogue)
 
 
 def _packed_codes(
     codes: Tensor, row_of_slot: Tensor | None, num_slots: int, rows: _Rows, kernels: _Kernels
 ) -> Tensor | None:
-    """Return codes in the order of slots, [C, H], or None: read them through the index.
+    """Return codes in the order of slots, [C, H], or None, and set rows.packed_from.
 
-    Rows of padding are undefined.
+    Rows of padding and of experts with fewer slots are undefined.
     """
     hidden_size = codes.shape[1]
-    if row_of_slot is None:
-        # The copy engine does not accept rows that overlap.
-        return codes if codes.stride(0) >= hidden_size else None
-    if num_slots < PACKED_SLOTS_PER_EXPERT * rows.num_experts:
+    # The copy engine does not accept rows that overlap.
+    if row_of_slot is None and codes.stride(0) >= hidden_size:
+        rows.packed_from = 0
+        return codes
+    is_few = num_slots < PACKED_SLOTS_PER_EXPERT * rows.num_experts
+    if row_of_slot is None or is_few or num_slots * hidden_size < PACKED_BYTES:
+        rows.packed_from = num_slots + 1
         return None
+    rows.packed_from = PACKED_SLOTS_PER_EXPERT
     packed = codes.new_empty(num_slots, hidden_size)
     target = _Packed(codes=packed.data_ptr(), num_slots=num_slots)
     slots_per_block = _PACK_THREADS // 32
@@ -271,8 +283,8 @@ def down_fp8(
 ) -> None:
     """Compute what its namesake in fp8.py does, for results in bfloat16 or float16.
 
-    is_early: matrices may be read before gate_up_fp8() has ended, if nothing was enqueued since;
-        counts and matrices must be older than that.
+    is_early: the kernel may begin before gate_up_fp8() has ended, if nothing was enqueued since.
+        All operands but codes and scales must be older than that kernel.
 
     Raises:
         ShapeError: a tensor of another shape, dtype, device or order.
@@ -305,7 +317,8 @@ def down_fp8(
         num_tiles = given.num_tiles(num_slots, TILE_ROWS, 2 * BLOCK, hidden_size)
         blocks = min(num_tiles, kernels.num_sms)
         arguments = (rows_map, matrix_map, out_map, rows, epilogue)
-        kernels.down[out.dtype].launch(blocks, *arguments, is_early=is_early)
+        is_ahead = num_slots >= AHEAD_SLOTS_PER_EXPERT * num_experts
+        kernels.down[out.dtype, is_ahead].launch(blocks, *arguments, is_early=is_early)
 
 
 def _rows(given: Product) -> _Rows:

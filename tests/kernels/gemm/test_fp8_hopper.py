@@ -42,8 +42,17 @@ from tests.kernels.gemm.test_fp8 import TOLERANCE  # noqa: E402
 from tests.runners.records import largest_error, results_of_experts, rows_record  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia" / "bin" / "cuobjdump"
-PRODUCTS = ("gate_up_fp8", "gate_up_fp8_packed", "down_fp8_bfloat16", "down_fp8_float16")
+PRODUCTS = ("gate_up_fp8", "down_fp8_bfloat16", "down_fp8_float16")
+# Those whose products start while results of the tile before are stored.
+AHEAD = tuple(f"{name}_ahead" for name in PRODUCTS)
+# Slots of an expert from which rows are copied into the order of slots.
+PACKED_FROM = {"through the index": 1 << 20, "packed": 1, "large experts packed": 200}
 is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.fixture(autouse=True)
+def _copy_few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", 0)
 
 
 def needs_hopper(test: Callable[..., None]) -> Callable[..., None] | None:
@@ -66,35 +75,39 @@ def machine_code(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_tensor_cores_multiply_and_nothing_waits_between(machine_code: dict[str, str]) -> None:
-    assert set(machine_code) == {*PRODUCTS, "pack_rows"}
-    for code in map(machine_code.__getitem__, PRODUCTS):
-        # Four stages of two products over 128 columns of K, in steps of 32.
-        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 32
+    assert set(machine_code) == {*PRODUCTS, *AHEAD, "pack_rows"}
+    for name in (*PRODUCTS, *AHEAD):
+        code = machine_code[name]
+        # Four stages of two products over 128 columns of K, in steps of 32; and one ahead.
+        num_products = 8 + (name in AHEAD)
+        assert len(re.findall(r"QGMMA\.64x128x32\.F32\.E4M3\.E4M3", code)) == 4 * num_products
         # A wait after each step instead of each product is how the compiler serialises them.
-        assert len(re.findall(r"QGMMA.*gsb0", code)) == 8
-        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == 8
-        # The loop over K keeps everything in registers, loads nothing, and computes descriptors in
-        # uniform registers, from constants.
+        assert len(re.findall(r"QGMMA.*gsb0", code)) == num_products
+        assert len(re.findall(r"WARPGROUP\.DEPBAR", code)) == num_products
+        assert not re.search(r"\b(STL|LDL)\b", code)
+    for code in map(machine_code.__getitem__, PRODUCTS):
+        # The loop over K loads nothing from global memory, and computes descriptors in uniform
+        # registers, from constants.
         first, last = code.index("QGMMA"), code.rindex("QGMMA")
-        assert not re.search(r"\b(STL|LDL|LDG|R2UR)\b", code[first:last])
+        assert not re.search(r"\b(LDG|R2UR)\b", code[first:last])
     gate_up, down = machine_code["gate_up_fp8"], machine_code["down_fp8_bfloat16"]
-    # Matrices come by the copy engine, and rows 16 bytes at a time.
-    assert gate_up.count("UTMALDG.2D") == 4
-    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
-    for packed in (machine_code["gate_up_fp8_packed"], down):
-        assert packed.count("UTMALDG.2D") == 5
+    for code in map(machine_code.__getitem__, (*PRODUCTS, *AHEAD)):
+        assert code.count("UTMALDG.2D") == 5
         # The first matrices are requested before the kernel that makes the rows has ended.
-        wait = packed.index("ACQBULK")
-        assert packed.count("UTMALDG.2D", 0, wait) == 2
-        assert "LDGSTS.E.BYPASS.128" not in packed
+        assert code.count("UTMALDG.2D", 0, code.index("ACQBULK")) == 2
+    # Through the index, rows come 16 bytes at a time.
+    assert len(re.findall(r"LDGSTS\.E\.BYPASS\.128", gate_up)) == 8
+    assert "LDGSTS.E.BYPASS.128" not in down
     # Two boxes of each of two blocks of H.
     assert down.count("UTMASTG.2D") == 4
     assert down.count("STSM.16.M88.4") == 16
     assert "FENCE.VIEW.ASYNC" in down[down.index("STSM") : down.index("UTMASTG")]
     assert "LDG.E.128" in machine_code["pack_rows"]
-    assert all("PREEXIT" in code for code in machine_code.values())
-    # Tensor cores read through another proxy than the one that LDGSTS writes by.
-    assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
+    assert all("PREEXIT" in machine_code[name] for name in PRODUCTS)
+    # Tensor cores read through another proxy than the one that LDGSTS writes by. Consumers fence;
+    # for threads that copy it would mean to wait for all their copies.
+    assert "FENCE.VIEW.ASYNC" in gate_up[gate_up.index("QGMMA") : gate_up.rindex("QGMMA")]
+    assert "FENCE.VIEW.ASYNC" not in gate_up[gate_up.index("LDGSTS.E.BYPASS.128") :]
     for code in machine_code.values():
         assert "STG.E.128" in code
 
@@ -113,7 +126,9 @@ class Launches:
         self.blocks.append(blocks)
 
 
-def test_rows_are_copied_only_where_many_lie_in_another_order() -> None:
+def test_rows_are_copied_only_where_many_lie_in_another_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     num_slots = fp8_hopper.PACKED_SLOTS_PER_EXPERT * NUM_EXPERTS
     codes = torch.empty(num_slots, 16, dtype=torch.uint8)
     row_of_slot = torch.zeros(num_slots, dtype=torch.int32)
@@ -124,13 +139,20 @@ def test_rows_are_copied_only_where_many_lie_in_another_order() -> None:
         return fp8_hopper._packed_codes(codes, row_of_slot, num_slots, rows, launches)  # type: ignore[arg-type]
 
     assert packed(codes, None, num_slots) is codes
+    assert rows.packed_from == 0
     # The copy engine does not accept such rows.
     assert packed(codes[:1].expand(num_slots, 16), None, num_slots) is None
     assert packed(codes, row_of_slot[1:], num_slots - 1) is None
+    # More slots than any expert has.
+    assert rows.packed_from == num_slots
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", num_slots * 16 + 1)
+    assert packed(codes[:9], row_of_slot, num_slots) is None
     assert not launches.blocks
+    monkeypatch.setattr(fp8_hopper, "PACKED_BYTES", num_slots * 16)
     copied = packed(codes[:9], row_of_slot, num_slots)
     assert copied is not None
     assert (copied.shape, copied.dtype) == (codes.shape, codes.dtype)
+    assert rows.packed_from == fp8_hopper.PACKED_SLOTS_PER_EXPERT
     # A block of 256 threads copies eight slots.
     assert launches.blocks == [num_slots // 8]
 
@@ -199,17 +221,20 @@ ROWS_CASE = Case(
 # A warp finds the tiles of 32 experts at a time.
 @needs_hopper
 @pytest.mark.parametrize("repeats", [1, 6], ids=["12 experts", "72 experts"])
-@pytest.mark.parametrize("is_packed", [False, True], ids=["through the index", "packed"])
+@pytest.mark.parametrize("packed_from", PACKED_FROM.values(), ids=PACKED_FROM.keys())
+@pytest.mark.parametrize("ahead_from", [0, 1 << 20], ids=["ahead", "not ahead"])
 @pytest.mark.parametrize("dtype", fp8_hopper.HIDDEN_DTYPES, ids=str)
 def test_blocks_that_take_several_tiles_equal_the_plain_runner(
     dtype: torch.dtype,
-    is_packed: bool,
+    ahead_from: int,
+    packed_from: int,
     repeats: int,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Use experts of 0, 1, 128, 129 and 300 rows, some 200 tiles for 132 SMs."""
-    monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
+    monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", packed_from)
+    monkeypatch.setattr(fp8_hopper, "AHEAD_SLOTS_PER_EXPERT", ahead_from)
     hidden, inner = 1152, 640
     counts = repeats * [300, 0, 129, 300, 1, 128, 300, 300, 300, 300, 300, 300]
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -244,20 +269,21 @@ def test_packed_rows_give_the_bits_of_rows_through_the_index(
     weights = make_weights(case.dtype, device, hidden)
     dispatched = record(replace(case, expert_alignment=8), hidden, FP8_FLOAT32_SCALES, device)
     found = []
-    for least in (0, 1 << 20):
+    for least, ahead_from in ((1, 1 << 20), (1 << 20, 1 << 20), (1, 0), (1 << 20, 0)):
         monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", least)
+        monkeypatch.setattr(fp8_hopper, "AHEAD_SLOTS_PER_EXPERT", ahead_from)
         results = Fp8WgmmaRunner().run(dispatched, weights).hidden_states
         found.append(results_of_experts(dispatched, results))
-    for pair in zip(*found, strict=True):
-        assert torch.equal(*pair)
+    for results in zip(*found, strict=True):
+        assert all(torch.equal(results[0], other) for other in results[1:])
 
 
 @needs_hopper
-@pytest.mark.parametrize("is_packed", [False, True], ids=["through the index", "packed"])
+@pytest.mark.parametrize("packed_from", [1 << 20, 1], ids=["through the index", "packed"])
 def test_slots_of_nobody_are_left_alone(
-    is_packed: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    packed_from: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", 0 if is_packed else 1 << 20)
+    monkeypatch.setattr(fp8_hopper, "PACKED_SLOTS_PER_EXPERT", packed_from)
     products = Fp8WgmmaRunner()._products
     check_unused_slots_are_left(products, make_weights(torch.bfloat16, device), device)
 

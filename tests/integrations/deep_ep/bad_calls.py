@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from epcomm.errors import ConfigError, EPError, ShapeError
-from epcomm.integrations.deep_ep.ranks import Ranks
 
 # The rank whose call is wrong.
 FAULTY = 1
@@ -40,12 +39,6 @@ UNKNOWN_TOP_K: Case = (
     EPError,
     r"topk_idx is \[2\].*expected",
 )
-
-
-@pytest.fixture
-def compares_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare shapes only where buffers open, as over NVLink."""
-    monkeypatch.setattr(Ranks, "is_over_nvlink", lambda self, service: service in self._classes)
 
 
 def check_wrong_ids_of_a_new_shape(

@@ -22,15 +22,12 @@ from tests.integrations.deep_ep.bad_calls import (
     check_cases,
     check_refused,
     check_wrong_ids_of_a_new_shape,
-    compares_no_calls,
     cut,
     narrow,
     spoilt,
 )
 from tests.integrations.deep_ep.test_v1_calls import Batch
 from tests.integrations.deep_ep.v1_ranks import world
-
-__all__ = ["compares_no_calls"]
 
 T, H, K, E, M = 3, 128, 2, 4, 4
 

@@ -40,8 +40,12 @@ class Batch:
         self.weights = torch.full((num_tokens, top_k), 0.5, device=here())
 
     def dispatch(
-        self, buffer: Buffer, x: Tensor | None = None, ids: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...], Tensor]:
+        self,
+        buffer: Buffer,
+        x: Tensor | tuple[Tensor, Tensor] | None = None,
+        ids: Tensor | None = None,
+        **options: Any,  # noqa: ANN401 - any of dispatch
+    ) -> tuple[Any, Tensor, tuple[Tensor, ...], Tensor]:
         """Return rows, weights, handle and how many ranks a token goes to."""
         ids = self.ids if ids is None else ids
         per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(ids, self.num_experts)
@@ -52,8 +56,8 @@ class Batch:
             num_tokens_per_expert=per_expert,
             topk_idx=ids,
             topk_weights=self.weights,
+            **options,
         )
-        assert isinstance(rows, Tensor)
         assert weights is not None
         assert handle is not None
         return rows, weights, handle, is_in_rank.sum(1, keepdim=True)
@@ -315,17 +319,9 @@ def test_autograd_is_left_to_the_caller() -> None:
     assert sums is not None
     assert not y.requires_grad
     assert not sums.requires_grad
-    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, batch.num_experts)
     codes = torch.ones(batch.x.shape, device=here()).to(torch.float8_e4m3fn)
     scales = torch.ones(len(codes), 1, device=here(), requires_grad=True)
-    received = buffer.dispatch(
-        (codes, scales),
-        is_token_in_rank=is_in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-    )[0]
-    assert not received[1].requires_grad
+    assert not batch.dispatch(buffer, (codes, scales))[0][1].requires_grad
 
 
 @pytest.mark.ranks(2)
@@ -391,30 +387,11 @@ def check_sums_of_weights(buffer: Buffer) -> None:
         assert torch.equal(sums, others + torch.where(batch.ids < 0, 0, batch.weights))
 
 
-def worst_case(
-    buffer: Buffer, batch: Batch, num_worst_tokens: int, config: Config | None = None
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Dispatch and return rows and the handle."""
-    _, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(batch.ids, batch.num_experts)
-    rows, _, _, _, handle, _ = buffer.dispatch(
-        batch.x,
-        is_token_in_rank=is_in_rank,
-        num_tokens_per_expert=per_expert,
-        topk_idx=batch.ids,
-        topk_weights=batch.weights,
-        num_worst_tokens=num_worst_tokens,
-        config=config,
-    )
-    assert isinstance(rows, Tensor)
-    assert handle is not None
-    return rows, handle
-
-
 @pytest.mark.ranks(2)
 def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     buffer = Buffer(world())
     batch = Batch(buffer.rank, (32, 2, 4))
-    rows, handle = worst_case(buffer, batch, 16)
+    rows, _, handle, _ = batch.dispatch(buffer, num_worst_tokens=16)
     along = buffer.dispatch(batch.x, handle=handle)[0]
     assert isinstance(along, Tensor)
     assert along.shape == rows.shape == (16, 32)
@@ -422,7 +399,7 @@ def test_rows_along_a_handle_of_worst_case_rows_are_as_many() -> None:
     num_ranks = batch.dispatch(buffer)[3]
     assert torch.equal(y, batch.x * num_ranks)
     # One SM is a channel, and all tokens are its own.
-    assert worst_case(buffer, batch, 0, Config(num_sms=1))[1][1].shape == (2, 1)
+    assert batch.dispatch(buffer, config=Config(num_sms=1))[2][1].shape == (2, 1)
 
 
 @pytest.mark.ranks(2)

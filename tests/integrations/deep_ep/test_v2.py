@@ -8,7 +8,6 @@ import inspect
 import json
 import pickle
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -33,7 +32,6 @@ from tests.integrations.deep_ep.v2_ranks import (
     TWO_MB,
     UNEVEN,
     BufferMaker,
-    buffers_of,
     dispatch,
     inputs_here,
     run_recorded_case,
@@ -41,12 +39,6 @@ from tests.integrations.deep_ep.v2_ranks import (
 )
 
 METHODS: dict[str, Any] = json.loads(SIGNATURES.read_text("utf-8"))["methods"]
-
-
-@pytest.fixture
-def make_buffer() -> Iterator[BufferMaker]:
-    with buffers_of(ElasticBuffer) as make:
-        yield make
 
 
 def is_absent(method: str) -> bool:

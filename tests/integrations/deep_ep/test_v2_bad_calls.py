@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,23 +21,14 @@ from tests.integrations.deep_ep.bad_calls import (
     check_cases,
     check_refused,
     check_wrong_ids_of_a_new_shape,
-    compares_no_calls,
     cut,
     narrow,
     spoilt,
     with_scales,
 )
-from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of
-
-__all__ = ["compares_no_calls"]
+from tests.integrations.deep_ep.v2_ranks import BufferMaker
 
 HIDDEN, TOP_K, NUM_EXPERTS, MAX_TOKENS = 256, 2, 4, 16
-
-
-@pytest.fixture
-def make_buffer() -> Iterator[BufferMaker]:
-    with buffers_of(ElasticBuffer) as make:
-        yield make
 
 
 class Batch:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 pytest.importorskip("triton")
-from epcomm.integrations.deep_ep import ElasticBuffer
 from epcomm.integrations.deep_ep.ranks import Ranks, Service
 from tests.integrations.deep_ep import test_v2
 from tests.integrations.deep_ep.devices import on_gpus
 from tests.integrations.deep_ep.golden_v2 import CASES
-from tests.integrations.deep_ep.v2_ranks import BufferMaker, buffers_of, run_recorded_case
+from tests.integrations.deep_ep.v2_ranks import BufferMaker, run_recorded_case
 
 pytestmark = [pytest.mark.ranks(4), pytest.mark.slow]
 
@@ -24,12 +21,6 @@ def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
     """Open the buffers of GPUs on CPU ranks, where an interpreter runs their kernels."""
     if not on_gpus():
         monkeypatch.setattr(Ranks, "_choose", lambda self, service: CLASSES[service])
-
-
-@pytest.fixture
-def make_buffer() -> Iterator[BufferMaker]:
-    with buffers_of(ElasticBuffer) as make:
-        yield make
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if "align16" not in name])

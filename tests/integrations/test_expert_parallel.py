@@ -85,9 +85,6 @@ KINDS = {
     ),
     "gpt_oss": ModelKind(folder="gpt_oss", prefix="GptOss", changes={"num_local_experts": 8}),
 }
-# The batches of ranks: a different one on each rank, the same on all ranks, or the same on pairs of
-# ranks.
-LAYOUTS = ("own_batches", "one_batch", "batch_of_two_ranks")
 # In one_batch auto is standard with replicated tokens; normal shares the batch in slices.
 CASES = [
     ("qwen3_moe", "own_batches", "auto"),

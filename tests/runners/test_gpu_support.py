@@ -28,7 +28,7 @@ HIDDEN, INNER = 256, 128
 CODES = torch.float8_e4m3fn
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fakes() -> Iterator[None]:
     """Make tensors of the test report a GPU as their device, without memory."""
     with FakeTensorMode():
@@ -80,7 +80,6 @@ def has_capability(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
 
 
-@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize(("runner", "capability", "reasons"), DEVICES)
 def test_capability_decides(
     runner: type[GpuSlotsRunner],
@@ -96,7 +95,6 @@ def test_capability_decides(
     assert verdict.ok == (not reasons)
 
 
-@pytest.mark.usefixtures("fakes")
 def test_wgmma_needs_its_compiler_and_short_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     has_capability(monkeypatch, (9, 0))
     monkeypatch.setattr(cuda_jit, "nvrtc_is_installed", lambda: False)
@@ -186,7 +184,6 @@ CHANGES: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize(("product", "name"), OPERANDS)
 def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, change: str) -> None:
@@ -203,7 +200,6 @@ def test_wgmma_refuses_operands_that_it_would_misread(product: str, name: str, c
         assert text.startswith(f"fp8_wgmma: {name} ")
 
 
-@pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("product", PRODUCTS)
 def test_wgmma_launches_nothing_where_there_are_no_slots(
     product: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,6 @@ from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from tests.cases.blocks import NUM_EXPERTS, qwen3_moe
 
 NUM_RANKS = 2
-NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 EXPERT_NAMES = {"experts.gate_up_proj", "experts.down_proj"}
 
 

@@ -19,7 +19,7 @@ from epcomm.testing.data import BatchSpec, make_weights, random_ids
 SPEC = BatchSpec(tokens_of_rank=lambda rank, size: 5, choose_ids=random_ids, dtype=torch.bfloat16)
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fake_process_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=3, world_size=8, store=FakeStore())
     yield
@@ -34,7 +34,6 @@ def run(config: EPConfig) -> torch.Tensor:
         return experts(torch.zeros(5, 32, dtype=torch.bfloat16), topk)
 
 
-@pytest.mark.usefixtures("fake_process_group")
 @pytest.mark.parametrize(
     "config",
     [
@@ -49,7 +48,6 @@ def test_static_path_reads_nothing(config: EPConfig) -> None:
     assert isinstance(y, FakeTensor)
 
 
-@pytest.mark.usefixtures("fake_process_group")
 def test_a_host_read_would_be_noticed() -> None:
     with pytest.raises(DataDependentOutputException):
         run(EPConfig(mode="normal"))

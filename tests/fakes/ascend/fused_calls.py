@@ -65,26 +65,6 @@ def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
     }
 
 
-def sized_call(mode: FuseMode, **sizes: int) -> dict[str, Any]:
-    """Make a call of two ranks with these T, K, E, H, I; others are the least that A3 takes.
-
-    Weights are 1, scales 2**-10, x is 1, and all tokens go to the first experts.
-    """
-    chosen = {"T": 1, "K": 1, "E": 2, "H": 512, "I": 512} | sizes
-    t, k, e, h, i = (chosen[letter] for letter in "TKEHI")
-    s13, s2 = torch.full((e // 2, 2 * i), 2.0**-10), torch.full((e // 2, h), 2.0**-10)
-    w13, w2 = torch.ones(e // 2, 2 * i, h), torch.ones(e // 2, h, i)
-    return {
-        "x": torch.ones(t, h).bfloat16(),
-        "topk_idx": torch.arange(k).repeat(t, 1),
-        "topk_weights": torch.ones(t, k),
-        **packed(mode, (w13.to(torch.int8), w2.to(torch.int8), s13, s2)),
-        "num_max_dispatch_tokens_per_rank": t if mode == MODE1 else 2 * t * k,
-        "num_experts": e,
-        "fuse_mode": mode,
-    }
-
-
 def all_experts(mode: FuseMode) -> FusedCall:
     """Make the call of a single rank that has all experts of the recording and rank 0's tokens."""
     weights = packed(mode, fuseep.weights())

@@ -52,7 +52,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the path and the modules."""
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -62,7 +62,6 @@ def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     importlib.invalidate_caches()
 
 
-@pytest.mark.usefixtures("path")
 def test_installed_as_a_package_with_a_version() -> None:
     install()
     spec = find_spec("deep_ep")
@@ -76,7 +75,6 @@ def test_installed_as_a_package_with_a_version() -> None:
     assert sys.path.count(str(SHIM)) == 1
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize(
     ("module", "names"),
     [
@@ -97,7 +95,6 @@ def test_modules_of_deep_ep_have_the_names_that_programs_import(module: str, nam
         assert getattr(imported, name) is getattr(drop_in, name, getattr(imported, name))
 
 
-@pytest.mark.usefixtures("path")
 def test_the_drop_in_is_no_backend_for_itself() -> None:
     install()
     found = find_deep_ep()
@@ -105,13 +102,11 @@ def test_the_drop_in_is_no_backend_for_itself() -> None:
     assert found.kind is DeepEPKind.DROP_IN
 
 
-@pytest.mark.usefixtures("path")
 def test_refused_beside_a_real_one_and_after_an_import() -> None:
     with install_stand_in("v1"), pytest.raises(ConfigError, match="was imported already, from"):
         install()
 
 
-@pytest.mark.usefixtures("path")
 def test_refused_beside_a_real_one_unless_told(tmp_path: Path) -> None:
     package = tmp_path / "deep_ep"
     package.mkdir()
@@ -124,7 +119,6 @@ def test_refused_beside_a_real_one_unless_told(tmp_path: Path) -> None:
     assert importlib.import_module("deep_ep").Buffer is drop_in.Buffer
 
 
-@pytest.mark.usefixtures("path")
 @pytest.mark.parametrize("client", ["megatron.core.fused_a2a", "sglang.token_dispatcher.deepep"])
 def test_told_when_it_comes_too_late(client: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, client, ModuleType(client))
@@ -132,7 +126,6 @@ def test_told_when_it_comes_too_late(client: str, monkeypatch: pytest.MonkeyPatc
         install()
 
 
-@pytest.mark.usefixtures("path")
 def test_modules_of_a_program_may_name_deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "serving.bench_deep_ep"
     monkeypatch.setitem(sys.modules, name, ModuleType(name))

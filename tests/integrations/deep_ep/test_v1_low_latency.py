@@ -16,7 +16,6 @@ from tests.integrations.deep_ep.v1_ranks import (
     UNDEFINED_INT32,
     E,
     K,
-    LowLatencyOptions,
     M,
     agrees,
     check_slabs,
@@ -34,8 +33,8 @@ from tests.integrations.deep_ep.v1_ranks import (
 pytestmark = pytest.mark.ranks(4)
 __all__ = ["recorded_sms"]
 
-BF16: LowLatencyOptions = {"use_fp8": False}
-FORMATS: dict[str, LowLatencyOptions] = {
+BF16: dict[str, Any] = {"use_fp8": False}
+FORMATS: dict[str, dict[str, Any]] = {
     "bf16": BF16,
     "fp8": {},
     "fp8_ue8m0": {"round_scale": True, "use_ue8m0": True},
@@ -56,7 +55,7 @@ in_both_cases = pytest.mark.parametrize("case", ["low_latency_uneven", "low_late
 def test_dispatch_equals_the_recording_but_for_the_order(case: str, name: str) -> None:
     recorded, inputs = recorded_case(case)[name], inputs_of(case, LL_H)
     stats = torch.zeros(2, dtype=torch.int32, device=here())
-    options: LowLatencyOptions = {**FORMATS[name], "cumulative_local_expert_recv_stats": stats}
+    options = {**FORMATS[name], "cumulative_local_expert_recv_stats": stats}
     received = dispatch_low_latency(low_latency_buffer(), inputs, **options)
     assert received.hook is None
     check_slabs(received, recorded)

@@ -34,7 +34,6 @@ from tests.integrations.deep_ep.v1_ranks import (
     LL_H,
     H,
     Inputs,
-    LowLatencyOptions,
     agrees,
     check_along,
     check_dispatch,
@@ -81,8 +80,7 @@ def over_nvlink(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_low_latency_equals_the_recording(name: str, case: str) -> None:
     recorded, inputs = recorded_case(case)[name], inputs_of(case, LL_H)
     buffer = Buffer(world(), low_latency_mode=True)
-    options: LowLatencyOptions = {**FORMATS[name], "return_recv_hook": True}
-    received = dispatch_low_latency(buffer, inputs, **options)
+    received = dispatch_low_latency(buffer, inputs, **FORMATS[name], return_recv_hook=True)
     received.receive()
     check_slabs(received, recorded)
     assert received.x.is_contiguous()

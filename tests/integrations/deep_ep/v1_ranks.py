@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import pytest
 import torch
@@ -99,13 +99,6 @@ def refused(match: str) -> Iterator[None]:
         yield
 
 
-class NormalOptions(TypedDict, total=False):
-    expert_alignment: int
-    num_worst_tokens: int
-    async_finish: bool
-    allocate_on_comm_stream: bool
-
-
 @dataclass(frozen=True, kw_only=True)
 class NormalResult:
     """The results of a normal dispatch with ids."""
@@ -123,7 +116,7 @@ def dispatch_normal(
     buffer: DropIn,
     inputs: Inputs,
     x: Tensor | tuple[Tensor, Tensor] | None = None,
-    **options: Unpack[NormalOptions],
+    **options: Any,  # noqa: ANN401 - any of dispatch
 ) -> NormalResult:
     """Make the layout and the dispatch of `inputs`, or of another x with their ids."""
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, E)
@@ -183,15 +176,6 @@ def recorded_fp8(inputs: Inputs) -> tuple[Tensor, Tensor]:
     return (inputs.x.float() / 16).to(torch.float8_e4m3fn), scales
 
 
-class LowLatencyOptions(TypedDict, total=False):
-    use_fp8: bool
-    round_scale: bool
-    use_ue8m0: bool
-    async_finish: bool
-    return_recv_hook: bool
-    cumulative_local_expert_recv_stats: Tensor
-
-
 @dataclass(frozen=True, kw_only=True)
 class LowLatencyResult:
     """The results of a low-latency dispatch."""
@@ -210,7 +194,9 @@ class LowLatencyResult:
 
 
 def dispatch_low_latency(
-    buffer: DropIn, inputs: Inputs, **options: Unpack[LowLatencyOptions]
+    buffer: DropIn,
+    inputs: Inputs,
+    **options: Any,  # noqa: ANN401 - any of low_latency_dispatch
 ) -> LowLatencyResult:
     """Dispatch with the sizes of the recording."""
     recv_x, count, handle, event, hook = buffer.low_latency_dispatch(

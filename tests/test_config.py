@@ -1,5 +1,3 @@
-"""EPConfig: strings become enums, errors name bad values, only config.py reads the environment."""
-
 from __future__ import annotations
 
 import dataclasses

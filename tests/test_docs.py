@@ -1,5 +1,3 @@
-"""README.md and docs/: code runs, links are valid, and generated parts are current."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""EPGroup: arguments that name its ranks, shared buffers, and the effects of close()."""
-
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor

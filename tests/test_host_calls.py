@@ -1,5 +1,3 @@
-"""The number of Python functions that a call runs on the host, which does not vary."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

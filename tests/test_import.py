@@ -1,5 +1,3 @@
-"""`import epcomm` works anywhere: no vendor package, no device, no environment variable."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""ExpertParallelMoE equals the transformers block it is made of, with correct counts."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""8-bit experts over ranks, in every mode, equal to a float64 model of them."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Records: a handle is valid for one combine, and a combine input matches its dispatch."""
-
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,3 @@
-"""The registries: every name imports, and the error of an unknown name lists the valid ones."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Wire formats: the allowed ones, and the bytes of their rows."""
-
 from __future__ import annotations
 
 import pytest

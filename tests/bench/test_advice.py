@@ -1,5 +1,3 @@
-"""The sentence at the end of a run, computed from the medians of this file."""
-
 from __future__ import annotations
 
 from epcomm.bench.advice import advise

@@ -1,5 +1,3 @@
-"""A run on two ranks, in this process and as the command; wrong contenders are not timed."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Whole layers on CPU ranks: checked, timed with their parts, and bounded by what they must do."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The benchmark of gates: its routers and their check, on kernels that are interpreted."""
-
 from __future__ import annotations
 
 import pytest

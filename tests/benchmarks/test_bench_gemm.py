@@ -1,5 +1,3 @@
-"""The checks of bench_gemm, which run without a GPU."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

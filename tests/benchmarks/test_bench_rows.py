@@ -1,5 +1,3 @@
-"""The benchmark of rows: its cases and their checks, on kernels that are interpreted."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Rows of host time: functions that a call runs are counted, and waiting for counts is excluded."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Tables in pages are those of the results; the pages show every kind of table."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The record of a BufferSpec that ranks compare, and the contract of a buffer in adding.md."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""A bias of combine is the start of the sum of each token, which is rounded once."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The rows that a rank sends and receives, counted from the routing, against a plain loop."""
-
 from __future__ import annotations
 
 import pytest

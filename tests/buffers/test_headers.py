@@ -1,5 +1,3 @@
-"""A header with a wrong word raises an EPError that names the rank, before the word is used."""
-
 from __future__ import annotations
 
 import random

@@ -1,5 +1,3 @@
-"""RowLayout: the parts of a row are at offsets computed by hand, bit-equal."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -1,5 +1,3 @@
-"""The sizes predicted by buffers equal the bytes that they send and that their records own."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

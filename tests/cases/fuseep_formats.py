@@ -1,5 +1,3 @@
-"""A device that reports the format of weights."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

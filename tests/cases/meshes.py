@@ -1,5 +1,3 @@
-"""Device meshes of CPU ranks, each made once per process."""
-
 from __future__ import annotations
 
 from functools import cache

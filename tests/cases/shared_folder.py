@@ -1,5 +1,3 @@
-"""A temporary folder that all ranks of a test use."""
-
 from __future__ import annotations
 
 import tempfile

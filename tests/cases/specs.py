@@ -1,5 +1,3 @@
-"""Specifications of buffers whose rows have one format in dispatch and combine."""
-
 from __future__ import annotations
 
 from dataclasses import replace

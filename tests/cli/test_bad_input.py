@@ -1,5 +1,3 @@
-"""Bad input to every command: one line on stderr, exit code 2, and no rank is started."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""The command `epcomm plan`, with no group and no GPU."""
-
 from __future__ import annotations
 
 import json

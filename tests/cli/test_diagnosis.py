@@ -1,5 +1,3 @@
-"""doctor() distinguishes deep_ep packages, reports missing parts, and imports no vendor's."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

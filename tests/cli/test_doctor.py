@@ -1,5 +1,3 @@
-"""`epcomm doctor`: tables, exit codes, JSON, and the remedies for missing parts."""
-
 from __future__ import annotations
 
 import json

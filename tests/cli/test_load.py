@@ -1,5 +1,3 @@
-"""`epcomm load`: a table of layers, a heatmap, and one line for an unreadable file."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Waits time out, and messages name the ranks that are missing, late or in another call."""
-
 from __future__ import annotations
 
 import threading

@@ -1,5 +1,3 @@
-"""The failure board in a store answers in time, or reports that it does not."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""The end of a program waits for running gloo threads, but not for sleeping ones."""
-
 from __future__ import annotations
 
 import hashlib

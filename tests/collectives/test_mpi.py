@@ -1,5 +1,3 @@
-"""The collectives over MPI: any bits, splits and sizes; timeouts; a separate communicator."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""Collectives over a transport of another device return the same bytes."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The collectives over torch.distributed, and over MPI if both must behave the same."""
-
 from __future__ import annotations
 
 from itertools import product

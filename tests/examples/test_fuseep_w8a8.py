@@ -1,5 +1,3 @@
-"""The example on two ranks, one of them without tokens."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""Training with experts that move every 10 steps has the same losses and a more even load."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Both programs of the example run, and replay reduces the difference of log-probabilities."""
-
 from __future__ import annotations
 
 import re

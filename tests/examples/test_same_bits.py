@@ -1,5 +1,3 @@
-"""The example of sums by group prints one checksum for prefill and decode."""
-
 from __future__ import annotations
 
 import re

@@ -1,5 +1,3 @@
-"""The example on two ranks, with a tiny model and few steps."""
-
 from __future__ import annotations
 
 import re

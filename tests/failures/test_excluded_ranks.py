@@ -1,5 +1,3 @@
-"""EPGroup.exclude_ranks(): the layers of a group continue without dead ranks."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""All ranks name a rank that is killed, stopped or too slow, and then exit normally."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Fixtures: torch.ops.npu on a CPU, so that weights are cast as on a device, and chips."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

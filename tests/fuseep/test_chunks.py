@@ -1,5 +1,3 @@
-"""Batches of more tokens than a call takes: every rank makes the same number of calls."""
-
 from __future__ import annotations
 
 import math

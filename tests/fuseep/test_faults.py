@@ -1,5 +1,3 @@
-"""Bad calls on one of two ranks: which ranks raise and when, and that the next call works."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Layers of the fused operators against the recorded values of two ranks, to the byte."""
-
 from __future__ import annotations
 
 import pytest

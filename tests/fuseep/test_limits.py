@@ -1,5 +1,3 @@
-"""The limits of the fused operators, each with its message, and their windows."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

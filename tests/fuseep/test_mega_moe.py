@@ -1,5 +1,3 @@
-"""Mode 3, mega_moe: preferred where it is found, with its limits, and equal to the reference."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Mode fuseep over ranks: the reference and the imitated operators in the layer suite."""
-
 from __future__ import annotations
 
 from dataclasses import replace

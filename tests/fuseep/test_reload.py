@@ -1,5 +1,3 @@
-"""Experts that are written after they were packed, and layers that share a group."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

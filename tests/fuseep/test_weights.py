@@ -1,5 +1,3 @@
-"""Packed experts: golden layouts, and bit-equality."""
-
 from __future__ import annotations
 
 import struct

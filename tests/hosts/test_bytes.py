@@ -1,5 +1,3 @@
-"""The kernel and traffic() count the same bytes between hosts."""
-
 from __future__ import annotations
 
 import pytest

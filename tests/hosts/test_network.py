@@ -1,5 +1,3 @@
-"""Simulated hosts reach each other, can be limited and lost, and leave nothing behind."""
-
 from __future__ import annotations
 
 import signal

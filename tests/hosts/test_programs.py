@@ -1,5 +1,3 @@
-"""The benchmark between hosts, and training that equals one process, on two simulated hosts."""
-
 from __future__ import annotations
 
 import json

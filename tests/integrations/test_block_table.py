@@ -1,5 +1,3 @@
-"""The page transformers_blocks.md is correct: each block equals one process, or is refused."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Models that transformers loads replay routes, and equal one process with the same experts."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""transformers saves models with experts on several ranks, and peft trains their adapters."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Observability: ranges in a profiler, lines in a log, numbers for Prometheus."""
-
 from __future__ import annotations
 
 import logging

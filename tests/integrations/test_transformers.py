@@ -1,5 +1,3 @@
-"""Blocks of transformers over ranks: equal to one process."""
-
 from __future__ import annotations
 
 import inspect

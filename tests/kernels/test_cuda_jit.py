@@ -1,5 +1,3 @@
-"""Kernels in CUDA C++ are launched from any thread of a process."""
-
 from __future__ import annotations
 
 from ctypes import Structure, c_int, c_void_p

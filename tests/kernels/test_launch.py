@@ -1,5 +1,3 @@
-"""Tiles are chosen by the shared memory that the device reports."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Indices and strided rows for tests."""
-
 from __future__ import annotations
 
 import torch

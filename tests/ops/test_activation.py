@@ -1,5 +1,3 @@
-"""Values and gradients of activations equal their float64 formulas, in either storage order."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Entries without an expert become experts that the row does not use."""
-
 from __future__ import annotations
 
 import torch

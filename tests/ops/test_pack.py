@@ -1,5 +1,3 @@
-"""pack: slots hold the rows of the index, and the gradient of a row is the sum over its slots."""
-
 from __future__ import annotations
 
 import pytest

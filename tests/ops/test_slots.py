@@ -1,5 +1,3 @@
-"""Slots: the order of the index, gathers that read no gaps, float32 sums over members only."""
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,5 +1,3 @@
-"""Balanced placements are no worse than DeepSeek's EPLB, keep groups on a host, and refuse NaN."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""The benchmark of placement: the even load of its placements."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Placements locate the copies of each expert, survive JSON, and refuse impossible sizes."""
-
 from __future__ import annotations
 
 import json

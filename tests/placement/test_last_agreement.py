@@ -1,5 +1,3 @@
-"""Survivors of a rank that is lost in the last agreement of a rebalance have one placement."""
-
 from __future__ import annotations
 
 import time

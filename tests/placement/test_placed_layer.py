@@ -1,5 +1,3 @@
-"""A layer with copies of experts computes the same as the model without them."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Experts move between ranks, in place and all or none, and the layer computes the same."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""The recorder: counts of layers, cut into windows and added up over the ranks."""
-
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,3 @@
-"""Training with copies of experts that move between steps equals training in one process."""
-
 from __future__ import annotations
 
 import copy

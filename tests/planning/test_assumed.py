@@ -1,5 +1,3 @@
-"""Plans for other machines: their choices, and the assumptions that they report."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Ranks make equal plans: one exchange reports what a rank lacks, or its mistake, to all."""
-
 from __future__ import annotations
 
 from dataclasses import fields, replace

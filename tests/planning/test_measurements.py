@@ -1,5 +1,3 @@
-"""`auto` by measurements: choices by file, phase and limit, and reports of a bad file."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Plans take the NVLink buffer if NVLink connects the GPUs of all ranks, else give a reason."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""plan() without a group: choices, rejected candidates with reasons, bytes and limits."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

@@ -1,5 +1,3 @@
-"""The free memory of a host and of control groups of both versions."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""A package without a parameter is refused, and no other format is used silently."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""Record the operators that torch runs, and count calls of the gating operator."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""The choice of a router by configuration, routing and device, with its reasons."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Routes in the documented formats of vLLM and SGLang are read, whichever tokens lack routes."""
-
 from __future__ import annotations
 
 import base64

@@ -1,5 +1,3 @@
-"""Compare every preset with the router of the real transformers block, at random weights."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,3 @@
-"""Gradients of the weights with respect to the logits, against differences of the oracle."""
-
 from __future__ import annotations
 
 import math

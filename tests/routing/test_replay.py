@@ -1,5 +1,3 @@
-"""Replayed routes give the results, gradients and errors of one process with the same experts."""
-
 from __future__ import annotations
 
 import random

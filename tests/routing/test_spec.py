@@ -1,5 +1,3 @@
-"""RoutingSpec refuses combinations that no router has, and can be saved to a file."""
-
 from __future__ import annotations
 
 import json

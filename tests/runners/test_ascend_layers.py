@@ -1,5 +1,3 @@
-"""Whole W8A8 layers on Ascend's operators, their experts reloaded between two calls."""
-
 from __future__ import annotations
 
 from dataclasses import replace

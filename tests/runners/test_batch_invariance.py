@@ -1,5 +1,3 @@
-"""Runners that declare batch invariance: the bits of a row depend on no other row."""
-
 from __future__ import annotations
 
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""The experts and devices that the runners of GPUs accept, tested without a GPU."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping

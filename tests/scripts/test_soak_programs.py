@@ -1,5 +1,3 @@
-"""A few runs of `make soak`: programs that end normally, and ranks that are killed."""
-
 from __future__ import annotations
 
 import subprocess

@@ -1,5 +1,3 @@
-"""An operation on expert parameters that only one rank makes raises on all ranks."""
-
 from __future__ import annotations
 
 import gc

@@ -1,5 +1,3 @@
-"""DDP and FSDP over experts are refused where they would train incorrectly."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Expert parameters in tools of torch, compared with one process with all experts."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Writes to parts of expert parameters are kept by the rank that owns the experts."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""Expert parameters on many ranks: names, marks, and saving and loading the whole state."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Comparisons and copies of any elements of an expert parameter are those of the whole tensor."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

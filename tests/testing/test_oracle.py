@@ -1,5 +1,3 @@
-"""The oracle, compared with a layer computed by hand and with a plain implementation."""
-
 from __future__ import annotations
 
 import pytest

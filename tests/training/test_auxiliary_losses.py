@@ -1,5 +1,3 @@
-"""Auxiliary losses equal the formulas of their papers, and over ranks those of one process."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

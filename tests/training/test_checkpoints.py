@@ -1,5 +1,3 @@
-"""Checkpoints of models with experts over ranks: by torch's tools, on other numbers of ranks."""
-
 from __future__ import annotations
 
 import copy

@@ -1,5 +1,3 @@
-"""The bias of experts follows the load of all ranks, and balances a routing."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""idle_step() while another rank trains, for all kinds of model outputs."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

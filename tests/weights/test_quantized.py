@@ -1,5 +1,3 @@
-"""Records of eight-bit experts: tensors that do not fit are refused with both sides named."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""ExpertWeights: sizes are read from either storage order, and misfits are named."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The alternatives by the check of the benchmark: uneven ranks, a rank without tokens."""
-
 from collections.abc import Callable
 from dataclasses import replace
 

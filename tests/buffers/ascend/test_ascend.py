@@ -1,5 +1,3 @@
-"""The Ascend buffers pass both suites on an imitation of their package, over CPU ranks."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

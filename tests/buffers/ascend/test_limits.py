@@ -1,5 +1,3 @@
-"""Calls that Ascend's deep_ep fails on, or computes wrongly, are refused before communication."""
-
 from __future__ import annotations
 
 import inspect

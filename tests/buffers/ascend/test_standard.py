@@ -1,5 +1,3 @@
-"""The arguments of Ascend's operators in standard mode, and their limits."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

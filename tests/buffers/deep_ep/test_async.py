@@ -1,5 +1,3 @@
-"""Low latency over deep_ep in steps, and the calls of all adapters against recorded signatures."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""The deep_ep buffers pass the buffer suite on imitations of the package, over CPU ranks."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass, replace

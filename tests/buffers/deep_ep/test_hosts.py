@@ -1,5 +1,3 @@
-"""Limits of the deep_ep packages on several hosts are found before they are opened."""
-
 from __future__ import annotations
 
 from dataclasses import replace

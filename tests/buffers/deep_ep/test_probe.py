@@ -1,5 +1,3 @@
-"""The installed deep_ep, what its buffers lack, and the reasons in plan()."""
-
 from __future__ import annotations
 
 import re

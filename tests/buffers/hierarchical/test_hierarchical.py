@@ -1,5 +1,3 @@
-"""The hierarchical buffer keeps the contract of a Buffer on ranks of simulated hosts."""
-
 from __future__ import annotations
 
 from types import MappingProxyType

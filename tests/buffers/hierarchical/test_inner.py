@@ -1,5 +1,3 @@
-"""The inner buffer on GPU hosts is NVLink if the ranks can map one another's memory."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,5 +1,3 @@
-"""Layers on a mesh of hosts use the hierarchical buffer and equal the oracle."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""A failure of one rank between the exchanges of a call is reported to the others; none hangs."""
-
 from __future__ import annotations
 
 from typing import NoReturn

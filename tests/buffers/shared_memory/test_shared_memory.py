@@ -1,5 +1,3 @@
-"""Shared memory between ranks: capacity, growth, lifetimes, hosts, and ended ranks."""
-
 from __future__ import annotations
 
 import errno

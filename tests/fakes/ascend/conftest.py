@@ -1,5 +1,3 @@
-"""Fixtures: registered operators, on a chip without limits of sizes."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""The interface of the imitation of Ascend's deep_ep: signatures, installation, variables."""
-
 from __future__ import annotations
 
 import inspect

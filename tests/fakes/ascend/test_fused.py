@@ -1,5 +1,3 @@
-"""fused_deep_moe() of Ascend's Buffer: the recorded layer, undefined memory, refusals."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

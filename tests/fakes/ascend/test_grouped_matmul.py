@@ -1,5 +1,3 @@
-"""GEMMs and activations of the imitation of torch_npu: golden values, refusals, silent failures."""
-
 from __future__ import annotations
 
 from itertools import product

@@ -1,5 +1,3 @@
-"""Golden cases of the operators of routing, gating and INT8 rows, and their undefined memory."""
-
 from __future__ import annotations
 
 from typing import Any

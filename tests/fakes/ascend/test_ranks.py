@@ -1,5 +1,3 @@
-"""Ascend's Buffer over ranks: golden values, lifetimes, refusals."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""The strict drop-in for deep_ep V2 has the package's checks, and poisons undefined memory."""
-
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Count the exchanges that this rank begins."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,5 +1,3 @@
-"""Programs that look for deep_ep find the drop-in, also in processes that they start."""
-
 from __future__ import annotations
 
 import importlib

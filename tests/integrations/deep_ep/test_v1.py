@@ -1,5 +1,3 @@
-"""The drop-in has the interface of deep_ep V1: signatures, exports, sizes, strict mode."""
-
 from __future__ import annotations
 
 import inspect

@@ -1,5 +1,3 @@
-"""A wrong call of one CPU rank of V1 is an error on every rank, and the next calls work."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Uses of a Buffer of V1 by programs: calls of any shapes, handles kept for any time."""
-
 from __future__ import annotations
 
 import subprocess

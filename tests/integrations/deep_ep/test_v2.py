@@ -1,5 +1,3 @@
-"""The drop-in for deep_ep V2 returns what the real package returned on GPUs."""
-
 from __future__ import annotations
 
 import ast

@@ -1,5 +1,3 @@
-"""A wrong call of one rank of V2 is an error on every rank, and the buffer stays usable."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,5 +1,3 @@
-"""Check that both kernels write the bits of plain torch, into strided rows too, and no others."""
-
 from __future__ import annotations
 
 from dataclasses import dataclass

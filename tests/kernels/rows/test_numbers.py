@@ -1,5 +1,3 @@
-"""The numbers of sent rows and received slots equal those of plain loops."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Gather, sum and scatter: moved rows are bit-equal, and sums are float32 sums in order."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""The layout of tokens: the kernel and plain torch against Python that reads one id at a time."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Ascend chips: names, windows computed by hand, rounds and other variables."""
-
 from __future__ import annotations
 
 import sys

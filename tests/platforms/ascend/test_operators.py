@@ -1,5 +1,3 @@
-"""An operator is available if a call would reach a kernel, not if it only has a schema."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Marks for tests that need the package of a client, which tests/clients.txt lists."""
-
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version

@@ -194,8 +194,7 @@ def test_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert spy.computed == {case.computes}
         spy.watch(layer.runner, monkeypatch)
         with torch.no_grad():
-            mine = batches[group.rank]
-            layer(mine.x, TopKOutput(topk_ids=mine.topk_ids, topk_weights=mine.topk_weights))
+            layer(batches[group.rank].x, batches[group.rank].topk)
             spy.computed.clear()
             layer.idle(torch.zeros((), device=group.device))
         assert spy.travelled == {case.travels}
@@ -347,11 +346,10 @@ def test_experts_that_a_cast_widens_are_noticed_without_a_mesh() -> None:
         weights = make_weights(replace(SPEC, dtype=FP32), NUM_RANKS, device=group.device)
         layer = ExpertParallelExperts(weights, group, NORMAL, top_k=TOP_K)
         batch = make_batch(SPEC, group.rank, NUM_RANKS).to(group.device)
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        before = layer(batch.x.float(), topk)
+        before = layer(batch.x.float(), batch.topk)
         layer.to(FP64)
         assert layer.weights.dtype is FP64
-        after = layer(batch.x.double(), topk)
+        after = layer(batch.x.double(), batch.topk)
         assert after.dtype is FP64
         assert relative_error(before, after) <= tolerance(FP32)
 
@@ -382,7 +380,6 @@ def test_codes_and_scales_are_not_cast(name: str) -> None:
             assert torch.equal(tensor.view(torch.uint8), before[role].view(torch.uint8)), role
         # y has the dtype of the rows.
         batch = make_batch(spec, group.rank, NUM_RANKS).to(group.device)
-        topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights)
-        y = layer(batch.x.float(), topk)
+        y = layer(batch.x.float(), batch.topk)
         assert y.dtype is FP32
-        assert torch.equal(y, layer(batch.x, topk).float())
+        assert torch.equal(y, layer(batch.x, batch.topk).float())

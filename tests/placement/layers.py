@@ -15,7 +15,6 @@ from epcomm import (
     ExpertParallelExperts,
     ExpertPlacement,
     ExpertWeights,
-    TopKOutput,
     balance,
 )
 from epcomm.testing.buffer_suite import BATCH_SPECS
@@ -39,9 +38,8 @@ class Placed:
         return self.batches[self.layer.group.rank]
 
     def forward(self, *, decode: bool = False, grad: bool = False) -> Tensor:
-        topk = TopKOutput(topk_ids=self.mine.topk_ids, topk_weights=self.mine.topk_weights)
         with poisoned_memory(), torch.set_grad_enabled(grad):
-            return self.layer(self.mine.x, topk, decode=decode)
+            return self.layer(self.mine.x, self.mine.topk, decode=decode)
 
     def expected(self) -> OracleResult:
         return run_oracle(self.batches, self.weights)

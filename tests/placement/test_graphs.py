@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertParallelMoE, TopKOutput
+from epcomm import EPConfig, EPGroup, ExpertParallelExperts, ExpertParallelMoE
 from epcomm.bench.timing import captured
 from epcomm.testing.buffer_suite import BATCH_SPECS
 from epcomm.testing.data import make_batch, make_weights
@@ -45,8 +45,7 @@ def test_a_layer_captured_before_its_experts_move_computes_rightly_after() -> No
             weights, group, config_for(group), top_k=SPEC.num_topk(world_size)
         )
         first = make_batch(SPEC, rank, world_size).to(device)
-        topk = TopKOutput(topk_ids=first.topk_ids, topk_weights=first.topk_weights)
-        replay, y = captured_calls(lambda: layer(first.x, topk))
+        replay, y = captured_calls(lambda: layer(first.x, first.topk))
         for number in range(3):
             layer.rebalance(any_placement(layer, number))
             batches = [

@@ -22,7 +22,6 @@ from epcomm import (
     Fp8BlockWeights,
     Int8ChannelWeights,
     ShapeError,
-    TopKOutput,
     balance,
 )
 from epcomm.collectives.base import Scalar
@@ -235,10 +234,9 @@ def test_failure_on_the_way_leaves_the_old_placement(
 def test_experts_of_a_layer_move_while_a_batch_of_another_is_in_flight() -> None:
     with EPGroup() as group:
         moved, other = (placed_layer(group, config_of(n), number=n or 0) for n in (2, None))
-        topk = TopKOutput(topk_ids=other.mine.topk_ids, topk_weights=other.mine.topk_weights)
         dispatcher = other.layer.phases.of_phase(decode=False)
         with torch.no_grad():
-            out = dispatcher.dispatch(other.mine.x, topk)
+            out = dispatcher.dispatch(other.mine.x, other.mine.topk)
             moved.layer.rebalance(any_placement(moved.layer, 7))
             first = moved.forward()
             y = dispatcher.combine(other.layer.runner.run(out, other.layer.weights))

@@ -116,7 +116,7 @@ def test_sizes_beyond_the_activation_of_sums_are_planned_and_computed(
         assert "runner ascend_swiglu\n" in layer.explain()
         reason = f"2 * intermediate_size is {2 * inner}, expected a multiple of 64 of at most 10496"
         assert f"rejected runner ascend: {reason} for npu_dequant" in layer.explain()
-        y = layer(batch.x, TopKOutput(topk_ids=batch.topk_ids, topk_weights=batch.topk_weights))
+        y = layer(batch.x, batch.topk)
         layer.check()
     # The runner stores the result of a token's one slot, and that times its router weight, which
     # goes back as it is.

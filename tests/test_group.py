@@ -57,7 +57,6 @@ def test_a_mesh_of_two_dimensions_says_where_all_its_ranks_run() -> None:
     with EPGroup(mesh_of([3, 1], [0, 2])) as group:
         assert (group.rank, group.world_size) == (dist.get_rank(), 4)
         assert group.hosts == HostLayout(host_of_rank=(0, 1, 0, 1))
-        assert group.mesh is not None
         assert group.mesh.mesh.tolist() == [0, 1, 2, 3]
         # The mesh overrides the detected hosts: these ranks share memory.
         chosen = plan(EPConfig(mode="normal"), MOE, group).prefill

@@ -44,7 +44,6 @@ def test_route_gives_the_logits_and_experts_of_the_block(name: str) -> None:
         assert torch.equal(topk.topk_ids, wanted_ids)
         torch.testing.assert_close(topk.topk_weights, wanted_weights)
         (logits.logsumexp(1).sum() + topk.topk_weights.sum()).backward()
-        assert x.grad is not None
         assert x.grad.any()
 
 

@@ -85,7 +85,6 @@ def test_plan_counts_the_bytes_that_leave_a_rank(
             requires_grad=has_gradients,
         )
         out = dispatcher.dispatch(x, mine)
-        assert out.slot_weights is not None
         rows = torch.zeros(out.num_slots, 37, dtype=spec.dtype, device=group.device)
         y = dispatcher.combine(out.combine_input(rows * out.slot_weights[:, None].to(rows.dtype)))
         ids = [topk.topk_ids for topk in topks]

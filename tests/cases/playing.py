@@ -152,7 +152,6 @@ def identity(out: RowsDispatchOutput) -> RowsCombineInput:
     """Return each slot as its row, times its weight if the runner applies weights."""
     rows = gather_rows(out.hidden_states.data, out.index)
     if out.weights_applied_by is WeightsAppliedBy.RUNNER:
-        assert out.slot_weights is not None
         rows = rows * out.slot_weights.unsqueeze(1)
     return out.combine_input(rows)
 

@@ -15,5 +15,4 @@ def test_decode_has_the_checksum_of_prefill() -> None:
         found = re.fullmatch(
             r"2 ranks: y (\w{8})  decoded (\w{8})  dx \w{8}  dweights \w{8}\n", printed
         )
-        assert found is not None
         assert found[1] == found[2]

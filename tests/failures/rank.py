@@ -94,7 +94,6 @@ def _lose(scenario: Scenario, group: EPGroup, folder: Path) -> tuple[str, float,
     def come_to(phase: str, fault_phase: str | None) -> None:
         nonlocal wait_start_s
         if phase == fault_phase:
-            assert group.collectives.bounded is not None
             group.collectives.bounded.timeout_s = scenario.timeout_s
             if group.rank in scenario.lost_ranks:
                 time.sleep(SETTLE_S)

@@ -36,7 +36,6 @@ def sleeper_on(host: Host) -> subprocess.Popen[bytes]:
         host.command([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"]),
         stdout=subprocess.PIPE,
     )
-    assert process.stdout is not None
     process.stdout.readline()
     return process
 

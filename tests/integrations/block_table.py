@@ -229,7 +229,6 @@ def _run(module: nn.Module, x: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
     result = module(x.clone(), **({"input_ids": input_ids} if takes_ids else {}))
     outputs = result if isinstance(result, tuple) else (result,)
     torch.stack([output.square().sum() for output in outputs]).sum().backward()
-    assert x.grad is not None
     named = {f"output {place}": each.flatten(0, -2) for place, each in enumerate(outputs)}
     return named | {"dx": x.grad[0]}
 

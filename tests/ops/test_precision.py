@@ -160,13 +160,11 @@ def check_layer(
     for name, parameter in layer.expert_parameters().items():
         found[name] = parameter.grad
         wanted[name] = expected.weight_grads[name][first : first + layer.weights.num_experts]
-        assert parameter.grad is not None
         assert parameter.grad.dtype is held
     for name, tensor in found.items():
         assert tensor is not None, name
         error = relative_error(tensor, wanted[name])
         assert error <= allowed, f"{name} has an error of {error:.3g}, allowed {allowed:.3g}"
-    assert x.grad is not None
     assert x.grad.dtype is x.dtype
 
 
@@ -322,7 +320,6 @@ def test_dispatcher_casts_rows_weights_and_results() -> None:
         topk = TopKOutput(topk_ids=batch.topk_ids, topk_weights=router_weights)
         out = dispatcher.dispatch(x, topk)
         assert out.hidden_states.data.dtype is FP32
-        assert out.slot_weights is not None
         assert out.slot_weights.dtype is FP32
         slots = pack(out.hidden_states.data, out.index) * out.slot_weights.unsqueeze(1)
         y = dispatcher.combine(out.combine_input(slots.bfloat16()))

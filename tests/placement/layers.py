@@ -82,7 +82,6 @@ def gather_local(layer: ExpertParallelExperts, tensors: Mapping[str, Tensor]) ->
 
 def expect_copies_of(layer: ExpertParallelExperts, whole: Mapping[str, Tensor]) -> None:
     """Check that every physical expert is bit-equal to its logical one."""
-    assert layer.placement is not None
     copies = list(layer.placement.physical_to_logical)
     for name, held in gather_local(layer, layer.expert_parameters()).items():
         assert torch.equal(held, whole[name].detach()[copies]), name

@@ -71,7 +71,6 @@ def test_first_placement_has_the_hosts_of_its_group() -> None:
     mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("host", "place"))
     with EPGroup(mesh) as group:
         placement = placed_layer(group, config_of("normal", 2)).layer.placement
-        assert placement is not None
         assert placement.num_hosts == 2
 
 
@@ -124,7 +123,6 @@ def test_near_copies_give_the_same_and_fewer_rows_leave() -> None:
             assert layer.placement is not None
             layer.rebalance(replace(layer.placement, prefers_near=prefers_near))
             table = layer.replica_table
-            assert table is not None
             physical = table.choose(ids)
             here = physical // layer.placement.num_local_experts
             ranks = torch.where(physical < 0, -1, here)
@@ -149,7 +147,6 @@ def test_ranks_with_the_same_tokens_cannot_prefer_near_copies() -> None:
 def test_a_share_is_that_of_experts_in_their_order() -> None:
     with EPGroup() as group:
         placed = placed_layer(group, config_of("normal", 2))
-        assert placed.layer.placement is not None
         held = list(placed.layer.placement.experts_of_rank(group.rank))
         share = placed.weights.with_tensors(
             {name: tensor.detach()[held] for name, tensor in placed.weights.tensors().items()}

@@ -46,7 +46,6 @@ SAME = 1e-6
 
 def addresses(layer: ExpertParallelExperts) -> list[int]:
     table = layer.replica_table
-    assert table is not None
     tensors = [*layer.weights.tensors().values(), table.replicas, table.num_replicas]
     return [tensor.data_ptr() for tensor in tensors]
 
@@ -88,7 +87,6 @@ def test_codes_and_scales_move_to_the_bit(
         first = moved.forward()
         layer.rebalance(any_placement(layer, 1))
         whole = {n: t.view(torch.uint8) for n, t in quantized.tensors().items()}
-        assert layer.placement is not None
         held = list(layer.placement.experts_of_rank(group.rank))
         for name, tensor in layer.weights.tensors().items():
             assert torch.equal(tensor.view(torch.uint8), whole[name][held])

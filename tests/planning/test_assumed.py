@@ -58,7 +58,6 @@ def test_it_chooses_as_there(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
     fp8 = Fp8BlockWeights.from_unquantized(experts())
     chosen = plan(CONFIG, SPEC, world_size=ranks, weights=fp8, machine=DEVICES[device])
-    assert chosen.decode is not None
     assert (chosen.prefill.buffer, chosen.decode.buffer) == buffers
     assert chosen.runner == runner
     rejected = {each.name: each.reasons for each in chosen.prefill.rejected}

@@ -75,8 +75,6 @@ def test_each_phase_takes_the_fastest_that_serves(tmp_path: Path) -> None:
             EPConfig(max_tokens_per_rank=8, measurements=path, backend="shared_memory"), SPEC, group
         )
         unmeasured = plan(EPConfig(mode="standard", measurements=path), SPEC, group)
-    assert chosen.decode is not None
-    assert many.decode is not None
     assert by_rules.prefill.backend == named.prefill.backend == "shared_memory"
     # Prefill is decided at the largest T. nvlink was fastest in decode, but cannot be used here.
     # collective serves decode with exact sizes on CPU ranks, so its times of mode normal count.

@@ -183,7 +183,6 @@ def reverse_routing(
 ) -> TopKOutput:
     """Route to the last experts in falling order; weights are hidden states, or `wrong`."""
     assert correction_bias is None
-    assert hidden_states is not None
     ids = torch.arange(logits.shape[1] - 1, logits.shape[1] - 1 - top_k, -1)
     weights = hidden_states[:, :top_k] if wrong is None else wrong
     return TopKOutput(topk_ids=ids.expand(logits.shape[0], -1), topk_weights=weights)

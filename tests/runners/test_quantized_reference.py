@@ -102,7 +102,6 @@ def layer_results(
 ) -> Tensor:
     """Return y [T, H] of the runner and a plain combine, float64."""
     index = index_of(batch.topk_ids.tolist(), NUM_EXPERTS)
-    assert index.slots_of_row is not None
     results = slot_results(case, batch, index, weights).double()
     y = torch.zeros(len(batch.x), HIDDEN, dtype=torch.float64)
     for row, slots in enumerate(index.slots_of_row.tolist()):

@@ -85,7 +85,6 @@ class WeightsOfOtherSlots(CollectiveBuffer):
 
     def dispatch(self, call: DispatchCall) -> Dispatched:
         out = super().dispatch(call)
-        assert out.slot_weights is not None
         return replace(out, slot_weights=out.slot_weights.flip(0))
 
 

@@ -287,7 +287,6 @@ def test_auto_takes_deep_ep_where_it_is(
 ) -> None:
     with EPGroup() as group, install(package) if package else nullcontext():
         chosen = plan(config, LAYER, group)
-    assert chosen.decode is not None
     assert (chosen.prefill.buffer, chosen.decode.buffer) == (prefill, decode)
     text = chosen.explain()
     for phase in chosen.phases().values():

@@ -162,7 +162,6 @@ def test_weights_travel_along_an_expanded_handle_and_back(
     assert ids is None
     assert again is handle
     assert weights is not None
-    assert first_weights is not None
     assert weights.shape == first_weights.shape == (handle.num_expanded_tokens,)
     # Combine before the metadata is read, and after.
     for _ in range(2):
@@ -230,7 +229,6 @@ def test_combine_takes_the_rows_that_recv_src_metadata_names(
     weights = torch.full((count,), 0.5 + rank, device=here())
     y, back, _ = buffer.combine(by_token[:count].flip(0), handle, topk_weights=weights)
     assert torch.equal(y, expected)
-    assert back is not None
     # Rank r returns 0.5 + r for the first k, whichever expert of its tokens it is.
     assert torch.equal(back[:, 1:], torch.zeros_like(back[:, 1:]))
     is_first = topk_idx[:, 0] >= 0
@@ -384,7 +382,6 @@ def test_autograd_is_left_to_the_caller(do_expand: bool, make_buffer: BufferMake
     assert weights is not None
     assert not any(each.requires_grad for each in (recv_x, weights, along))
     y, sums, _ = buffer.combine(recv_x.requires_grad_(), handle, weights.requires_grad_())
-    assert sums is not None
     assert not y.requires_grad
     assert not sums.requires_grad
 

@@ -79,7 +79,6 @@ def inputs_of(case: str, hidden_size: int) -> Inputs:
 
 def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
     """Return whether shape, strides, dtype and the recorded columns agree."""
-    assert tensor is not None
     assert str(tensor.dtype) == f"torch.{recorded['dtype']}"
     assert list(tensor.shape) == recorded["shape"]
     assert list(tensor.stride()) == recorded["stride"]
@@ -189,7 +188,6 @@ class LowLatencyResult:
 
     def receive(self) -> None:
         """Call the hook, which must exist."""
-        assert self.hook is not None
         self.hook()
 
 

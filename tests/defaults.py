@@ -64,7 +64,6 @@ class LibraryDefaults(TorchFunctionMode):
 
 
 def is_library(frame: FrameType) -> bool:
-    """Return whether a frame is one of epcomm/."""
     return frame.f_code.co_filename.startswith(LIBRARY)
 
 
@@ -77,7 +76,6 @@ def is_for_library(frame: FrameType | None) -> bool:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype of torch for a while."""
     kept = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

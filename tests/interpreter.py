@@ -15,7 +15,6 @@ from typing import Any
 
 
 def make_faster() -> None:
-    """Replace a function and an option of the interpreter."""
     from triton.runtime import interpreter
 
     patch, active = interpreter._patch_lang, set[int]()

@@ -61,7 +61,6 @@ def test_code_imports_what_epcomm_has() -> None:
 
 
 def has(module: ModuleType, name: str) -> bool:
-    """Return whether a module has an attribute or a submodule of this name."""
     if name in vars(module):
         return True
     try:

@@ -51,7 +51,6 @@ def test_no_test_is_judged_where_not_all_ranks_started() -> None:
 
 
 def verdicts(results: list[RankResult], ending: str, num_ranks_started: int = 2) -> tuple[str, str]:
-    """Return the tests that passed and those that failed."""
     found = judge(
         Launch(
             world=World("torch", 2),

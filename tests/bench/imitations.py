@@ -22,7 +22,6 @@ class Recorded:
 
 
 def imitate_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the code for GPUs, with imitated graphs."""
     monkeypatch.setattr(turns, "captured", Recorded)
     for module in (turns, layer):
         monkeypatch.setattr(module, "has_graphs", lambda device: True)

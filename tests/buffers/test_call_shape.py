@@ -27,7 +27,6 @@ def routing(num_ranks: int, top_k: int) -> list[Tensor]:
 
 
 def send_one_by_one(ids_of_rank: list[Tensor]) -> list[tuple[int, int]]:
-    """Return the (sender, receiver) pair of every row."""
     return [
         (source, rank)
         for source, ids in enumerate(ids_of_rank)

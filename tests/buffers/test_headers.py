@@ -124,7 +124,6 @@ def dispatch_with(
 
 
 def word_of(kind: str, place: int) -> int:
-    """Return a word of the correct header."""
     seen: list[Tensor] = []
 
     class Spy(Mirror):

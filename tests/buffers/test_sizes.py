@@ -110,7 +110,6 @@ def tensors_of(record: object) -> Iterator[Tensor]:
 
 
 def owned_bytes(record: object) -> int:
-    """Return the bytes of all distinct memory of the tensors of a record."""
     storages = [tensor.untyped_storage() for tensor in tensors_of(record)]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -235,7 +235,6 @@ def training(*names: str) -> Callable[[Play], object]:
 
 
 def combine_faults() -> list[Bad]:
-    """Return the mistakes in the combine call."""
     rows: tuple[tuple[str, Callable[[Play], object], str], ...] = (
         ("no rows", lambda play: play.out.combine_input(play.x[:0]), "hidden_states is [0, 16]"),
         (
@@ -301,7 +300,6 @@ def combine_faults() -> list[Bad]:
 
 
 def opening(**changes: object) -> Callable[[Play], object]:
-    """Construct a dispatcher with another configuration or layer."""
     of_spec = {name: value for name, value in changes.items() if hasattr(SPEC, name)}
     of_config = {name: value for name, value in changes.items() if name not in of_spec}
 
@@ -339,7 +337,6 @@ def skip_combine(play: Play) -> object:
 
 
 def two_dispatchers(play: Play, other: object) -> object:
-    """Call both dispatchers; rank 1 calls the other one first."""
     order = [play.dispatcher, other]
     for dispatcher in order[::-1] if play.is_faulty else order:
         play.call_of(dispatcher)  # type: ignore[arg-type]
@@ -347,7 +344,6 @@ def two_dispatchers(play: Play, other: object) -> object:
 
 
 def two_batches(play: Play) -> object:
-    """Combine two batches; rank 1 combines them in the opposite order."""
     outs = [play.begin(), play.begin()]
     results = [identity(out) for out in outs]
     return play.dispatcher.combine(results[play.is_faulty])
@@ -408,8 +404,6 @@ def of_block(play: Play) -> object:
 
 
 def failing(owner: Callable[[Play], Any], name: str) -> Callable[[Play], object]:
-    """Call the block while a part of it fails."""
-
     def call(play: Play) -> object:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(owner(play), name, fail)

@@ -27,11 +27,9 @@ class BlockKind:
     values: Mapping[str, object] = field(default_factory=dict)
 
     def make(self, **changes: object) -> nn.Module:
-        """Make a block with seeded weights and changes of the configuration."""
         return seeded(self.build({**SIZES, **self.values, **changes}))
 
     def build(self, values: Mapping[str, object]) -> nn.Module:
-        """Build a block from the values of its configuration."""
         package = f"transformers.models.{self.model_type}"
         configuration = import_module(f"{package}.configuration_{self.model_type}")
         modeling = import_module(f"{package}.modeling_{self.model_type}")

@@ -19,7 +19,6 @@ def expert_weights(device: torch.device | str = "cpu") -> ExpertWeights:
 
 
 def tokens(number: int) -> Tensor:
-    """Return micro-batch `number`, [5, H]."""
     return torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(100 + number))
 
 

@@ -15,7 +15,6 @@ OPERATORS = ("fused_deep_moe", "dispatch_ffn_combine")
 
 
 def experts(seed: int = 0) -> Int8ChannelWeights:
-    """Make the experts of all ranks."""
     made = torch.Generator().manual_seed(seed)
     w13 = torch.randint(-127, 128, (E, 2 * I, H), generator=made, dtype=torch.int8)
     w2 = torch.randint(-127, 128, (E, H, I), generator=made, dtype=torch.int8)

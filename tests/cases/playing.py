@@ -107,12 +107,10 @@ class Play:
 
     @property
     def is_faulty(self) -> bool:
-        """Return whether this rank makes the faulty call."""
         return self.group.rank == FAULTY
 
     @property
     def results(self) -> RowsCombineInput:
-        """Return the results of identity experts for the current batch."""
         return identity(self.out)
 
     @property
@@ -121,7 +119,6 @@ class Play:
         return open_dispatcher(self.kind, self.group)
 
     def begin(self) -> RowsDispatchOutput:
-        """Dispatch the correct batch."""
         self.out = self.dispatcher.dispatch(self.x, self.topk)
         return self.out
 
@@ -157,7 +154,6 @@ def identity(out: RowsDispatchOutput) -> RowsCombineInput:
 
 
 def expected_y(x: Tensor, topk: TopKOutput) -> Tensor:
-    """Return y of identity experts."""
     weights = torch.where(topk.topk_ids < 0, 0.0, topk.topk_weights)
     return (x.double() * weights.double().sum(1, keepdim=True)).float()
 
@@ -167,7 +163,6 @@ def open_dispatcher(kind: Kind, group: EPGroup, spec: MoESpec = SPEC) -> AnyDisp
 
 
 def open_block(kind: Kind, group: EPGroup) -> ExpertParallelMoE:
-    """Make a block of SPEC with random experts."""
     config = replace(kind.config, mode=kind.dispatcher.mode)
     size = group.world_size
     batches = replace(LAYER, num_local_experts=E // size)
@@ -201,7 +196,6 @@ def fail(*_: object, **__: object) -> NoReturn:
 
 
 def error_of(call: Callable[[], object]) -> EPError | OwnError | None:
-    """Return the error that the call raises, or None."""
     try:
         call()
     except (EPError, OwnError) as error:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """Return one folder for all ranks."""
     with tempfile.TemporaryDirectory() as own:
         name = [own]
         dist.broadcast_object_list(name)

@@ -158,7 +158,6 @@ CALLS = [*OPTIONS, *WORDS, *HUGE, *MEASUREMENTS, *FILES]
 
 
 def refused(*arguments: str, **variables: str) -> str:
-    """Return the line that a command with bad input writes."""
     environment = {"RANK": None, "WORLD_SIZE": None, **variables}
     result = CliRunner().invoke(app, arguments, env=environment, prog_name="epcomm")
     assert result.exit_code == 2, result.output

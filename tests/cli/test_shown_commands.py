@@ -38,26 +38,22 @@ VARIABLE = re.compile(r"[A-Z_]+=")
 
 
 def blocks(page: str) -> Sequence[tuple[str, str]]:
-    """Return the kind and the text of each block of a page."""
     found = BLOCK.finditer((REPO / page).read_text("utf-8"))
     return [(each["kind"], each["text"]) for each in found]
 
 
 def in_blocks(page: str) -> list[str]:
-    """Return each command of the blocks of a page."""
     texts = [text.replace("\\\n", " ") for kind, text in blocks(page) if kind == "sh"]
     lines = [line for text in texts for line in text.splitlines()]
     return [bare(part) for line in lines for part in re.split(r"&&|\|\|", line)]
 
 
 def in_words(page: str) -> list[str]:
-    """Return each command within the sentences of a page."""
     words = BLOCK.sub("", (REPO / page).read_text("utf-8"))
     return [bare(line) for line in IN_WORDS.findall(words) if not FOR_THE_READER.search(line)]
 
 
 def bare(command: str) -> str:
-    """Return a command without comment and variables."""
     words = shlex.split(command, comments=True)
     return shlex.join(word for word in words if not VARIABLE.match(word))
 

@@ -111,7 +111,6 @@ class Rank:
         self.num_started = 0
 
     def run(self, phase: str = "dispatch") -> None:
-        """Take part in the next exchange."""
         self.wait.run(self.start, phase)
 
     def start(self) -> Step:

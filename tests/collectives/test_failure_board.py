@@ -56,11 +56,9 @@ class Host:
     port: int
 
     def connect(self) -> TCPStore:
-        """Open a connection to the store."""
         return TCPStore("127.0.0.1", self.port, is_master=False, wait_for_workers=False)
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process."""
         assert self.process.pid is not None, "it has started"
         os.kill(self.process.pid, number)
 

@@ -86,7 +86,6 @@ class Run(ABC):
 
     @property
     def waiting(self) -> list[int]:
-        """Return the ranks that have not ended."""
         return [rank for rank in range(self.scenario.num_ranks) if rank not in self.ends]
 
     @abstractmethod
@@ -156,7 +155,6 @@ class MpiRun(Run):
 
 
 def main() -> None:
-    """Run the scenarios of standard input."""
     torch.set_num_threads(1)
     # A rank that ends must not collect the objects of all modules, which takes two thirds of its
     # time.

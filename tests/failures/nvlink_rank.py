@@ -64,7 +64,6 @@ def lost_rank(num_ranks: int) -> int:
 
 
 def exchange(dispatcher: Dispatcher, x: Tensor, topk: TopKOutput) -> Tensor:
-    """Dispatch to identity experts, and combine."""
     out = dispatcher.dispatch(x, topk)
     assert isinstance(out, RowsDispatchOutput)
     y = dispatcher.combine(out.combine_input(pack(out.hidden_states.data, out.index)))

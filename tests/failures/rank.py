@@ -65,7 +65,6 @@ def open_mpi(scenario: Scenario) -> Iterator[EPGroup]:
 
 
 def run_rank(scenario: Scenario, folder: Path) -> int:
-    """Run one rank and return its exit code."""
     open_group = open_mpi if scenario.is_over_mpi else open_gloo
     with open_group(scenario) as group:
         message, elapsed_s, again, again_s = _lose(scenario, group, folder)
@@ -153,7 +152,6 @@ def _message_of(call: Callable[[], None]) -> str:
 
 
 def main() -> int:
-    """Run the rank given by the command line and the environment."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--scenario", type=Scenario.loads, required=True)
     parser.add_argument("--folder", type=Path, required=True)

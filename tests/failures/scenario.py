@@ -53,7 +53,6 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """The test id and the name of a folder: `gloo-killed-dispatch-rank2`."""
         ranks = "".join(map(str, self.lost_ranks))
         host = "" if self.store_host is None else f"-store{self.store_host}"
         end = "" if self.destroys else "-undestroyed"
@@ -61,17 +60,14 @@ class Scenario:
         return f"{self.transport}-{self.fault}-{self.phase}-rank{ranks}{host}{end}{on_hosts}"
 
     def host_of(self, rank: int) -> int:
-        """Return the host number of `rank`."""
         return rank * self.num_hosts // self.num_ranks
 
     @property
     def is_over_mpi(self) -> bool:
-        """Return whether mpirun starts the ranks."""
         return self.transport in ("mpi", "hierarchical_mpi")
 
     @property
     def backend(self) -> str:
-        """The EPConfig.backend of the ranks."""
         backends = {
             "shared_memory": "shared_memory",
             "hierarchical": "hierarchical",
@@ -93,26 +89,21 @@ class Scenario:
 
     @property
     def timeout_s(self) -> float:
-        """Seconds that ranks wait for the lost ones."""
         return PATIENT_TIMEOUT_S if self.has_news else 2.0
 
     @property
     def survivors(self) -> list[int]:
-        """The ranks that must name the lost ones."""
         return [rank for rank in range(self.num_ranks) if rank not in self.lost_ranks]
 
     @property
     def ending(self) -> list[int]:
-        """The ranks that end by themselves."""
         return list(range(self.num_ranks)) if self.fault == "late" else self.survivors
 
     def dumps(self) -> str:
-        """Return the scenario as text for a command line."""
         return json.dumps(asdict(self))
 
     @classmethod
     def loads(cls, text: str) -> Scenario:
-        """Read a scenario from dumps()."""
         values = json.loads(text)
         return cls(**{**values, "lost_ranks": tuple(values["lost_ranks"])})
 
@@ -137,10 +128,8 @@ class Outcome:
     left_at_s: float
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write the outcome for the test."""
         (folder / f"outcome{rank}.json").write_text(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path, rank: int) -> Outcome:
-        """Read an outcome that write() wrote."""
         return cls(**json.loads((folder / f"outcome{rank}.json").read_text()))

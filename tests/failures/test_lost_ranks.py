@@ -101,7 +101,6 @@ class Played:
     ended_at_s: dict[int, float]
 
     def outcome(self, rank: int) -> Outcome:
-        """Return the observations of `rank`."""
         path = self.folder / f"outcome{rank}.json"
         if not path.exists():
             log = (self.folder / f"rank{rank}.log").read_text()

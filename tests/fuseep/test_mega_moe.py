@@ -29,7 +29,6 @@ def newer() -> Iterator[None]:
 
 
 def sized(hidden: int = 1024, inner: int = 1024, num_experts: int = 4) -> Int8ChannelWeights:
-    """Make experts of a size on the meta device."""
     gate_up = torch.empty(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device="meta")
     down = torch.empty(num_experts, hidden, inner, dtype=torch.bfloat16, device="meta")
     plain = ExpertWeights(gate_up_proj=gate_up, down_proj=down)

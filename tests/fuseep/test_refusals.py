@@ -32,7 +32,6 @@ pytestmark = pytest.mark.usefixtures("a3")
 
 
 def plain(hidden: int = H, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
-    """Make one expert, without values."""
     return ExpertWeights(
         gate_up_proj=torch.empty(1, 2 * I, hidden, dtype=dtype, device="meta"),
         down_proj=torch.empty(1, hidden, I, dtype=dtype, device="meta"),

@@ -29,7 +29,6 @@ STOP_LIMIT_S = 35
 
 
 def environment_of(host: Host, hosts: Sequence[Host]) -> dict[str, str]:
-    """Return the variables with which the launchers of all hosts connect."""
     return {
         "NNODES": str(len(hosts)),
         "NODE_RANK": str(host.number),
@@ -82,7 +81,6 @@ def _stop(launchers: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def main() -> int:
-    """Make the hosts of the command line and launch on them."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--hosts", type=int, required=True, help="how many")
     parser.add_argument("--ranks", type=int, required=True, help="on each host")

@@ -72,7 +72,6 @@ class Host:
 
     @property
     def path(self) -> str:
-        """The file of the namespace, for setns()."""
         return f"/run/netns/{self.namespace}"
 
     @contextmanager

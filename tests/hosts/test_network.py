@@ -24,7 +24,6 @@ def _hosts_can_be_made() -> None:
 
 
 def on(host: Host, program: str) -> str:
-    """Run Python code on a host and return its output."""
     command = host.command([sys.executable, "-c", program])
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=True)
     return done.stdout.strip()

@@ -26,7 +26,6 @@ LAYERS = {
 
 
 def hosts_of(group: EPGroup) -> HostLayout:
-    """Return the host of each rank of the launcher."""
     return HostLayout(
         host_of_rank=tuple(rank // RANKS_PER_HOST for rank in range(group.world_size))
     )
@@ -39,7 +38,6 @@ CASES = [
 
 
 def check(name: str, scenario: str) -> None:
-    """Run a scenario of a buffer, or of layers on a backend."""
     with EPGroup() as group:
         if name in BUFFERS:
             env = buffer_suite.BufferEnv(

@@ -85,7 +85,6 @@ class Variant:
 
     @property
     def model(self) -> str:
-        """The folder of transformers.models."""
         return self.block.__module__.split(".")[-2]
 
 
@@ -146,7 +145,6 @@ def _block_names(source: str) -> Iterator[str]:
 
 
 def make_block(variant: Variant) -> nn.Module:
-    """Make a tiny block with seeded weights."""
     parameters = inspect.signature(variant.block.__init__).parameters
     extra = {"layer_idx": 0, "intermediate_size": 8, "ffn_dim": 8}
     extra = {name: value for name, value in extra.items() if name in parameters}
@@ -234,7 +232,6 @@ def _run(module: nn.Module, x: Tensor, input_ids: Tensor) -> dict[str, Tensor]:
 
 
 def _local(gradient: Tensor | None) -> Tensor | None:
-    """Return this rank's part of the gradient of sharded experts."""
     return gradient.to_local() if hasattr(gradient, "to_local") else gradient  # type: ignore[union-attr]
 
 
@@ -248,12 +245,10 @@ def _error(found: Tensor | None, expected: Tensor | None) -> float:
 
 
 def table(group: EPGroup) -> list[Row]:
-    """Make a row for every block of the installed transformers."""
     return [try_block(variant, group) for variant in find_variants()]
 
 
 def render(rows: list[Row]) -> str:
-    """Render the document."""
     version = import_module("transformers").__version__
     served = [row for row in rows if row.is_served]
     refused = [row for row in rows if not row.is_served]

@@ -98,7 +98,6 @@ CASES = [
 
 
 def sizes(layout: str) -> dict[str, int]:
-    """Return the sizes of transformers' meshes over all ranks."""
     world_size = dist.get_world_size()
     ranks_of_batch = {"own_batches": 1, "one_batch": world_size, "batch_of_two_ranks": 2}[layout]
     found = {"tp_size": ranks_of_batch, "fsdp_size": world_size // ranks_of_batch}

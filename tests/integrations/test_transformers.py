@@ -60,7 +60,6 @@ def shard(group: EPGroup) -> ExpertShard:
 
 
 def check(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> None:
-    """Check that both values of every pair agree, or are both None."""
     errors = {}
     for name, (actual, expected) in pairs.items():
         assert (actual is None) == (expected is None), name

@@ -207,7 +207,6 @@ def send_dispatch(
 
 
 def send_words(*, in_lines: bool = False) -> None:
-    """Launch the sender of rows that are already quantised."""
     ll_dispatch_send.send_dispatch(
         low_latency_exchange(FP8_FLOAT32_SCALES, returns_slots=True),
         i32(2, HIDDEN // 4),

@@ -8,5 +8,4 @@ __all__ = ["boolean_masks", "device"]
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Return the device that the kernels run on."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

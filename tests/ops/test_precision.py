@@ -124,7 +124,6 @@ class Spy:
         return note
 
     def watch(self, runner: ExpertRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Record the rows of every batch that `runner` computes."""
         run = runner.run
 
         def note(dispatched: object, weights: object) -> object:

@@ -34,7 +34,6 @@ SAME = 1e-6
 
 
 def expected_losses(number: int) -> list[float]:
-    """Train in one process, on the tokens of all ranks."""
     model, num_ranks = InOneProcess(), dist.get_world_size()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []

@@ -204,7 +204,6 @@ def experts_of(intermediate_size: int = 16, top_k: int = 2, **changes: float) ->
 
 
 def fp8_of(scales: ScaleDtype) -> dict[str, object]:
-    """Make arguments with experts in FP8."""
     plain = ExpertWeights(gate_up_proj=torch.ones(8, 32, 16), down_proj=torch.ones(8, 16, 16))
     return {"weights": Fp8BlockWeights.from_unquantized(plain, scales=scales), "top_k": 2}
 

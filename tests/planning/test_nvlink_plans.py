@@ -22,7 +22,6 @@ PAIRS = {"a": ["b"], "b": ["a"], "c": ["d"], "d": ["c"]}
 
 
 def told(*devices: str) -> list[PeerReach]:
-    """Return the reports of ranks on these GPUs."""
     return [reach_in(PAIRS, device) for device in devices]
 
 

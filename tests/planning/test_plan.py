@@ -145,7 +145,6 @@ def test_explain_says_what_was_chosen_and_rejected_and_why() -> None:
 
 
 def weights(intermediate_size: int) -> ExpertWeights:
-    """Make the experts of the layer, without data."""
     shape = (8, intermediate_size, 64)
     return ExpertWeights(
         gate_up_proj=torch.empty(8, 2 * intermediate_size, 64, dtype=torch.bfloat16, device="meta"),

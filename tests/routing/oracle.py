@@ -86,7 +86,6 @@ def route_row(
 
 
 def route_rows(logits: Tensor, spec: RoutingSpec, bias: Tensor | None) -> list[OracleRow]:
-    """Route each row of [T, E]."""
     bias_values = None if bias is None else bias.double().tolist()
     return [route_row(row, spec, bias_values) for row in logits.double().tolist()]
 

@@ -179,7 +179,6 @@ def _compute(
 
 
 def check_close(runner: ExpertRunner, plain: ExpertRunner, weights: ExpertTensors) -> None:
-    """Compare results and all gradients with those of a plain runner."""
     wire = WireFormat.of(weights.dtype)
     device, generator = weights.gate_up_proj.device, torch.Generator().manual_seed(8)
     hidden = torch.randn(2, 150, weights.hidden_size, generator=generator, device="cpu")
@@ -205,5 +204,4 @@ def check_close(runner: ExpertRunner, plain: ExpertRunner, weights: ExpertTensor
 
 
 def without_gradients(weights: ExpertTensors) -> ExpertTensors:
-    """Return the same experts, detached."""
     return weights.with_tensors({name: t.detach() for name, t in weights.tensors().items()})

@@ -14,7 +14,6 @@ Record = RowsDispatchOutput | MaskedDispatchOutput
 
 
 def handle(*, needs_backward: bool = False) -> Handle:
-    """Make a handle that is not combined."""
     made = Handle(owner=None, num_tokens=9)
     made.needs_backward = needs_backward
     return made

@@ -165,8 +165,6 @@ Spy = Callable[[str], list[tuple[Any, ...]]]
 
 @pytest.fixture
 def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
-    """Record the positional arguments of the calls of an operator."""
-
     def follow(operator: str) -> list[tuple[Any, ...]]:
         calls, original = [], getattr(torch.ops.npu, operator)
 

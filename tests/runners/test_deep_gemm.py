@@ -274,7 +274,6 @@ def test_kernel_between_the_products_equals_plain_torch(
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple]:
-    """Record the arguments of a function of the imitation."""
     calls: list[tuple] = []
     function = getattr(module, name)
 

@@ -107,7 +107,6 @@ def test_wgmma_needs_its_compiler_and_short_floats(monkeypatch: pytest.MonkeyPat
 
 
 def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]:
-    """Make the operands of gate_up_fp8(), by name."""
     weights = fp8_weights()
     return {
         "codes": apart(num_rows, HIDDEN, dtype=CODES),
@@ -123,7 +122,6 @@ def gate_up_operands(num_slots: int = 5, num_rows: int = 7) -> dict[str, Tensor]
 
 
 def down_operands(num_slots: int = 5) -> dict[str, Tensor]:
-    """Make the operands of down_fp8(), by name."""
     weights = fp8_weights()
     return {
         "codes": on_gpu(num_slots, INNER, dtype=CODES),

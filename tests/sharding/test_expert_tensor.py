@@ -45,7 +45,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 def backward(model: nn.Module, group: EPGroup) -> None:
-    """Run backward of the mean of the losses of all ranks."""
     (model(tokens(group.rank)) / NUM_RANKS).backward()
     sum_replicated_gradients(model, group)
 

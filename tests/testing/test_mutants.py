@@ -376,7 +376,6 @@ def whole_layer() -> None:
 
 
 def run(mutant: type[Any], group: EPGroup) -> None:
-    """Run the scenario of a mutant. Collective."""
     whole = next(base for base in mutant.__mro__ if base.__module__.startswith("epcomm."))
     is_layer = whole is ExpertParallelExperts
     with pytest.MonkeyPatch.context() as patch:
@@ -397,7 +396,6 @@ def run(mutant: type[Any], group: EPGroup) -> None:
 
 
 def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
-    """Return whether the suite fails on this mutant, on this rank."""
     try:
         with EPGroup(dist.new_group()) as group:
             group.limit_waits(patience_s)

@@ -87,7 +87,6 @@ SPEC = BatchSpec(
 
 
 def run_experts(expert: int, x: Tensor, weights: ExpertWeights) -> Tensor:
-    """Compute one token [H] by one expert."""
     hidden = x @ weights.gate_up_matrices()[expert]
     if weights.gate_up_bias is not None:
         hidden = hidden + weights.gate_up_bias[expert]

@@ -56,7 +56,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    """Return the configuration that chooses a backend."""
     config = (
         EPConfig(mode="normal", backend="ascend")
         if backend == NORMAL

@@ -26,7 +26,6 @@ from tests.runners.test_ascend_layers import RUNNERS, check_w8a8_layer
 
 
 def why_not() -> str:
-    """Return the reason why the tests cannot run here; empty if they can."""
     if os.environ.get(BACKEND_ENV) != "hccl":
         return f"{BACKEND_ENV} is not hccl"
     if find_spec("torch_npu") is None:

@@ -118,7 +118,6 @@ def test_a_group_of_processors_is_not_served_by_a_device(monkeypatch: pytest.Mon
 
 
 def half_of(rows: Tensor) -> Tensor:
-    """Return rows as columns of a larger matrix."""
     return torch.cat([rows, rows], 1)[:, : rows.shape[1]]
 
 

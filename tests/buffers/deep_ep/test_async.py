@@ -188,7 +188,6 @@ def test_topk_of_any_strides_is_served(backend: str, monkeypatch: pytest.MonkeyP
 
 
 def recorded_signature(package: str, method: str) -> inspect.Signature:
-    """Return the recorded signature of a method of the real package."""
     contract = json.loads((CONTRACTS / f"deep_ep_{package}_signatures.json").read_text("utf-8"))
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     parameters = [

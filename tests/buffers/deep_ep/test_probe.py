@@ -202,7 +202,6 @@ LAYER = MoESpec(hidden_size=2048, num_experts=16, top_k=8)
 
 
 def config_of(backend: str, **changes: object) -> EPConfig:
-    """Return a specification that the backend serves, with changes."""
     case = CASES[backend]
     is_budget = "Static" in backend
     config = EPConfig(

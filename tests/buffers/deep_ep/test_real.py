@@ -31,7 +31,6 @@ from tests.multi_rank import BACKEND_ENV
 
 
 def why_not() -> str:
-    """Return the reason why the tests cannot run here; empty if they can."""
     if os.environ.get(BACKEND_ENV) != "nccl":
         return f"{BACKEND_ENV} is not nccl"
     if not torch.cuda.is_available():

@@ -50,7 +50,6 @@ def packed(mode: FuseMode, checkpoint: tuple[Tensor, Tensor, Tensor, Tensor]) ->
 
 
 def recorded_call(mode: FuseMode, rank: int) -> dict[str, Any]:
-    """Return the arguments of one rank of the recording."""
     first, last = rank * fuseep.L, (rank + 1) * fuseep.L
     ids, topk_weights = fuseep.topk(rank)
     w13, w2, s13, s2 = (tensor[first:last] for tensor in fuseep.weights())

@@ -17,7 +17,6 @@ CONTRACTS = Path(__file__).parents[2] / "contracts"
 
 
 def golden(name: str) -> dict[str, Any]:
-    """Read the file `name`.json."""
     return json.loads((CONTRACTS / f"{name}.json").read_text("utf-8"))
 
 
@@ -31,7 +30,6 @@ def tensor_of(recorded: dict[str, Any]) -> Tensor:
 
 
 def optional_tensor(recorded: dict[str, Any] | None) -> Tensor | None:
-    """Return the tensor of an argument that may be absent."""
     return None if recorded is None else tensor_of(recorded)
 
 

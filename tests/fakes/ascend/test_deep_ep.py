@@ -30,7 +30,6 @@ SIGNATURES = [
 
 
 def default_of(parameter: inspect.Parameter) -> str | None:
-    """Return a parameter's default in the form of the recording."""
     if parameter.default is parameter.empty:
         return None
     if isinstance(parameter.default, Enum):

@@ -51,7 +51,6 @@ def nd(weight: Tensor) -> Tensor:
 
 
 def distance(found: Tensor, expected: Tensor) -> float:
-    """Return the relative L2 distance over all ranks."""
     squares = torch.stack(
         [(found.double() - expected.double()).square().sum(), expected.double().square().sum()]
     )

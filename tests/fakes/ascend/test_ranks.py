@@ -42,14 +42,12 @@ def small_sizes() -> Iterator[None]:
 
 
 def inputs_of(recorded: dict[str, Any]) -> Inputs:
-    """Return new tensors of one rank of a case."""
     names = ("x", "topk_idx", "topk_weights")
     x, ids, weights = (tensor_of(recorded[name]) for name in names)
     return Inputs(x, ids, weights)
 
 
 def my_inputs(case: str = "W4_bf16_uneven") -> Inputs:
-    """Return this rank's inputs of a case with 4 ranks."""
     (found,) = (entry for entry in CASES if entry["id"] == case)
     return inputs_of(found["ranks"][dist.get_rank()])
 
@@ -71,7 +69,6 @@ def combine_x(case: dict[str, Any], rows: list[list[int]], shape: torch.Size) ->
 def dispatch_normal(
     buffer: Buffer, inputs: Inputs, num_experts: int = E, *, quant_mode: str | None = None
 ) -> Any:  # noqa: ANN401 (what the real one returns)
-    """Compute the layout, then dispatch."""
     per_rank, _, per_expert, is_in_rank, _ = buffer.get_dispatch_layout(inputs.ids, num_experts)
     return buffer.dispatch(
         inputs.x,
@@ -86,7 +83,6 @@ def dispatch_normal(
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """Make a call that every rank refuses."""
     with pytest.raises(RuntimeError, match=match):
         yield
 

@@ -17,16 +17,13 @@ from tests.multi_rank import BACKEND_ENV, GPU_BACKENDS
 
 
 def on_gpus() -> bool:
-    """Return whether ranks are on GPUs."""
     return os.environ.get(BACKEND_ENV) in GPU_BACKENDS
 
 
 def here() -> torch.device:
-    """Return the device of the tensors of this rank."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
 def world() -> dist.ProcessGroup:
-    """Return the default process group."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD

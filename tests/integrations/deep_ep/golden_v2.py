@@ -84,7 +84,6 @@ def rows_by_choice(
 
 
 def recorded_handle(entry: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a recorded handle."""
     return {key: recorded(value) for key, value in entry.items() if isinstance(value, dict)}
 
 

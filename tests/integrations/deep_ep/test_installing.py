@@ -52,7 +52,6 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def path(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the path and the modules."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
     for name in [name for name in sys.modules if name.partition(".")[0] in _NAMES]:

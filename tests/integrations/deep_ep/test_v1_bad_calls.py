@@ -193,7 +193,6 @@ FIRST = [
 
 
 def check_serves(buffer: Buffer) -> None:
-    """Check that the next correct calls of both modes return the correct results."""
     x = own_batch().x
     num_ranks = dispatch_arguments(buffer)["is_token_in_rank"].sum(1, keepdim=True)
     assert torch.equal(buffer.combine(**combine_arguments(buffer))[0], x * num_ranks)

@@ -219,7 +219,6 @@ def wrong_weights(buffer: Buffer, batch: Batch) -> Tensor:
 def there_and_back(
     buffer: Buffer, batch: Batch, x: Tensor, weights: Tensor, max_tokens: int = 4
 ) -> Tensor:
-    """Make a dispatch of low latency, its hook, and a combine."""
     slabs, _, handle, _, hook = buffer.low_latency_dispatch(
         x, batch.ids, max_tokens, 4, use_fp8=False, return_recv_hook=True
     )

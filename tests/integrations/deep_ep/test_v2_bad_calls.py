@@ -146,20 +146,17 @@ COMBINES: dict[str, Case] = {
 
 
 def state_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments:  # noqa: ANN401
-    """Make a correct dispatch; return the correct arguments of the combine."""
     rows, _, weights, handle, _ = buffer.dispatch(**batch.arguments(**options))
     return {"x": rows, "handle": handle, "topk_weights": weights}
 
 
 def along_of(buffer: ElasticBuffer, batch: Batch, **options: Any) -> Arguments:  # noqa: ANN401
-    """Make a correct dispatch; return the correct arguments of a dispatch along its handle."""
     handle = state_of(buffer, batch, **options)["handle"]
     assert isinstance(handle, EPHandle)
     return {"x": batch.x, "topk_weights": batch.weights, "handle": handle}
 
 
 def check_serves(buffer: ElasticBuffer, batch: Batch, **options: Any) -> None:  # noqa: ANN401
-    """Check that the next correct calls return the correct results."""
     y, weights, _ = buffer.combine(**state_of(buffer, batch, **options))
     num_ranks = torch.tensor([[len({e // 2 for e in row})] for row in batch.topk_idx.tolist()])
     assert torch.equal(y, batch.x * num_ranks)

@@ -61,12 +61,10 @@ class Inputs:
 
 
 def recorded_case(case: str) -> dict[str, Any]:
-    """Return the recording of this rank."""
     return CASES[case][dist.get_rank()]
 
 
 def inputs_of(case: str, hidden_size: int) -> Inputs:
-    """Make the inputs that the recording describes."""
     recorded = recorded_case(case)["inputs"]
     rank, num_tokens = dist.get_rank(), recorded["T"]
     tokens = torch.arange(num_tokens)
@@ -93,7 +91,6 @@ def agrees(tensor: Tensor | None, recorded: dict[str, Any]) -> None:
 
 @contextmanager
 def refused(match: str) -> Iterator[None]:
-    """Make a call that every rank refuses."""
     with pytest.raises(RuntimeError, match=match):
         yield
 
@@ -146,7 +143,6 @@ def dispatch_normal(
 
 
 def check_dispatch(received: NormalResult, recorded: dict[str, Any]) -> None:
-    """Compare a normal dispatch with the recording."""
     agrees(received.x, recorded["recv_x"])
     agrees(received.ids, recorded["recv_topk_idx"])
     agrees(received.weights, recorded["recv_topk_weights"])
@@ -169,7 +165,6 @@ def check_along(
 
 
 def recorded_fp8(inputs: Inputs) -> tuple[Tensor, Tensor]:
-    """Return the FP8 rows and scales of the recording."""
     tokens = 2.0 * torch.arange(len(inputs.x), device=here()).unsqueeze(1)
     scales = 1 + tokens + torch.arange(2.0, device=here()) + 100.0 * dist.get_rank()
     return (inputs.x.float() / 16).to(torch.float8_e4m3fn), scales
@@ -187,7 +182,6 @@ class LowLatencyResult:
     hook: Callable[[], object] | None
 
     def receive(self) -> None:
-        """Call the hook, which must exist."""
         self.hook()
 
 
@@ -196,7 +190,6 @@ def dispatch_low_latency(
     inputs: Inputs,
     **options: Any,  # noqa: ANN401 - any of low_latency_dispatch
 ) -> LowLatencyResult:
-    """Dispatch with the sizes of the recording."""
     recv_x, count, handle, event, hook = buffer.low_latency_dispatch(
         inputs.x, inputs.ids, M, E, **options
     )

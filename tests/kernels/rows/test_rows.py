@@ -37,7 +37,6 @@ def random_rows(num_rows: int, width: int, dtype: torch.dtype, device: torch.dev
 
 
 def gap_of(rows: Tensor) -> Tensor:
-    """Return the elements after each row."""
     stride, width = rows.stride(0), rows.shape[1]
     return rows.as_strided((rows.shape[0], stride - width), (stride, 1), width)
 

@@ -38,7 +38,6 @@ class Batch:
         return cls(x=x.requires_grad_(), ids=ids, weights=weights.requires_grad_())
 
     def factors(self) -> Tensor:
-        """Return the factors of the experts of each token, [T, K], float32."""
         return 1.0 + self.ids
 
     def check(self, y: Tensor) -> None:

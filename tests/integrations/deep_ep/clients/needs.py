@@ -6,7 +6,6 @@ import pytest
 
 
 def needs(distribution: str) -> pytest.MarkDecorator:
-    """Skip a test where a distribution is not installed."""
     try:
         version(distribution)
     except PackageNotFoundError:

@@ -24,32 +24,11 @@ from epcomm.testing.layer_suite import FP32_TOLERANCE
 from epcomm.testing.oracle import relative_error
 from epcomm.training.checkpoints import gather_state_dict, load_full_state_dict
 from tests.cases.expert_models import NUM_EXPERTS, InOneProcess, OverRanks, expert_weights, tokens
-from tests.cases.expert_training import LOSS_TOLERANCE, Training
 from tests.cases.shared_folder import shared_folder
 from tests.sharding.test_expert_tensor import OPTIMIZERS, backward
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-
-
-@pytest.mark.slow
-@pytest.mark.ranks(8)
-@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=str)
-def test_training_goes_on_with_experts_over_4_then_2_then_8_ranks(options: dict[str, bool]) -> None:
-    uninterrupted = Training(4, **options)
-    expected = [uninterrupted.step(number) for number in range(6)]
-    losses: list[float] = []
-    with shared_folder() as folder:
-        for ep_size in (4, 2, 8):
-            training = Training(ep_size, **options)
-            if losses:
-                training.load(folder / str(len(losses)))
-            for _ in range(2):
-                losses.append(training.step(len(losses)))
-            training.save(folder / str(len(losses)))
-            training.close()
-    uninterrupted.close()
-    assert losses == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
 @pytest.mark.ranks(2)

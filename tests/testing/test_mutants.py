@@ -6,6 +6,7 @@ internals of the buffer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from typing import Any
@@ -32,71 +33,61 @@ PATIENCE_S = 4.0
 Sums = tuple[Tensor, Tensor | None]
 
 
-class WrongExpert(CollectiveBuffer):
-    """Swap each even expert with the next one."""
+def mutant(
+    call: Callable[[DispatchCall], DispatchCall] = lambda call: call,
+    out: Callable[[Dispatched], Dispatched] = lambda out: out,
+    rows: Callable[[Tensor], Tensor] = lambda rows: rows,
+    sums: Callable[[Tensor, Tensor | None], Sums] = lambda y, scalars: (y, scalars),
+) -> type[CollectiveBuffer]:
+    """Return a buffer that changes the call and result of dispatch, or those of combine."""
 
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        ids = call.topk_ids
-        return super().dispatch(replace(call, topk_ids=torch.where(ids < 0, ids, ids ^ 1)))
+    class Mutant(CollectiveBuffer):
+        def dispatch(self, call_: DispatchCall) -> Dispatched:
+            return out(super().dispatch(call(call_)))
 
+        def combine(
+            self, rows_: Tensor, exchange_plan: ExchangePlan | None, **options: Any
+        ) -> Sums:
+            return sums(*super().combine(rows(rows_), exchange_plan, **options))
 
-class LosesTheLastRow(CollectiveBuffer):
-    """Receive zeros in place of the last row."""
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        out = super().dispatch(call)
-        data = out.rows.data.clone()
-        data[-1:] = 0
-        return replace(out, rows=replace(out.rows, data=data))
-
-
-class CopiesFourElements(CollectiveBuffer):
-    """Copy rows four elements at a time, and leave out the rest."""
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        out = super().dispatch(call)
-        data = out.rows.data.clone()
-        data[:, data.shape[1] // 4 * 4 :] = 0
-        return replace(out, rows=replace(out.rows, data=data))
+    return Mutant
 
 
-class CountsFourExperts(CollectiveBuffer):
-    """Send the counts of four experts of a rank at most."""
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        out = super().dispatch(call)
-        counts = out.index.num_tokens_per_expert.clone()
-        counts[4:] = 0
-        return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
+def zeroed(tensor: Tensor, *where: slice) -> Tensor:
+    tensor = tensor.clone()
+    tensor[where] = 0
+    return tensor
 
 
-class CountsOneBlock(CollectiveBuffer):
-    """Count one block of aligned slots for each expert."""
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        out = super().dispatch(call)
-        size, counts = out.index.expert_alignment, out.index.num_tokens_per_expert
-        counts = counts if size == 1 else counts.clamp(max=size)
-        return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
+def with_data(out: Dispatched, data: Tensor) -> Dispatched:
+    return replace(out, rows=replace(out.rows, data=data))
 
 
-class WeightsOfOtherSlots(CollectiveBuffer):
-    """Leave the weights in the order of rows instead of slots."""
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        out = super().dispatch(call)
-        return replace(out, slot_weights=out.slot_weights.flip(0))
+def with_counts(out: Dispatched, counts: Tensor) -> Dispatched:
+    return replace(out, index=replace(out.index, num_tokens_per_expert=counts))
 
 
-class RepeatsHaveTheFirstWeight(CollectiveBuffer):
-    """Take the first weight where two entries of a token name one expert."""
+def swap_even_experts(call: DispatchCall) -> DispatchCall:
+    ids = call.topk_ids
+    return replace(call, topk_ids=torch.where(ids < 0, ids, ids ^ 1))
 
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        weights, ids = call.topk_weights.clone(), call.topk_ids
-        for k in range(1, ids.shape[1]):
-            is_repeat = (ids[:, k] == ids[:, k - 1]) & (ids[:, k] >= 0)
-            weights[:, k] = torch.where(is_repeat, weights[:, k - 1], weights[:, k])
-        return super().dispatch(replace(call, topk_weights=weights))
+
+def copy_whole_fours(out: Dispatched) -> Dispatched:
+    data = out.rows.data
+    return with_data(out, zeroed(data, slice(None), slice(data.shape[1] // 4 * 4, None)))
+
+
+def count_one_block(out: Dispatched) -> Dispatched:
+    size, counts = out.index.expert_alignment, out.index.num_tokens_per_expert
+    return with_counts(out, counts if size == 1 else counts.clamp(max=size))
+
+
+def give_repeats_the_first_weight(call: DispatchCall) -> DispatchCall:
+    weights, ids = call.topk_weights.clone(), call.topk_ids
+    for k in range(1, ids.shape[1]):
+        is_repeat = (ids[:, k] == ids[:, k - 1]) & (ids[:, k] >= 0)
+        weights[:, k] = torch.where(is_repeat, weights[:, k - 1], weights[:, k])
+    return replace(call, topk_weights=weights)
 
 
 class IgnoresWeights(CollectiveBuffer):
@@ -141,28 +132,6 @@ class TokensBackwards(CollectiveBuffer):
 
     def _in_order(self, rows: Tensor, exchange_plan: ExchangePlan | None) -> Tensor:
         return rows.flip(0) if any(exchange_plan is each for each in self._turned) else rows
-
-
-class ReadsPadding(CollectiveBuffer):
-    """Read every row in combine, and multiply most by zero."""
-
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
-        return super().combine(rows + 0 * rows.sum(0), exchange_plan, **options)
-
-
-class AddsARowTwice(CollectiveBuffer):
-    """Add the rows of the first token twice."""
-
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
-        y, scalars = super().combine(rows, exchange_plan, **options)
-        return torch.cat([2 * y[:1], y[1:]]), scalars
-
-
-class LosesPrecision(CollectiveBuffer):
-    """Return rows to their source in bfloat16."""
-
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
-        return super().combine(rows.bfloat16().to(rows.dtype), exchange_plan, **options)
 
 
 class SumsDiffer(CollectiveBuffer):
@@ -220,14 +189,6 @@ class CachedRowsAreStale(CollectiveBuffer):
         return self._rows
 
 
-class ScalarsToOtherK(CollectiveBuffer):
-    """Return the gradient of weight k as that of another k."""
-
-    def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
-        y, scalars = super().combine(rows, exchange_plan, **options)
-        return y, None if scalars is None else scalars.flip(1)
-
-
 class CountsNoBytes(CollectiveBuffer):
     """Omit the bytes of dispatch in traffic()."""
 
@@ -243,13 +204,6 @@ class KeepsFaultsQuiet(CollectiveBuffer):
         if call.error is not None:
             raise call.error
         return out
-
-
-class NegativeIdsAreHoles(CollectiveBuffer):
-    """Treat every negative id as -1."""
-
-    def dispatch(self, call: DispatchCall) -> Dispatched:
-        return super().dispatch(replace(call, topk_ids=call.topk_ids.clamp(min=-1)))
 
 
 class BudgetOfOneMore(StaticCollectiveBuffer):
@@ -331,40 +285,63 @@ class FrozenExpertsStopGradients(ExpertParallelExperts):
         return _without_gradient(y) if is_frozen and y.requires_grad else y
 
 
-# The scenario of the buffer suite for each mutant.
-BUFFERS: dict[type[CollectiveBuffer | StaticCollectiveBuffer], str] = {
-    WrongExpert: "uneven",
-    LosesTheLastRow: "uneven",
-    CopiesFourElements: "odd_hidden",
-    CountsFourExperts: "many_experts",
-    CountsOneBlock: "aligned",
-    WeightsOfOtherSlots: "uneven",
-    RepeatsHaveTheFirstWeight: "repeated_ids",
-    IgnoresWeights: "uneven",
-    TokensBackwards: "uneven",
-    ReadsPadding: "aligned",
-    AddsARowTwice: "uneven",
-    LosesPrecision: "uneven",
-    SumsDiffer: "stand_alone",
-    LeavesYUnwritten: "nowhere",
-    CombinesTheLastBatch: "stand_alone",
-    CachedRowsAreStale: "uneven",
-    ScalarsToOtherK: "uneven",
-    CountsNoBytes: "traffic",
-    KeepsFaultsQuiet: "faults",
-    NegativeIdsAreHoles: "ids_out_of_range",
-    BudgetOfOneMore: "budget",
-    RaisesFaultsTwice: "faults",
-    RefusedCombineIsZero: "combine_faults",
+# A scenario of the buffer suite, and the buffers that it finds.
+BUFFERS: dict[str, dict[str, type[CollectiveBuffer | StaticCollectiveBuffer]]] = {
+    "uneven": {
+        "WrongExpert": mutant(swap_even_experts),
+        "LosesTheLastRow": mutant(
+            out=lambda out: with_data(out, zeroed(out.rows.data, slice(-1, None)))
+        ),
+        "WeightsOfOtherSlots": mutant(
+            out=lambda out: replace(out, slot_weights=out.slot_weights.flip(0))
+        ),
+        "IgnoresWeights": IgnoresWeights,
+        "TokensBackwards": TokensBackwards,
+        "AddsARowTwice": mutant(sums=lambda y, scalars: (torch.cat([2 * y[:1], y[1:]]), scalars)),
+        "ReturnsRowsInBfloat16": mutant(rows=lambda rows: rows.bfloat16().to(rows.dtype)),
+        "CachedRowsAreStale": CachedRowsAreStale,
+        "ScalarsToOtherK": mutant(
+            sums=lambda y, scalars: (y, None if scalars is None else scalars.flip(1))
+        ),
+    },
+    "odd_hidden": {"CopiesFourElements": mutant(out=copy_whole_fours)},
+    "many_experts": {
+        "CountsFourExperts": mutant(
+            out=lambda out: with_counts(
+                out, zeroed(out.index.num_tokens_per_expert, slice(4, None))
+            )
+        )
+    },
+    "aligned": {
+        "CountsOneBlock": mutant(out=count_one_block),
+        "ReadsPadding": mutant(rows=lambda rows: rows + 0 * rows.sum(0)),
+    },
+    "repeated_ids": {"RepeatsHaveTheFirstWeight": mutant(give_repeats_the_first_weight)},
+    "stand_alone": {"SumsDiffer": SumsDiffer, "CombinesTheLastBatch": CombinesTheLastBatch},
+    "nowhere": {"LeavesYUnwritten": LeavesYUnwritten},
+    "traffic": {"CountsNoBytes": CountsNoBytes},
+    "faults": {"KeepsFaultsQuiet": KeepsFaultsQuiet, "RaisesFaultsTwice": RaisesFaultsTwice},
+    "ids_out_of_range": {
+        "NegativeIdsAreHoles": mutant(
+            lambda call: replace(call, topk_ids=call.topk_ids.clamp(min=-1))
+        )
+    },
+    "budget": {"BudgetOfOneMore": BudgetOfOneMore},
+    "combine_faults": {"RefusedCombineIsZero": RefusedCombineIsZero},
 }
-# Mutants for the layer suite: layers, and buffers of a layer.
-LAYERS: dict[type[CollectiveBuffer | ExpertParallelExperts], str] = {
-    OrderInTurns: "checkpointing",
-    OwnFlagsAlone: "rank_without_gradients",
-    RemembersOneBatch: "two_batches",
-    FrozenExpertsStopGradients: "frozen_experts",
+# The same of the layer suite: layers, and buffers of a layer.
+LAYERS: dict[str, dict[str, type[CollectiveBuffer | ExpertParallelExperts]]] = {
+    "checkpointing": {"OrderInTurns": OrderInTurns},
+    "rank_without_gradients": {"OwnFlagsAlone": OwnFlagsAlone},
+    "two_batches": {"RemembersOneBatch": RemembersOneBatch},
+    "frozen_experts": {"FrozenExpertsStopGradients": FrozenExpertsStopGradients},
 }
-MUTANTS = {**BUFFERS, **LAYERS}
+CASES = [
+    pytest.param(scenario, kind, id=name)
+    for suite in (BUFFERS, LAYERS)
+    for scenario, kinds in suite.items()
+    for name, kind in kinds.items()
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -375,16 +352,16 @@ def whole_layer() -> None:
         layer_suite.run_scenario("uneven", layer_suite.pipeline_env(group, config))
 
 
-def run(mutant: type[Any], group: EPGroup) -> None:
+def run(scenario: str, mutant: type[Any], group: EPGroup) -> None:
     whole = next(base for base in mutant.__mro__ if base.__module__.startswith("epcomm."))
     is_layer = whole is ExpertParallelExperts
     with pytest.MonkeyPatch.context() as patch:
         if not is_layer:
             # The registry finds the mutant under the name of the buffer.
             patch.setattr(import_module(whole.__module__), whole.__name__, mutant)
-        if mutant in BUFFERS:
+        if scenario in BUFFERS:
             env = buffer_suite.BufferEnv(group=group, backend=whole.__name__, mode=Mode.NORMAL)
-            buffer_suite.run_scenario(MUTANTS[mutant], env)
+            buffer_suite.run_scenario(scenario, env)
             return
         config = EPConfig(mode="normal", backend="collective", timeout_s=PATIENCE_S)
         kind = mutant if is_layer else ExpertParallelExperts
@@ -392,14 +369,14 @@ def run(mutant: type[Any], group: EPGroup) -> None:
             layer_suite.pipeline_env(group, config),
             make_layer=lambda weights, top_k: kind(weights, group, config, top_k=top_k),
         )
-        layer_suite.run_scenario(MUTANTS[mutant], layer_env)
+        layer_suite.run_scenario(scenario, layer_env)
 
 
-def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
+def is_noticed_within(patience_s: float, scenario: str, mutant: type[Any]) -> bool:
     try:
         with EPGroup(dist.new_group()) as group:
             group.limit_waits(patience_s)
-            run(mutant, group)
+            run(scenario, mutant, group)
     except EPTimeout:
         # The rank waited for one that has failed; only for this mutant nothing else is detected.
         return mutant is OwnFlagsAlone
@@ -411,11 +388,11 @@ def is_noticed_within(patience_s: float, mutant: type[Any]) -> bool:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
-def test_the_suite_fails_on_this_mutant(mutant: type[Any]) -> None:
+@pytest.mark.parametrize(("scenario", "mutant"), CASES)
+def test_the_suite_fails_on_this_mutant(scenario: str, mutant: type[Any]) -> None:
     of_ranks: list[bool] = [False, False]
     # On a busy machine both ranks may have timed out.
     for patience_s in (PATIENCE_S, 5 * PATIENCE_S):
         if not any(of_ranks):
-            dist.all_gather_object(of_ranks, is_noticed_within(patience_s, mutant))
+            dist.all_gather_object(of_ranks, is_noticed_within(patience_s, scenario, mutant))
     assert any(of_ranks)

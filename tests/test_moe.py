@@ -147,7 +147,7 @@ def test_slots_of_padding_are_not_counted_as_work(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("mode", ["normal", "standard"])
 def test_traffic_stays_below_what_the_plan_promises(mode: str) -> None:
     with EPGroup() as group:
-        config = EPConfig(mode=mode)  # type: ignore[arg-type]
+        config = EPConfig(mode=mode)
         block = qwen3_moe(hidden_size=36, num_experts_per_tok=3).to(group.device)
         moe = ExpertParallelMoE.from_transformers(block, group, config)
         num_tokens = 5
@@ -182,7 +182,7 @@ UNGATED = partial(BLOCKS["deepseek_v3"], norm_topk_prob=False, n_group=1, topk_g
 def block_with_router(
     router: str, make: Callable[[], nn.Module], group: EPGroup
 ) -> ExpertParallelMoE:
-    config = EPConfig(router=router)  # type: ignore[arg-type]
+    config = EPConfig(router=router)
     return ExpertParallelMoE.from_transformers(make().to(group.device), group, config)
 
 
@@ -219,7 +219,7 @@ def test_block_that_the_gating_operator_routes_equals_the_reference(name: str) -
         assert any(key.endswith(("gate.weight", "router.gate.weight")) for key in trained)
         for key, (actual, expected) in pairs.items():
             assert (actual is None) == (expected is None), key
-            assert actual is None or torch.equal(actual, expected), key  # type: ignore[arg-type]
+            assert actual is None or torch.equal(actual, expected), key
 
 
 @pytest.mark.ranks(NUM_RANKS)

@@ -159,7 +159,7 @@ def test_layer_rounds_as_the_experts_or_the_configuration_say(config: str, case:
         layer = ExpertParallelExperts(
             weights,
             group,
-            replace(CONFIGS[config], **case.settings),  # type: ignore[arg-type]
+            replace(CONFIGS[config], **case.settings),
             top_k=spec.num_topk(group.world_size),
         )
         assert f"wire: dispatch {case.wire}, combine fp32" in layer.explain()

@@ -73,7 +73,6 @@ def test_every_backend_that_serves_is_timed_beside_torch(tmp_path: Path) -> None
     with EPGroup() as group:
         config = EPConfig(max_tokens_per_rank=3, measurements=path)
         chosen = plan(config, OPTIONS.moe_spec(), group)
-    assert chosen.decode is not None
     # On a CPU, collective serves decode of mode auto with exact sizes, like mode normal.
     decode = {"collective": "normal", "shared_memory": "low_latency"}
     for phase, tokens, modes in ((chosen.prefill, 8, {}), (chosen.decode, 3, decode)):

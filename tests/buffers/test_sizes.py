@@ -164,7 +164,7 @@ def phase_of(case: Case, **changes: int) -> PhasePlan:
     config = {"max_tokens_per_rank": 16, **changes}
     mode = case.dispatcher.mode
     return plan(
-        EPConfig(mode=mode, backend="collective", replicated=case.is_replicated, **config),  # type: ignore[arg-type]
+        EPConfig(mode=mode, backend="collective", replicated=case.is_replicated, **config),
         spec,
         world_size=4,
     ).prefill

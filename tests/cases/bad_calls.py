@@ -87,13 +87,13 @@ def combined(make: Callable[[Play], object]) -> Callable[[Play], object]:
 
     def call(play: Play) -> object:
         play.begin()
-        return play.dispatcher.combine(make(play))  # type: ignore[arg-type]
+        return play.dispatcher.combine(make(play))
 
     return call
 
 
 def rows_input(play: Play, rows: object, rows_per: object = RowsPer.SLOT) -> RowsCombineInput:
-    return replace(play.results, hidden_states=rows, rows_per=rows_per)  # type: ignore[arg-type]
+    return replace(play.results, hidden_states=rows, rows_per=rows_per)
 
 
 class DTensor(Tensor):
@@ -259,7 +259,7 @@ def combine_faults() -> list[Bad]:
         ),
         (
             "rows None",
-            lambda play: play.out.combine_input(None),  # type: ignore[arg-type]
+            lambda play: play.out.combine_input(None),
             "hidden_states is NoneType, expected a tensor",
         ),
         (
@@ -305,7 +305,7 @@ def opening(**changes: object) -> Callable[[Play], object]:
 
     def call(play: Play) -> object:
         spec = replace(SPEC, **of_spec)
-        config = replace(play.kind.config, **of_config)  # type: ignore[arg-type]
+        config = replace(play.kind.config, **of_config)
         return type(play.dispatcher)(play.group, spec, config)
 
     return call
@@ -339,7 +339,7 @@ def skip_combine(play: Play) -> object:
 def two_dispatchers(play: Play, other: object) -> object:
     order = [play.dispatcher, other]
     for dispatcher in order[::-1] if play.is_faulty else order:
-        play.call_of(dispatcher)  # type: ignore[arg-type]
+        play.call_of(dispatcher)
     return None
 
 
@@ -485,7 +485,7 @@ OWN_ERRORS = [
 LAYER_FAULTS = [
     Bad(
         id="experts called with None",
-        call=lambda play: play.block.experts(None, play.topk),  # type: ignore[arg-type]
+        call=lambda play: play.block.experts(None, play.topk),
         others=lambda play: play.block.experts(play.x.detach(), play.topk),
         own="dispatch: hidden_states is NoneType, expected a tensor [T, 16] (rank 1 of 2)",
     ),

@@ -93,8 +93,8 @@ class Training:
         set_state_dict(
             self.model,
             self.optimizer,
-            model_state_dict=state["model"],  # type: ignore[arg-type]
-            optim_state_dict=state["optimizer"],  # type: ignore[arg-type]
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
         )
 
     def _state(self) -> dict[str, object]:

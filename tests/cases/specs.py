@@ -27,4 +27,4 @@ def buffer_spec(
         hidden_format=rows,
         max_tokens_per_rank=max_tokens_per_rank,
     )
-    return replace(spec, **changes)  # type: ignore[arg-type]
+    return replace(spec, **changes)

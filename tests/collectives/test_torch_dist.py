@@ -40,7 +40,6 @@ SPLITS = {
 
 
 def world() -> TorchDistCollectives:
-    assert dist.group.WORLD is not None
     return TorchDistCollectives(dist.group.WORLD)
 
 

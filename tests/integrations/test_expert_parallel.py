@@ -205,7 +205,7 @@ def check_training(kind: str, layout: str, mode: str, folder: Path) -> dict[str,
     expected = {
         name: p.grad / len(parts) for name, p in alone.named_parameters() if p.grad is not None
     }
-    with registered(EPConfig(mode=mode)) as registration:  # type: ignore[arg-type]
+    with registered(EPConfig(mode=mode)) as registration:
         model = load(path, layout)
         loss = train(model, parts[part])
         plan = registration.explain()
@@ -231,7 +231,7 @@ def test_compiled_model_trains_like_the_eager_one(
         eager, model = load(path, layout), load(path, layout)
         expected = train(eager, ids)
         torch._dynamo.reset()
-        loss = train(torch.compile(model, backend="eager"), ids)  # type: ignore[arg-type]
+        loss = train(torch.compile(model, backend="eager"), ids)
         assert relative_error(loss, expected) <= FP32_TOLERANCE
         check_gradients(whole_gradients(model), whole_gradients(eager))
 
@@ -331,7 +331,7 @@ def test_tokens_that_chose_an_expert_are_counted(layout: str, mode: str, folder:
     ids = torch.cat(parts)
     logits = alone(input_ids=ids, output_router_logits=True).router_logits
     expected = [each.topk(2).indices.flatten().bincount(minlength=8).tolist() for each in logits]
-    with registered(EPConfig(mode=mode, record_load=True)) as registration:  # type: ignore[arg-type]
+    with registered(EPConfig(mode=mode, record_load=True)) as registration:
         model = load(path, layout)
         recorder = LoadRecorder(registration.load_tables(model))
         train(model, parts[dist.get_rank() * len(parts) // NUM_RANKS])

@@ -64,7 +64,6 @@ def test_values_and_gradients_equal_the_formula(case: str) -> None:
     stored.requires_grad_()
     activated = activate(stored, expert_format)
     activated.sum().backward()
-    assert stored.grad is not None
     assert activated.shape == gate.shape
 
     step = 1e-6

@@ -56,7 +56,6 @@ def placed_layer(group: EPGroup, config: EPConfig, number: int = 0) -> Placed:
 
 def any_placement(layer: ExpertParallelExperts, seed: int) -> ExpertPlacement:
     """Balance random loads, with the ranks and the experts of each in random order."""
-    assert layer.placement is not None
     numbers = random.Random(seed)
     found = balance(
         [numbers.random() ** 4 for _ in range(layer.num_logical_experts)],

@@ -33,7 +33,6 @@ SIZES = [
 
 def main() -> None:
     spec = importlib.util.spec_from_file_location("eplb", sys.argv[1])
-    assert spec is not None
     eplb = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(eplb)
     text = "\n".join(path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md")))

@@ -30,7 +30,7 @@ def test_tokens_choose_among_all_copies_or_the_nearest() -> None:
     assert EXAMPLE.replicas_for(1) == EXAMPLE.replicas
     assert ExpertPlacement.from_json(near.as_json()) == near
     with pytest.raises(ConfigError, match="prefers_near is 1, expected true or false"):
-        replace(EXAMPLE, prefers_near=1)  # type: ignore[arg-type]
+        replace(EXAMPLE, prefers_near=1)
 
 
 def test_own_rank_comes_before_own_host_and_that_before_all() -> None:
@@ -91,7 +91,7 @@ def test_json_gives_the_same_placement() -> None:
 def test_what_is_no_placement_is_refused(change: dict[str, object], message: str) -> None:
     values = {"num_experts": 3, "num_ranks": 2, "physical_to_logical": (0, 1, 2, 0), **change}
     with pytest.raises(ConfigError, match=message):
-        ExpertPlacement(**values)  # type: ignore[arg-type]
+        ExpertPlacement(**values)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ CONFIGS = {
 
 
 def config_of(name: str, num_redundant: int) -> EPConfig:
-    return EPConfig(redundant_experts=num_redundant, **CONFIGS[name])  # type: ignore[arg-type]
+    return EPConfig(redundant_experts=num_redundant, **CONFIGS[name])
 
 
 @pytest.mark.ranks(2, slow=(4, 8))
@@ -81,7 +81,6 @@ def test_gradients_of_copies_add_up_to_those_without(name: str) -> None:
         placed = placed_layer(group, config_of(name, group.world_size))
         layer = placed.layer
         (placed.forward(grad=True) * placed.mine.dy).sum().backward()
-        assert layer.placement is not None
         grads = {n: p.grad for n, p in layer.expert_parameters().items() if p.grad is not None}
         expected = placed.expected().weight_grads
         assert set(grads) == set(expected)
@@ -120,7 +119,6 @@ def test_near_copies_give_the_same_and_fewer_rows_leave() -> None:
         layer, ids = placed.layer, placed.mine.topk_ids
         num_left = []
         for prefers_near in (False, True):
-            assert layer.placement is not None
             layer.rebalance(replace(layer.placement, prefers_near=prefers_near))
             table = layer.replica_table
             physical = table.choose(ids)
@@ -138,7 +136,6 @@ def test_near_copies_give_the_same_and_fewer_rows_leave() -> None:
 def test_ranks_with_the_same_tokens_cannot_prefer_near_copies() -> None:
     with EPGroup() as group:
         layer = placed_layer(group, config_of("replicated", 2)).layer
-        assert layer.placement is not None
         with pytest.raises(ConfigError, match="expected False if all ranks have the same tokens"):
             layer.rebalance(replace(layer.placement, prefers_near=True))
 
@@ -181,7 +178,7 @@ def calls_of_block(group: EPGroup, router: str) -> list[Tensor]:
     """
     block = qwen3_moe()
     x = torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(1))
-    config = EPConfig(redundant_experts=2, router=router, record_load=True)  # type: ignore[arg-type]
+    config = EPConfig(redundant_experts=2, router=router, record_load=True)
     moe = ExpertParallelMoE.from_transformers(block, group, config)
     seen: list[Tensor] = []
     choose = ReplicaTables.choose
@@ -197,7 +194,6 @@ def calls_of_block(group: EPGroup, router: str) -> list[Tensor]:
             y = moe(x)
             assert isinstance(y, Tensor)
             assert relative_error(y, block(x)) <= FP32_TOLERANCE
-            assert moe.experts.placement is not None
             if call == 1:
                 places = moe.experts.placement.physical_to_logical[::-1]
                 moe.experts.rebalance(replace(moe.experts.placement, physical_to_logical=places))

@@ -51,7 +51,7 @@ def addresses(layer: ExpertParallelExperts) -> list[int]:
 
 
 def config_of(num_redundant: int | None, **changes: object) -> EPConfig:
-    return EPConfig(mode="normal", redundant_experts=num_redundant, **changes)  # type: ignore[arg-type]
+    return EPConfig(mode="normal", redundant_experts=num_redundant, **changes)
 
 
 @pytest.mark.ranks(2, slow=(4, 8))
@@ -125,7 +125,6 @@ def test_bad_moves_are_refused_on_all_ranks_and_move_nothing() -> None:
     with EPGroup() as group:
         placed = placed_layer(group, config_of(2))
         layer = placed.layer
-        assert layer.placement is not None
         good, old = any_placement(layer, 0), layer.placement
         other_ranks = ExpertPlacement.spread(num_experts=4, num_ranks=3, num_physical_experts=6)
         other_number = ExpertPlacement.spread(num_experts=4, num_ranks=2, num_physical_experts=8)
@@ -137,7 +136,7 @@ def test_bad_moves_are_refused_on_all_ranks_and_move_nothing() -> None:
             (any_placement(layer, 5), "placement of rank 1 differ"),
         ):
             with pytest.raises(ConfigError, match=message):
-                layer.rebalance(bad if mine else good)  # type: ignore[arg-type]
+                layer.rebalance(bad if mine else good)
         # An invalid placement is refused before any exchange.
         bad_makers: dict[str, Callable[[], ExpertPlacement]] = {
             "no copy of expert 3": lambda: replace(good, physical_to_logical=(0, 1, 2, 0, 1, 2)),
@@ -170,7 +169,7 @@ def test_average_of_a_layer_is_refused_until_it_has_moved_too(averages: str) -> 
     with EPGroup() as group:
         layer = placed_layer(group, config_of(2)).layer
         make = {"multi_avg_fn": get_ema_multi_avg_fn, "avg_fn": get_ema_avg_fn}[averages]
-        average = AveragedModel(layer, **{averages: make(0.5)})  # type: ignore[arg-type]
+        average = AveragedModel(layer, **{averages: make(0.5)})
         average.update_parameters(layer)
         placement = any_placement(layer, 3)
         layer.rebalance(placement)
@@ -194,7 +193,6 @@ def test_failure_on_the_way_leaves_the_old_placement(
     with EPGroup() as group:
         placed = placed_layer(group, config_of(2))
         layer, old, num_calls = placed.layer, placed.layer.placement, 0
-        assert old is not None
         exchanged = replace(old, physical_to_logical=old.physical_to_logical[::-1])
         monkeypatch.setattr(moving, "PIECE_BYTES", 1)
         collectives = group.collectives
@@ -206,13 +204,13 @@ def test_failure_on_the_way_leaves_the_old_placement(
                 num_calls += 1
             if num_calls > after:
                 raise EPTimeout("rebalance: rank 1 did not arrive")
-            return exchange(send, phase=phase, **others)  # type: ignore[arg-type]
+            return exchange(send, phase=phase, **others)
 
         def agree(record: Mapping[str, Scalar], *, what: str, **others: object) -> object:
             if "rows" in what:
                 assert num_calls == 2
                 raise EPTimeout("rebalance: rank 1 did not arrive")
-            return ask(record, what=what, **others)  # type: ignore[arg-type]
+            return ask(record, what=what, **others)
 
         ask = layer.group.calls.agree
         with monkeypatch.context() as patched:
@@ -258,7 +256,6 @@ def test_experts_move_over_mpi_as_ordinary_tensors(ep_ranks: MPI.Comm) -> None:
         layer.rebalance(any_placement(layer, 2), optimizer)
         expect_copies_of(layer, whole)
         moments = {n: optimizer.state[p]["exp_avg"] for n, p in layer.named_parameters()}
-        assert layer.placement is not None
         for held in gather_local(layer, moments).values():
             for copies in layer.placement.replicas:
                 assert all(torch.equal(held[copies[0]], held[copy]) for copy in copies)

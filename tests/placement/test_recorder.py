@@ -28,7 +28,7 @@ def test_windows_of_all_ranks_hold_what_was_routed(router: str) -> None:
     if router == "triton":
         pytest.importorskip("triton")
     with EPGroup() as group:
-        config = EPConfig(mode="normal", router=router, record_load=True)  # type: ignore[arg-type]
+        config = EPConfig(mode="normal", router=router, record_load=True)
         moe = ExpertParallelMoE.from_transformers(qwen3_moe().to(group.device), group, config)
         recorder = LoadRecorder({"block": moe.load_table}, max_windows=2)
         expected = []

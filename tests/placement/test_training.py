@@ -50,7 +50,6 @@ def expected_losses(number: int) -> list[float]:
 
 def expect_equal_copies(model: OverRanks) -> None:
     placement = model.experts.placement
-    assert placement is not None
     for held in gather_local(model.experts, model.experts.expert_parameters()).values():
         for copies in placement.replicas:
             assert all(torch.equal(held[copies[0]], held[copy]) for copy in copies)
@@ -165,7 +164,6 @@ def test_a_saved_part_is_loaded_into_its_placement_alone() -> None:
     for name, tensor in gather_state_dict(model, training.group).items():
         assert torch.equal(tensor, InOneProcess().state_dict()[name])
     held = model.experts.placement
-    assert held is not None
     model.experts.rebalance(replace(held, physical_to_logical=held.physical_to_logical[::-1]))
     with pytest.raises(ShapeError, match="the placement of the layer"):
         model.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
@@ -183,7 +181,7 @@ def test_copies_of_a_layer_and_random_numbers_know_the_placement() -> None:
     expect_equal_copies(other)
     for each in (model, other):
         torch.manual_seed(5)
-        nn.init.normal_(each.experts.gate_up_proj)  # type: ignore[arg-type]
+        nn.init.normal_(each.experts.gate_up_proj)
         expect_equal_copies(each)
     found = gather_state_dict(model, training.group)
     for name, tensor in gather_state_dict(other, training.group).items():

@@ -219,7 +219,7 @@ def test_other_experts_on_one_rank_are_named_on_every_rank() -> None:
         ):
             arguments = on_rank_2 if group.rank == 2 else others
             with pytest.raises(ConfigError, match=f"plan: ranks disagree on {field}: ") as caught:
-                ExpertParallelExperts(group=group, **arguments)  # type: ignore[arg-type]
+                ExpertParallelExperts(group=group, **arguments)
             assert "rank 2" in str(caught.value) or group.rank == 2
         expect_works(group)
 

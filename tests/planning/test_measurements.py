@@ -131,4 +131,4 @@ def test_a_bad_file_on_one_rank_is_told_to_all(tmp_path: Path) -> None:
 
 def test_the_field_is_a_path() -> None:
     with pytest.raises(ConfigError, match="measurements is 3, expected the path of a file, or"):
-        EPConfig(measurements=3)  # type: ignore[arg-type]
+        EPConfig(measurements=3)

@@ -198,7 +198,7 @@ def int8_weights() -> Int8ChannelWeights:
 def test_wire_format_follows_from_the_experts(experts: ExpertTensors, wire: str) -> None:
     text = plan(EPConfig(), SPEC, world_size=4, weights=experts).explain()
     assert f"wire: dispatch {wire}, combine bf16 (backward, too)" in text
-    overridden = EPConfig(dispatch_dtype="bf16")  # type: ignore[arg-type]
+    overridden = EPConfig(dispatch_dtype="bf16")
     text = plan(overridden, SPEC, world_size=4, weights=experts).explain()
     assert "wire: dispatch bf16, combine bf16 (backward, too)" in text
 
@@ -460,7 +460,6 @@ def test_layer_that_cannot_be_is_named(sizes: tuple[int, int, int], message: str
 def test_slot_budget_is_that_of_prefill_alone() -> None:
     config = EPConfig(max_tokens_per_rank=16, max_recv_slots=64)
     chosen = plan(config, SPEC, world_size=4)
-    assert chosen.decode is not None
     budgets = [phase.buffer_spec.max_recv_slots for phase in (chosen.prefill, chosen.decode)]
     assert budgets == [64, None]
 

@@ -99,7 +99,7 @@ PRESETS = {
 
 
 def spec_of(values: dict[str, object]) -> RoutingSpec:
-    return RoutingSpec(**{"top_k": 4, **values})  # type: ignore[arg-type]
+    return RoutingSpec(**{"top_k": 4, **values})
 
 
 def spread_logits(num_tokens: int, num_experts: int) -> Tensor:

@@ -84,7 +84,7 @@ def assert_equals_reference(spec: RoutingSpec, logits: Tensor, bias: Tensor | No
     "case", [case for case in CASES if case.id not in INEXPRESSIBLE], ids=lambda case: case.id
 )
 def test_what_the_operator_says_equals_the_reference(case: Case) -> None:
-    spec = RoutingSpec(top_k=4, **case.values)  # type: ignore[arg-type]
+    spec = RoutingSpec(top_k=4, **case.values)
     assert gating_reasons(spec, NUM_EXPERTS) == ()
     assert_equals_reference(spec, random_logits(), bias_for(spec, NUM_EXPERTS))
 
@@ -93,7 +93,7 @@ def test_what_the_operator_says_equals_the_reference(case: Case) -> None:
     "case", [case for case in CASES if case.id in INEXPRESSIBLE], ids=lambda case: case.id
 )
 def test_what_it_cannot_say_is_refused_with_the_reason(case: Case) -> None:
-    spec = RoutingSpec(top_k=4, **case.values)  # type: ignore[arg-type]
+    spec = RoutingSpec(top_k=4, **case.values)
     wanted = f"npu_moe_gating_top_k {INEXPRESSIBLE[case.id]}"
     assert any(reason.startswith(wanted) for reason in gating_reasons(spec, NUM_EXPERTS))
 
@@ -150,7 +150,7 @@ def test_logits_that_are_no_numbers_give_valid_experts(name: str) -> None:
     [
         (RoutingSpec(top_k=2), 2049, "takes at most 2048 experts"),
         (
-            RoutingSpec(top_k=2, score_function="sigmoid"),  # type: ignore[arg-type]
+            RoutingSpec(top_k=2, score_function="sigmoid"),
             8,
             "always renormalises sigmoid weights",
         ),

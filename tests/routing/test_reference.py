@@ -160,7 +160,7 @@ def test_infinite_logit_takes_all_the_weight() -> None:
 
 def test_sqrt_softplus_is_smooth_where_softplus_underflows() -> None:
     values = [-300.0, -100.0, -20.5, -20.0, -19.5, 0.0, 19.5, 20.0, 20.5, 1e30]
-    spec = RoutingSpec(top_k=1, score_function="sqrt_softplus")  # type: ignore[arg-type]
+    spec = RoutingSpec(top_k=1, score_function="sqrt_softplus")
     logits = torch.tensor(values).unsqueeze(1).requires_grad_()
 
     weights = route(logits, spec).topk_weights

@@ -162,7 +162,7 @@ def _compute(
     """Return results by expert, and gradients of the rows."""
     record = record_of(batch, pool, needs_backward=has_gradients)
     with poisoned_memory(), torch.set_grad_enabled(has_gradients):
-        results = runner.run(record, weights).hidden_states  # type: ignore[arg-type]
+        results = runner.run(record, weights).hidden_states
     found = {"results": results_of_experts(record, results.detach())}
     if has_gradients:
         assert isinstance(record, RowsDispatchOutput)
@@ -173,7 +173,6 @@ def _compute(
         with poisoned_memory():
             results.backward(sent)
         gradient = record.hidden_states.data.grad
-        assert gradient is not None
         found["gradients"] = results_of_experts(record, gradient)
     return found
 

@@ -39,7 +39,6 @@ def rows_record(
 def as_masked(record: RowsDispatchOutput, capacity: int | None = None) -> MaskedDispatchOutput:
     """Lay the slots of each expert side by side; None: two rows more than the largest count."""
     index, rows, weights = record.index, record.hidden_states, record.slot_weights
-    assert index.row_of_slot is not None
     counts = index.num_tokens_per_expert.tolist()
     width = max(counts) + 2 if capacity is None else capacity
 

@@ -89,7 +89,6 @@ def make_runner(name: str) -> AscendRunner:
 def batch_index(tail: int = 0) -> SlotIndex:
     """Make the index of a batch; tail: slots after those of the last expert."""
     index = index_of(make_batch(SPEC, 0, 1).topk_ids.tolist(), NUM_EXPERTS)
-    assert index.row_of_slot is not None
     unused = index.row_of_slot.new_full((tail,), -1)
     return replace(index, row_of_slot=torch.cat([index.row_of_slot, unused]), is_dense=not tail)
 
@@ -118,7 +117,6 @@ def experts_of_slots(index: SlotIndex) -> list[int]:
 def test_w8a8_experts_equal_a_float64_model(name: str, is_quantized: bool) -> None:
     """Check results against a float64 model, within its rounding uncertainty in bfloat16."""
     index, weights = batch_index(tail=4), int8_weights()
-    assert index.row_of_slot is not None
     x = make_batch(SPEC, 0, 1).x
     wire = quantize(x, INT8_PER_TOKEN, profile=PROFILES[name])
     with poisoned_memory():
@@ -404,7 +402,7 @@ def test_a_package_that_makes_int8_rows_in_its_own_way_is_no_help(
 ) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", "2000")
     config = EPConfig(
-        mode=mode,  # type: ignore[arg-type]
+        mode=mode,
         max_tokens_per_rank=None if mode == "normal" else 16,
         backend="ascend",
         runner="ascend_swiglu_quant",

@@ -153,7 +153,7 @@ T = TypeVar("T")
 def moved(record: T, device: torch.device) -> T:
     """Return a record of tensors on a device, with the strides of its scales."""
     changes: dict[str, object] = {}
-    for field in fields(record):  # type: ignore[arg-type]
+    for field in fields(record):
         value = getattr(record, field.name)
         if isinstance(value, Tensor):
             # torch keeps the strides of dense tensors; columns of scales are aligned.
@@ -167,10 +167,10 @@ def run_both(
     record: Record, weights: Fp8BlockWeights, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return the results of the plain runner and of the runner, on the CPU."""
-    expected = QuantizedReferenceRunner().run(record, weights).hidden_states  # type: ignore[arg-type]
+    expected = QuantizedReferenceRunner().run(record, weights).hidden_states
     theirs = moved(weights, device)
     ours = with_columns(moved(record, device), theirs)
-    actual = DeepGemmRunner().run(ours, theirs).hidden_states.cpu()  # type: ignore[arg-type]
+    actual = DeepGemmRunner().run(ours, theirs).hidden_states.cpu()
     assert (actual.shape, actual.dtype) == (expected.shape, torch.bfloat16)
     return expected, actual
 
@@ -254,9 +254,9 @@ def test_kernel_between_the_products_equals_plain_torch(
         None if is_masked else first_slot,
         (slot_weights if is_masked else slot_weights.flatten()) if is_weighted else None,
     ]
-    expected = deep_gemm._between(*arguments)  # type: ignore[arg-type]
+    expected = deep_gemm._between(*arguments)
     on_device = [each.to(device) if isinstance(each, Tensor) else each for each in arguments]
-    actual = moved(deep_gemm._between_on_gpu(*on_device), torch.device("cpu"))  # type: ignore[arg-type]
+    actual = moved(deep_gemm._between_on_gpu(*on_device), torch.device("cpu"))
     assert actual.scales.stride() == expected.scales.stride()
     for expert, count in enumerate(counts.tolist()):
         rows = (expert, slice(count)) if is_masked else slice(expert * 40, expert * 40 + count)
@@ -295,7 +295,7 @@ def test_the_mean_of_rows_chooses_tiles(
     weights, case = make_weights(), replace(PLAIN, layout=Layout.MASKED)
     record = as_masked(record_of(case, make_index()), 256)
     record = with_columns(replace(record, mean_tokens_per_expert=mean), weights)
-    DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
+    DeepGemmRunner().run(record, weights)
     assert [call[4] for call in calls] == [expected, expected]
 
 
@@ -312,7 +312,7 @@ def test_ends_of_experts_are_passed_where_the_package_takes_them(
         module = fake_deep_gemm.install(monkeypatch, takes_ends=takes_ends)
         calls = spy(monkeypatch, module, "m_grouped_fp8_gemm_nt_contiguous")
         record = with_columns(record_of(PLAIN, make_index(index_alignment)), weights)
-        results.append(DeepGemmRunner().run(record, weights).hidden_states)  # type: ignore[arg-type]
+        results.append(DeepGemmRunner().run(record, weights).hidden_states)
         layouts.append({call[3].shape[0] for call in calls})
     num_rows = -(-NUM_SLOTS // 128) * 128
     assert layouts == [{NUM_EXPERTS if index_alignment == 128 else num_rows}, {num_rows}]
@@ -359,7 +359,7 @@ def test_index_that_says_slot_s_is_row_s(monkeypatch: pytest.MonkeyPatch) -> Non
         index=replace(index, row_of_slot=None, slots_of_row=None),
     )
     through_index, without = (
-        DeepGemmRunner().run(with_columns(each, weights), weights).hidden_states  # type: ignore[arg-type]
+        DeepGemmRunner().run(with_columns(each, weights), weights).hidden_states
         for each in (record, direct)
     )
     assert largest_error(record, through_index, without) == 0
@@ -380,7 +380,7 @@ def test_slots_that_are_not_aligned_are_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         ConfigError, match="multiples of 128, expected multiples of 256; dispatch with a plan"
     ):
-        DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
+        DeepGemmRunner().run(record, weights)
 
 
 def test_package_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,7 +389,7 @@ def test_package_without_the_functions_is_refused(monkeypatch: pytest.MonkeyPatc
     weights = make_weights()
     record = with_columns(record_of(PLAIN, make_index()), weights)
     with pytest.raises(BackendUnavailable, match="fp8_m_grouped_gemm_nt_masked; install version"):
-        DeepGemmRunner().run(record, weights)  # type: ignore[arg-type]
+        DeepGemmRunner().run(record, weights)
 
 
 def test_experts_that_it_does_not_compute_are_refused_with_reasons(

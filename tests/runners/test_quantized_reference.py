@@ -152,7 +152,6 @@ def holed_topk() -> list[list[int]]:
 
 
 def in_columns(rows: WireTensor) -> WireTensor:
-    assert rows.scales is not None
     return replace(rows, scales=arrange_scales(rows.scales, ScaleLayout(column_major=True)))
 
 
@@ -189,7 +188,7 @@ def test_rows_that_would_be_misread_are_refused_with_both_sides(
             handle=handle(),
         )
     with pytest.raises(ShapeError) as caught:
-        runner().run(record, kind_weights("fp8"))  # type: ignore[arg-type]
+        runner().run(record, kind_weights("fp8"))
     came, _, expected = str(caught.value).partition("expected")
     assert came.startswith(f"{runner.name}: ")
     assert what_came in came
@@ -270,7 +269,7 @@ def test_records_that_do_not_fit_the_experts_are_refused(
 ) -> None:
     record = misfit_record(case, layout)
     with pytest.raises(ShapeError) as caught:
-        runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
+        runner().run(record, kind_weights(kind))
     for part in f"{runner.name}: |{case.message}".replace("{}", "|").split("|"):
         assert part in str(caught.value)
 
@@ -281,7 +280,7 @@ def test_gradients_are_refused(layout: Layout, runner: type[ExpertRunner], kind:
     record = misfit_record(Misfit(id="fits", message=""), layout)
     record.hidden_states.data.requires_grad_()
     with pytest.raises(ConfigError, match=f"{runner.name}: rows need gradients"):
-        runner().run(record, kind_weights(kind))  # type: ignore[arg-type]
+        runner().run(record, kind_weights(kind))
 
 
 def test_rows_are_checked_once_for_each_record_of_experts(
@@ -307,7 +306,7 @@ def test_rows_are_checked_once_for_each_record_of_experts(
         (records[0], kind_weights("fp8")),
     ):
         runner.run(record, experts)
-    assert [batches.index(each) for each in checked] == [0, 1, 0]  # type: ignore[arg-type]
+    assert [batches.index(each) for each in checked] == [0, 1, 0]
     # Sizes are checked in every call, for an index is of one batch.
     short = replace(index, num_tokens_per_expert=index.num_tokens_per_expert[:-1])
     with pytest.raises(ShapeError, match="num_tokens_per_expert"):
@@ -320,7 +319,7 @@ def test_unquantised_experts_need_router_weights_too(runner: type[ExpertRunner])
     case = Misfit(id="none", has_slot_weights=False, message="")
     for layout in sorted(runner.layouts):
         with pytest.raises(ShapeError, match=f"{runner.name}: slot_weights is None, expected "):
-            runner().run(misfit_record(case, layout), plain)  # type: ignore[arg-type]
+            runner().run(misfit_record(case, layout), plain)
 
 
 def test_kernels_that_scale_by_float32_refuse_powers_of_two() -> None:

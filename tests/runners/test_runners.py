@@ -90,7 +90,6 @@ def padded_index(topk_ids: Tensor, padding: str) -> SlotIndex:
     index = index_of(topk_ids.tolist(), NUM_EXPERTS, 1 if padding == "dense" else 8)
     if padding != "tail":
         return index
-    assert index.row_of_slot is not None
     unused = index.row_of_slot.new_full((5,), -1)
     return replace(index, row_of_slot=torch.cat([index.row_of_slot, unused]), is_dense=False)
 
@@ -124,7 +123,7 @@ def test_runner_equals_the_oracle(case: Case) -> None:
         record: Record = record_of(x, index, slot_weights, case.who)
         if case.layout is Layout.MASKED:
             record = as_masked(record)
-        results = runner.run(record, weights)  # type: ignore[arg-type]
+        results = runner.run(record, weights)
         slots = torch.cat(results_of_experts(record, results.hidden_states))
         by_combine = results.slot_weights
         assert (by_combine is not None) == (case.who is WeightsAppliedBy.COMBINE)

@@ -34,21 +34,19 @@ Sums = tuple[Tensor, Tensor | None]
 
 
 def mutant(
-    call: Callable[[DispatchCall], DispatchCall] = lambda call: call,
+    spoil_call: Callable[[DispatchCall], DispatchCall] = lambda call: call,
     out: Callable[[Dispatched], Dispatched] = lambda out: out,
-    rows: Callable[[Tensor], Tensor] = lambda rows: rows,
+    spoil_rows: Callable[[Tensor], Tensor] = lambda rows: rows,
     sums: Callable[[Tensor, Tensor | None], Sums] = lambda y, scalars: (y, scalars),
 ) -> type[CollectiveBuffer]:
     """Return a buffer that changes the call and result of dispatch, or those of combine."""
 
     class Mutant(CollectiveBuffer):
-        def dispatch(self, call_: DispatchCall) -> Dispatched:
-            return out(super().dispatch(call(call_)))
+        def dispatch(self, call: DispatchCall) -> Dispatched:
+            return out(super().dispatch(spoil_call(call)))
 
-        def combine(
-            self, rows_: Tensor, exchange_plan: ExchangePlan | None, **options: Any
-        ) -> Sums:
-            return sums(*super().combine(rows(rows_), exchange_plan, **options))
+        def combine(self, rows: Tensor, exchange_plan: ExchangePlan | None, **options: Any) -> Sums:
+            return sums(*super().combine(spoil_rows(rows), exchange_plan, **options))
 
     return Mutant
 
@@ -298,7 +296,7 @@ BUFFERS: dict[str, dict[str, type[CollectiveBuffer | StaticCollectiveBuffer]]] =
         "IgnoresWeights": IgnoresWeights,
         "TokensBackwards": TokensBackwards,
         "AddsARowTwice": mutant(sums=lambda y, scalars: (torch.cat([2 * y[:1], y[1:]]), scalars)),
-        "ReturnsRowsInBfloat16": mutant(rows=lambda rows: rows.bfloat16().to(rows.dtype)),
+        "ReturnsRowsInBfloat16": mutant(spoil_rows=lambda rows: rows.bfloat16().to(rows.dtype)),
         "CachedRowsAreStale": CachedRowsAreStale,
         "ScalarsToOtherK": mutant(
             sums=lambda y, scalars: (y, None if scalars is None else scalars.flip(1))
@@ -314,7 +312,7 @@ BUFFERS: dict[str, dict[str, type[CollectiveBuffer | StaticCollectiveBuffer]]] =
     },
     "aligned": {
         "CountsOneBlock": mutant(out=count_one_block),
-        "ReadsPadding": mutant(rows=lambda rows: rows + 0 * rows.sum(0)),
+        "ReadsPadding": mutant(spoil_rows=lambda rows: rows + 0 * rows.sum(0)),
     },
     "repeated_ids": {"RepeatsHaveTheFirstWeight": mutant(give_repeats_the_first_weight)},
     "stand_alone": {"SumsDiffer": SumsDiffer, "CombinesTheLastBatch": CombinesTheLastBatch},

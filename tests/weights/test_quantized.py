@@ -249,7 +249,7 @@ def test_scales_have_names() -> None:
     assert named.gate_up_scale.dtype == torch.float8_e8m0fnu
     assert Int8ChannelWeights.from_unquantized(plain(), scales="float32").num_experts == 3
     with pytest.raises(ConfigError, match=r"scales is 'ue8m0', expected one of \['float32', 'pow"):
-        Fp8BlockWeights.from_unquantized(plain(), scales="ue8m0")  # type: ignore[arg-type]
+        Fp8BlockWeights.from_unquantized(plain(), scales="ue8m0")
 
 
 @pytest.mark.parametrize("scales", [ScaleDtype.FLOAT32, ScaleDtype.POWER_OF_TWO])

@@ -70,7 +70,7 @@ MISFITS: list[tuple[str, Tensor, str]] = [
 def test_misfit_is_named(name: str, tensor: Tensor, message: str) -> None:
     tensors = {"gate_up_proj": torch.ones(E, 2 * I, H), "down_proj": torch.ones(E, H, I)}
     with pytest.raises(ShapeError, match=f"ExpertWeights: {name} {message}"):
-        ExpertWeights(**{**tensors, name: tensor})  # type: ignore[arg-type]
+        ExpertWeights(**{**tensors, name: tensor})
 
 
 def test_tensors_stored_the_other_way_are_named() -> None:

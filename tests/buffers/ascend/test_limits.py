@@ -61,7 +61,7 @@ def config_of(backend: str, **changes: object) -> EPConfig:
         if backend == NORMAL
         else EPConfig(mode="low_latency", backend="ascend", max_tokens_per_rank=16)
     )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def test_an_installed_package_needs_torch_npu_and_no_cuda(tmp_path: Path) -> Non
         patch.syspath_prepend(tmp_path)
         with pytest.raises(BackendUnavailable, match="ranks 0, 1: torch_npu is not imported"):
             group.open_buffer(NORMAL, SPECS[NORMAL])
-        patch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))  # type: ignore[arg-type]
+        patch.setitem(sys.modules, "torch_npu", SimpleNamespace(npu=npu))
         buffer = group.open_buffer(NORMAL, SPECS[NORMAL])
         assert isinstance(buffer, AscendBuffer)
         assert buffer._buffer.group is group.collectives.process_group

@@ -187,7 +187,7 @@ def lacks_of(
 
 @pytest.mark.parametrize("lack", LACKS, ids=lambda lack: f"{lack.backends[0]}: {lack.reason}")
 def test_what_a_backend_lacks(lack: Lack) -> None:
-    spec = replace(WHOLE, **lack.changes)  # type: ignore[arg-type]
+    spec = replace(WHOLE, **lack.changes)
     for backend in lack.backends:
         reasons = lacks_of(backend, spec, lack.world_size, lack.queue_depth)
         assert [text for text in reasons if lack.reason in text], (backend, reasons)
@@ -210,7 +210,7 @@ def config_of(backend: str, **changes: object) -> EPConfig:
         max_tokens_per_rank=16,
         max_recv_slots=256 if is_budget else None,
     )
-    return replace(config, **changes)  # type: ignore[arg-type]
+    return replace(config, **changes)
 
 
 LOW_LATENCY = ("DeepEPV1LowLatencyBuffer", "DeepEPV2LowLatencyBuffer")

@@ -79,7 +79,6 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
         for factor in (1, 2):
             y, returned, _ = buffer.combine(rows * factor, handle, topk_weights=weights)
             assert torch.equal(y, (batch.x.float() * factor * num_ranks).bfloat16())
-            assert returned is not None
             assert torch.equal(returned, batch.weights)
             along = buffer.dispatch(batch.x * factor, handle=handle)[0]
             assert isinstance(along, Tensor)
@@ -378,7 +377,6 @@ def check_sums_of_weights(buffer: Buffer) -> None:
         owners = torch.where(batch.ids < 0, -1, batch.ids // 2)
         is_other = is_in_rank.unsqueeze(1) & (owners.unsqueeze(2) != ranks)
         others = (is_other * 2.0**ranks).sum(2)
-        assert sums is not None
         assert torch.equal(sums, others + torch.where(batch.ids < 0, 0, batch.weights))
 
 
@@ -463,7 +461,6 @@ def test_the_tensors_of_a_handle_serve_in_its_place(returns_handle: bool) -> Non
         rows = out[0] if returns_handle else out
         rows.backward(rows.detach())
         expected = batch.x * batch.dispatch(buffer)[3]
-        assert x.grad is not None
         assert torch.equal(x.grad, expected)
         x.grad = None
 
@@ -515,7 +512,7 @@ def test_arguments_of_branches_are_accepted_where_they_are_off() -> None:
     ):
         for name in names:
             with pytest.raises(NotImplementedError, match=f"{name}.* is not available"):
-                method(*first, **{name: given})  # type: ignore[arg-type]
+                method(*first, **{name: given})
 
 
 def test_events_work_where_there_is_no_cuda() -> None:

@@ -150,7 +150,6 @@ def test_biases_and_rows_of_all_ranks_are_rounded_once(num_biases: int) -> None:
         is_sent = (inputs.ids // 2 == rank).any(1, keepdim=True)
         total += torch.where(is_sent, (x.float() * (rank + 1) / 7).bfloat16().float(), 0.0)
     assert torch.equal(combined_x, total.bfloat16())
-    assert weights is not None
     assert torch.equal(weights, inputs.weights.masked_fill(inputs.ids < 0, 0))
 
 
@@ -248,6 +247,5 @@ def test_limits_may_be_switched_off() -> None:
         )
         assert isinstance(rows, Tensor)
         assert ids is None
-        assert handle is not None
         combined_x, _, _ = buffer.combine(rows, handle)
     assert torch.equal(combined_x, x * is_in_rank.sum(1, keepdim=True))

@@ -125,8 +125,6 @@ def test_cached_routes_keep_every_row(
         )
         assert torch.equal(again_x[:count], first_x[:count] * 2)
         if not do_expand:
-            assert first_idx is not None
-            assert again_idx is not None
             assert torch.equal(first_idx, again_idx)
             assert (first_idx[count:] == -1).all()
 
@@ -161,12 +159,10 @@ def test_weights_travel_along_an_expanded_handle_and_back(
     )
     assert ids is None
     assert again is handle
-    assert weights is not None
     assert weights.shape == first_weights.shape == (handle.num_expanded_tokens,)
     # Combine before the metadata is read, and after.
     for _ in range(2):
         y, back, _ = buffer.combine(rows, handle, topk_weights=weights)
-        assert back is not None
         assert torch.equal(back, torch.where(topk_idx >= 0, new, 0.0))
         experts = (topk_idx >= 0).sum(1, keepdim=True)
         assert torch.equal(y, x * 2 * experts)
@@ -289,7 +285,6 @@ def test_weights_and_biases_of_combine(make_buffer: BufferMaker) -> None:
     combined, back, _ = buffer.combine(recv_x, handle, topk_weights=own, bias=(bias, bias))
     num_ranks = ranks_of_tokens(topk_idx)
     assert torch.equal(combined, x * num_ranks + 6)
-    assert back is not None
     assert torch.equal(back, torch.where(topk_idx >= 0, weights, 0.0))
 
 

@@ -126,10 +126,6 @@ def dispatch_normal(
         **options,
     )
     data, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
-    assert ids is not None
-    assert weights is not None
-    assert counts is not None
-    assert handle is not None
     assert handle[4] is is_in_rank
     return NormalResult(
         x=data,

@@ -54,7 +54,6 @@ def test_tokens_keep_their_shape() -> None:
         moe = ExpertParallelMoE.from_transformers(block, group)
         x = tokens(group.rank, group.device).detach()
         y = moe(x)
-        assert isinstance(y, Tensor)
         assert relative_error(y, block(x)) <= FP32_TOLERANCE
         x = x[0, 0]
         flat = moe(x.view(1, HIDDEN))

@@ -12,7 +12,6 @@ from epcomm import (
     EPGroup,
     ExpertParallelExperts,
     Fp8BlockWeights,
-    MaskedDispatchOutput,
     ScaleDtype,
     WireDtype,
 )
@@ -233,7 +232,6 @@ def test_capacity_of_deep_ep_v1_is_whole_tiles_of_deep_gemm(
                 weights, group, replace(config, runner=runner), top_k=spec.num_topk(2)
             )
             out = layer.phases.prefill.dispatch(mine.x, mine.topk)
-            assert isinstance(out, MaskedDispatchOutput)
             layer.phases.prefill.combine(layer.runner.run(out, layer.weights))
             assert out.hidden_states.data.shape[1] == (128 if runner == "deep_gemm" else 36)
             num_slots = mine.x.shape[0] * spec.num_topk(2)

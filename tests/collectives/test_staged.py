@@ -33,7 +33,6 @@ def test_rows_and_records_travel_through_the_host() -> None:
 def test_waits_of_the_host_last_as_long_and_name_the_ranks_of_the_whole() -> None:
     # Use a new process group, because a timeout stays on the board of a process group.
     process_group = dist.new_group()
-    assert isinstance(process_group, dist.ProcessGroup)
     over = TorchDistCollectives(process_group)
     staged = StagedCollectives(over, over.device)
     alone = staged.split([[0], [1]], scope=", in a host")

@@ -192,7 +192,6 @@ def calls_of_block(group: EPGroup, router: str) -> list[Tensor]:
         patched.setattr(ReplicaTables, "choose", spy)
         for call in range(3):
             y = moe(x)
-            assert isinstance(y, Tensor)
             assert relative_error(y, block(x)) <= FP32_TOLERANCE
             if call == 1:
                 places = moe.experts.placement.physical_to_logical[::-1]

@@ -73,7 +73,6 @@ def test_quantised_rows_of_a_cpu_have_the_same_bits_in_every_batch(
     kind: type[EightBitWeights], are_quantized: bool
 ) -> None:
     unquantized = experts(torch.bfloat16, 256, 128)
-    assert isinstance(unquantized, ExpertWeights)
     weights = kind.from_unquantized(unquantized)
     wire = weights.wire_format if are_quantized else WireFormat.of(torch.bfloat16)
     assert not QuantizedBlocksRunner.batch_invariance(weights, this_machine()).reasons
@@ -146,7 +145,6 @@ class InTiles(BatchInvariantRunner):
     """Runs the kernel of GPUs, which is interpreted where there is none."""
 
     def _compute_rows(self, dispatched: RowsDispatchOutput, weights: ExpertTensors) -> Tensor:
-        assert isinstance(weights, ExpertWeights)
         slots = pack(dispatched.hidden_states.data, dispatched.index)
         return batch_invariant._run_tiles(slots, weights, dispatched.index)
 
@@ -185,7 +183,6 @@ def test_fp8_rows_of_hopper_have_the_same_bits_in_every_batch(
     are_quantized: bool, sizes: tuple[int, int]
 ) -> None:
     unquantized = experts(torch.bfloat16, *sizes)
-    assert isinstance(unquantized, ExpertWeights)
     weights = on(torch.device("cuda"), Fp8BlockWeights.from_unquantized(unquantized))
     if not Fp8WgmmaRunner.supports(weights).ok:
         pytest.skip("needs compute capability 9.0 and NVRTC")

@@ -200,7 +200,6 @@ def test_losses_of_watched_gates_train_like_one_process(is_checkpointed: bool) -
 def noting(seen: list[Tensor]) -> Callable[[nn.Module, object, object], None]:
     def note(module: nn.Module, args: object, output: object) -> None:
         logits = output[0] if isinstance(output, tuple) else output
-        assert isinstance(logits, Tensor)
         seen.append(logits)
 
     return note

@@ -62,7 +62,6 @@ class TinyModel(nn.Module):
         x = self.embed(x)
         for block in self.blocks:
             y = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
-            assert isinstance(y, Tensor)
             x = x + y
         return self.head(x).square().mean()
 
@@ -251,7 +250,6 @@ def test_compiled_model_breaks_its_graph_once_at_the_experts(num_ranks: int) -> 
         moe = ExpertParallelMoE.from_transformers(block, group, config)
         x = tokens(group.rank).to(group.device)
         expected = moe(x)
-        assert isinstance(expected, Tensor)
         compiled = torch.compile(moe, backend=count)
         y = compiled(x)
         assert torch.equal(y, expected)

@@ -71,7 +71,6 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
         slabs, _, handle, _, _ = buffer.low_latency_dispatch(
             batch.x, batch.ids.int(), 16, batch.num_experts, use_fp8=False
         )
-        assert isinstance(slabs, Tensor)
         y, _, _ = buffer.low_latency_combine(slabs, batch.ids.int(), batch.weights, handle)
         assert torch.equal(y, (batch.x.float() * 0.5 * shape[1]).bfloat16())
     # The backward of combine is a dispatch along the handle, that of dispatch another combine.
@@ -81,7 +80,6 @@ def test_one_buffer_serves_any_shapes_and_keeps_any_handles() -> None:
             assert torch.equal(y, (batch.x.float() * factor * num_ranks).bfloat16())
             assert torch.equal(returned, batch.weights)
             along = buffer.dispatch(batch.x * factor, handle=handle)[0]
-            assert isinstance(along, Tensor)
             assert torch.equal(along, rows * factor)
 
 
@@ -143,7 +141,6 @@ def test_rows_travel_by_ranks_alone_where_there_are_no_ids() -> None:
 def test_a_group_is_a_part_of_the_world() -> None:
     groups = [dist.new_group(members) for members in ([0, 2], [1, 3])]
     group = groups[world().rank() % 2]
-    assert isinstance(group, dist.ProcessGroup)
     buffer = Buffer(group)
     assert (buffer.rank, buffer.group_size) == (world().rank() // 2, 2)
     batch = Batch(buffer.rank, (16, 2, 4))
@@ -222,7 +219,6 @@ def there_and_back(
         x, batch.ids, max_tokens, 4, use_fp8=False, return_recv_hook=True
     )
     hook()
-    assert isinstance(slabs, Tensor)
     return buffer.low_latency_combine(slabs, batch.ids, weights, handle)[0]
 
 

@@ -370,6 +370,5 @@ def test_megatron_dev_deepep_v2() -> None:
     gradients, _, _, _, _ = buffer.dispatch(
         batch.x, handle=handle, num_sms=handle.num_sms, do_cpu_sync=False
     )
-    assert isinstance(gradients, Tensor)
     assert torch.equal(gradients, rows)
     buffer.destroy()

@@ -1,7 +1,10 @@
 import os
 import sys
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+
+import pytest
 
 # Set the number of threads as the launcher does for its ranks: on a busy machine, several threads
 # of one small operation mostly wait for one another (seen: 0.4 s instead of 2 ms for a backward).
@@ -47,3 +50,13 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
         return None
     is_here = backend == DEVICES_OF[collection_path.parent.name]
     return None if is_here else True
+
+
+@pytest.fixture
+def npu_operators() -> Iterator[None]:
+    """Imitate the operators of an A3 with all of its limits."""
+    from fakes.ascend import limits, registry
+
+    registry.register()
+    with limits.soc("A3"):
+        yield

@@ -12,6 +12,10 @@ from torch import Tensor
 from epcomm.bench import layer, turns
 
 
+def silent(tokens: int) -> None:
+    """Show no progress."""
+
+
 class Recorded:
     """An imitation of a device graph, which records a call and repeats it in every replay."""
 

@@ -19,7 +19,7 @@ from epcomm.group import EPGroup
 from epcomm.planning.measurements import read_measurements
 from epcomm.planning.plan import plan
 from epcomm.types import WireDtype
-from tests.bench.imitations import imitate_graphs, spoil
+from tests.bench.imitations import imitate_graphs, silent, spoil
 
 OPTIONS = BenchOptions(
     tokens=(3, 8),
@@ -32,10 +32,6 @@ OPTIONS = BenchOptions(
     warm_up=1,
 )
 SPANS = {"dispatch", "combine", "pair"}
-
-
-def silent(tokens: int) -> None:
-    """Show no progress."""
 
 
 @pytest.mark.ranks(2)

@@ -15,7 +15,7 @@ from epcomm.bench.run import run_bench
 from epcomm.cli.bench import ReportOptions, RunOptions, bench_on_rank
 from epcomm.config import Mode
 from epcomm.experts import ExpertParallelExperts
-from tests.bench.imitations import imitate_graphs, spoil
+from tests.bench.imitations import imitate_graphs, silent, spoil
 from tests.runners import fake_deep_gemm
 
 OPTIONS = BenchOptions(
@@ -31,10 +31,6 @@ OPTIONS = BenchOptions(
 )
 SPANS = {"dispatch", "products", "combine", "layer"}
 RUNNERS = {"bf16": "grouped_mm", "fp8": "quantized_reference"}
-
-
-def silent(tokens: int) -> None:
-    """Show no progress."""
 
 
 @pytest.mark.ranks(1, 2, 4)

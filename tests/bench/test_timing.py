@@ -4,13 +4,10 @@ import torch
 from epcomm.bench.timing import Captured, Clock, Percentiles, captured, slowest_rank
 
 
-def test_percentiles_of_known_numbers() -> None:
+def test_percentiles_are_interpolated() -> None:
     # 0 to 100 in any order: percentile p is p.
     shuffled = [float(37 * number % 101) for number in range(101)]
     assert Percentiles.of(shuffled) == Percentiles(p50=50.0, p95=95.0, p99=99.0)
-
-
-def test_percentiles_are_interpolated() -> None:
     found = Percentiles.of([4.0, 1.0, 3.0, 2.0])
     assert found.p50 == pytest.approx(2.5)
     assert found.p95 == pytest.approx(3.85)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,8 +13,9 @@ from epcomm.records import TopKOutput
 from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.ascend_gating import AscendGate, gating_reasons
 from epcomm.routing.choose import RouterChoice
-from fakes.ascend import limits, registry
 from tests.routing.cases import CASES, PRESETS, Case, bias_for
+
+pytestmark = pytest.mark.usefixtures("npu_operators")
 
 # float32 arithmetic in another order of steps.
 TOLERANCE = 1e-6
@@ -40,13 +40,6 @@ REFUSED_PRESETS = {
     "lfm2_moe not renormalised": NOT_RENORMALISED,
 }
 EXPRESSIBLE_PRESETS = [name for name in PRESETS if name not in REFUSED_PRESETS]
-
-
-@pytest.fixture(autouse=True)
-def npu_operators() -> Iterator[None]:
-    registry.register()
-    with limits.soc("A3"):
-        yield
 
 
 def random_logits() -> Tensor:

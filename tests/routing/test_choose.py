@@ -14,10 +14,11 @@ from epcomm.routing import RoutingSpec, presets, route
 from epcomm.routing.ascend_gating import OPERATOR, AscendGate
 from epcomm.routing.choose import RouterChoice, choose_router
 from epcomm.routing.triton_gating import TritonGate
-from fakes.ascend import limits, registry
 from fakes.ascend.operators.gating import moe_gating_top_k
 from tests.routing.calls import expect_gating_calls
 from tests.routing.cases import spec_of
+
+pytestmark = pytest.mark.usefixtures("npu_operators")
 
 NUM_EXPERTS = 32
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -31,13 +32,6 @@ WHY_UNSAID = (
     "routing by the reference: npu_moe_gating_top_k always renormalises sigmoid weights; "
     "npu_moe_gating_top_k has no softcap",
 )
-
-
-@pytest.fixture(autouse=True)
-def npu_operators() -> Iterator[None]:
-    registry.register()
-    with limits.soc("A3"):
-        yield
 
 
 @pytest.fixture

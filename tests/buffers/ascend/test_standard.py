@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -24,8 +24,9 @@ from epcomm.quantization import dequantize
 from epcomm.registry import buffer_class, runner_class
 from epcomm.spec import Availability
 from epcomm.testing.data import BatchSpec, make_weights, random_ids
-from fakes.ascend import limits, registry
 from fakes.deep_ep import install
+
+pytestmark = pytest.mark.usefixtures("npu_operators")
 
 NAME = "AscendStandardBuffer"
 OPERATORS = (
@@ -37,13 +38,6 @@ OPERATORS = (
 )
 LAYER = MoESpec(hidden_size=1024, num_experts=8, top_k=2)
 CONFIG = EPConfig(mode="standard", backend="ascend")
-
-
-@pytest.fixture(autouse=True)
-def machine() -> Iterator[None]:
-    registry.register()
-    with limits.soc("A3"):
-        yield
 
 
 @pytest.fixture

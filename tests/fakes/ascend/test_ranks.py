@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,34 +8,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fakes.ascend.deep_ep import Buffer
-from fakes.ascend.limits import soc
-from fakes.ascend.registry import register
 from tests.fakes.ascend.recorded import assert_equals, golden, group_for, is_poison, tensor_of
+from tests.integrations.deep_ep.v1_ranks import Inputs, refused
 
 pytestmark = pytest.mark.ranks(4)
-
-register()
 
 NORMAL = golden("ascend_deep_ep_normal")["cases"]
 LOW_LATENCY = golden("ascend_deep_ep_low_latency")
 CASES = LOW_LATENCY["cases"]
 NEG_ONE = "MOE_ENABLE_TOPK_NEG_ONE"
 E, H, K, M = 8, 6, 3, 6
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """x [T, H], ids [T, K], weights [T, K] of this rank."""
-
-    x: Tensor
-    ids: Tensor
-    weights: Tensor
-
-
-@pytest.fixture(autouse=True)
-def small_sizes() -> Iterator[None]:
-    with soc("A3", size_limits=False):
-        yield
 
 
 def inputs_of(recorded: dict[str, Any]) -> Inputs:
@@ -79,12 +58,6 @@ def dispatch_normal(
         topk_weights=inputs.weights,
         quant_mode=quant_mode,
     )
-
-
-@contextmanager
-def refused(match: str) -> Iterator[None]:
-    with pytest.raises(RuntimeError, match=match):
-        yield
 
 
 @pytest.mark.parametrize("sums", [False, True], ids=["counts", "sums"])
